@@ -10,11 +10,16 @@ import tempfile
 from pathlib import Path
 
 os.environ.pop("COLUMNS", None)  # tables in goldens are as wide as they want
-os.environ.setdefault("SPMD_TEST_GIVEN_FLAGS", os.environ.get("XLA_FLAGS", ""))  # by the user, such as --xla_cpu_max_isa=AVX2
-os.environ["XLA_FLAGS"] = os.environ["SPMD_TEST_GIVEN_FLAGS"] + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
-# Plans and programs of the processes that tests start are kept for one run: such a process may be killed while it writes.
-# Pytest's workers share it with the process that began the run.
-os.environ["SPMD_TEST_CACHE"] = os.environ.get("SPMD_TEST_CACHE") or tempfile.mkdtemp(prefix="spmd-tests-")
+# by the user, such as --xla_cpu_max_isa=AVX2
+os.environ.setdefault("SPMD_TEST_GIVEN_FLAGS", os.environ.get("XLA_FLAGS", ""))
+os.environ["XLA_FLAGS"] = (
+    os.environ["SPMD_TEST_GIVEN_FLAGS"] + " --xla_cpu_collective_call_terminate_timeout_seconds=60"
+)
+# Plans and programs of the processes that tests start are kept for one run: such a process may be
+# killed while it writes. Pytest's workers share it with the process that began the run.
+os.environ["SPMD_TEST_CACHE"] = os.environ.get("SPMD_TEST_CACHE") or tempfile.mkdtemp(
+    prefix="spmd-tests-"
+)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["SPMD_TEST_CACHE"]
 os.environ["SPMD_CACHE"] = os.environ["SPMD_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
@@ -38,16 +43,30 @@ else:
 if not ON_GPU and misordered():
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of processes that tests start
-collect_ignore_glob = ["tests/*/fixtures/make_*.py", "tests/*/fixtures/check_*.py", "tests/*/*_job.py"]  # scripts
+# scripts
+collect_ignore_glob = [
+    "tests/*/fixtures/make_*.py",
+    "tests/*/fixtures/check_*.py",
+    "tests/*/*_job.py",
+]
 if "SPMD_TEST_GPU" not in os.environ:
-    collect_ignore_glob.append("tests/gpu/test_on_one_gpu.py")  # benchmarks/gpu/run.py runs them, on a GPU or in a rehearsal
+    # benchmarks/gpu/run.py runs them, on a GPU or in a rehearsal
+    collect_ignore_glob.append("tests/gpu/test_on_one_gpu.py")
 
 
 def _kept_programs() -> Path:
-    """Where the programs that the tests themselves compile are kept from run to run; other versions and processors have other ones."""
+    """Where the programs that the tests themselves compile are kept from run to run; other versions
+    and processors have other ones.
+    """
     cpu = Path("/proc/cpuinfo")
-    features = {line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))} if cpu.exists() else set()
-    machine = hashlib.sha256("\n".join([platform.machine(), *sorted(features)]).encode()).hexdigest()[:12]
+    features = (
+        {line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))}
+        if cpu.exists()
+        else set()
+    )
+    machine = hashlib.sha256(
+        "\n".join([platform.machine(), *sorted(features)]).encode()
+    ).hexdigest()[:12]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "spmd-tests" / f"jax-{jax.__version__}-{machine}"
 
@@ -76,35 +95,44 @@ def _bound(folder: Path, most: int) -> None:
 
 jax._src.lru_cache.LRUCache.put = _put
 jax.config.update("jax_compilation_cache_dir", str(_kept_programs()))
-# A kept program carries the names of scopes, which tests read: another name is another program. Without source lines in it, an edit that
-# only moves lines keeps the program.
+# A kept program carries the names of scopes, which tests read: another name is another program.
+# Without source lines in it, an edit that only moves lines keeps the program.
 jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# Compiling is most of what tests do, and takes a third of the time with these. `make test-all` compiles all as users do. Tests that say
-# "optimized" always do: those that compare two programs to the last bit, or where a rounding decides what comes next.
+# Compiling is most of what tests do, and takes a third of the time with these. `make test-all`
+# compiles all as users do. Tests that say "optimized" always do: those that compare two programs to
+# the last bit, or where a rounding decides what comes next.
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,  # splitting costs more than it gains where workers use all cores
+    # splitting costs more than it gains where workers use all cores
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 _overrides: dict[str, object] = {}
 _as_users_do = jax._src.compiler.get_compile_options
 
 
 def _get_compile_options(*args, env_options_overrides=None, **named):
-    return _as_users_do(*args, env_options_overrides={**_overrides, **(env_options_overrides or {})}, **named)
+    return _as_users_do(
+        *args, env_options_overrides={**_overrides, **(env_options_overrides or {})}, **named
+    )
 
 
 jax._src.compiler.get_compile_options = _get_compile_options
-# One context for all programs that a process lowers: making one takes as long as compiling an addition, and tests lower thousands.
-jax._src.interpreters.mlir.make_ir_context = functools.cache(jax._src.interpreters.mlir.make_ir_context)
+# One context for all programs that a process lowers: making one takes as long as compiling an
+# addition, and tests lower thousands.
+jax._src.interpreters.mlir.make_ir_context = functools.cache(
+    jax._src.interpreters.mlir.make_ir_context
+)
 
 
 @functools.cache
 def _quick() -> dict[str, object]:
-    """The options above that this XLA has: versions differ, and an unknown option fails every compilation."""
+    """The options above that this XLA has: versions differ, and an unknown option fails every
+    compilation.
+    """
 
     def has(name: str) -> bool:
         try:
@@ -135,7 +163,9 @@ def pytest_runtest_setup(item):
 @functools.cache
 def _converts_float16() -> bool:
     try:
-        jax.jit(lambda x: x.astype("float32")).lower(jax.ShapeDtypeStruct((4,), "float16")).compile()
+        jax.jit(lambda x: x.astype("float32")).lower(
+            jax.ShapeDtypeStruct((4,), "float16")
+        ).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -143,11 +173,20 @@ def _converts_float16() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
-    """Skip what XLA:CPU compiles for no processor without the instruction F16C: conversions of float16, through which float8 goes too."""
+    """Skip what XLA:CPU compiles for no processor without the instruction F16C: conversions of
+    float16, through which float8 goes too.
+    """
     report = yield
-    if report.failed and "Failed to materialize symbols" in report.longreprtext and not _converts_float16():
+    if (
+        report.failed
+        and "Failed to materialize symbols" in report.longreprtext
+        and not _converts_float16()
+    ):
         path, line, _ = report.location
-        report.outcome, report.longrepr = "skipped", (path, line, "XLA:CPU converts no float16 with the instructions of this processor")
+        report.outcome, report.longrepr = (
+            "skipped",
+            (path, line, "XLA:CPU converts no float16 with the instructions of this processor"),
+        )
     return report
 
 
@@ -178,11 +217,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("system")
     sample(items)
     config.stash[COLLECTED] = list(items)
-    items.sort(key=lambda item: item.get_closest_marker("optimized") is not None)  # each change of options drops all programs
+    # each change of options drops all programs
+    items.sort(key=lambda item: item.get_closest_marker("optimized") is not None)
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the collector need not look through it, nor as often as by default, for 6 % of the time."""
+    """What is imported by now stays: the collector need not look through it, nor as often as by
+    default, for 6 % of the time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
@@ -225,7 +267,10 @@ def digits():
 
     data = load_digits()
     images, labels = (data.images / 16.0).astype("float32")[..., None], data.target.astype("int32")
-    return {"image": images[:1500], "label": labels[:1500]}, {"image": images[1500:], "label": labels[1500:]}
+    return {"image": images[:1500], "label": labels[:1500]}, {
+        "image": images[1500:],
+        "label": labels[1500:],
+    }
 
 
 GOLDENS = Path(__file__).parent / "tests" / "goldens"
@@ -233,12 +278,18 @@ GOLDENS = Path(__file__).parent / "tests" / "goldens"
 
 def pytest_addoption(parser):
     """`--regenerate-goldens`, which is read by `golden`."""
-    parser.addoption("--regenerate-goldens", action="store_true", help="write the texts that tests compare with tests/goldens/*.txt")
+    parser.addoption(
+        "--regenerate-goldens",
+        action="store_true",
+        help="write the texts that tests compare with tests/goldens/*.txt",
+    )
 
 
 @pytest.fixture
 def golden(request):
-    """`golden(name, text)` fails unless tests/goldens/NAME.txt holds `text` and a newline, or writes that file."""
+    """`golden(name, text)` fails unless tests/goldens/NAME.txt holds `text` and a newline, or
+    writes that file.
+    """
 
     def check(name: str, text: str) -> None:
         path = GOLDENS / f"{name}.txt"

@@ -1,11 +1,14 @@
-"""Searches of `layout="auto"` for models of others that carry no axis names: what is found, beside the best of the shipped layouts.
+"""Searches of `layout="auto"` for models of others that carry no axis names: what is found, beside
+the best of the shipped layouts.
 
     pip install -e '.[gpu-compiler]' jaxtyping
     git clone https://github.com/google-deepmind/nanodo; git clone https://github.com/google/flax
-    python benchmarks/auto_layout.py --nanodo nanodo --flax flax      # writes benchmarks/results/auto_layout.md; no GPU is needed
+    # writes benchmarks/results/auto_layout.md; no GPU is needed
+    python benchmarks/auto_layout.py --nanodo nanodo --flax flax
 
-Models: nanodo's, flax's examples of ResNet-50, Gemma and lm1b (whose names are taken off), and a vision transformer of flax's
-layers. For each, 12 programs are compiled for 8 H100s. `best shipped` are the layouts that need no names.
+Models: nanodo's, flax's examples of ResNet-50, Gemma and lm1b (whose names are taken off), and a
+vision transformer of flax's layers. For each, 12 programs are compiled for 8 H100s. `best shipped`
+are the layouts that need no names.
 """
 
 import argparse
@@ -31,7 +34,9 @@ Shape = jax.ShapeDtypeStruct
 
 
 class ViT(nn.Module):
-    """ViT-B/16: patches of 16 x 16 pixels, 12 blocks of 768 (Dosovitskiy et al. 2021, arXiv:2010.11929, table 1)."""
+    """ViT-B/16: patches of 16 x 16 pixels, 12 blocks of 768 (Dosovitskiy et al. 2021,
+    arXiv:2010.11929, table 1).
+    """
 
     width: int = 768
     depth: int = 12
@@ -51,7 +56,8 @@ class ViT(nn.Module):
 def unnamed(model: nn.Module, sample: Any) -> Any:
     """A linen model without the boxes around its parameters, which carry names."""
     return spmd.FunctionalModel(
-        lambda key: nn.unbox(model.init(key, sample)["params"]), lambda params, x: model.apply({"params": params}, x)
+        lambda key: nn.unbox(model.init(key, sample)["params"]),
+        lambda params, x: model.apply({"params": params}, x),
     )
 
 
@@ -91,7 +97,9 @@ def gemma(folder: Path) -> Any:
         """Gemma 1 2B, of tokens alone."""
 
         def __init__(self) -> None:
-            self.inner = transformer.Transformer(transformer_cfg.TransformerConfig.gemma_2b(), rngs=nnx.Rngs(0))
+            self.inner = transformer.Transformer(
+                transformer_cfg.TransformerConfig.gemma_2b(), rngs=nnx.Rngs(0)
+            )
 
         def __call__(self, tokens):
             rows, length = tokens.shape
@@ -102,13 +110,20 @@ def gemma(folder: Path) -> Any:
 
 
 def resnet(folder: Path) -> Any:
-    return module(folder / "examples" / "imagenet", "models").ResNet50(num_classes=1000, dtype=jnp.bfloat16)
+    return module(folder / "examples" / "imagenet", "models").ResNet50(
+        num_classes=1000, dtype=jnp.bfloat16
+    )
 
 
 def lm1b(folder: Path) -> Any:
     models = module(folder / "examples" / "lm1b", "models")
     config = models.TransformerConfig(
-        vocab_size=30000, output_vocab_size=30000, logits_via_embedding=True, deterministic=True, max_len=128, dtype=jnp.bfloat16
+        vocab_size=30000,
+        output_vocab_size=30000,
+        logits_via_embedding=True,
+        deterministic=True,
+        max_len=128,
+        dtype=jnp.bfloat16,
     )
     return unnamed(models.TransformerLM(config), jnp.zeros((1, 128), "int32"))
 
@@ -116,10 +131,16 @@ def lm1b(folder: Path) -> Any:
 def cases(options: argparse.Namespace) -> dict[str, tuple[Any, dict[str, Any]]]:
     found = {"ViT-B/16, 1,024 images": (ViT(), images(1024))}
     if options.nanodo:
-        found["nanodo, 12 blocks of 1,024, 64 rows of 1,024 tokens"] = (nanodo(options.nanodo), text(64, 1024))
+        found["nanodo, 12 blocks of 1,024, 64 rows of 1,024 tokens"] = (
+            nanodo(options.nanodo),
+            text(64, 1024),
+        )
     if options.flax:
         found["flax's ResNet-50, 1,024 images"] = (resnet(options.flax), images(1024))
-        found["flax's lm1b without names, 2,048 rows of 128 tokens"] = (lm1b(options.flax), text(2048, 128))
+        found["flax's lm1b without names, 2,048 rows of 128 tokens"] = (
+            lm1b(options.flax),
+            text(2048, 128),
+        )
         found["flax's Gemma 2B, 16 rows of 2,048 tokens"] = (gemma(options.flax), text(16, 2048))
     return found
 
@@ -127,20 +148,47 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Any, dict[str, Any]]]:
 def searched(title: str, model: Any, batch: dict[str, Any]) -> list[str]:
     """The row of a case; the file is written and read again."""
     began = time.monotonic()
-    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "precision": "bfloat16"}
-    found = spmd.search(model, batch, **options, target=TARGET, compiles=COMPILES, say=lambda line: print(line, file=sys.stderr))
+    options = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.adamw(1e-3),
+        "precision": "bfloat16",
+    }
+    found = spmd.search(
+        model,
+        batch,
+        **options,
+        target=TARGET,
+        compiles=COMPILES,
+        say=lambda line: print(line, file=sys.stderr),
+    )
     with tempfile.TemporaryDirectory() as folder:
         assert spmd.Layout.load(found.save(Path(folder) / "found.toml")) == found.layout
-    shipped = [(candidate, plan) for candidate, plan in found.plans if not candidate.layout.name.endswith("_by_path")]
-    by_path = [(candidate, plan) for candidate, plan in found.plans if candidate.layout.name.endswith("_by_path")]
+    shipped = [
+        (candidate, plan)
+        for candidate, plan in found.plans
+        if not candidate.layout.name.endswith("_by_path")
+    ]
+    by_path = [
+        (candidate, plan)
+        for candidate, plan in found.plans
+        if candidate.layout.name.endswith("_by_path")
+    ]
 
     def cell(plans: list) -> str:
         if not plans:
             return "none fits"
         candidate, plan = plans[0]
-        return f"{candidate}: {1e3 * plan.period.seconds:.0f} ms, {plan.memory.peak / 2**30:.1f} GiB"
+        return (
+            f"{candidate}: {1e3 * plan.period.seconds:.0f} ms, {plan.memory.peak / 2**30:.1f} GiB"
+        )
 
-    return [title, cell(list(found.plans)), cell(shipped), cell(by_path), f"{time.monotonic() - began:.0f} s"]
+    return [
+        title,
+        cell(list(found.plans)),
+        cell(shipped),
+        cell(by_path),
+        f"{time.monotonic() - began:.0f} s",
+    ]
 
 
 def main() -> None:
@@ -151,15 +199,28 @@ def main() -> None:
     options = parser.parse_args()
     columns = ["model", "found", "best shipped", "best by path", "search"]
     command = " ".join(["python benchmarks/auto_layout.py", *sys.argv[1:]])
-    head = reported.head("Layouts found for models without axis names", command, "jax", "jaxlib", "flax", "jax-cuda13-pjrt")
-    about = [f"For {TARGET}, {COMPILES} programs of each model. The file of each layout was written, and read as an equal layout.", ""]
+    head = reported.head(
+        "Layouts found for models without axis names",
+        command,
+        "jax",
+        "jaxlib",
+        "flax",
+        "jax-cuda13-pjrt",
+    )
+    about = [
+        f"For {TARGET}, {COMPILES} programs of each model. The file of each layout was written, "
+        "and read as an equal layout.",
+        "",
+    ]
     rows = [columns, ["---"] * len(columns)]
     for title, (model, batch) in cases(options).items():
         if (options.only or "") in title:
             rows.append(searched(title, model, batch))
             print(rows[-1], flush=True)
             if not options.only:
-                reported.write("auto_layout", [*head, *about, *("| " + " | ".join(row) + " |" for row in rows)])
+                reported.write(
+                    "auto_layout", [*head, *about, *("| " + " | ".join(row) + " |" for row in rows)]
+                )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Steps per second of two real processes as the link between them narrows, by codec.
 
-    JAX_PLATFORMS=cpu python benchmarks/bandwidth.py       # 7 minutes; writes benchmarks/results/bandwidth.md; Linux: unshare, ip, tc
+    # 7 minutes; writes benchmarks/results/bandwidth.md; Linux: unshare, ip, tc
+    JAX_PLATFORMS=cpu python benchmarks/bandwidth.py
 
-Two processes of one device each, joined by `jax.distributed`, exchange gradients by gloo over TCP. `tc` limits the rate of the link
-with token buckets. There are two kinds of link. duplex: each process has its own private network namespace, a veth pair connects them, and
-each direction has the full rate. shared: both processes use the `lo` of one private network namespace, and both
-directions share the rate. The namespaces belong to a private user namespace: no privilege on the host is needed, the
-host's network does not change, and the namespaces disappear with the processes.
+Two processes of one device each, joined by `jax.distributed`, exchange gradients by gloo over TCP.
+`tc` limits the rate of the link with token buckets. There are two kinds of link. duplex: each
+process has its own private network namespace, a veth pair connects them, and each direction has the
+full rate. shared: both processes use the `lo` of one private network namespace, and both directions
+share the rate. The namespaces belong to a private user namespace: no privilege on the host is
+needed, the host's network does not change, and the namespaces disappear with the processes.
 
-The model is an MLP of wide layers and few rows, so that communication dominates, with SGD. Every arm is a pair of processes that
-stays alive; in each round every arm in turn runs one chunk of steps while the others wait. Ratios are medians over rounds of the
-ratio within a round. Bytes on the link are the kernel's own count of what one process sends (headers and acknowledgements
-with it); bytes by the log are those of `trainer.wire`. The rest is the time per step for which the link has nothing to carry:
-arithmetic, the codecs' own included, and directions that wait for each other.
+The model is an MLP of wide layers and few rows, so that communication dominates, with SGD. Every
+arm is a pair of processes that stays alive; in each round every arm in turn runs one chunk of steps
+while the others wait. Ratios are medians over rounds of the ratio within a round. Bytes on the link
+are the kernel's own count of what one process sends (headers and acknowledgements with it); bytes
+by the log are those of `trainer.wire`. The rest is the time per step for which the link has nothing
+to carry: arithmetic, the codecs' own included, and directions that wait for each other.
 """
 
 import argparse
@@ -34,18 +37,23 @@ ARMS = {
     "exact": {},
     "bfloat16": {"codec": "bfloat16"},
     "int8 + feedback": {"codec": "int8", "error_feedback": True},
-    "power_sgd 4 + feedback": {"codec": "power_sgd", "options": {"rank": 4}, "error_feedback": True},
+    "power_sgd 4 + feedback": {
+        "codec": "power_sgd",
+        "options": {"rank": 4},
+        "error_feedback": True,
+    },
 }
 TARGETS = {"bfloat16": 1.7, "int8 + feedback": 3.0}
 RATES = {"duplex": (None, 1000, 200, 50), "shared": (1000, 200, 50)}  # Mbit/s
-DOMINATES = 0.8  # communication dominates where the exact arm keeps the link busy for this share of its time
+# communication dominates where the exact arm keeps the link busy for this share of its time
+DOMINATES = 0.8
 ENDS = (("spmd0", "10.231.0.1"), ("spmd1", "10.231.0.2"))
 PORTS = {"duplex": 20000, "shared": 21000}
 COLLECTIVE = 20 * 2**20  # bytes
 LIMIT = 3000  # seconds until the whole run is ended
 
 
-# one process of an arm: runs the requested number of steps, reports the time, waits ------------------------------------
+# one process of an arm: runs the requested number of steps, reports the time, waits ---------------
 
 
 def join(rank: int, port: int):
@@ -57,7 +65,9 @@ def join(rank: int, port: int):
     address = f"{ENDS[0][1]}:{port}"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address, initialization_timeout=120)
+    jax.distributed.initialize(
+        address, 2, rank, coordinator_bind_address=address, initialization_timeout=120
+    )
     return out
 
 
@@ -80,14 +90,19 @@ def collectives_main(rank: int, port: int) -> None:
     mesh, spec = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
     calls = {
         "all_reduce": (1, lambda x: lax.psum(x, "data")),
-        "reduce_scatter": (2, lambda x: lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True)),
+        "reduce_scatter": (
+            2,
+            lambda x: lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True),
+        ),
         "all_to_all": (2, lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True)),
         "all_gather": (1, lambda x: lax.all_gather(x, "data", axis=0, tiled=True)),
     }
     ready = {}
     for name, (rows, call) in calls.items():
         each = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        array = jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.ones((rows, COLLECTIVE // 4), np.float32))
+        array = jax.make_array_from_process_local_data(
+            NamedSharding(mesh, spec), np.ones((rows, COLLECTIVE // 4), np.float32)
+        )
         ready[name] = jax.jit(each), array
         jax.block_until_ready(ready[name][0](array))
 
@@ -111,20 +126,31 @@ def worker_main(arm: str, rank: int, port: int) -> None:
 
     class MLP(nnx.Module):
         def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(a, b, use_bias=False, rngs=rngs) for a, b in itertools.pairwise(WIDTHS)])
+            self.layers = nnx.List(
+                [nnx.Linear(a, b, use_bias=False, rngs=rngs) for a, b in itertools.pairwise(WIDTHS)]
+            )
 
         def __call__(self, x):
             for layer in self.layers[:-1]:
                 x = nnx.relu(layer(x))
             return self.layers[-1](x)
 
-    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce", **ARMS[arm]))
+    layout = dataclasses.replace(
+        spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce", **ARMS[arm])
+    )
     trainer = spmd.Trainer(
-        lambda: MLP(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), mesh={"data": 2}, layout=layout
+        lambda: MLP(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.01),
+        mesh={"data": 2},
+        layout=layout,
     )
     state, random = trainer.init(), np.random.default_rng(rank)
     batch = trainer.place(
-        {"x": random.normal(size=(BATCH, WIDTHS[0])).astype("float32"), "y": random.integers(0, WIDTHS[-1], BATCH).astype("int32")}
+        {
+            "x": random.normal(size=(BATCH, WIDTHS[0])).astype("float32"),
+            "y": random.integers(0, WIDTHS[-1], BATCH).astype("int32"),
+        }
     )
     state, metrics = trainer.step(state, batch)  # compiles
     metrics.wait()
@@ -137,10 +163,17 @@ def worker_main(arm: str, rank: int, port: int) -> None:
         jax.block_until_ready(state.params)
         return {"seconds": time.perf_counter() - started, "loss": metrics["loss"]}
 
-    serve(out, {"sent": trainer.wire.bytes(), "reduce_gradients": trainer.wire.bytes(where="reduce_gradients")}, answer)
+    serve(
+        out,
+        {
+            "sent": trainer.wire.bytes(),
+            "reduce_gradients": trainer.wire.bytes(where="reduce_gradients"),
+        },
+        answer,
+    )
 
 
-# the link: everything below runs as root of a private user namespace -------------------------------------------------------
+# the link: everything below runs as root of a private user namespace ------------------------------
 
 
 class Link:
@@ -164,7 +197,15 @@ class Link:
             # gloo publishes what the host's name resolves to, and an address resolves to itself
             run(*self.inside(rank), "hostname", address)
             run(*self.inside(rank), "ip", "link", "set", "lo", "mtu", "1500", "up")
-            run(*self.inside(rank), "ip", "address", "add", f"{address}/30", "dev", self._devices[rank])
+            run(
+                *self.inside(rank),
+                "ip",
+                "address",
+                "add",
+                f"{address}/30",
+                "dev",
+                self._devices[rank],
+            )
             run(*self.inside(rank), "ip", "link", "set", self._devices[rank], "up")
 
     @staticmethod
@@ -180,14 +221,21 @@ class Link:
         """From now on: each direction, or both together."""
         for rank in range(1 if self._shared else 2):
             name = self._devices[rank]
-            subprocess.run([*self.inside(rank), "tc", "qdisc", "delete", "dev", name, "root"], capture_output=True)
+            subprocess.run(
+                [*self.inside(rank), "tc", "qdisc", "delete", "dev", name, "root"],
+                capture_output=True,
+            )
             if megabits:
                 shape = ("tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms")
                 run(*self.inside(rank), "tc", "qdisc", "add", "dev", name, "root", *shape)
 
     def carried(self) -> float:
-        """Bytes that one process has sent so far: rank 0, or the mean of both where they share the link."""
-        sent = json.loads(run("ip", "-statistics", "-json", "link", "show", self._devices[0]))[0]["stats64"]["tx"]["bytes"]
+        """Bytes that one process has sent so far: rank 0, or the mean of both where they share the
+        link.
+        """
+        sent = json.loads(run("ip", "-statistics", "-json", "link", "show", self._devices[0]))[0][
+            "stats64"
+        ]["tx"]["bytes"]
         return sent / 2 if self._shared else sent
 
     def close(self) -> None:
@@ -211,7 +259,12 @@ class Pair:
     """The two processes of an arm, or those that call collectives."""
 
     def __init__(self, arm: str, port: int, link: Link):
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
         command = [sys.executable, __file__, "--worker", arm]
         self._jobs = [
             subprocess.Popen(
@@ -251,18 +304,27 @@ def steps_for(megabits: float | None, gradient_bytes: int) -> int:
 
 
 def named(rate: float | None) -> str:
-    return "unthrottled" if rate is None else f"{rate / 1000:g} Gbit/s" if rate >= 1000 else f"{rate:g} Mbit/s"
+    return (
+        "unthrottled"
+        if rate is None
+        else f"{rate / 1000:g} Gbit/s"
+        if rate >= 1000
+        else f"{rate:g} Mbit/s"
+    )
 
 
 def collectives_report(kind: str, rate: float, rounds: int) -> list[str]:
-    """How long gloo takes for each collective, as a multiple of what the link needs for one process's bytes."""
+    """How long gloo takes for each collective, as a multiple of what the link needs for one
+    process's bytes.
+    """
     link, pair = Link(kind), None
     try:
         pair = Pair("collectives", PORTS[kind] + 100, link)
         names = pair.answer()[0]["names"]
         link.throttle(rate)
         lines = [
-            f"| collective, {kind} link of {named(rate)} | MB sent per process | s | s if both directions were busy all the time | ratio |",
+            f"| collective, {kind} link of {named(rate)} | MB sent per process | s | s if both "
+            "directions were busy all the time | ratio |",
             "|---|---|---|---|---|",
         ]
         for name in names:
@@ -273,7 +335,9 @@ def collectives_report(kind: str, rate: float, rounds: int) -> list[str]:
                 carried.append(link.carried() - before)
             sent, took = statistics.median(carried), statistics.median(times)
             ideal = sent * 8e-6 / rate
-            lines.append(f"| {name} | {sent / 1e6:.1f} | {took:.3f} | {ideal:.3f} | {took / ideal:.2f} |")
+            lines.append(
+                f"| {name} | {sent / 1e6:.1f} | {took:.3f} | {ideal:.3f} | {took / ideal:.2f} |"
+            )
         return lines
     finally:
         if pair:
@@ -288,7 +352,18 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
         for number, arm in enumerate(ARMS):
             pairs[arm] = Pair(arm, PORTS[kind] + number, link)
         logs = {arm: pair.answer()[0] for arm, pair in pairs.items()}
-        header = ("rate", "arm", "steps/s", "s/step", "against exact", "target", "MB by the log", "MB on the link", "link busy", "rest, s")
+        header = (
+            "rate",
+            "arm",
+            "steps/s",
+            "s/step",
+            "against exact",
+            "target",
+            "MB by the log",
+            "MB on the link",
+            "link busy",
+            "rest, s",
+        )
         lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
         print("\n".join([kind, *lines]), flush=True)
         rows_of = {}
@@ -297,7 +372,8 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
             times, carried = {arm: [] for arm in ARMS}, {arm: [] for arm in ARMS}
             for turn in range(rounds + 1):
                 for arm in ARMS if turn % 2 else reversed(ARMS):
-                    count = steps_for(rate, logs[arm]["reduce_gradients"]) if turn else 1  # the first round warms up
+                    # the first round warms up
+                    count = steps_for(rate, logs[arm]["reduce_gradients"]) if turn else 1
                     before, seconds = link.carried(), pairs[arm].seconds(count)
                     if turn:
                         times[arm].append(seconds / count)
@@ -312,9 +388,16 @@ def measure(kind: str, rates: tuple[float | None, ...], rounds: int) -> list[str
         link.close()
 
 
-def table_rows(rate: float | None, times: dict, carried: dict, logs: dict, directions: int) -> list[str]:
+def table_rows(
+    rate: float | None, times: dict, carried: dict, logs: dict, directions: int
+) -> list[str]:
     rows = []
-    busy = {arm: directions * carried[arm] * 8e-6 / rate / statistics.median(times[arm]) if rate else None for arm in ARMS}
+    busy = {
+        arm: directions * carried[arm] * 8e-6 / rate / statistics.median(times[arm])
+        if rate
+        else None
+        for arm in ARMS
+    }
     for arm in ARMS:
         middle = statistics.median(times[arm])
         ratio = statistics.median(a / b for a, b in zip(times["exact"], times[arm], strict=True))
@@ -337,24 +420,49 @@ def table_rows(rate: float | None, times: dict, carried: dict, logs: dict, direc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worker", nargs=3, metavar=("ARM", "RANK", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--worker", nargs=3, metavar=("ARM", "RANK", "PORT"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
-        "--only", help='such as "duplex=0,200" or "collectives=200": one part, at these Mbit/s (0: as fast as it goes); writes nothing'
+        "--only",
+        help='such as "duplex=0,200" or "collectives=200": one part, at these Mbit/s (0: as fast '
+        "as "
+        "it goes); writes nothing",
     )
     options = parser.parse_args()
     if options.worker:
         arm, rank, port = options.worker
-        return collectives_main(int(rank), int(port)) if arm == "collectives" else worker_main(arm, int(rank), int(port))
+        return (
+            collectives_main(int(rank), int(port))
+            if arm == "collectives"
+            else worker_main(arm, int(rank), int(port))
+        )
     if not options.inside:
-        command = ["unshare", "--map-root-user", "--net", "--uts", "--pid", "--mount-proc", "--kill-child", sys.executable, __file__]
+        command = [
+            "unshare",
+            "--map-root-user",
+            "--net",
+            "--uts",
+            "--pid",
+            "--mount-proc",
+            "--kill-child",
+            sys.executable,
+            __file__,
+        ]
         sys.exit(subprocess.run([*command, "--inside", *sys.argv[1:]], timeout=LIMIT).returncode)
-    assert all(name == "lo" for _, name in socket.if_nameindex()), "not in a network namespace of its own"
+    assert all(name == "lo" for _, name in socket.if_nameindex()), (
+        "not in a network namespace of its own"
+    )
     if options.only:
         kind, rates = options.only.split("=")
         wanted = tuple(float(rate) or None for rate in rates.split(","))
-        lines = collectives_report("duplex", wanted[0], options.rounds) if kind == "collectives" else measure(kind, wanted, options.rounds)
+        lines = (
+            collectives_report("duplex", wanted[0], options.rounds)
+            if kind == "collectives"
+            else measure(kind, wanted, options.rounds)
+        )
         return print("\n".join(lines))
     load = [os.getloadavg()[0]]
     tables = {kind: measure(kind, rates, options.rounds) for kind, rates in RATES.items()}
@@ -368,9 +476,12 @@ def main() -> None:
         *reported.head("Steps per second as the link narrows", command, "jax"),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
-        f"Widths {', '.join(map(str, WIDTHS))}: {count:,} parameters, {count * 4 / 1e6:.1f} MB as float32; {BATCH} rows per process;",
-        f"{options.rounds} rounds. MB are what one process sends per step. Target: where communication dominates (exact keeps the link",
-        f"busy for at least {DOMINATES:.0%} of its time) bfloat16 1.7 times, int8 3 times the steps per second of exact.",
+        f"Widths {', '.join(map(str, WIDTHS))}: {count:,} parameters, {count * 4 / 1e6:.1f} MB as "
+        f"float32; {BATCH} rows per process;",
+        f"{options.rounds} rounds. MB are what one process sends per step. Target: where "
+        "communication dominates (exact keeps the link",
+        f"busy for at least {DOMINATES:.0%} of its time) bfloat16 1.7 times, int8 3 times the "
+        "steps per second of exact.",
         "",
         f"Load average when it began and when it ended: {load[0]:.1f} and {load[1]:.1f}.",
         "",
@@ -386,11 +497,16 @@ def main() -> None:
         "",
         *calls,
         "",
-        "The all-reduce of the exact arm goes in segments, both ways at once. An all-to-all of one large message per peer goes one way",
-        "and then the other (the link's counters, read every 50 ms in a trial of this, showed one direction idle while the other was",
-        "busy), an all-gather does so for a part of its time. The codecs' exchange consists of these two, so over gloo on a duplex link",
-        "it has little more than half of the link, and what a codec saves is to be halved. Where both directions share the rate there",
-        "is nothing to lose that way, and time follows bytes. This is gloo's transport; it says nothing of NCCL's.",
+        "The all-reduce of the exact arm goes in segments, both ways at once. An all-to-all of one "
+        "large message per peer goes one way",
+        "and then the other (the link's counters, read every 50 ms in a trial of this, showed one "
+        "direction idle while the other was",
+        "busy), an all-gather does so for a part of its time. The codecs' exchange consists of "
+        "these two, so over gloo on a duplex link",
+        "it has little more than half of the link, and what a codec saves is to be halved. Where "
+        "both directions share the rate there",
+        "is nothing to lose that way, and time follows bytes. This is gloo's transport; it says "
+        "nothing of NCCL's.",
     ]
     reported.write("bandwidth", lines)
 

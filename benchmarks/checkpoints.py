@@ -1,6 +1,8 @@
-"""How fast a state is saved and restored: in memory and on disk, beside plain files, Orbax alone and torch's DCP, in turns in one run.
+"""How fast a state is saved and restored: in memory and on disk, beside plain files, Orbax alone
+and torch's DCP, in turns in one run.
 
-The files of all arms are in the system's cache when they are read. The last table has the time by which a save lengthens a loop of steps.
+The files of all arms are in the system's cache when they are read. The last table has the time by
+which a save lengthens a loop of steps.
 """
 
 import argparse
@@ -44,7 +46,7 @@ for line in sys.stdin:
         called = 0.0
         dcp.load(state, checkpoint_id=path, no_dist=True)
     print(called, time.perf_counter() - start, flush=True)
-"""
+"""  # noqa: E501
 
 
 def make_trainer():
@@ -58,7 +60,9 @@ def make_trainer():
         return sum(jnp.tanh(x @ w).sum(axis=1, keepdims=True) for w in params.values())
 
     model = spmd.FunctionalModel(make, apply)
-    trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(1e-3), layout="fsdp")
+    trainer = spmd.Trainer(
+        model, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(1e-3), layout="fsdp"
+    )
     rows = np.random.default_rng(0).normal(size=(64, SHAPE[0])).astype(np.float32)
     return trainer, {"x": rows, "y": rows[:, :1]}
 
@@ -70,20 +74,26 @@ def timed(action):
 
 
 class Arms:
-    """Saves and restores one state in several ways; each returns (seconds until the call returned, until all was written)."""
+    """Saves and restores one state in several ways; each returns (seconds until the call returned,
+    until all was written).
+    """
 
     def __init__(self, place, trainer, state, python):
         self.place, self.trainer, self.state, self.step = place, trainer, state, int(state.step)
         config = spmd.Checkpoint(place / "run", memory_every=1)
         self.store = CheckpointStore(config)
-        self.memory = open_checkpoints_in_memory(config, self.store, trainer, contextlib.ExitStack(), resume=False)
+        self.memory = open_checkpoints_in_memory(
+            config, self.store, trainer, contextlib.ExitStack(), resume=False
+        )
         self.meta = {"mesh": "m", "layout": "l", "storage": None}
         self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self.content = np.random.default_rng(0).bytes(self.bytes)
         self.torch = None
         if python:
             source = TORCH % (*SHAPE, ARRAYS)
-            self.torch = subprocess.Popen([python, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.torch = subprocess.Popen(
+                [python, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
 
     def save_memory(self):
         self.step += 1
@@ -95,7 +105,11 @@ class Arms:
         return called, time.perf_counter() - start
 
     def restore_memory(self):
-        return timed(lambda: jax.block_until_ready(newest_in_memory(self.memory, self.meta, after=-1).build()))[0]
+        return timed(
+            lambda: jax.block_until_ready(
+                newest_in_memory(self.memory, self.meta, after=-1).build()
+            )
+        )[0]
 
     def save_disk(self):
         self.step += 1
@@ -106,8 +120,11 @@ class Arms:
         return called, time.perf_counter() - start
 
     def restore_disk(self):
-        step, _ = self.store.newest_intact()  # a run compares the files with their manifest before it reads them
-        return timed(lambda: jax.block_until_ready(self.store.restore(step, self.trainer.abstract_state)[0]))[0]
+        # a run compares the files with their manifest before it reads them
+        step, _ = self.store.newest_intact()
+        return timed(
+            lambda: jax.block_until_ready(self.store.restore(step, self.trainer.abstract_state)[0])
+        )[0]
 
     def check_disk(self):
         return timed(self.store.newest_intact)[0]
@@ -124,7 +141,11 @@ class Arms:
 
     def restore_orbax(self):
         with ocp.StandardCheckpointer() as checkpointer:
-            return timed(lambda: jax.block_until_ready(checkpointer.restore(self.place / "orbax", self.trainer.abstract_state.__dict__)))[0]
+            return timed(
+                lambda: jax.block_until_ready(
+                    checkpointer.restore(self.place / "orbax", self.trainer.abstract_state.__dict__)
+                )
+            )[0]
 
     def save_torch(self):
         shutil.rmtree(self.place / "torch", ignore_errors=True)
@@ -184,7 +205,9 @@ def measure(arms, rounds):
 
 
 def lengthened(arms, batch, rounds):
-    """Seconds that a loop of steps takes, without and with one save in it, by arm; and with it the time in the call."""
+    """Seconds that a loop of steps takes, without and with one save in it, by arm; and with it the
+    time in the call.
+    """
     trainer, totals, state = arms.trainer, {}, arms.state
     placed = trainer.place(batch)
     for number in range(rounds + 1):
@@ -198,9 +221,9 @@ def lengthened(arms, batch, rounds):
                     target = arms.memory if name == "spmd, memory" else arms.store
                     target.copy(state, arms.step)
                     metrics.wait()
-                    arms.memory.save(state, arms.step, arms.meta) if target is arms.memory else arms.store.save(
-                        state, arms.step, arms.meta, {}
-                    )
+                    arms.memory.save(
+                        state, arms.step, arms.meta
+                    ) if target is arms.memory else arms.store.save(state, arms.step, arms.meta, {})
             metrics.wait()
             if number:
                 totals.setdefault(name, []).append(time.perf_counter() - start)
@@ -221,22 +244,32 @@ def report(options):
             gigabytes = arms.bytes / 1e9
             load = os.getloadavg()[0]
             yield [
-                f"{gigabytes:.2f} GB of float32, {3 * ARRAYS} large arrays, sharded over {jax.device_count()} CPU devices of one process. "
+                f"{gigabytes:.2f} GB of float32, {3 * ARRAYS} large arrays, sharded over "
+                f"{jax.device_count()} CPU devices of one process. "
                 f"Arms alternate within each of {options.rounds} rounds. "
                 f"Load average of the machine at the start, from other programs: {load:.0f}.",
                 "",
             ]
             seconds, called = measure(arms, options.rounds)
             for kind in ("save", "restore"):
-                rows = [(name.partition(": ")[2], values) for name, values in seconds.items() if name.startswith(f"{kind}: ")]
+                rows = [
+                    (name.partition(": ")[2], values)
+                    for name, values in seconds.items()
+                    if name.startswith(f"{kind}: ")
+                ]
                 yield [
                     f"### {kind}",
                     "",
                     "| arm | median s | best s | GB/s (median) | call returns after, median s |",
                     "|---|---|---|---|---|",
                     *(
-                        f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} | {gigabytes / statistics.median(values):.2f} | "
-                        f"{f'{statistics.median(called[name]):.3f}' if kind == 'save' and name in called else ''} |"
+                        f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} | "
+                        f"{gigabytes / statistics.median(values):.2f} | "
+                        + (
+                            f"{statistics.median(called[name]):.3f} |"
+                            if kind == "save" and name in called
+                            else " |"
+                        )
                         for name, values in rows
                     ),
                     "",
@@ -246,12 +279,14 @@ def report(options):
             yield [
                 f"### a loop of {STEPS} steps with one save",
                 "",
-                "The save runs on the same cores while training continues; the last column is the median of the differences in each round.",
+                "The save runs on the same cores while training continues; the last column is the "
+                "median of the differences in each round.",
                 "",
                 "| arm | median s | longer by, median s |",
                 "|---|---|---|",
                 *(
-                    f"| {name} | {statistics.median(values):.2f} | {statistics.median(np.subtract(values, base).tolist()):.2f} |"
+                    f"| {name} | {statistics.median(values):.2f} | "
+                    f"{statistics.median(np.subtract(values, base).tolist()):.2f} |"
                     for name, values in totals.items()
                 ),
                 "",
@@ -261,14 +296,18 @@ def report(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--python", help="an interpreter that has torch, for its arm")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
     options = parser.parse_args()
     spmd.simulate_devices(options.devices)
-    command = f"python benchmarks/checkpoints.py --rounds {options.rounds}" + (" --python PYTHON" if options.python else "")
+    command = f"python benchmarks/checkpoints.py --rounds {options.rounds}" + (
+        " --python PYTHON" if options.python else ""
+    )
     top = head("Saving and restoring a state", command, "jax", "orbax-checkpoint", "numpy")
     print("\n".join(top))
     write("checkpoints", [*top, *print_sections(report(options))])

@@ -1,16 +1,20 @@
 """How far the mean of gradients is from the exact one, by codec and by number of workers.
 
-    JAX_PLATFORMS=cpu python benchmarks/codec_error.py     # a minute; writes benchmarks/results/codec_error.md
+    # a minute; writes benchmarks/results/codec_error.md
+    JAX_PLATFORMS=cpu python benchmarks/codec_error.py
 
-Every worker has a gradient of independent N(0, 1) numbers. The error is the root mean square of (mean as it arrives - exact
-mean), divided by the root mean square of the exact mean, which is summed in float64.
+Every worker has a gradient of independent N(0, 1) numbers. The error is the root mean square of
+(mean as it arrives - exact mean), divided by the root mean square of the exact mean, which is
+summed in float64.
 
-ring bfloat16 is emulated in numpy, hop by hop: the partial sum of each chunk visits all workers, and each adds its own gradient,
-rounded to bfloat16, and rounds the sum to bfloat16 before it passes it on. Hardware that sums bfloat16 in a ring does this; the
-all-reduce of a CPU does not: it widens to float32, sums there and rounds once at the end. one-shot is what the library does
-(`RowCodec`): a worker's own row as it is, all others encoded and decoded by the codec, their sum in float32, and the mean encoded
-and decoded once more. It is emulated in one process by the library's own `encode` and `decode`, and up to 8 workers the
-library's exchange runs as well, with one simulated device per worker.
+ring bfloat16 is emulated in numpy, hop by hop: the partial sum of each chunk visits all workers,
+and each adds its own gradient, rounded to bfloat16, and rounds the sum to bfloat16 before it passes
+it on. Hardware that sums bfloat16 in a ring does this; the all-reduce of a CPU does not: it widens
+to float32, sums there and rounds once at the end. one-shot is what the library does (`RowCodec`): a
+worker's own row as it is, all others encoded and decoded by the codec, their sum in float32, and
+the mean encoded and decoded once more. It is emulated in one process by the library's own `encode`
+and `decode`, and up to 8 workers the library's exchange runs as well, with one simulated device per
+worker.
 """
 
 import argparse
@@ -58,7 +62,9 @@ def ring_bfloat16(grads: np.ndarray) -> np.ndarray:
 
 
 def rounded_once(grads: np.ndarray) -> np.ndarray:
-    """Rounded to bfloat16, summed in float32, rounded once at the end: what a CPU makes of an all-reduce of bfloat16."""
+    """Rounded to bfloat16, summed in float32, rounded once at the end: what a CPU makes of an
+    all-reduce of bfloat16.
+    """
     total = grads.astype(BFLOAT16).astype(np.float32).sum(0)
     return total.astype(BFLOAT16).astype(np.float32) / np.float32(len(grads))
 
@@ -75,15 +81,25 @@ def one_shot(codec: RowCodec, grads: jax.Array) -> jax.Array:
 
 
 def exchange(codec, grads: np.ndarray) -> np.ndarray:
-    """The library's exchange of these gradients on one simulated device per worker; [workers, SIZE], what each of them has got."""
+    """The library's exchange of these gradients on one simulated device per worker; [workers,
+    SIZE], what each of them has got.
+    """
     workers = len(grads)
-    mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
+    mesh = jax.make_mesh(
+        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
     bucket = Bucket((ShardLayout((SIZE,), (), ("data",), (workers,)),))
 
     def each(grad):
         return codec.mean([grad[0]], [{}], bucket)[0][0][None]
 
-    run = jax.shard_map(each, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False)
+    run = jax.shard_map(
+        each,
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+        check_vma=False,
+    )
     return np.asarray(jax.jit(run)(grads))
 
 
@@ -103,12 +119,16 @@ def main() -> None:
     spmd.simulate_devices(max(REAL))
     command = f"JAX_PLATFORMS=cpu python benchmarks/codec_error.py --seeds {options.seeds}"
     lines = [
-        *reported.head("Error of the mean, by codec and number of workers", command, "jax", "numpy"),
+        *reported.head(
+            "Error of the mean, by codec and number of workers", command, "jax", "numpy"
+        ),
         *__doc__.strip().split("\n\n", 2)[2].split("\n"),
         "",
-        f"{SIZE:,} numbers per gradient, means over {options.seeds} seeds; blocks of 256 for int8 and float8.",
+        f"{SIZE:,} numbers per gradient, means over {options.seeds} seeds; blocks of 256 for int8 "
+        "and float8.",
         "",
-        "| workers | ring bfloat16 | one-shot bfloat16 | ring / one-shot | one-shot int8 | one-shot float8 |",
+        "| workers | ring bfloat16 | one-shot bfloat16 | ring / one-shot | one-shot int8 | "
+        "one-shot float8 |",
         "|---|---|---|---|---|---|",
     ]
     print("\n".join(lines[-2:]), flush=True)
@@ -117,24 +137,32 @@ def main() -> None:
         errors = []
         for seed in range(options.seeds):
             grads = gradients(workers, seed)
-            means = {"ring": ring_bfloat16(grads)} | {name: np.asarray(one_shot(make_codec(name, {}), grads)) for name in CODECS}
+            means = {"ring": ring_bfloat16(grads)} | {
+                name: np.asarray(one_shot(make_codec(name, {}), grads)) for name in CODECS
+            }
             errors.append([relative_error(mean, grads) for mean in means.values()])
             if seed == 0:
                 emulated[workers] = means
         ring, bfloat16, int8, float8 = np.mean(errors, 0)
-        lines.append(f"| {workers} | {ring:.5f} | {bfloat16:.5f} | {ring / bfloat16:.2f} | {int8:.5f} | {float8:.5f} |")
+        lines.append(
+            f"| {workers} | {ring:.5f} | {bfloat16:.5f} | {ring / bfloat16:.2f} | {int8:.5f} | "
+            f"{float8:.5f} |"
+        )
         print(lines[-1], flush=True)
     ring, one_shot_error = (float(lines[-1].split("|")[column]) for column in (2, 3))
     lines += [
         "",
-        f"Reference values from the literature for 128 workers: ring 0.0136, one-shot 0.0023. Found: {ring:.4f} and {one_shot_error:.4f}.",
+        "Reference values from the literature for 128 workers: ring 0.0136, one-shot 0.0023. "
+        f"Found: {ring:.4f} and {one_shot_error:.4f}.",
         "",
         "### The library's exchange on simulated devices, against the emulation",
         "",
-        "Numbers whose bits differ, counted over all workers; the largest difference as a share of the mean's RMS; whether all",
+        "Numbers whose bits differ, counted over all workers; the largest difference as a share of "
+        "the mean's RMS; whether all",
         "workers hold the same bits; the error of what arrived (seed 0).",
         "",
-        "| workers | codec | numbers | bits differ in | largest difference | workers alike | error |",
+        "| workers | codec | numbers | bits differ in | largest difference | workers alike | error "
+        "|",
         "|---|---|---|---|---|---|---|",
     ]
     same, furthest = True, 0.0
@@ -143,9 +171,15 @@ def main() -> None:
         for name in CODECS:
             got = exchange(make_codec(name, {}), grads)
             wanted = np.broadcast_to(emulated[workers][name].reshape(1, -1), got.shape)
-            count, alike = differing(got, wanted), not differing(got, np.broadcast_to(got[0], got.shape))
+            count, alike = (
+                differing(got, wanted),
+                not differing(got, np.broadcast_to(got[0], got.shape)),
+            )
             difference = float(np.abs(got - wanted).max() / np.sqrt(np.mean(got**2)))
-            same, furthest = same and alike and not (count and name == "bfloat16"), max(furthest, difference)
+            same, furthest = (
+                same and alike and not (count and name == "bfloat16"),
+                max(furthest, difference),
+            )
             cells = (
                 workers,
                 name,
@@ -159,20 +193,28 @@ def main() -> None:
             print(lines[-1], flush=True)
     lines += [
         "",
-        f"One-shot bfloat16 {'equals' if same else 'does NOT equal'} its emulation bit for bit. Where int8 or float8 differ, it is by the",
-        "last bits of a float32: the order of the sum and the products fused into it are XLA's choice, program by program, and a scale",
+        f"One-shot bfloat16 {'equals' if same else 'does NOT equal'} its emulation bit for bit. "
+        "Where int8 or float8 differ, it is by the",
+        "last bits of a float32: the order of the sum and the products fused into it are XLA's "
+        "choice, program by program, and a scale",
         "that differs by one bit changes its entire block.",
         "",
         '### The backend\'s own all-reduce of bfloat16 (`reduce = "ring"`) on this CPU',
         "",
-        "| workers | error | differs from: ring, hop by hop | differs from: float32 sum, rounded once |",
+        "| workers | error | differs from: ring, hop by hop | differs from: float32 sum, rounded "
+        "once |",
         "|---|---|---|---|",
     ]
     for workers in REAL:
         grads = gradients(workers, 0)
         got = exchange(make_codec("bfloat16", {"reduce": "ring"}), grads)[0]
-        against = [differing(got, wanted) for wanted in (emulated[workers]["ring"], rounded_once(grads))]
-        lines.append(f"| {workers} | {relative_error(got, grads):.5f} | {against[0]:,} of {SIZE:,} | {against[1]:,} of {SIZE:,} |")
+        against = [
+            differing(got, wanted) for wanted in (emulated[workers]["ring"], rounded_once(grads))
+        ]
+        lines.append(
+            f"| {workers} | {relative_error(got, grads):.5f} | {against[0]:,} of {SIZE:,} | "
+            f"{against[1]:,} of {SIZE:,} |"
+        )
         print(lines[-1], flush=True)
     reported.write("codec_error", lines)
     if not same or furthest > 1e-5:

@@ -1,13 +1,16 @@
-"""How a small GPT learns when its gradients are sent with each codec, with and without error feedback.
+"""How a small GPT learns when its gradients are sent with each codec, with and without error
+feedback.
 
-    JAX_PLATFORMS=cpu python benchmarks/convergence.py     # 10 minutes; writes its results; then docs/building/draw.py
+    # 10 minutes; writes its results; then docs/building/draw.py
+    JAX_PLATFORMS=cpu python benchmarks/convergence.py
 
-The GPT of examples/gpt.py at its usual size (width 64, 2 blocks, 64 characters) on real text, batch 64 over 8 simulated workers,
-300 steps, no schedule, no warm-up, no `start_step`: one learning rate per optimizer, the same for all arms, the same initial
-weights and the same batches (except the nudged arms, whose initial weights differ by a relative 2^-9 of N(0, 1): they show how
-much runs differ by chance). Codecs have their default options (blocks of 256 for int8 and float8, of 1024 for sign). The final
-loss is the mean of the last 20 steps. Bytes are those of `trainer.wire` under `reduce_gradients`, as a share of the exact arm's, which is a
-float32 all-reduce.
+The GPT of examples/gpt.py at its usual size (width 64, 2 blocks, 64 characters) on real text, batch
+64 over 8 simulated workers, 300 steps, no schedule, no warm-up, no `start_step`: one learning rate
+per optimizer, the same for all arms, the same initial weights and the same batches (except the
+nudged arms, whose initial weights differ by a relative 2^-9 of N(0, 1): they show how much runs
+differ by chance). Codecs have their default options (blocks of 256 for int8 and float8, of 1024 for
+sign). The final loss is the mean of the last 20 steps. Bytes are those of `trainer.wire` under
+`reduce_gradients`, as a share of the exact arm's, which is a float32 all-reduce.
 """
 
 import argparse
@@ -46,12 +49,18 @@ class Arm:
     feedback: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     within: float | None = None  # the target: how far above exact the final loss may be
-    nudge: int = 0  # seed of a small change of the initial weights: it shows how much runs differ by chance
+    # seed of a small change of the initial weights: it shows how much runs differ by chance
+    nudge: int = 0
 
     @property
     def name(self) -> str:
         rest = "".join(f" {value}" for _, value in self.options)
-        return self.codec + rest + (" + feedback" if self.feedback else "") + (f", nudged ({self.nudge})" if self.nudge else "")
+        return (
+            self.codec
+            + rest
+            + (" + feedback" if self.feedback else "")
+            + (f", nudged ({self.nudge})" if self.nudge else "")
+        )
 
 
 ARMS = (
@@ -79,9 +88,21 @@ OPTIMIZERS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
         tuple(dict.fromkeys(arm.codec for arm in ARMS)),
     ),
-    "momentum": ("SGD with momentum 0.9, learning rate 0.1", lambda: optax.sgd(0.1, momentum=0.9), CRUDE),
-    "slow": ("SGD with momentum 0.9, learning rate 0.01", lambda: optax.sgd(0.01, momentum=0.9), ("exact", "sign", "top_k")),
-    "sgd": ("SGD without momentum, learning rate 0.5", lambda: optax.sgd(0.5), ("exact", "sign", "top_k")),
+    "momentum": (
+        "SGD with momentum 0.9, learning rate 0.1",
+        lambda: optax.sgd(0.1, momentum=0.9),
+        CRUDE,
+    ),
+    "slow": (
+        "SGD with momentum 0.9, learning rate 0.01",
+        lambda: optax.sgd(0.01, momentum=0.9),
+        ("exact", "sign", "top_k"),
+    ),
+    "sgd": (
+        "SGD without momentum, learning rate 0.5",
+        lambda: optax.sgd(0.5),
+        ("exact", "sign", "top_k"),
+    ),
 }
 
 
@@ -97,11 +118,13 @@ REMARKS = """\
 - Feedback delays: what a codec leaves out arrives many steps later, at the rate and with the momentum of then. The theory is
   for SGD at rates that are small for the codec; Adam, which divides by the size of what arrives, is outside it. Sign is
   hit hardest, as it signs twice, each worker's gradient and the mean.
-"""
+"""  # noqa: E501
 
 
 def make_model(nudge: int) -> gpt.GPT:
-    """The GPT; with a nudge every weight is changed by a relative 2^-9 of N(0, 1), about what rounding to bfloat16 does."""
+    """The GPT; with a nudge every weight is changed by a relative 2^-9 of N(0, 1), about what
+    rounding to bfloat16 does.
+    """
     model, random = gpt.GPT(rngs=nnx.Rngs(0)), np.random.default_rng(nudge)
     if nudge:
 
@@ -115,7 +138,11 @@ def make_model(nudge: int) -> gpt.GPT:
 def train(arm: Arm, optimizer: str, steps: int, batch: int) -> tuple[np.ndarray, int, float]:
     """Loss per step, gradient bytes that a worker sends per step, and seconds in all."""
     gradients = spmd.Gradients(
-        "all_reduce", arm.codec, arm.options, error_feedback=arm.feedback, allow_biased=alone(arm.codec, arm.feedback)
+        "all_reduce",
+        arm.codec,
+        arm.options,
+        error_feedback=arm.feedback,
+        allow_biased=alone(arm.codec, arm.feedback),
     )
     layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=gradients)
     started = time.perf_counter()
@@ -130,18 +157,26 @@ def train(arm: Arm, optimizer: str, steps: int, batch: int) -> tuple[np.ndarray,
         steps=steps,
         progress=False,
     )
-    return np.array(result.history["loss"]), result.trainer.wire.bytes(where="reduce_gradients"), time.perf_counter() - started
+    return (
+        np.array(result.history["loss"]),
+        result.trainer.wire.bytes(where="reduce_gradients"),
+        time.perf_counter() - started,
+    )
 
 
 def ravine(feedback: bool, codec: str = "sign") -> np.ndarray:
-    """Loss per step of the sum of EPSILON |x + y| + |x - y| over pairs (x, y) that start near (1, 1)."""
+    """Loss per step of the sum of EPSILON |x + y| + |x - y| over pairs (x, y) that start near (1,
+    1).
+    """
     start = 1 + 0.01 * np.random.default_rng(0).normal(size=(PAIRS, 2)).astype(np.float32)
 
     def loss(model: Any, batch: Any) -> Any:
         x, y = model.params["pairs"].T
         return (EPSILON * abs(x + y) + abs(x - y)).sum() + 0 * batch["rows"].sum()
 
-    gradients = spmd.Gradients("all_reduce", codec, error_feedback=feedback, allow_biased=alone(codec, feedback))
+    gradients = spmd.Gradients(
+        "all_reduce", codec, error_feedback=feedback, allow_biased=alone(codec, feedback)
+    )
     result = spmd.fit(
         spmd.FunctionalModel(lambda key: {"pairs": jnp.asarray(start)}, lambda params, rows: rows),
         {"rows": np.zeros((WORKERS, 1), np.float32)},
@@ -160,14 +195,21 @@ def ravine_report() -> list[str]:
     lines = [
         "### Where sign has to fail without feedback",
         "",
-        f"The sum of {EPSILON} |x + y| + |x - y| over {PAIRS:,} pairs (x, y) that start near (1, 1), after Karimireddy et al. 2019",
-        "(arXiv:1901.09847), by SGD without momentum, learning rate 0.01, 600 steps, 8 workers. The gradient's sign is always",
-        "+-(1, -1), so x + y never moves. Loss per pair; the minimum is 0, and a constant rate ends near 0.01.",
+        f"The sum of {EPSILON} |x + y| + |x - y| over {PAIRS:,} pairs (x, y) that start near (1, "
+        "1), after Karimireddy et al. 2019",
+        "(arXiv:1901.09847), by SGD without momentum, learning rate 0.01, 600 steps, 8 workers. "
+        "The gradient's sign is always",
+        "+-(1, -1), so x + y never moves. Loss per pair; the minimum is 0, and a constant rate "
+        "ends near 0.01.",
         "",
         "| arm | first loss | final loss |",
         "|---|---|---|",
     ]
-    for name, losses in (("exact", ravine(False, "exact")), ("sign + feedback", ravine(True)), ("sign", ravine(False))):
+    for name, losses in (
+        ("exact", ravine(False, "exact")),
+        ("sign + feedback", ravine(True)),
+        ("sign", ravine(False)),
+    ):
         lines.append(f"| {name} | {losses[0]:.4f} | {losses[-LAST:].mean():.4f} |")
     print("\n".join(lines), flush=True)
     return [*lines, ""]
@@ -187,13 +229,23 @@ def section(optimizer: str, arms: tuple[Arm, ...], steps: int, batch: int) -> li
         "|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
-    for arm in (arm for arm in arms if arm.codec in OPTIMIZERS[optimizer][2] and (optimizer == "adamw" or not arm.nudge)):
+    for arm in (
+        arm
+        for arm in arms
+        if arm.codec in OPTIMIZERS[optimizer][2] and (optimizer == "adamw" or not arm.nudge)
+    ):
         losses, sent, took = train(arm, optimizer, steps, batch)
         final = float(losses[-LAST:].mean())
         if arm == Arm("exact"):
             exact, dense = final, sent
         ratio = final / exact
-        cells = (arm.name, f"{final:.4f}", f"{ratio:.4f}", f"{sent / dense:.4f}", verdict(arm, ratio))
+        cells = (
+            arm.name,
+            f"{final:.4f}",
+            f"{ratio:.4f}",
+            f"{sent / dense:.4f}",
+            verdict(arm, ratio),
+        )
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], f" {took:.0f} s", flush=True)
     return [*lines, ""]
@@ -207,8 +259,13 @@ def main() -> None:
     parser.add_argument("--arms", help="codecs, by comma; the results file is then left alone")
     options = parser.parse_args()
     spmd.simulate_devices(WORKERS)
-    command = f"JAX_PLATFORMS=cpu python benchmarks/convergence.py --steps {options.steps} --batch-size {options.batch_size}"
-    arms = tuple(arm for arm in ARMS if not options.arms or arm.codec in ("exact", *options.arms.split(",")))
+    command = (
+        f"JAX_PLATFORMS=cpu python benchmarks/convergence.py --steps {options.steps} --batch-size "
+        f"{options.batch_size}"
+    )
+    arms = tuple(
+        arm for arm in ARMS if not options.arms or arm.codec in ("exact", *options.arms.split(","))
+    )
     lines = []
     for optimizer in options.optimizers.split(","):
         lines += section(optimizer, arms, options.steps, options.batch_size)

@@ -1,9 +1,11 @@
-"""Plans of fine-tuning a model of Llama 3's 8 B shape: all of it, adapters, and adapters over 4-bit weights; no GPU is needed.
+"""Plans of fine-tuning a model of Llama 3's 8 B shape: all of it, adapters, and adapters over 4-bit
+weights; no GPU is needed.
 
     pip install -e '.[gpu-compiler]'         # the compiler alone, 400 MB, no CUDA libraries
     python benchmarks/finetune_plans.py      # writes benchmarks/results/finetune_plans.md
 
-The model is the `Decoder` that `spmd.pretrained.load` makes of such a folder, with the loss and the optimizer of `spmd finetune`.
+The model is the `Decoder` that `spmd.pretrained.load` makes of such a folder, with the loss and the
+optimizer of `spmd finetune`.
 """
 
 import dataclasses
@@ -23,10 +25,19 @@ from spmd.pretrained.decoder import Decoder
 from spmd.pretrained.decoder_config import DecoderConfig
 
 CONFIG = {  # as config.json of Meta-Llama-3-8B has them
-    "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "vocab_size": 128256,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
 LENGTH = 4096
 RANK = 16
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "mask")
@@ -58,11 +69,16 @@ CASES = [
 def plan(case: Case) -> Any:
     """The plan of a case: under fsdp, with fused attention, each layer recomputed."""
     layout = dataclasses.replace(
-        spmd.Layout.load("fsdp"), attention=spmd.Attention("auto"), remat=spmd.Remat(modules=("stack/layers",)), name="fsdp"
+        spmd.Layout.load("fsdp"),
+        attention=spmd.Attention("auto"),
+        remat=spmd.Remat(modules=("stack/layers",)),
+        name="fsdp",
     )
     if case.adapters:
         adapter = spmd.Adapter("stack/layers/**", rank=RANK, alpha=2.0 * RANK)
-        layout = dataclasses.replace(layout, adapters=(adapter,), train=spmd.Train(frozen=case.frozen))
+        layout = dataclasses.replace(
+            layout, adapters=(adapter,), train=spmd.Train(frozen=case.frozen)
+        )
     row = jax.ShapeDtypeStruct((case.rows * int(case.target.partition("x")[0]), LENGTH), "int32")
     config = DecoderConfig.from_config(CONFIG, "config.json")
     return spmd.plan(
@@ -76,16 +92,46 @@ def plan(case: Case) -> Any:
     )
 
 
-COLUMNS = ("trained", "devices", "step", "MFU", "trained parameters", "frozen", "optimizer", "temporaries", "expected", "gradients sent")
+COLUMNS = (
+    "trained",
+    "devices",
+    "step",
+    "MFU",
+    "trained parameters",
+    "frozen",
+    "optimizer",
+    "temporaries",
+    "expected",
+    "gradients sent",
+)
 
 
 def row(case: Case, plan: Any) -> str:
     """A line of the table: bytes are of one device."""
     memory = plan.memory
-    sizes = (memory.parameters, memory.frozen, memory.optimizer, memory.temporaries, memory.expected, plan.traffic.bytes("gradients"))
+    sizes = (
+        memory.parameters,
+        memory.frozen,
+        memory.optimizer,
+        memory.temporaries,
+        memory.expected,
+        plan.traffic.bytes("gradients"),
+    )
     shown = [f"{size / 2**30:.2f} GiB" for size in sizes]
     shown[4] += "" if memory.fits else " (does not fit)"
-    return "| " + " | ".join([case.title, case.target, f"{plan.timeline.seconds * 1e3:,.0f} ms", f"{plan.timeline.mfu:.1%}", *shown]) + " |"
+    return (
+        "| "
+        + " | ".join(
+            [
+                case.title,
+                case.target,
+                f"{plan.timeline.seconds * 1e3:,.0f} ms",
+                f"{plan.timeline.mfu:.1%}",
+                *shown,
+            ]
+        )
+        + " |"
+    )
 
 
 def main() -> None:
@@ -94,10 +140,18 @@ def main() -> None:
     for case in CASES:
         lines.append(row(case, plan(case)))
         print(lines[-1], flush=True)
-    head = reported.head("Fine-tuning 8 B parameters, planned", "python benchmarks/finetune_plans.py", "jax", "jaxlib", "jax-cuda13-pjrt")
+    head = reported.head(
+        "Fine-tuning 8 B parameters, planned",
+        "python benchmarks/finetune_plans.py",
+        "jax",
+        "jaxlib",
+        "jax-cuda13-pjrt",
+    )
     about = [
-        f"One row of {LENGTH:,} tokens on each device, in bfloat16; layers are recomputed, attention is fused. Adapters have rank {RANK},",
-        "on all linear maps of all layers. Bytes are of one device, and `expected` includes what is needed beside the program. Nothing",
+        f"One row of {LENGTH:,} tokens on each device, in bfloat16; layers are recomputed, "
+        f"attention is fused. Adapters have rank {RANK},",
+        "on all linear maps of all layers. Bytes are of one device, and `expected` includes what "
+        "is needed beside the program. Nothing",
         "was measured on a GPU.",
     ]
     reported.write("finetune_plans", [*head, *about, "", *lines])

@@ -1,10 +1,12 @@
-"""Plans of FSDP steps that gather weights layer by layer, and in full: which is faster, and what `[gradients] gather = "auto"` picks.
+"""Plans of FSDP steps that gather weights layer by layer, and in full: which is faster, and what
+`[gradients] gather = "auto"` picks.
 
     pip install -e '.[gpu-compiler]'            # the compiler alone, 400 MB, no CUDA libraries
-    python benchmarks/gather_auto.py            # every case; writes benchmarks/results/gather_auto.md
+    python benchmarks/gather_auto.py  # every case; writes benchmarks/results/gather_auto.md
     python benchmarks/gather_auto.py --only 3   # one case, by its number from 0, without writing
 
-Each case is one step of a GPT (vocabulary 50304, rows of 1,024 tokens, bfloat16, fused attention) under the shipped layout `fsdp`.
+Each case is one step of a GPT (vocabulary 50304, rows of 1,024 tokens, bfloat16, fused attention)
+under the shipped layout `fsdp`.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from benchmarks import reported
 from benchmarks.published.models import UnrolledGPT, next_token_loss
 from examples.gpt_pipeline import GPT
 
-KINDS = {"stack": (GPT, "blocks/layers"), "list": (UnrolledGPT, "blocks/*")}  # the model, and what recomputes its layers
+# the model, and what recomputes its layers
+KINDS = {"stack": (GPT, "blocks/layers"), "list": (UnrolledGPT, "blocks/*")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +62,20 @@ def plan(case: Case, gather: str) -> Any:
     length, devices = 1024, int(np.prod([int(part) for part in case.target.split("x")[:-1]]))
     tokens = jax.ShapeDtypeStruct((case.rows * devices, length), "int32")
     layout = dataclasses.replace(spmd.Layout.load("fsdp"), attention=spmd.Attention("auto"))
-    layout = dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather=gather))
+    layout = dataclasses.replace(
+        layout, gradients=dataclasses.replace(layout.gradients, gather=gather)
+    )
     if case.remat:
         layout = dataclasses.replace(layout, remat=spmd.Remat(modules=(layers,)))
     return spmd.plan(
-        lambda: kind(vocab=50304, width=case.width, depth=case.depth, heads=max(case.width // 128, 2), length=length, rngs=nnx.Rngs(0)),
+        lambda: kind(
+            vocab=50304,
+            width=case.width,
+            depth=case.depth,
+            heads=max(case.width // 128, 2),
+            length=length,
+            rngs=nnx.Rngs(0),
+        ),
         {"tokens": tokens, "targets": tokens},
         loss=next_token_loss,
         optimizer=optax.adamw(3e-4),
@@ -73,13 +85,20 @@ def plan(case: Case, gather: str) -> Any:
     )
 
 
-HEAD = "| layers | width | rows each | devices | a layer | by layer | exposed | peak | in full | exposed | peak | faster | `auto` |"
+HEAD = (
+    "| layers | width | rows each | devices | a layer | by layer | exposed | peak | in full | "
+    "exposed | peak | faster | `auto` |"
+)
 
 
 def row(case: Case) -> str:
     """A line of the table."""
     layer, full, auto = (plan(case, gather) for gather in ("layer", "full", "auto"))
-    times, weights = {"by layer": layer.timeline.seconds, "in full": full.timeline.seconds}, 12 * case.width**2  # of a layer
+    # of a layer
+    times, weights = (
+        {"by layer": layer.timeline.seconds, "in full": full.timeline.seconds},
+        12 * case.width**2,
+    )
     faster = min(times, key=lambda way: times[way])
     chosen = "by layer" if auto.compiled.hlo == layer.compiled.hlo else "in full"
     figures = [
@@ -93,12 +112,23 @@ def row(case: Case) -> str:
     ]
     layers = f"{case.kind} of {case.depth}" + (", recomputed" if case.remat else "")
     by = f"{faster}, by {max(times.values()) / min(times.values()) - 1:.0%}"
-    cells = [layers, str(case.width), str(case.rows), case.target, f"{4 * weights / 2**20:.1f} MiB", *figures, by, chosen]
+    cells = [
+        layers,
+        str(case.width),
+        str(case.rows),
+        case.target,
+        f"{4 * weights / 2**20:.1f} MiB",
+        *figures,
+        by,
+        chosen,
+    ]
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plan steps that gather weights by layer and in full.")
+    parser = argparse.ArgumentParser(
+        description="Plan steps that gather weights by layer and in full."
+    )
     parser.add_argument("--only", type=int, help="the number of a case, from 0")
     args = parser.parse_args()
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
@@ -109,7 +139,11 @@ def main() -> None:
             print(lines[-1], flush=True)
     if args.only is None:
         head = reported.head(
-            "Gathering by layer or in full, planned", "python benchmarks/gather_auto.py", "jax", "jaxlib", "jax-cuda13-pjrt"
+            "Gathering by layer or in full, planned",
+            "python benchmarks/gather_auto.py",
+            "jax",
+            "jaxlib",
+            "jax-cuda13-pjrt",
         )
         reported.write("gather_auto", [*head, *lines, "", NOTES])
 
@@ -122,7 +156,7 @@ every value that a gradient uses. In a list, XLA sees the passes of all blocks a
 (about 20 fewer for each block, 0.06 ms on an H100), where block by block barriers lie between them. Block by block hides more of the
 communication instead, and holds less. The first counts where blocks are small, the second where they are large, or links are slow. Nothing
 here was measured on a GPU.
-"""
+"""  # noqa: E501
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Plans of training steps on GPUs: time, share of the peak, memory and bytes sent, from XLA's GPU compiler, without a GPU.
+"""Plans of training steps on GPUs: time, share of the peak, memory and bytes sent, from XLA's GPU
+compiler, without a GPU.
 
-    pip install -e '.[gpu-compiler]'                   # the compiler alone, 400 MB, no CUDA libraries
-    python benchmarks/gpu_steps.py                     # every case; writes benchmarks/results/gpu_steps.md
+    pip install -e '.[gpu-compiler]'  # the compiler alone, 400 MB, no CUDA libraries
+    python benchmarks/gpu_steps.py  # every case; writes benchmarks/results/gpu_steps.md
     python benchmarks/gpu_steps.py --only 7B --rows 8  # cases of one model, without writing
 
-Every case is the model of one line of `MODELS` under a shipped layout with the options of `CASES`, compiled as `spmd.plan` does.
+Every case is the model of one line of `MODELS` under a shipped layout with the options of `CASES`,
+compiled as `spmd.plan` does.
 """
 
 import argparse
@@ -36,11 +38,26 @@ class Size:
 
 
 def gpt(width: int, depth: int, heads: int, length: int) -> Size:
-    return Size(GPT, length, {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length})
+    return Size(
+        GPT,
+        length,
+        {"vocab": 50304, "width": width, "depth": depth, "heads": heads, "length": length},
+    )
 
 
 def llama(width: int, depth: int, heads: int, hidden: int) -> Size:
-    return Size(Llama, 8192, {"vocab": 128256, "width": width, "depth": depth, "heads": heads, "groups": 8, "hidden": hidden})
+    return Size(
+        Llama,
+        8192,
+        {
+            "vocab": 128256,
+            "width": width,
+            "depth": depth,
+            "heads": heads,
+            "groups": 8,
+            "hidden": hidden,
+        },
+    )
 
 
 MODELS = {
@@ -75,7 +92,10 @@ CASES = [
     Case("7B", 8, "8x8xh100", products="float8"),
     *(Case("7B", 1, "8x8xh100", depth=depth) for depth in (16, 64)),
     *(Case("Llama 8B", 1, target) for target in ("8xh100", "8x8xh100", "64x8xh100", "8x8xa100_80")),
-    *(Case("Llama 70B", 1, target) for target in ("8xh100", "8x8xh100", "64x8xh100", "8x8xa100_80")),
+    *(
+        Case("Llama 70B", 1, target)
+        for target in ("8xh100", "8x8xh100", "64x8xh100", "8x8xa100_80")
+    ),
 ]
 
 
@@ -90,7 +110,9 @@ def plan(case: Case) -> Any:
     if case.remat:
         layout = dataclasses.replace(layout, remat=spmd.Remat(modules=("blocks/layers",)))
     if case.products:
-        layout = dataclasses.replace(layout, precision=(spmd.Precision("blocks/**", case.products),))
+        layout = dataclasses.replace(
+            layout, precision=(spmd.Precision("blocks/**", case.products),)
+        )
     return spmd.plan(
         lambda: size.kind(**sizes, rngs=nnx.Rngs(0)),
         {"tokens": tokens, "targets": tokens},
@@ -102,15 +124,25 @@ def plan(case: Case) -> Any:
     )
 
 
-NOTES = Path(__file__).parent / "gpu_steps_notes.md"  # what the figures mean, and those that others have published
+# what the figures mean, and those that others have published
+NOTES = Path(__file__).parent / "gpu_steps_notes.md"
 
-HEAD = "| model | devices | layout | rows each | step | HFU | MFU | peak | temporaries | sent | exposed |"
+HEAD = (
+    "| model | devices | layout | rows each | step | HFU | MFU | peak | temporaries | sent | "
+    "exposed |"
+)
 
 
 def row(case: Case, plan: Any) -> str:
     """A line of the table."""
     times, memory = plan.timeline, plan.memory
-    name = ", ".join([case.model, *([f"{case.depth} layers"] if case.depth else []), *([case.products] if case.products else [])])
+    name = ", ".join(
+        [
+            case.model,
+            *([f"{case.depth} layers"] if case.depth else []),
+            *([case.products] if case.products else []),
+        ]
+    )
     figures = [
         f"{times.seconds * 1e3:,.1f} ms",
         f"{times.hfu:.1%}",
@@ -129,7 +161,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="cases with this many rows on each device")
     parser.add_argument("--report", action="store_true", help="print each plan's full report")
     args = parser.parse_args()
-    chosen = [case for case in CASES if args.only in (None, case.model) and args.rows in (None, case.rows)]
+    chosen = [
+        case for case in CASES if args.only in (None, case.model) and args.rows in (None, case.rows)
+    ]
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     print("\n".join(lines))
     for case in chosen:
@@ -137,7 +171,13 @@ def main() -> None:
         lines.append(row(case, planned))
         print(planned if args.report else lines[-1], flush=True)
     if chosen == CASES:
-        head = reported.head("Steps on GPUs, planned", "python benchmarks/gpu_steps.py", "jax", "jaxlib", "jax-cuda13-pjrt")
+        head = reported.head(
+            "Steps on GPUs, planned",
+            "python benchmarks/gpu_steps.py",
+            "jax",
+            "jaxlib",
+            "jax-cuda13-pjrt",
+        )
         reported.write("gpu_steps", [*head, *lines, "", NOTES.read_text(encoding="utf-8")])
 
 

@@ -1,9 +1,11 @@
-"""Records per second: spmd.data beside grain, a torch DataLoader and pandas, over the same files and interleaved.
+"""Records per second: spmd.data beside grain, a torch DataLoader and pandas, over the same files
+and interleaved.
 
     python benchmarks/input.py --megabytes 1000 --rounds 5
 
-Files are made in a temporary folder, which is removed at the end. Each arm is a separate process, which reads a number of batches on
-request; arms take turns. Peers that are not installed are left out by name.
+Files are made in a temporary folder, which is removed at the end. Each arm is a separate process,
+which reads a number of batches on request; arms take turns. Peers that are not installed are left
+out by name.
 """
 
 import argparse
@@ -32,7 +34,7 @@ ARMS = {
 }
 
 
-# files ---------------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------------------
 
 
 def example(pixels: np.ndarray, label: int) -> bytes:
@@ -47,7 +49,10 @@ def example(pixels: np.ndarray, label: int) -> bytes:
     def feature(name: bytes, kind: int, payload: bytes) -> bytes:
         return field(1, field(1, name) + field(2, field(kind, field(1, payload))))
 
-    return field(1, feature(b"image", 2, pixels.astype("<f4").tobytes()) + feature(b"label", 3, bytes([label])))
+    return field(
+        1,
+        feature(b"image", 2, pixels.astype("<f4").tobytes()) + feature(b"label", 3, bytes([label])),
+    )
 
 
 def framed(record: bytes) -> bytes:
@@ -68,10 +73,15 @@ def make(kind: str, folder: Path, size: int) -> int:
         path = folder / f"part-{part}.{kind}"
         if kind == "csv":
             rows = rng.normal(size=(2000, COLUMNS)).astype(np.float32)
-            block = "".join(",".join(f"{value:.6f}" for value in row) + f",{at % 10}\n" for at, row in enumerate(rows)).encode()
+            block = "".join(
+                ",".join(f"{value:.6f}" for value in row) + f",{at % 10}\n"
+                for at, row in enumerate(rows)
+            ).encode()
             times = max(1, size // 4 // len(block))
             with open(path, "wb") as file:
-                file.write((",".join([*(f"x{at}" for at in range(COLUMNS)), "label"]) + "\n").encode())
+                file.write(
+                    (",".join([*(f"x{at}" for at in range(COLUMNS)), "label"]) + "\n").encode()
+                )
                 for _ in range(times):
                     file.write(block)
             count += 2000 * times
@@ -94,14 +104,17 @@ def make(kind: str, folder: Path, size: int) -> int:
     return count
 
 
-# arms ----------------------------------------------------------------------------------------------------------------
+# arms ---------------------------------------------------------------------------------------------
 
 
 def parsed(record: bytes) -> dict[str, np.ndarray]:
     """What a hand-written reader of these records does: it knows where the floats stand."""
     start = record.index(b"image") + 5
     start = record.index(struct.pack("<H", 0xC0 | 0x18 << 8), start) + 2  # 3136 bytes follow
-    return {"image": np.frombuffer(record, "<f4", PIXELS, start), "label": np.int32(record[record.index(b"label") + 5 + 6])}
+    return {
+        "image": np.frombuffer(record, "<f4", PIXELS, start),
+        "label": np.int32(record[record.index(b"label") + 5 + 6]),
+    }
 
 
 def batches(kind: str, arm: str, folder: str):
@@ -112,7 +125,9 @@ def batches(kind: str, arm: str, folder: str):
         if name == "spmd":
             yield from ours(kind, files, how, epoch)
         else:
-            yield from {"grain": grain_arm, "torch": torch_arm, "pandas": pandas_arm}[name](kind, files, how, epoch)
+            yield from {"grain": grain_arm, "torch": torch_arm, "pandas": pandas_arm}[name](
+                kind, files, how, epoch
+            )
 
 
 _opened: dict = {}  # data sets by kind of file
@@ -122,8 +137,15 @@ def ours(kind: str, files: list[str], how: str, epoch: int):
     import spmd
 
     if kind not in _opened:
-        options = {"batch_size": BATCH, "workers": 2 if how == "2 workers" else 0, "shuffle": how != "in order"}
-        features = {"image": spmd.data.fixed((PIXELS,), "float32"), "label": spmd.data.fixed((), "int32")}
+        options = {
+            "batch_size": BATCH,
+            "workers": 2 if how == "2 workers" else 0,
+            "shuffle": how != "in order",
+        }
+        features = {
+            "image": spmd.data.fixed((PIXELS,), "float32"),
+            "label": spmd.data.fixed((), "int32"),
+        }
         if kind == "csv":
             columns = {"x": [f"x{at}" for at in range(COLUMNS)], "label": "label"}
             _opened[kind] = spmd.data.csv(files, columns=columns, **options)
@@ -156,7 +178,11 @@ def torch_arm(kind: str, files: list[str], how: str, epoch: int):
             from spmd.data.record_index import RecordIndex
             from spmd.data.tfrecords import scan
 
-            _opened["torch"] = RecordIndex(tuple(files), (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan, kind)
+            _opened["torch"] = RecordIndex(
+                tuple(files),
+                (lambda path: _scan(path, ",", header=True)) if kind == "csv" else scan,
+                kind,
+            )
         records = _opened["torch"]
 
     def read(at: int) -> dict:
@@ -183,7 +209,10 @@ def pandas_arm(kind: str, files: list[str], how: str, epoch: int):
 
     for file in files:
         for table in pandas.read_csv(file, chunksize=BATCH):
-            yield {"x": table.iloc[:, :-1].to_numpy(np.float32), "label": table["label"].to_numpy(np.int32)}
+            yield {
+                "x": table.iloc[:, :-1].to_numpy(np.float32),
+                "label": table["label"].to_numpy(np.int32),
+            }
 
 
 def arm_main(kind: str, arm: str, folder: str) -> None:
@@ -199,16 +228,25 @@ def arm_main(kind: str, arm: str, folder: str) -> None:
         print(rows / (time.perf_counter() - began), flush=True)
 
 
-# the parent ----------------------------------------------------------------------------------------------------------
+# the parent ---------------------------------------------------------------------------------------
 
 
-def measure(kind: str, folder: Path, rounds: int) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
-    """Seconds to the first batch, and records per second in each round, of each arm; and who is not installed."""
+def measure(
+    kind: str, folder: Path, rounds: int
+) -> tuple[dict[str, float], dict[str, list[float]], list[str]]:
+    """Seconds to the first batch, and records per second in each round, of each arm; and who is not
+    installed.
+    """
     missing = {name for name, module in PEERS.items() if importlib.util.find_spec(module) is None}
     arms = [arm for arm in ARMS[kind] if arm.partition(", ")[0] not in missing]
     absent = sorted(missing & {arm.partition(", ")[0] for arm in ARMS[kind]})
     command = [sys.executable, __file__, "--arm", kind]
-    jobs = {arm: subprocess.Popen([*command, arm, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for arm in arms}
+    jobs = {
+        arm: subprocess.Popen(
+            [*command, arm, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for arm in arms
+    }
     rates: dict[str, list[float]] = {arm: [] for arm in arms}
     try:
         first = {arm: float(jobs[arm].stdout.readline()) for arm in arms}
@@ -229,13 +267,28 @@ def report(kind: str, size: int, rounds: int) -> list[str]:
         count = make(kind, Path(name), size)
         real = sum(path.stat().st_size for path in Path(name).iterdir())
         first, rates, absent = measure(kind, Path(name), rounds)
-    lines = [f"### {kind}", "", f"{count:,} records, {real / 1e6:,.0f} MB in 4 files, batches of {BATCH}; {rounds} rounds.", ""]
-    lines += ["| arm | records/s, median | MB/s | beside spmd | first batch after, s |", "|---|---|---|---|---|"]
+    lines = [
+        f"### {kind}",
+        "",
+        f"{count:,} records, {real / 1e6:,.0f} MB in 4 files, batches of {BATCH}; {rounds} rounds.",
+        "",
+    ]
+    lines += [
+        "| arm | records/s, median | MB/s | beside spmd | first batch after, s |",
+        "|---|---|---|---|---|",
+    ]
     for arm, values in rates.items():
         beside = statistics.median(a / b for a, b in zip(values, rates["spmd"], strict=True))
         middle = statistics.median(values)
-        lines.append(f"| {arm} | {middle:,.0f} | {middle * real / count / 1e6:,.1f} | {beside:.2f} | {first[arm]:.2f} |")
-    return [*lines, "", *([f"Not installed, and left out: {', '.join(absent)}.", ""] if absent else [])]
+        lines.append(
+            f"| {arm} | {middle:,.0f} | {middle * real / count / 1e6:,.1f} | {beside:.2f} | "
+            f"{first[arm]:.2f} |"
+        )
+    return [
+        *lines,
+        "",
+        *([f"Not installed, and left out: {', '.join(absent)}.", ""] if absent else []),
+    ]
 
 
 def main() -> None:
@@ -248,12 +301,21 @@ def main() -> None:
     if options.arm:
         return arm_main(*options.arm)
     kinds = options.only.split(",") if options.only else ARMS
-    lines = reported.print_sections(report(kind, options.megabytes * 10**6, options.rounds) for kind in kinds)
+    lines = reported.print_sections(
+        report(kind, options.megabytes * 10**6, options.rounds) for kind in kinds
+    )
     if not options.only:
-        command = f"python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}"
-        how = "Shuffled over all records, but for arms in order. Arms are processes that take turns of 2 s; files are in the page cache."
+        command = (
+            f"python benchmarks/input.py --megabytes {options.megabytes} --rounds {options.rounds}"
+        )
+        how = (
+            "Shuffled over all records, but for arms in order. Arms are processes that take turns "
+            "of 2 s; files are in the page cache."
+        )
         peers = [name for name in PEERS.values() if importlib.util.find_spec(name)]
-        reported.write("input", [*reported.head("Input", command, "jax", "numpy", *peers), how, "", *lines])
+        reported.write(
+            "input", [*reported.head("Input", command, "jax", "numpy", *peers), how, "", *lines]
+        )
 
 
 if __name__ == "__main__":

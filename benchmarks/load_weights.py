@@ -1,7 +1,9 @@
-"""How long `spmd.pretrained.load` takes for a folder, beside `safetensors.torch.load_file`, which alternates with it in one run.
+"""How long `spmd.pretrained.load` takes for a folder, beside `safetensors.torch.load_file`, which
+alternates with it in one run.
 
-`load_file` maps the file and reads nothing until a tensor is used, so it is measured with the use: each tensor is copied, or made float32
-and transposed, as `load` makes it. Cold: the file's pages are dropped from the system's cache before each load.
+`load_file` maps the file and reads nothing until a tensor is used, so it is measured with the use:
+each tensor is copied, or made float32 and transposed, as `load` makes it. Cold: the file's pages
+are dropped from the system's cache before each load.
 """
 
 import argparse
@@ -24,7 +26,13 @@ from spmd.pretrained.name_map import NameMap
 from spmd.pretrained.safetensors_files import write_file
 
 WIDTH, MLP, LAYERS = 2048, 8192, 8
-KINDS = {"up": (MLP, WIDTH), "down": (WIDTH, MLP), "gate": (MLP, WIDTH), "query": (WIDTH, WIDTH), "out": (WIDTH, WIDTH)}
+KINDS = {
+    "up": (MLP, WIDTH),
+    "down": (WIDTH, MLP),
+    "gate": (MLP, WIDTH),
+    "query": (WIDTH, WIDTH),
+    "out": (WIDTH, WIDTH),
+}
 TARGET = 1.2
 
 TORCH = """
@@ -38,7 +46,7 @@ for line in sys.stdin:
     tensors = {name: uses[how](tensor) for name, tensor in load_file(path).items()}
     print(time.perf_counter() - start, flush=True)
     del tensors
-"""
+"""  # noqa: E501
 
 
 class Stacks(nnx.Module):
@@ -46,14 +54,23 @@ class Stacks(nnx.Module):
 
     def __init__(self, transposed):
         self.stack = nnx.Dict(
-            {name: nnx.Param(jnp.zeros((LAYERS, *(shape[::-1] if transposed else shape)))) for name, shape in KINDS.items()}
+            {
+                name: nnx.Param(jnp.zeros((LAYERS, *(shape[::-1] if transposed else shape))))
+                for name, shape in KINDS.items()
+            }
         )
 
 
 def rules(transposed):
     """The name map of `Stacks`."""
-    rule = '[[tensors]]\nfile = "h.{{layer}}.{0}.weight"\nmodel = "layers.{{layer}}/{0}"\ntranspose = {1}\n'
-    return NameMap.loads('[layers]\nstack = "stack"\n' + "".join(rule.format(name, str(transposed).lower()) for name in KINDS))
+    rule = (
+        '[[tensors]]\nfile = "h.{{layer}}.{0}.weight"\nmodel = "layers.{{layer}}/{0}"\ntranspose = '
+        "{1}\n"
+    )
+    return NameMap.loads(
+        '[layers]\nstack = "stack"\n'
+        + "".join(rule.format(name, str(transposed).lower()) for name in KINDS)
+    )
 
 
 def drop(folder):
@@ -88,7 +105,13 @@ def measure(folder, other, rounds, cold):
 def spmd_seconds(folder, transposed, dtype):
     """One load."""
     start = time.perf_counter()
-    module = spmd.pretrained.load(folder, model=lambda: Stacks(transposed), name_map=rules(transposed), dtype=dtype, progress=False)
+    module = spmd.pretrained.load(
+        folder,
+        model=lambda: Stacks(transposed),
+        name_map=rules(transposed),
+        dtype=dtype,
+        progress=False,
+    )
     report, seconds = getattr(module, ORIGIN).report, time.perf_counter() - start
     assert report.bytes_read == report.bytes_kept
     return seconds
@@ -104,15 +127,24 @@ def other_seconds(process, how, folder):
 def section(title, times, size):
     """A table of one state of the cache."""
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    lines = ["", f"### {title}", "", "| arm | median s | best s | GB/s (median) |", "|---|---|---|---|"]
+    lines = [
+        "",
+        f"### {title}",
+        "",
+        "| arm | median s | best s | GB/s (median) |",
+        "|---|---|---|---|",
+    ]
     lines += [
-        f"| {name} | {medians[name]:.2f} | {min(seconds):.2f} | {size / medians[name] / 1e9:.2f} |" for name, seconds in times.items()
+        f"| {name} | {medians[name]:.2f} | {min(seconds):.2f} | {size / medians[name] / 1e9:.2f} |"
+        for name, seconds in times.items()
     ]
     lines += ["", "| ratio | median of rounds | target | |", "|---|---|---|---|"]
     names = list(times)
     for one, two in (names[:2], names[2:4]):
         ratio = statistics.median(a / b for a, b in zip(times[one], times[two], strict=True))
-        lines.append(f"| {one} / {two} | {ratio:.2f} | {TARGET} | {'ok' if ratio <= TARGET else 'MISSED'} |")
+        lines.append(
+            f"| {one} / {two} | {ratio:.2f} | {TARGET} | {'ok' if ratio <= TARGET else 'MISSED'} |"
+        )
     return lines
 
 
@@ -124,20 +156,33 @@ def main():
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder, block = Path(name), rng.standard_normal(WIDTH * MLP, dtype=np.float32).astype(jnp.bfloat16)
-        tensors = {f"h.{n}.{kind}.weight": block[: a * b].reshape(a, b) for n in range(LAYERS) for kind, (a, b) in KINDS.items()}
+        folder, block = (
+            Path(name),
+            rng.standard_normal(WIDTH * MLP, dtype=np.float32).astype(jnp.bfloat16),
+        )
+        tensors = {
+            f"h.{n}.{kind}.weight": block[: a * b].reshape(a, b)
+            for n in range(LAYERS)
+            for kind, (a, b) in KINDS.items()
+        }
         write_file(folder / "model.safetensors", tensors)
         size = sum(tensor.nbytes for tensor in tensors.values())
         command = [arguments.python, "-c", TORCH % os.cpu_count()]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
             text = f"python benchmarks/load_weights.py --python PYTHON --rounds {arguments.rounds}"
             lines = head("Loading weights", text, "jax", "flax", "numpy")
             lines += [
-                f"One file of {size / 1e9:.2f} GB, bfloat16, {len(tensors)} matrices, to one CPU device. Arms alternate within each round."
+                f"One file of {size / 1e9:.2f} GB, bfloat16, {len(tensors)} matrices, to one CPU "
+                "device. Arms alternate within each round."
             ]
             lines += print_sections(
                 section(title, measure(folder, other, arguments.rounds, cold), size)
-                for title, cold in (("warm: the file is in the system's cache", False), ("cold: from the disk", True))
+                for title, cold in (
+                    ("warm: the file is in the system's cache", False),
+                    ("cold: from the disk", True),
+                )
             )
             other.stdin.close()
     write("load_weights", lines)

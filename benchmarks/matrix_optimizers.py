@@ -1,11 +1,14 @@
-"""Plans of steps with Muon, whose matrices XLA's partitioner multiplies or their owners do, beside AdamW.
+"""Plans of steps with Muon, whose matrices XLA's partitioner multiplies or their owners do, beside
+AdamW.
 
-    pip install -e '.[gpu-compiler]'                  # the compiler alone, 400 MB, no CUDA libraries
-    python benchmarks/matrix_optimizers.py            # every case; writes benchmarks/results/matrix_optimizers.md
-    python benchmarks/matrix_optimizers.py --only 3   # one case, by its number from 0, without writing
+    pip install -e '.[gpu-compiler]'  # the compiler alone, 400 MB, no CUDA libraries
+    # every case; writes benchmarks/results/matrix_optimizers.md
+    python benchmarks/matrix_optimizers.py
+    # one case, by its number from 0, without writing
+    python benchmarks/matrix_optimizers.py --only 3
 
-Each case is one step of a GPT (vocabulary 50304, rows of 1,024 tokens, bfloat16, fused attention), with one row on each device. Muon
-updates the matrices of the blocks, and AdamW the rest.
+Each case is one step of a GPT (vocabulary 50304, rows of 1,024 tokens, bfloat16, fused attention),
+with one row on each device. Muon updates the matrices of the blocks, and AdamW the rest.
 """
 
 import argparse
@@ -57,7 +60,9 @@ def dims_of(params: Any) -> Any:
     """The dims of the matrices of blocks, also in stacks; None of all other parameters."""
 
     def dims(path: str, leaf: Any) -> MuonDimensionNumbers | None:
-        matrix = path.startswith("blocks/") and leaf.ndim == (3 if path.startswith("blocks/layers/") else 2)
+        matrix = path.startswith("blocks/") and leaf.ndim == (
+            3 if path.startswith("blocks/layers/") else 2
+        )
         return MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if matrix else None
 
     return map_paths(dims, params)
@@ -77,10 +82,19 @@ def plan(case: Case, optimizer: Any, matrices: str) -> Any:
     length, devices = 1024, int(np.prod([int(part) for part in case.target.split("x")[:-1]]))
     tokens = jax.ShapeDtypeStruct((devices, length), "int32")
     layout = dataclasses.replace(spmd.Layout.load(case.layout), attention=spmd.Attention("auto"))
-    layout = dataclasses.replace(layout, optimizer=dataclasses.replace(layout.optimizer, matrices=matrices))
+    layout = dataclasses.replace(
+        layout, optimizer=dataclasses.replace(layout.optimizer, matrices=matrices)
+    )
     heads = max(case.width // 128, 2)
     return spmd.plan(
-        lambda: KINDS[case.kind](vocab=50304, width=case.width, depth=case.depth, heads=heads, length=length, rngs=nnx.Rngs(0)),
+        lambda: KINDS[case.kind](
+            vocab=50304,
+            width=case.width,
+            depth=case.depth,
+            heads=heads,
+            length=length,
+            rngs=nnx.Rngs(0),
+        ),
         {"tokens": tokens, "targets": tokens},
         loss=next_token_loss,
         optimizer=optimizer,
@@ -92,16 +106,21 @@ def plan(case: Case, optimizer: Any, matrices: str) -> Any:
 
 
 HEAD = (
-    "| layers | width | layout | devices | SGD's step | AdamW's update | Muon's, by XLA | Muon's, by owners | sent for it | by owners | "
+    "| layers | width | layout | devices | SGD's step | AdamW's update | Muon's, by XLA | Muon's, "
+    "by owners | sent for it | by owners | "
     "state, AdamW | Muon | peak, by XLA | by owners |"
 )
 
 
 def row(case: Case) -> str:
-    """A line of the table: of updates what a step takes, sends and holds more than one of SGD without momentum."""
+    """A line of the table: of updates what a step takes, sends and holds more than one of SGD
+    without momentum.
+    """
     plans = {name: plan(case, *arm) for name, arm in ARMS.items()}
     base = plans["SGD"]
-    more = {name: planned.timeline.seconds - base.timeline.seconds for name, planned in plans.items()}
+    more = {
+        name: planned.timeline.seconds - base.timeline.seconds for name, planned in plans.items()
+    }
     sent = {name: planned.traffic.bytes() - base.traffic.bytes() for name, planned in plans.items()}
     cells = [
         f"{case.kind} of {case.depth}",
@@ -118,7 +137,9 @@ def row(case: Case) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plan steps of optimizers that need entire matrices.")
+    parser = argparse.ArgumentParser(
+        description="Plan steps of optimizers that need entire matrices."
+    )
     parser.add_argument("--only", type=int, help="the number of a case, from 0")
     args = parser.parse_args()
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
@@ -141,7 +162,7 @@ def main() -> None:
 
 NOTES = """An update is what a step takes more than one of SGD without momentum, in the plan; "sent for it" is what a device sends more. "By
 XLA": `[optimizer] matrices = "compiler"`, the default; "by owners": `matrices = "owner"`. Nothing here was measured on a GPU.
-"""
+"""  # noqa: E501
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What model parallelism gains on this machine: each kind against one device and against other libraries, interleaved in one run.
+"""What model parallelism gains on this machine: each kind against one device and against other
+libraries, interleaved in one run.
 
-    python benchmarks/model_parallel.py                 # all sections; writes benchmarks/results/model_parallel.md
+    python benchmarks/model_parallel.py  # all sections; writes benchmarks/results/model_parallel.md
     python benchmarks/model_parallel.py --only cnn --rounds 3
 
-Every arm is a separate process that stays alive (`step_overhead.py` does the timing). In each round every arm in turn runs one
-chunk of steps while the others wait; ratios are medians over rounds of the ratio within a round. A section is an entry of `SECTIONS`.
-Simulated devices share the cores: one device already uses both for a matrix product, and one for a convolution.
+Every arm is a separate process that stays alive (`step_overhead.py` does the timing). In each round
+every arm in turn runs one chunk of steps while the others wait; ratios are medians over rounds of
+the ratio within a round. A section is an entry of `SECTIONS`. Simulated devices share the cores:
+one device already uses both for a matrix product, and one for a convolution.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from step_overhead import Gate, measure, ratio
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """`run` trains for ever and calls its gate after every chunk of `chunk` steps, with the devices at rest.
+    """`run` trains for ever and calls its gate after every chunk of `chunk` steps, with the devices
+    at rest.
 
     `cores` holds the process to so many; an arm whose module `needs` is not installed is left out.
     """
@@ -47,10 +50,11 @@ class Section:
     chunk: int
     arms: dict[str, Arm]
     targets: tuple[tuple[str, str, float], ...]  # (numerator, denominator, at most)
-    tables: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # (stages, microbatches) of the arms that are pipelines
+    # (stages, microbatches) of the arms that are pipelines
+    tables: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
-# the MNIST-sized CNN -----------------------------------------------------------------------------------------------------
+# the MNIST-sized CNN ------------------------------------------------------------------------------
 
 BATCH, RATE = 128, 1e-3
 
@@ -60,7 +64,10 @@ def images():
     import numpy as np
 
     random, rows = np.random.default_rng(0), 128 * BATCH
-    return {"x": random.normal(size=(rows, 28, 28, 1)).astype("float32"), "y": random.integers(0, 10, rows).astype("int32")}
+    return {
+        "x": random.normal(size=(rows, 28, 28, 1)).astype("float32"),
+        "y": random.integers(0, 10, rows).astype("int32"),
+    }
 
 
 def batches():
@@ -76,7 +83,9 @@ def batches():
 
 
 def make_cnn(fast: bool):
-    """Conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10; what the dense layers have carries names for the layout."""
+    """Conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10; what the dense layers have
+    carries names for the layout.
+    """
     from flax import nnx
 
     import spmd
@@ -86,13 +95,18 @@ def make_cnn(fast: bool):
 
     class CNN(nnx.Module):
         def __init__(self, rngs):
-            self.conv1, self.conv2 = nnx.Conv(1, 32, (5, 5), rngs=rngs), nnx.Conv(32, 64, (5, 5), rngs=rngs)
+            self.conv1, self.conv2 = (
+                nnx.Conv(1, 32, (5, 5), rngs=rngs),
+                nnx.Conv(32, 64, (5, 5), rngs=rngs),
+            )
             initializers = {
                 "kernel_init": nnx.with_partitioning(kernel, ("embed", "mlp")),
                 "bias_init": nnx.with_partitioning(zeros, ("mlp",)),
             }
             self.dense = nnx.Linear(7 * 7 * 64, 1024, **initializers, rngs=rngs)
-            self.head = nnx.Linear(1024, 10, kernel_init=nnx.with_partitioning(kernel, ("mlp", None)), rngs=rngs)
+            self.head = nnx.Linear(
+                1024, 10, kernel_init=nnx.with_partitioning(kernel, ("mlp", None)), rngs=rngs
+            )
 
         def __call__(self, x):
             for conv in (self.conv1, self.conv2):
@@ -135,7 +149,9 @@ def cnn_by_hand(gate: Gate, chunk: int, *, fast: bool = False) -> None:
     opt = optimizer.init(params)
 
     def loss(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graphdef, params)(x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            nnx.merge(graphdef, params)(x), y
+        ).mean()
 
     @jax.jit
     def step(params, opt, x, y):
@@ -156,9 +172,17 @@ def cnn_torch(gate: Gate, chunk: int) -> None:
     from torch import nn
 
     model = nn.Sequential(
-        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(7 * 7 * 64, 1024), nn.ReLU(), nn.Linear(1024, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(7 * 7 * 64, 1024),
+        nn.ReLU(),
+        nn.Linear(1024, 10),
+    )
     optimizer, loss = torch.optim.Adam(model.parameters(), RATE), nn.CrossEntropyLoss()
     for count, (x, y) in enumerate(batches(), 1):
         optimizer.zero_grad()
@@ -169,25 +193,38 @@ def cnn_torch(gate: Gate, chunk: int) -> None:
 
 
 CNN = Section(
-    f"MNIST-sized CNN (conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10), batch {BATCH}, Adam, host data every step",
+    f"MNIST-sized CNN (conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10), batch {BATCH}, "
+    "Adam, host data every step",
     8,
     {
-        "conv_data_dense_model": Arm(partial(cnn_fit, layout="conv_data_dense_model", mesh="data=1,model=2"), "the layout, fast pool", 2),
-        "data_parallel": Arm(partial(cnn_fit, layout="data_parallel", mesh="data=2"), "the layout, fast pool", 2),
+        "conv_data_dense_model": Arm(
+            partial(cnn_fit, layout="conv_data_dense_model", mesh="data=1,model=2"),
+            "the layout, fast pool",
+            2,
+        ),
+        "data_parallel": Arm(
+            partial(cnn_fit, layout="data_parallel", mesh="data=2"), "the layout, fast pool", 2
+        ),
         "by hand": Arm(cnn_by_hand, "jit and optax on one device, nnx.max_pool"),
-        "by hand, fast pool": Arm(partial(cnn_by_hand, fast=True), "the same with spmd.nn.max_pool2"),
+        "by hand, fast pool": Arm(
+            partial(cnn_by_hand, fast=True), "the same with spmd.nn.max_pool2"
+        ),
         "torch": Arm(cnn_torch, "PyTorch, eager, every core", needs="torch"),
     },
     (("conv_data_dense_model", "by hand", 0.50), ("conv_data_dense_model", "torch", 0.85)),
 )
 
-# a recurrent stack as a wavefront -----------------------------------------------------------------------------------------
+# a recurrent stack as a wavefront -----------------------------------------------------------------
 
 WIDTH, ROWS, TIME = 512, 64, 64
 
 
-def lstm_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, plain: bool = False) -> None:
-    """Two LSTM layers, mean square of what they return, SGD: `spmd.nn.RNNStack`, or one `nnx.RNN` on the other (`plain`)."""
+def lstm_fit(
+    gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, plain: bool = False
+) -> None:
+    """Two LSTM layers, mean square of what they return, SGD: `spmd.nn.RNNStack`, or one `nnx.RNN`
+    on the other (`plain`).
+    """
     import numpy as np
     import optax
     from flax import nnx
@@ -197,7 +234,11 @@ def lstm_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, pl
     class Net(nnx.Module):
         def __init__(self, rngs):
             cells = [nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs) for _ in range(2)]
-            self.stack = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells]) if plain else spmd.nn.RNNStack(cells)
+            self.stack = (
+                nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
+                if plain
+                else spmd.nn.RNNStack(cells)
+            )
 
         def __call__(self, x):
             if not plain:
@@ -232,7 +273,9 @@ def piped(**pipeline: Any) -> Any:
     """A layout with stages and nothing else."""
     import spmd
 
-    return spmd.Layout(gradients=spmd.Gradients("all_reduce"), pipeline=spmd.Pipeline("stage", **pipeline))
+    return spmd.Layout(
+        gradients=spmd.Gradients("all_reduce"), pipeline=spmd.Pipeline("stage", **pipeline)
+    )
 
 
 def named(name: str) -> Any:
@@ -246,7 +289,9 @@ def lstm_arm(why: str, devices: int = 1, cores: int | None = None, **more: Any) 
 
 
 def wavefront(chunk: int | None) -> Arm:
-    why = "a layer on each device, " + (f"chunks of {chunk} steps" if chunk else "chunks as spmd.nn.best_chunk has them")
+    why = "a layer on each device, " + (
+        f"chunks of {chunk} steps" if chunk else "chunks as spmd.nn.best_chunk has them"
+    )
     return lstm_arm(why, 2, layout=partial(piped, time_chunk=chunk), mesh="data=1,stage=2")
 
 
@@ -273,10 +318,12 @@ RNN = Section(
 )
 
 
-# stages with convolutions -------------------------------------------------------------------------------------------------
+# stages with convolutions -------------------------------------------------------------------------
 
 
-def conv_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, pixels: int, channels: int) -> None:
+def conv_fit(
+    gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, pixels: int, channels: int
+) -> None:
     """Four residual convolutions on [64, pixels, pixels, channels], in a `spmd.nn.LayerStack`."""
     import jax.numpy as jnp
     import numpy as np
@@ -299,7 +346,16 @@ def conv_fit(gate: Gate, chunk: int, *, layout: Callable[[], Any], mesh: str, pi
         mesh=mesh,
         layout=layout(),
     )
-    train(trainer, {"x": np.random.default_rng(0).normal(size=(64, pixels, pixels, channels)).astype("float32")}, gate, chunk)
+    train(
+        trainer,
+        {
+            "x": np.random.default_rng(0)
+            .normal(size=(64, pixels, pixels, channels))
+            .astype("float32")
+        },
+        gate,
+        chunk,
+    )
 
 
 def conv_arm(why: str, devices: int = 1, **more: Any) -> Arm:
@@ -315,7 +371,8 @@ def conv_stages(pixels: int, channels: int, what: str) -> Section:
         return arm(why, 2, layout=partial(piped, microbatches=count), mesh="data=1,stage=2")
 
     return Section(
-        f"4 residual convolutions 5x5 of {channels} channels, 64 rows of [{pixels}, {pixels}, {channels}], SGD: {what}",
+        f"4 residual convolutions 5x5 of {channels} channels, 64 rows of [{pixels}, {pixels}, "
+        f"{channels}], SGD: {what}",
         2,
         {
             "pipeline 2": pipeline(2),
@@ -332,29 +389,49 @@ SECTIONS = {
     "cnn": CNN,
     "rnn": RNN,
     "stages": conv_stages(14, 64, "nearly all of it is convolution"),
-    "large_stages": conv_stages(28, 32, "more lies between convolutions, for which one device has both cores already"),
+    "large_stages": conv_stages(
+        28, 32, "more lies between convolutions, for which one device has both cores already"
+    ),
 }
 
 
-# how long a deep stack takes to compile -----------------------------------------------------------------------------------
+# how long a deep stack takes to compile -----------------------------------------------------------
 
 
 def compile_report() -> list[str]:
-    """Seconds to initialise, and to trace and compile a training step, of 6 and of 48 layers, each in a process of its own."""
+    """Seconds to initialise, and to trace and compile a training step, of 6 and of 48 layers, each
+    in a process of its own.
+    """
     kinds, seconds = ("LayerStack of repeat", "LayerStack of a list", "a list"), {}
     for depth in (6, 48):
         for kind in kinds:
             command = [sys.executable, __file__, "--compile", str(depth), kind]
-            last = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+            last = subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.splitlines()[-1]
             seconds[depth, kind] = tuple(map(float, last.split()))
-    lines = ["### compile: transformer blocks (width 64), seconds to initialise, and to trace and compile a training step", ""]
+    lines = [
+        "### compile: transformer blocks (width 64), seconds to initialise, and to trace and "
+        "compile a training step",
+        "",
+    ]
     lines += [f"| layers | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    lines += [f"| {d} | {' | '.join('{:.1f} s, {:.2f} s'.format(*seconds[d, kind]) for kind in kinds)} |" for d in (6, 48)]
+    lines += [
+        f"| {d} | {' | '.join('{:.1f} s, {:.2f} s'.format(*seconds[d, kind]) for kind in kinds)} |"
+        for d in (6, 48)
+    ]
     grown = {kind: seconds[48, kind][1] / seconds[6, kind][1] for kind in kinds}
     growth = [
-        f"{kind} {ratio:.2f} (target 1.30, {'ok' if ratio <= 1.3 else 'MISSED'})" for kind, ratio in grown.items() if kind != "a list"
+        f"{kind} {ratio:.2f} (target 1.30, {'ok' if ratio <= 1.3 else 'MISSED'})"
+        for kind, ratio in grown.items()
+        if kind != "a list"
     ]
-    return [*lines, "", f"The step of 48 layers / of 6: {', '.join(growth)}, a list {grown['a list']:.2f}.", ""]
+    return [
+        *lines,
+        "",
+        f"The step of 48 layers / of 6: {', '.join(growth)}, a list {grown['a list']:.2f}.",
+        "",
+    ]
 
 
 def compile_main(depth: int, kind: str) -> None:
@@ -370,7 +447,9 @@ def compile_main(depth: int, kind: str) -> None:
             self.embed = nnx.Embed(128, 64, rngs=rngs)
             make = partial(gpt.Block, 64, 4, 0.0)
             if kind == "LayerStack of repeat":
-                self.blocks = spmd.nn.LayerStack(spmd.nn.repeat(depth, lambda rngs: make(rngs=rngs), rngs))
+                self.blocks = spmd.nn.LayerStack(
+                    spmd.nn.repeat(depth, lambda rngs: make(rngs=rngs), rngs)
+                )
             else:
                 blocks = [make(rngs=rngs) for _ in range(depth)]
                 self.blocks = nnx.List(blocks) if kind == "a list" else spmd.nn.LayerStack(blocks)
@@ -382,7 +461,12 @@ def compile_main(depth: int, kind: str) -> None:
             return self.embed.attend(x)
 
     spmd.simulate_devices(1)
-    trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), layout="data_parallel")
+    trainer = spmd.Trainer(
+        lambda: Net(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.1),
+        layout="data_parallel",
+    )
     tokens, times = jax.numpy.zeros((8, 32), "int32"), [time.perf_counter()]
     state = trainer.init()
     batch = trainer.place({"tokens": tokens, "targets": tokens})
@@ -394,7 +478,7 @@ def compile_main(depth: int, kind: str) -> None:
     print(times[1] - times[0], times[2] - times[1] - (times[3] - times[2]))
 
 
-# the parent --------------------------------------------------------------------------------------------------------
+# the parent ---------------------------------------------------------------------------------------
 
 
 def arm_main(section: str, name: str) -> None:
@@ -411,29 +495,51 @@ def section_report(name: str, rounds: int) -> list[str]:
     section = SECTIONS[name]
     arms = {key: arm for key, arm in section.arms.items() if importlib.util.find_spec(arm.needs)}
     times = measure(__file__, name, arms, section.chunk, rounds)
-    lines = [f"### {name}: {section.title}", "", f"{rounds} rounds of {section.chunk} steps per arm.", ""]
+    lines = [
+        f"### {name}: {section.title}",
+        "",
+        f"{rounds} rounds of {section.chunk} steps per arm.",
+        "",
+    ]
     lines += ["| arm | | devices | median ms/step | best |", "|---|---|---|---|---|"]
     for key, arm in arms.items():
-        devices = f"{arm.devices}" + (f", {arm.cores} core{'s' * (arm.cores > 1)}" if arm.cores else "")
-        lines.append(f"| {key} | {arm.why} | {devices} | {statistics.median(times[key]) * 1e3:.1f} | {min(times[key]) * 1e3:.1f} |")
+        devices = f"{arm.devices}" + (
+            f", {arm.cores} core{'s' * (arm.cores > 1)}" if arm.cores else ""
+        )
+        lines.append(
+            f"| {key} | {arm.why} | {devices} | {statistics.median(times[key]) * 1e3:.1f} | "
+            f"{min(times[key]) * 1e3:.1f} |"
+        )
     lines += ["", "| ratio | median | target | |", "|---|---|---|---|"]
     for top, bottom, target in section.targets:
         if top in times and bottom in times:
             quotient = ratio(times, top, bottom)
-            lines.append(f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | {'ok' if quotient <= target else 'MISSED'} |")
+            lines.append(
+                f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | "
+                f"{'ok' if quotient <= target else 'MISSED'} |"
+            )
     for key, (stages, parts) in section.tables.items():
         lines += ["", f"Schedule of {key}: {bound(stages, parts)}."]
-    missing = [f"{key} ({arm.needs} is not installed)" for key, arm in section.arms.items() if key not in arms]
+    missing = [
+        f"{key} ({arm.needs} is not installed)"
+        for key, arm in section.arms.items()
+        if key not in arms
+    ]
     return [*lines, "", *([f"Left out: {', '.join(missing)}.", ""] if missing else [])]
 
 
 def bound(stages: int, microbatches: int) -> str:
-    """What the schedule alone allows: the time of one device, all of it on one core, by that of as many cores as stages."""
+    """What the schedule alone allows: the time of one device, all of it on one core, by that of as
+    many cores as stages.
+    """
     from spmd.nn import make_schedule
 
     ticks = make_schedule("gpipe", stages=stages, microbatches=microbatches).forward.ticks
     best = stages * microbatches / ticks
-    return f"{ticks} ticks forward for {microbatches} of work on each of {stages} stages, at best {best:.2f} times as fast"
+    return (
+        f"{ticks} ticks forward for {microbatches} of work on each of {stages} stages, at best "
+        f"{best:.2f} times as fast"
+    )
 
 
 def main() -> None:
@@ -448,10 +554,16 @@ def main() -> None:
     if options.compile:
         return compile_main(int(options.compile[0]), options.compile[1])
     wanted = options.only.split(",") if options.only else (*SECTIONS, "compile")
-    lines = reported.print_sections(compile_report() if name == "compile" else section_report(name, options.rounds) for name in wanted)
+    lines = reported.print_sections(
+        compile_report() if name == "compile" else section_report(name, options.rounds)
+        for name in wanted
+    )
     if not options.only:
         command = f"python benchmarks/model_parallel.py --rounds {options.rounds}"
-        reported.write("model_parallel", [*reported.head("Model parallelism", command, "jax", "flax", "optax"), *lines])
+        reported.write(
+            "model_parallel",
+            [*reported.head("Model parallelism", command, "jax", "flax", "optax"), *lines],
+        )
 
 
 if __name__ == "__main__":

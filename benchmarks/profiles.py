@@ -1,9 +1,11 @@
-"""Profile a CNN and a GPT on simulated devices, beside plans for a target that is calibrated first; and read each trace a second time.
+"""Profile a CNN and a GPT on simulated devices, beside plans for a target that is calibrated first;
+and read each trace a second time.
 
     python benchmarks/profiles.py --devices 8
 
-The second reading shares no code with the library's: it decodes the trace's file (protocol buffers: XSpace of the XLA repository,
-tsl/profiler/protobuf/xplane.proto), and finds the operation that is charged for a moment by looking at all of them.
+The second reading shares no code with the library's: it decodes the trace's file (protocol buffers:
+XSpace of the XLA repository, tsl/profiler/protobuf/xplane.proto), and finds the operation that is
+charged for a moment by looking at all of them.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from benchmarks.plan_truth import cases
 from benchmarks.reported import head, print_sections, write
 
 MODELS, LAYOUTS = ("cnn", "gpt"), ("data_parallel", "fsdp")
-COLLECTIVE = r"psum\b|(all|reduce)[-_](reduce|gather|scatter)\b"  # begins the names of operations that communicate, under these layouts
+# begins the names of operations that communicate, under these layouts
+COLLECTIVE = r"psum\b|(all|reduce)[-_](reduce|gather|scatter)\b"
 LINES = {
     "launch overhead": "launches",
     "exposed communication": "exposed",
@@ -74,9 +77,18 @@ def first(message: bytes, field: int, default: Any = 0) -> Any:
 
 def decode(path: Path) -> Ran:
     """The operations of the training step in an `.xplane.pb` file of a CPU."""
-    host = next(plane for field, plane in fields(path.read_bytes()) if field == 1 and first(plane, 2, b"").startswith(b"/host:CPU"))
+    host = next(
+        plane
+        for field, plane in fields(path.read_bytes())
+        if field == 1 and first(plane, 2, b"").startswith(b"/host:CPU")
+    )
     names, stats = (
-        {first(entry, 1): first(first(entry, 2, b""), 2, b"").decode() for n, entry in fields(host) if n == field} for field in (4, 5)
+        {
+            first(entry, 1): first(first(entry, 2, b""), 2, b"").decode()
+            for n, entry in fields(host)
+            if n == field
+        }
+        for field in (4, 5)
     )
     begun: list[tuple[dict[str, Any], str, float, float]] = []
     ends: dict[int, float] = {}
@@ -94,8 +106,13 @@ def decode(path: Path) -> Ran:
                 begun.append((values, name, begin, begin + first(event, 3) * 1e-12))
     devices: dict[Any, dict[Any, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for values, name, begin, end in begun:
-        devices[values["device_ordinal"]][values["run_id"]].append((name, begin, max(end, ends.get(values["_p"], end))))
-    return {device: sorted(runs.values(), key=lambda run: min(one[1] for one in run)) for device, runs in devices.items()}
+        devices[values["device_ordinal"]][values["run_id"]].append(
+            (name, begin, max(end, ends.get(values["_p"], end)))
+        )
+    return {
+        device: sorted(runs.values(), key=lambda run: min(one[1] for one in run))
+        for device, runs in devices.items()
+    }
 
 
 def add_up(ran: Ran) -> tuple[dict[str, float], dict[str, float]]:
@@ -103,7 +120,9 @@ def add_up(ran: Ran) -> tuple[dict[str, float], dict[str, float]]:
     totals, operations = dict.fromkeys(LINES.values(), 0.0), defaultdict[str, float](float)
     for steps in ran.values():
         windows = [(min(one[1] for one in step), max(one[2] for one in step)) for step in steps]
-        totals["between"] += sum(max(later[0] - earlier[1], 0.0) for earlier, later in itertools.pairwise(windows))
+        totals["between"] += sum(
+            max(later[0] - earlier[1], 0.0) for earlier, later in itertools.pairwise(windows)
+        )
         for step, (opens, closes) in zip(steps, windows, strict=True):
             totals["step"] += closes - opens
             begins, ends = (np.array([one[at] for one in step]) for at in (1, 2))
@@ -121,7 +140,10 @@ def add_up(ran: Ran) -> tuple[dict[str, float], dict[str, float]]:
     count = sum(map(len, ran.values()))
     gaps = max(count - len(ran), 1)
     return (
-        {name: float(value) / (gaps if name == "between" else count) for name, value in totals.items()},
+        {
+            name: float(value) / (gaps if name == "between" else count)
+            for name, value in totals.items()
+        },
         {name: float(value) / count for name, value in operations.items()},
     )
 
@@ -131,7 +153,10 @@ def largest_difference(profile: StepProfile, ran: Ran) -> float:
     totals, operations = add_up(ran)
     measured = {one.name: one.measured for one in profile.operations if one.measured}
     pairs = [(profile[name].measured, totals[part]) for name, part in LINES.items()]
-    pairs += [(measured.get(name, 0.0), operations.get(name, 0.0)) for name in measured.keys() | operations.keys()]
+    pairs += [
+        (measured.get(name, 0.0), operations.get(name, 0.0))
+        for name in measured.keys() | operations.keys()
+    ]
     return max(abs(left - right) for left, right in pairs)
 
 
@@ -140,10 +165,17 @@ def profile_case(name: str, layout: str, calibration: Calibration, steps: str) -
     rows = next(iter(shapes.values())).shape[0]
     rng = np.random.default_rng(0)
     data = {
-        key: rng.integers(0, 10, leaf.shape).astype(leaf.dtype) if leaf.dtype == "int32" else rng.normal(size=leaf.shape).astype(leaf.dtype)
+        key: rng.integers(0, 10, leaf.shape).astype(leaf.dtype)
+        if leaf.dtype == "int32"
+        else rng.normal(size=leaf.shape).astype(leaf.dtype)
         for key, leaf in shapes.items()
     }
-    options: dict[str, Any] = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adamw(1e-3), "layout": layout, "progress": False}
+    options: dict[str, Any] = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.adamw(1e-3),
+        "layout": layout,
+        "progress": False,
+    }
     traced = spmd.Profile(steps, tempfile.mkdtemp(), calibration.cluster)
     result = spmd.fit(model, data, batch_size=rows, steps=traced.end, profile=traced, **options)
     if result.profile is None:
@@ -152,7 +184,9 @@ def profile_case(name: str, layout: str, calibration: Calibration, steps: str) -
 
 
 def sections(devices: int, steps: str, seconds: float) -> Iterator[list[str]]:
-    command = f"python benchmarks/profiles.py --devices {devices} --steps {steps} --seconds {seconds:g}"
+    command = (
+        f"python benchmarks/profiles.py --devices {devices} --steps {steps} --seconds {seconds:g}"
+    )
     yield head("Profiles beside plans", command, "jax", "jaxlib", "flax")
     calibration = calibrate(seconds=seconds, say=lambda line: print(line, file=sys.stderr))
     differences = []
@@ -162,13 +196,38 @@ def sections(devices: int, steps: str, seconds: float) -> Iterator[list[str]]:
         (trace,) = profile.folder.glob("*.xplane.pb")
         differences.append(largest_difference(profile, decode(trace)))
         title = f"## {name}, {layout}: {cases(large=False)[name][0]}"
-        text = "\n".join(line for line in str(profile).splitlines() if not line.startswith("trace: "))
+        text = "\n".join(
+            line for line in str(profile).splitlines() if not line.startswith("trace: ")
+        )
         text = text.replace("1x8xone of 8 devices", "8 devices")
-        read = f"Read a second time: {len(profile.operations)} operations, which differ by at most {differences[-1] * 1e9:.3f} ns."
-        yield [title, "", f"{read} Load average before: {before:.1f}.", "", "```text", text.strip(), "```", ""]
+        read = (
+            f"Read a second time: {len(profile.operations)} operations, which differ by at most "
+            f"{differences[-1] * 1e9:.3f} ns."
+        )
+        yield [
+            title,
+            "",
+            f"{read} Load average before: {before:.1f}.",
+            "",
+            "```text",
+            text.strip(),
+            "```",
+            "",
+        ]
     figures = [f"| {' | '.join(row)} |" for row in figure_rows(calibration.target)]
-    yield ["## The calibration", "", "| figure | value | may be off by |", "|---|---|---|", *figures, ""]
-    yield [f"The largest difference between the profiles and a second reading of their traces: {max(differences) * 1e9:.3f} ns.", ""]
+    yield [
+        "## The calibration",
+        "",
+        "| figure | value | may be off by |",
+        "|---|---|---|",
+        *figures,
+        "",
+    ]
+    yield [
+        "The largest difference between the profiles and a second reading of their traces: "
+        f"{max(differences) * 1e9:.3f} ns.",
+        "",
+    ]
 
 
 def main() -> None:

@@ -12,7 +12,15 @@ RESULTS = Path(__file__).parent / "results"
 
 def hardware() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
+        if cpuinfo.exists()
+        else []
+    )
     model = names[0] if names else platform.processor()
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
@@ -20,7 +28,12 @@ def hardware() -> str:
 def head(title: str, command: str, *packages: str) -> list[str]:
     """The first lines of a report: what was run, when, on what, with which versions."""
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return [f"# {title}", "", f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.", ""]
+    return [
+        f"# {title}",
+        "",
+        f"`{command}`, {datetime.date.today()}, {hardware()}, {versions}.",
+        "",
+    ]
 
 
 def print_sections(sections: Iterable[list[str]]) -> list[str]:

@@ -1,10 +1,13 @@
-"""Searches for the fastest layout of Llamas on tens and hundreds of H100s: how long they take, in how much memory, and what they find.
+"""Searches for the fastest layout of Llamas on tens and hundreds of H100s: how long they take, in
+how much memory, and what they find.
 
     pip install -e '.[gpu-compiler]'
-    python benchmarks/search_at_scale.py                               # every case; writes benchmarks/results/search_at_scale.md
-    python benchmarks/search_at_scale.py --only 70B-64 --compiles 6    # one case with fewer programs, without writing
+    python benchmarks/search_at_scale.py  # every case; writes benchmarks/results/search_at_scale.md
+    # one case with fewer programs, without writing
+    python benchmarks/search_at_scale.py --only 70B-64 --compiles 6
 
-Each case starts with an empty cache of compiled programs. CPU seconds and memory are those of this process and the compile server.
+Each case starts with an empty cache of compiled programs. CPU seconds and memory are those of this
+process and the compile server.
 """
 
 import argparse
@@ -29,7 +32,8 @@ from benchmarks import reported
 from benchmarks.gpu_steps import MODELS
 from benchmarks.published.models import next_token_loss
 
-LIMIT_SECONDS, LIMIT_BYTES = 600, 8 * 2**30  # what a search of the 70B on 64 H100s may take on 2 cores
+# what a search of the 70B on 64 H100s may take on 2 cores
+LIMIT_SECONDS, LIMIT_BYTES = 600, 8 * 2**30
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -66,7 +70,9 @@ class Usage(threading.Thread):
         children = Path(f"/proc/{here}/task/{here}/children").read_text().split()
         for process in [str(here), *children]:
             with contextlib.suppress(OSError, IndexError):
-                size += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                size += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
                 fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
                 self.cpu[process] = (int(fields[11]) + int(fields[12])) / TICKS
         self.peak = max(self.peak, size)
@@ -80,7 +86,11 @@ def search(case: Case, compiles: int) -> tuple[Any, float, float, int]:
     usage.start()
 
     def say(line: str) -> None:
-        print(f"  [{time.perf_counter() - started:5.0f} s, {usage.peak / 2**30:.1f} GiB] {line}", file=sys.stderr, flush=True)
+        print(
+            f"  [{time.perf_counter() - started:5.0f} s, {usage.peak / 2**30:.1f} GiB] {line}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     with tempfile.TemporaryDirectory() as cache:
         os.environ["SPMD_CACHE"] = cache
@@ -104,37 +114,70 @@ def search(case: Case, compiles: int) -> tuple[Any, float, float, int]:
 def row(name: str, case: Case, found: Any, wall: float, cpu: float, peak: int) -> str:
     """A line of the table of searches."""
     best, all_of = found.best, len(found.plans) + len(found.rejected)
-    figures = [f"{wall:.0f} s", f"{cpu:.0f} s", f"{peak / 2**30:.1f} GiB", f"{all_of:,}", str(len(found.plans))]
+    figures = [
+        f"{wall:.0f} s",
+        f"{cpu:.0f} s",
+        f"{peak / 2**30:.1f} GiB",
+        f"{all_of:,}",
+        str(len(found.plans)),
+    ]
     plan = ["nothing fits"] * 4
     if best is not None:
         rate = case.rows * MODELS[case.model].length / best.timeline.seconds / found.cluster.count
-        plan = [str(found.plans[0][0]), f"{best.timeline.seconds:.2f} s, {rate:,.0f} tokens/s", f"{best.timeline.mfu:.1%}"]
+        plan = [
+            str(found.plans[0][0]),
+            f"{best.timeline.seconds:.2f} s, {rate:,.0f} tokens/s",
+            f"{best.timeline.mfu:.1%}",
+        ]
         plan.append(f"{best.memory.peak / 2**30:.1f} GiB")
     return "| " + " | ".join([name, case.target, str(case.rows), *figures, *plan]) + " |"
 
 
-HEAD = "| case | target | rows | time | CPU | memory | candidates | fit | best | step, on each device | MFU | peak |"
+HEAD = (
+    "| case | target | rows | time | CPU | memory | candidates | fit | best | step, on each device "
+    "| MFU | peak |"
+)
 NOTES = Path(__file__).parent / "search_at_scale_notes.md"  # what others publish as theirs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Search for layouts of Llamas on many H100s.")
     parser.add_argument("--only", choices=CASES, help="one case")
-    parser.add_argument("--compiles", type=int, default=24, help="programs of a search (default: 24)")
+    parser.add_argument(
+        "--compiles", type=int, default=24, help="programs of a search (default: 24)"
+    )
     args = parser.parse_args()
     lines, details = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)], []
     for name, case in CASES.items():
         if args.only in (None, name):
             found, wall, cpu, peak = search(case, args.compiles)
             lines.append(row(name, case, found, wall, cpu, peak))
-            details += [f"## {name}", "", "```", *str(found).split("\nrejected\n")[0].rstrip().splitlines(), "```", ""]
+            details += [
+                f"## {name}",
+                "",
+                "```",
+                *str(found).split("\nrejected\n")[0].rstrip().splitlines(),
+                "```",
+                "",
+            ]
             print("\n".join([lines[-1], "", str(found), ""]), flush=True)
             if name == "70B-64":
                 verdict = "kept" if wall < LIMIT_SECONDS and peak < LIMIT_BYTES else "MISSED"
-                print(f"at most {LIMIT_SECONDS} s and {LIMIT_BYTES / 2**30:.0f} GiB: {verdict}", flush=True)
+                print(
+                    f"at most {LIMIT_SECONDS} s and {LIMIT_BYTES / 2**30:.0f} GiB: {verdict}",
+                    flush=True,
+                )
     if args.only is None:
-        head = reported.head("Searches at scale", "python benchmarks/search_at_scale.py", "jax", "jaxlib", "jax-cuda13-pjrt")
-        reported.write("search_at_scale", [*head, *lines, "", NOTES.read_text(encoding="utf-8"), "", *details])
+        head = reported.head(
+            "Searches at scale",
+            "python benchmarks/search_at_scale.py",
+            "jax",
+            "jaxlib",
+            "jax-cuda13-pjrt",
+        )
+        reported.write(
+            "search_at_scale", [*head, *lines, "", NOTES.read_text(encoding="utf-8"), "", *details]
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Stale gradients and rates: at which learning rates a parameter server trains, by the age of gradients; each mode at its best rate.
+"""Stale gradients and rates: at which learning rates a parameter server trains, by the age of
+gradients; each mode at its best rate.
 
     python benchmarks/staleness.py          # writes benchmarks/results/staleness.md
 
-Everything but the clock is real: arrival times are simulated from a seed, and another run on the same machine gives the same numbers. All
-runs compute the same number of gradients of the same number of digits.
+Everything but the clock is real: arrival times are simulated from a seed, and another run on the
+same machine gives the same numbers. All runs compute the same number of gradients of the same
+number of digits.
 """
 
 import argparse
@@ -26,7 +28,8 @@ import spmd
 
 STALENESS = (0, 1, 4, 16)
 RATES = tuple(0.025 * 2**k for k in range(7))
-ROWS, EPOCHS, TARGET = 8, 6, 0.9  # of a gradient; of a run; the test accuracy that a run should reach
+# of a gradient; of a run; the test accuracy that a run should reach
+ROWS, EPOCHS, TARGET = 8, 6, 0.9
 TIMES = {"workers": 17, "compute_time": "lognormal(1.0, 0.5)"}
 MODES = {
     "synchronous": {},
@@ -49,7 +52,9 @@ class MLP(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Simulated seconds and test accuracy at each evaluation, and the share of gradients that were dropped."""
+    """Simulated seconds and test accuracy at each evaluation, and the share of gradients that were
+    dropped.
+    """
 
     seconds: np.ndarray
     accuracy: np.ndarray
@@ -62,15 +67,30 @@ class Run:
 
     @property
     def seconds_to_target(self) -> float:
-        return next((second for second, reached in zip(self.seconds, self.accuracy, strict=True) if reached >= TARGET), np.inf)
+        return next(
+            (
+                second
+                for second, reached in zip(self.seconds, self.accuracy, strict=True)
+                if reached >= TARGET
+            ),
+            np.inf,
+        )
 
 
 def split() -> tuple[dict, dict]:
-    """1,360 digits for training, which are 170 gradients: a number that 1, 2, 5 and 17 workers divide."""
+    """1,360 digits for training, which are 170 gradients: a number that 1, 2, 5 and 17 workers
+    divide.
+    """
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    pixels, labels = (digits.data[order] / 16).astype("float32"), digits.target[order].astype("int32")
-    return {"image": pixels[:1360], "label": labels[:1360]}, {"image": pixels[1360:], "label": labels[1360:]}
+    pixels, labels = (
+        (digits.data[order] / 16).astype("float32"),
+        digits.target[order].astype("int32"),
+    )
+    return {"image": pixels[:1360], "label": labels[:1360]}, {
+        "image": pixels[1360:],
+        "label": labels[1360:],
+    }
 
 
 def measure(server: spmd.ParameterServer, rate: float) -> Run:
@@ -82,7 +102,8 @@ def measure(server: spmd.ParameterServer, rate: float) -> Run:
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(rate),
         metrics={"accuracy": spmd.metrics.accuracy},
-        mesh=jax.sharding.Mesh(jax.devices()[:1], ("data",)),  # workers are simulated, so one device is enough for any number
+        # workers are simulated, so one device is enough for any number
+        mesh=jax.sharding.Mesh(jax.devices()[:1], ("data",)),
         layout=spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server),
         batch_size=ROWS * server.workers,
         epochs=EPOCHS,
@@ -99,45 +120,87 @@ def measure(server: spmd.ParameterServer, rate: float) -> Run:
 
 
 def by_age() -> list[str]:
-    """Every gradient takes one second, so that a gradient of W workers is W - 1 versions old when it arrives."""
-    lines = [f"Final accuracy by staleness and rate, with the rate as it is, and divided by the staleness (target {TARGET:g}).", ""]
-    lines += ["| staleness | scaled | " + " | ".join(f"{rate:g}" for rate in RATES) + " | largest rate that reaches it | on a quadratic |"]
+    """Every gradient takes one second, so that a gradient of W workers is W - 1 versions old when
+    it arrives.
+    """
+    lines = [
+        "Final accuracy by staleness and rate, with the rate as it is, and divided by the "
+        f"staleness (target {TARGET:g}).",
+        "",
+    ]
+    lines += [
+        "| staleness | scaled | "
+        + " | ".join(f"{rate:g}" for rate in RATES)
+        + " | largest rate that reaches it | on a quadratic |"
+    ]
     lines += ["|---|---" + "|--:" * (len(RATES) + 2) + "|"]
     fresh = None
     for age in STALENESS:
         for scale in ("none", "inverse"):
-            server = spmd.ParameterServer(workers=age + 1, mode="asynchronous", staleness_scale=scale)
+            server = spmd.ParameterServer(
+                workers=age + 1, mode="asynchronous", staleness_scale=scale
+            )
             if scale == "none" or age > 1:  # else the scale is 1: the same runs once more
                 finals = [measure(server, rate).final for rate in RATES]
-            largest = max((rate for rate, final in zip(RATES, finals, strict=True) if final >= TARGET), default=np.nan)
+            largest = max(
+                (rate for rate, final in zip(RATES, finals, strict=True) if final >= TARGET),
+                default=np.nan,
+            )
             fresh = fresh or largest
-            # gradient descent on a quadratic of curvature a is stable up to the rate 2 sin(pi / (2 (2 tau + 1))) / a
+            # gradient descent on a quadratic of curvature a is stable up to the rate 2 sin(pi / (2
+            # (2 tau + 1))) / a
             limit = f"{np.sin(np.pi / (2 * (2 * age + 1))):.3f}" if scale == "none" else ""
             share = f"{largest:g} ({largest / fresh:.3g} of that of fresh ones)"
-            lines += [f"| {age} | {scale == 'inverse'} | " + " | ".join(f"{final:.3f}" for final in finals) + f" | {share} | {limit} |"]
+            lines += [
+                f"| {age} | {scale == 'inverse'} | "
+                + " | ".join(f"{final:.3f}" for final in finals)
+                + f" | {share} | {limit} |"
+            ]
     return [*lines, ""]
 
 
 def at_best_rates() -> list[str]:
-    """Times vary: each mode at the rate with which it reaches the target first, or else ends best."""
-    lines = [f"17 workers whose times are {TIMES['compute_time']}: each mode at the rate with which it reaches {TARGET:g} first.", ""]
-    lines += ["| mode | rate | final accuracy | simulated seconds to the target | of the run | dropped |", "|---|--:|--:|--:|--:|--:|"]
+    """Times vary: each mode at the rate with which it reaches the target first, or else ends
+    best.
+    """
+    lines = [
+        f"17 workers whose times are {TIMES['compute_time']}: each mode at the rate with which it "
+        f"reaches {TARGET:g} first.",
+        "",
+    ]
+    lines += [
+        "| mode | rate | final accuracy | simulated seconds to the target | of the run | dropped |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for name, options in MODES.items():
         runs = {rate: measure(spmd.ParameterServer(**TIMES, **options), rate) for rate in RATES}
         rate, run = min(runs.items(), key=lambda item: (item[1].seconds_to_target, -item[1].final))
-        lines += [f"| {name} | {rate:g} | {run.final:.3f} | {run.seconds_to_target:.1f} | {run.seconds[-1]:.1f} | {run.dropped:.0%} |"]
+        lines += [
+            f"| {name} | {rate:g} | {run.final:.3f} | {run.seconds_to_target:.1f} | "
+            f"{run.seconds[-1]:.1f} | {run.dropped:.0%} |"
+        ]
     return lines
 
 
 def sections() -> Iterator[list[str]]:
-    yield head("Stale gradients and rates", "python benchmarks/staleness.py", "jax", "jaxlib", "flax", "optax")
+    yield head(
+        "Stale gradients and rates",
+        "python benchmarks/staleness.py",
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+    )
     yield by_age()
     yield at_best_rates()
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    with tempfile.TemporaryDirectory() as folder:  # most runs use a program that an earlier one has compiled
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    # most runs use a program that an earlier one has compiled
+    with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         write("staleness", print_sections(sections()))

@@ -1,11 +1,12 @@
 """Overhead of a step: `spmd.fit` against handwritten loops, interleaved in one run.
 
-    python benchmarks/step_overhead.py                 # all sections; writes benchmarks/results/step_overhead.md
+    python benchmarks/step_overhead.py  # all sections; writes benchmarks/results/step_overhead.md
     python benchmarks/step_overhead.py --only mlp,tiny --rounds 5
 
-Every arm is a process of its own that stays alive. In each round every arm in turn runs one chunk of steps while the others
-wait, so that what else the machine does falls on all of them alike. Ratios are medians over rounds of the ratio within
-a round. `spmd.fit` runs with progress, metrics and JSON lines on; the loops by hand have none of these.
+Every arm is a process of its own that stays alive. In each round every arm in turn runs one chunk
+of steps while the others wait, so that what else the machine does falls on all of them alike.
+Ratios are medians over rounds of the ratio within a round. `spmd.fit` runs with progress, metrics
+and JSON lines on; the loops by hand have none of these.
 """
 
 import argparse
@@ -23,20 +24,36 @@ import reported
 # section -> (title, steps per chunk, devices, {arm: why}, [(numerator, denominator, target, what)])
 SECTIONS = {
     "cnn": (
-        "MNIST-sized CNN (conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10), batch 128, Adam, one device",
+        "MNIST-sized CNN (conv 32 5x5, pool, conv 64 5x5, pool, dense 1024, dense 10), batch 128, "
+        "Adam, one device",
         8,
         1,
         ("fit", "functional", "kept", "nnx_jit", "keras"),
-        (("fit", "functional", 1.03), ("fit", "nnx_jit", 1.0), ("fit", "keras", 1.0), ("fit", "kept", 1.03)),
+        (
+            ("fit", "functional", 1.03),
+            ("fit", "nnx_jit", 1.0),
+            ("fit", "keras", 1.0),
+            ("fit", "kept", 1.03),
+        ),
     ),
     "mlp": (
         "MLP 784-256-256-10, batch 128, Adam, one device",
         400,
         1,
         ("fit", "functional", "nnx_jit", "fit_resident"),
-        (("fit", "functional", 1.05), ("fit", "nnx_jit", 0.75), ("fit_resident", "functional", 0.70)),
+        (
+            ("fit", "functional", 1.05),
+            ("fit", "nnx_jit", 0.75),
+            ("fit_resident", "functional", 0.70),
+        ),
     ),
-    "tiny": ("MLP 8-8-8-8, batch 16, Adam, one device", 2000, 1, ("fit", "bare", "fit_resident"), ()),
+    "tiny": (
+        "MLP 8-8-8-8, batch 16, Adam, one device",
+        2000,
+        1,
+        ("fit", "bare", "fit_resident"),
+        (),
+    ),
     "wide": (
         "MLP 784-2048-2048-10, batch 128, Adam, two simulated devices",
         20,
@@ -51,7 +68,7 @@ BATCH = {"cnn": 128, "mlp": 128, "tiny": 16, "wide": 128}
 RATE = 1e-3
 
 
-# the arms: each runs for ever and calls `gate()` after every chunk, with the device at rest ------------------------------
+# the arms: each runs for ever and calls `gate()` after every chunk, with the device at rest -------
 
 
 def arm_main(section: str, arm: str) -> None:
@@ -62,7 +79,9 @@ def arm_main(section: str, arm: str) -> None:
 
 
 class Gate:
-    """Sends the time of the last chunk to the parent and waits for permission to run the next one."""
+    """Sends the time of the last chunk to the parent and waits for permission to run the next
+    one.
+    """
 
     def __init__(self):
         self._out, self._since = os.fdopen(os.dup(1), "w"), time.perf_counter()
@@ -103,8 +122,14 @@ def make_model(section: str):
 
     class CNN(nnx.Module):
         def __init__(self, rngs):
-            self.conv1, self.conv2 = nnx.Conv(1, 32, (5, 5), rngs=rngs), nnx.Conv(32, 64, (5, 5), rngs=rngs)
-            self.dense, self.head = nnx.Linear(7 * 7 * 64, 1024, rngs=rngs), nnx.Linear(1024, 10, rngs=rngs)
+            self.conv1, self.conv2 = (
+                nnx.Conv(1, 32, (5, 5), rngs=rngs),
+                nnx.Conv(32, 64, (5, 5), rngs=rngs),
+            )
+            self.dense, self.head = (
+                nnx.Linear(7 * 7 * 64, 1024, rngs=rngs),
+                nnx.Linear(1024, 10, rngs=rngs),
+            )
 
         def __call__(self, x):
             for conv in (self.conv1, self.conv2):
@@ -114,7 +139,9 @@ def make_model(section: str):
     class MLP(nnx.Module):
         def __init__(self, rngs):
             sizes = WIDTHS[section]
-            self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
+            self.layers = nnx.List(
+                [nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)]
+            )
 
         def __call__(self, x):
             for layer in self.layers[:-1]:
@@ -124,7 +151,14 @@ def make_model(section: str):
     return (CNN if section == "cnn" else MLP)(nnx.Rngs(0))
 
 
-def run_fit(section: str, gate: Gate, *, resident: bool = False, layout: str = "data_parallel", reduction: str | None = None):
+def run_fit(
+    section: str,
+    gate: Gate,
+    *,
+    resident: bool = False,
+    layout: str = "data_parallel",
+    reduction: str | None = None,
+):
     import dataclasses
 
     import optax
@@ -173,7 +207,9 @@ def functional_step(section: str, donated: tuple[int, ...] = (0, 1)):
     params, optimizer = nnx.to_pure_dict(params), optax.adam(RATE)
 
     def loss(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graphdef, params)(x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            nnx.merge(graphdef, params)(x), y
+        ).mean()
 
     def step(params, opt, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
@@ -184,7 +220,9 @@ def functional_step(section: str, donated: tuple[int, ...] = (0, 1)):
 
 
 def arm_kept(section: str, gate: Gate):
-    """The functional loop without donation: what donating costs where XLA:CPU copies a convolution's kernels first."""
+    """The functional loop without donation: what donating costs where XLA:CPU copies a
+    convolution's kernels first.
+    """
     arm_functional(section, gate, donated=())
 
 
@@ -253,26 +291,47 @@ def arm_keras(section: str, gate: Gate):
         return keras.layers.Conv2D(width, 5, padding="same", activation="relu")
 
     model = keras.Sequential(
-        [conv(32), keras.layers.MaxPooling2D(2), conv(64), keras.layers.MaxPooling2D(2), keras.layers.Flatten(),
-         keras.layers.Dense(1024, activation="relu"), keras.layers.Dense(10)]
-    )  # fmt: skip
+        [
+            conv(32),
+            keras.layers.MaxPooling2D(2),
+            conv(64),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1024, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.Adam(RATE), loss=loss, metrics=["accuracy"])
     data = make_data(section)
-    model.fit(data["x"], data["y"], batch_size=BATCH[section], epochs=10**6, verbose=2, callbacks=[Chunks()])
+    model.fit(
+        data["x"],
+        data["y"],
+        batch_size=BATCH[section],
+        epochs=10**6,
+        verbose=2,
+        callbacks=[Chunks()],
+    )
 
 
-# the parent --------------------------------------------------------------------------------------------------------
+# the parent ---------------------------------------------------------------------------------------
 
 
-def measure(script: str, section: str, arms: Iterable[str], chunk: int, rounds: int) -> dict[str, list[float]]:
+def measure(
+    script: str, section: str, arms: Iterable[str], chunk: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds per step of every arm in every round; every process is ended by its own id."""
     arms = list(arms)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, script, "--arm"]
     jobs = {
         arm: subprocess.Popen(
-            [*command, section, arm], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            [*command, section, arm],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         for arm in arms
     }
@@ -312,16 +371,25 @@ def section_report(section: str, rounds: int) -> list[str]:
         "|---|---|---|",
     ]
     for arm in arms:
-        lines.append(f"| {arm} | {statistics.median(times[arm]) * 1e6:,.1f} | {min(times[arm]) * 1e6:,.1f} |")
+        lines.append(
+            f"| {arm} | {statistics.median(times[arm]) * 1e6:,.1f} | {min(times[arm]) * 1e6:,.1f} |"
+        )
     lines += ["", "| ratio | median | target | |", "|---|---|---|---|"] if targets else [""]
     for top, bottom, target in targets:
         quotient = ratio(times, top, bottom)
-        lines.append(f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | {'ok' if quotient <= target else 'MISSED'} |")
+        lines.append(
+            f"| {top} / {bottom} | {quotient:.3f} | {target:.2f} | "
+            f"{'ok' if quotient <= target else 'MISSED'} |"
+        )
     if section == "tiny":
         for arm in ("fit", "fit_resident"):
-            above = statistics.median(a - b for a, b in zip(times[arm], times["bare"], strict=True)) * 1e6
+            above = (
+                statistics.median(a - b for a, b in zip(times[arm], times["bare"], strict=True))
+                * 1e6
+            )
             lines.append(
-                f"{arm} costs {above:.1f} us per step above the bare compiled call; target 60: {'ok' if above <= 60 else 'MISSED'}."
+                f"{arm} costs {above:.1f} us per step above the bare compiled call; target 60: "
+                f"{'ok' if above <= 60 else 'MISSED'}."
             )
     return [*lines, ""]
 
@@ -336,15 +404,23 @@ def layout_report() -> list[str]:
     from spmd.mesh import MeshSpec
 
     kinds = ("query", "key", "value", "out", "up", "down", "gate", "norm", "scale", "bias")
-    params = {f"blocks/{n}/{kind}/kernel": jax.ShapeDtypeStruct((512, 1024), np.float32) for n in range(1000) for kind in kinds}
-    rules = tuple(Rule(f"**/{kind}/kernel", (None, "model") if n % 2 else ("model", None)) for n, kind in enumerate(kinds))
+    params = {
+        f"blocks/{n}/{kind}/kernel": jax.ShapeDtypeStruct((512, 1024), np.float32)
+        for n in range(1000)
+        for kind in kinds
+    }
+    rules = tuple(
+        Rule(f"**/{kind}/kernel", (None, "model") if n % 2 else ("model", None))
+        for n, kind in enumerate(kinds)
+    )
     started = time.perf_counter()
     resolved = fit_layout(Layout(params=rules), params, {}, MeshSpec.parse("data=8,model=8"))
     took = time.perf_counter() - started
     return [
         "### layout",
         "",
-        f"{len(resolved.placements):,} parameters, {len(rules)} rules: {took:.2f} s; target 1: {'ok' if took <= 1 else 'MISSED'}.",
+        f"{len(resolved.placements):,} parameters, {len(rules)} rules: {took:.2f} s; target 1: "
+        f"{'ok' if took <= 1 else 'MISSED'}.",
         "",
     ]
 
@@ -356,14 +432,21 @@ def import_report(rounds: int = 7) -> list[str]:
     for _ in range(rounds):
         for code in seconds:
             timed = f"import time; t = time.perf_counter(); {code}; print(time.perf_counter() - t)"
-            seconds[code].append(float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout))
+            seconds[code].append(
+                float(
+                    subprocess.run(
+                        [sys.executable, "-c", timed], capture_output=True, text=True, check=True
+                    ).stdout
+                )
+            )
     added = statistics.median(b - a for a, b in zip(*seconds.values(), strict=True))
     first = statistics.median(seconds[base])
     verdict = "ok" if added <= 0.3 else "MISSED"
     return [
         "### import",
         "",
-        f"`import jax, flax` {first:.2f} s; `import spmd` and reaching `spmd.fit` add {added:.2f} s; target 0.3: {verdict}.",
+        f"`import jax, flax` {first:.2f} s; `import spmd` and reaching `spmd.fit` add {added:.2f} "
+        f"s; target 0.3: {verdict}.",
         "",
     ]
 
@@ -371,17 +454,24 @@ def import_report(rounds: int = 7) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", nargs=2, metavar=("SECTION", "ARM"), help=argparse.SUPPRESS)
-    parser.add_argument("--only", help="sections, by comma: " + ", ".join([*SECTIONS, "layout", "import"]))
+    parser.add_argument(
+        "--only", help="sections, by comma: " + ", ".join([*SECTIONS, "layout", "import"])
+    )
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     if options.arm:
         return arm_main(*options.arm)
     wanted = options.only.split(",") if options.only else [*SECTIONS, "layout", "import"]
     other = {"layout": layout_report, "import": import_report}
-    lines = reported.print_sections(other[name]() if name in other else section_report(name, options.rounds) for name in wanted)
+    lines = reported.print_sections(
+        other[name]() if name in other else section_report(name, options.rounds) for name in wanted
+    )
     if not options.only:
         command = f"python benchmarks/step_overhead.py --rounds {options.rounds}"
-        reported.write("step_overhead", [*reported.head("Step overhead", command, "jax", "flax", "optax"), *lines])
+        reported.write(
+            "step_overhead",
+            [*reported.head("Step overhead", command, "jax", "flax", "optax"), *lines],
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""64 MLPs on digits in one compiled program over 8 simulated devices, against the same 64 one after the other.
+"""64 MLPs on digits in one compiled program over 8 simulated devices, against the same 64 one after
+the other.
 
     python benchmarks/sweep.py                      # writes benchmarks/results/sweep.md
     python benchmarks/sweep.py --trials 16 --rounds 1
 
-Both arms include building, compiling, training and evaluating. One after the other is `spmd.fit` on one device with resident data, 50 steps
-a call, which is the fastest way of this library to train one small network; every call traces and compiles its program anew, as 64
-calls do. So steps alone are timed as well, of both: calls of a program that is compiled, a call after the other.
-In each round the arms take turns. Each trial of the sweep is held against its lone run.
+Both arms include building, compiling, training and evaluating. One after the other is `spmd.fit` on
+one device with resident data, 50 steps a call, which is the fastest way of this library to train
+one small network; every call traces and compiles its program anew, as 64 calls do. So steps alone
+are timed as well, of both: calls of a program that is compiled, a call after the other. In each
+round the arms take turns. Each trial of the sweep is held against its lone run.
 """
 
 import argparse
@@ -45,11 +47,16 @@ def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
     x, y = load_digits(return_X_y=True)
     data = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
-    return ({name: leaf[:1536] for name, leaf in data.items()}, {name: leaf[1536:] for name, leaf in data.items()})
+    return (
+        {name: leaf[:1536] for name, leaf in data.items()},
+        {name: leaf[1536:] for name, leaf in data.items()},
+    )
 
 
 def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
-    """Seconds of all of it, what came of it, and seconds of a step of all trials in calls that compile nothing."""
+    """Seconds of all of it, what came of it, and seconds of a step of all trials in calls that
+    compile nothing.
+    """
     from spmd.sweeps.vmapped_trials import VmappedTrials
 
     train, test = digits()
@@ -80,7 +87,11 @@ def in_one(trials: int, *, exact: bool) -> tuple[float, Any, float]:
         exact=exact,
     )
     VmappedTrials.steps = steps
-    return time.perf_counter() - began, swept, sum(took for took, _ in timed) / sum(count for _, count in timed)
+    return (
+        time.perf_counter() - began,
+        swept,
+        sum(took for took, _ in timed) / sum(count for _, count in timed),
+    )
 
 
 def one_by_one(swept: Any) -> tuple[float, list[Any]]:
@@ -106,7 +117,9 @@ def one_by_one(swept: Any) -> tuple[float, list[Any]]:
 
 
 def steps_alone(swept: Any) -> float:
-    """Seconds of a step of all trials, one after the other; all else is done before the clock runs."""
+    """Seconds of a step of all trials, one after the other; all else is done before the clock
+    runs.
+    """
     from spmd.data.device_dataset import replicate_arrays
     from spmd.sweeps.train_chunk import Piece, Rows
 
@@ -121,10 +134,14 @@ def steps_alone(swept: Any) -> float:
             loss=spmd.losses.cross_entropy,
             mesh=mesh,
         )
-        reader = spmd.data.sources.as_source(train, batch_size=BATCH, shuffle=True, seed=values["seed"])
+        reader = spmd.data.sources.as_source(
+            train, batch_size=BATCH, shuffle=True, seed=values["seed"]
+        )
         trial_program, _ = trainer.prepare(reader.sample())
         program, state = program or trial_program, trainer.init()
-        state.opt.hyperparams["learning_rate"] = jax.device_put(np.float32(values["rate"]), state.step.sharding)
+        state.opt.hyperparams["learning_rate"] = jax.device_put(
+            np.float32(values["rate"]), state.step.sharding
+        )
         resident, rows = replicate_arrays(train, mesh), Rows(reader)
         total, calls = EPOCHS * reader.steps_per_epoch, []
         for first in range(0, total, 48):
@@ -169,8 +186,15 @@ def main() -> None:
         alone.append(steps_alone(swept))
         for sweep, largest in ((swept, worst), (other, worst_abreast)):
             for trial, result in zip(sweep.trials, results, strict=True):
-                pairs = zip(jax.tree.leaves(trial.result().state.params), jax.tree.leaves(result.state.params), strict=True)
-                largest["parameters"] = max(largest["parameters"], *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs))
+                pairs = zip(
+                    jax.tree.leaves(trial.result().state.params),
+                    jax.tree.leaves(result.state.params),
+                    strict=True,
+                )
+                largest["parameters"] = max(
+                    largest["parameters"],
+                    *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),
+                )
                 losses = np.abs(np.array(trial.history["loss"]) - np.array(result.history["loss"]))
                 largest["losses"] = max(largest["losses"], float(losses.max()))
     ratio = statistics.median(a / b for a, b in zip(together, separate, strict=True))
@@ -181,19 +205,29 @@ def main() -> None:
     }
     verdict = "ok" if ratio <= TARGET else "MISSED"
     lines = [
-        *reported.head("Sweeps", f"python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}", *PACKAGES),
-        f"{options.trials} MLPs 64-{WIDTH}-10 on 1536 digits, batch {BATCH}, {EPOCHS} epochs, Adam, learning rates and seeds of their own.",
+        *reported.head(
+            "Sweeps",
+            f"python benchmarks/sweep.py --trials {options.trials} --rounds {options.rounds}",
+            *PACKAGES,
+        ),
+        f"{options.trials} MLPs 64-{WIDTH}-10 on 1536 digits, batch {BATCH}, {EPOCHS} epochs, "
+        "Adam, learning rates and seeds of their own.",
         "",
         "| arm | seconds, median | best |",
         "|---|---|---|",
-        *(f"| {name} | {statistics.median(times):.2f} | {min(times):.2f} |" for name, times in arms.items()),
+        *(
+            f"| {name} | {statistics.median(times):.2f} | {min(times):.2f} |"
+            for name, times in arms.items()
+        ),
         "",
         f"In one / one after the other: **{ratio:.3f}**; target {TARGET}: {verdict}.",
         "",
-        f"A step of all trials, compiled before: {milliseconds(within)} ms in one, {milliseconds(within_abreast)} with `exact=False`, "
+        f"A step of all trials, compiled before: {milliseconds(within)} ms in one, "
+        f"{milliseconds(within_abreast)} with `exact=False`, "
         f"{milliseconds(alone)} one after the other.",
         "",
-        f"Largest difference to separate runs, of parameters and of the losses of all steps: {differences(worst)}; "
+        "Largest difference to separate runs, of parameters and of the losses of all steps: "
+        f"{differences(worst)}; "
         f"with `exact=False` {differences(worst_abreast)}.",
         "",
     ]

@@ -2,7 +2,8 @@
 
     python examples/digits_cnn.py --layout tensor_parallel --mesh data=4,model=2
 
-Every kernel has logical axis names (`named`), by which layouts shard it. Nothing else in the model refers to devices.
+Every kernel has logical axis names (`named`), by which layouts shard it. Nothing else in the model
+refers to devices.
 """
 
 import argparse
@@ -17,12 +18,16 @@ import spmd
 
 
 def named(*names: str | None, init: Any = None) -> Any:
-    """An initialiser whose array carries these names, one per dim; the layout's `[axes]` maps them to mesh axes."""
+    """An initialiser whose array carries these names, one per dim; the layout's `[axes]` maps them
+    to mesh axes.
+    """
     return nnx.with_partitioning(init or nnx.initializers.he_normal(), names)
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """The largest of every 2x2 pixels. Reshaping beats `nnx.max_pool`, whose backward pass is 12 times slower on a CPU."""
+    """The largest of every 2x2 pixels. Reshaping beats `nnx.max_pool`, whose backward pass is 12
+    times slower on a CPU.
+    """
     rows, height, width, channels = x.shape
     return x.reshape(rows, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))
 
@@ -30,15 +35,37 @@ def max_pool(x: jax.Array) -> jax.Array:
 class CNN(nnx.Module):
     """Two convolutions with BatchNorm, dropout, two dense layers.
 
-    Names come in pairs: one layer shards its outputs ("hidden", "mlp"), and the next shards its inputs along the same axis, so that
-    activations are communicated once per pair.
+    Names come in pairs: one layer shards its outputs ("hidden", "mlp"), and the next shards its
+    inputs along the same axis, so that activations are communicated once per pair.
     """
 
-    def __init__(self, *, channels: int = 32, width: int = 128, classes: int = 10, dropout: float = 0.0, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        *,
+        channels: int = 32,
+        width: int = 128,
+        classes: int = 10,
+        dropout: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
         out = 2 * channels
-        self.conv1 = nnx.Conv(1, channels, (3, 3), kernel_init=named(None, None, None, "hidden"), use_bias=False, rngs=rngs)
+        self.conv1 = nnx.Conv(
+            1,
+            channels,
+            (3, 3),
+            kernel_init=named(None, None, None, "hidden"),
+            use_bias=False,
+            rngs=rngs,
+        )
         self.norm1 = nnx.BatchNorm(channels, momentum=0.9, rngs=rngs)
-        self.conv2 = nnx.Conv(channels, out, (3, 3), kernel_init=named(None, None, "hidden", "embed"), use_bias=False, rngs=rngs)
+        self.conv2 = nnx.Conv(
+            channels,
+            out,
+            (3, 3),
+            kernel_init=named(None, None, "hidden", "embed"),
+            use_bias=False,
+            rngs=rngs,
+        )
         self.norm2 = nnx.BatchNorm(out, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.dense = nnx.Linear(2 * 2 * out, width, kernel_init=named("embed", "mlp"), rngs=rngs)
@@ -61,21 +88,35 @@ def make_model() -> CNN:
 
 
 def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """1,536 images to train on (twelve batches of 128) and 261 to test with, in an order shuffled once and for all."""
+    """1,536 images to train on (twelve batches of 128) and 261 to test with, in an order shuffled
+    once and for all.
+    """
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order, :, :, None] / 16).astype(np.float32)
     labels = digits.target[order].astype(np.int32)
-    return {"image": images[:1536], "label": labels[:1536]}, {"image": images[1536:], "label": labels[1536:]}
+    return {"image": images[:1536], "label": labels[:1536]}, {
+        "image": images[1536:],
+        "label": labels[1536:],
+    }
 
 
 def main(argv: list[str] | None = None) -> spmd.Result:
     parser = argparse.ArgumentParser(description="Train a CNN on real digits, under any layout.")
-    parser.add_argument("--layout", default="data_parallel", help="a shipped layout's name, or a path to a TOML file")
+    parser.add_argument(
+        "--layout",
+        default="data_parallel",
+        help="a shipped layout's name, or a path to a TOML file",
+    )
     parser.add_argument("--mesh", help='such as "data=4,model=2"; by default the layout\'s own')
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices to simulate; 0 uses the devices there are")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=8,
+        help="CPU devices to simulate; 0 uses the devices there are",
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--steps", type=int, help="how many updates, instead of --epochs")
     parser.add_argument("--batch-size", type=int, default=128)

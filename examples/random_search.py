@@ -1,11 +1,12 @@
 """Run a random search, and compare the ensemble of the best three networks with each of them.
 
     python examples/random_search.py --trials 16 --epochs 20
-    spmd launch --processes 2 --simulate 4 examples/random_search.py --trials 16 --epochs 20    # the same table, in each process
+    # the same table, in each process
+    spmd launch --processes 2 --simulate 4 examples/random_search.py --trials 16 --epochs 20
 
-Networks with different learning rates, widths and seeds train on digits. Networks of one width share one
-compiled program over eight simulated devices. Training uses a few digits, selection uses others, and the test
-uses the remaining half; `--split` sets the parts.
+Networks with different learning rates, widths and seeds train on digits. Networks of one width
+share one compiled program over eight simulated devices. Training uses a few digits, selection uses
+others, and the test uses the remaining half; `--split` sets the parts.
 """
 
 import argparse
@@ -36,7 +37,10 @@ def digits(split: int) -> tuple[dict[str, np.ndarray], ...]:
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(split).permutation(len(y))
     data = {"x": (x[order] / 16).astype(np.float32), "y": y[order].astype(np.int32)}
-    return tuple({name: leaf[rows] for name, leaf in data.items()} for rows in (slice(512), slice(512, 896), slice(896, None)))
+    return tuple(
+        {name: leaf[rows] for name, leaf in data.items()}
+        for rows in (slice(512), slice(512, 896), slice(896, None))
+    )
 
 
 def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
@@ -45,7 +49,11 @@ def main(trials: int, epochs: int, split: int = 0) -> tuple[Any, Any]:
     sweep = spmd.sweep(
         MLP,
         train,
-        space={"learning_rate": spmd.log_uniform(1e-3, 3e-2), "width": [32, 64], "seed": range(100)},
+        space={
+            "learning_rate": spmd.log_uniform(1e-3, 3e-2),
+            "width": [32, 64],
+            "seed": range(100),
+        },
         optimizer=lambda learning_rate: optax.adam(learning_rate),
         loss=spmd.losses.cross_entropy,
         metrics={"accuracy": spmd.metrics.accuracy},

@@ -15,9 +15,9 @@
 # %% [markdown]
 # # Eight devices in a notebook
 #
-# This notebook trains a small convolutional network on real digits over eight devices, then shards the same model
-# differently by changing one line. The devices are simulated on the CPU, so it runs on any laptop; on a machine with GPUs,
-# leave out `simulate_devices` and nothing else changes.
+# This notebook trains a small convolutional network on real digits over eight devices, then shards
+# the same model differently by changing one line. The devices are simulated on the CPU, so it runs
+# on any laptop; on a machine with GPUs, leave out `simulate_devices` and nothing else changes.
 
 # %%
 import optax
@@ -30,8 +30,9 @@ spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 # %% [markdown]
 # ## Data and a model
 #
-# 1,797 handwritten digits of 8x8 pixels come with scikit-learn. The model is plain Flax and does not mention devices.
-# It only names the dims of its kernels, with `nnx.with_partitioning`. Layouts map these names to mesh axes.
+# 1,797 handwritten digits of 8x8 pixels come with scikit-learn. The model is plain Flax and does
+# not mention devices. It only names the dims of its kernels, with `nnx.with_partitioning`. Layouts
+# map these names to mesh axes.
 
 # %%
 import numpy as np
@@ -39,8 +40,14 @@ from sklearn.datasets import load_digits
 
 digits = load_digits()
 order = np.random.default_rng(0).permutation(len(digits.target))
-images, labels = (digits.images[order, :, :, None] / 16).astype("float32"), digits.target[order].astype("int32")
-train, test = {"image": images[:1536], "label": labels[:1536]}, {"image": images[1536:], "label": labels[1536:]}
+images, labels = (
+    (digits.images[order, :, :, None] / 16).astype("float32"),
+    digits.target[order].astype("int32"),
+)
+train, test = (
+    {"image": images[:1536], "label": labels[:1536]},
+    {"image": images[1536:], "label": labels[1536:]},
+)
 
 
 class CNN(nnx.Module):
@@ -50,7 +57,9 @@ class CNN(nnx.Module):
         def named(*names):
             return nnx.with_partitioning(nnx.initializers.he_normal(), names)
 
-        self.conv = nnx.Conv(1, 32, (3, 3), kernel_init=named(None, None, None, "hidden"), use_bias=False, rngs=rngs)
+        self.conv = nnx.Conv(
+            1, 32, (3, 3), kernel_init=named(None, None, None, "hidden"), use_bias=False, rngs=rngs
+        )
         self.norm = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
         self.dense = nnx.Linear(4 * 4 * 32, 128, kernel_init=named("embed", "mlp"), rngs=rngs)
         self.head = nnx.Linear(128, 10, kernel_init=named("mlp", None), rngs=rngs)
@@ -64,8 +73,9 @@ class CNN(nnx.Module):
 # %% [markdown]
 # ## Fit
 #
-# A *mesh* names the devices along axes; a *layout* says where every array lives. `data_parallel` keeps the whole model on
-# every device and shards the batch. Compiling takes a few seconds; then the bar and its curve follow the steps.
+# A *mesh* names the devices along axes; a *layout* says where every array lives. `data_parallel`
+# keeps the whole model on every device and shards the batch. Compiling takes a few seconds; then
+# the bar and its curve follow the steps.
 
 
 # %%
@@ -88,8 +98,8 @@ def fit(mesh, layout):
 result = fit(mesh="data=8", layout="data_parallel")
 
 # %% [markdown]
-# A result plots what was measured: lines are steps, dots are evaluations. `result.history` has the numbers, and
-# `spmd.viz.curve(result.history, "curve.png")` saves the plot as an image.
+# A result plots what was measured: lines are steps, dots are evaluations. `result.history` has the
+# numbers, and `spmd.viz.curve(result.history, "curve.png")` saves the plot as an image.
 
 # %%
 result
@@ -97,7 +107,8 @@ result
 # %% [markdown]
 # ## Where the arrays are
 #
-# The kernel of the dense layer is replicated: eight devices, eight copies. Only the batch is sharded.
+# The kernel of the dense layer is replicated: eight devices, eight copies. Only the batch is
+# sharded.
 
 # %%
 from spmd import viz
@@ -113,8 +124,8 @@ viz.pieces(result.state.params["dense"]["kernel"], "dense/kernel")
 viz.devices("data=4,model=2")
 
 # %% [markdown]
-# This layout shards layers over `model`, and everything over `data` as well. Model, data and loss are the same, and so are the
-# results.
+# This layout shards layers over `model`, and everything over `data` as well. Model, data and loss
+# are the same, and so are the results.
 
 # %%
 sharded = fit(mesh="data=4,model=2", layout="fsdp_tensor_parallel")
@@ -132,13 +143,18 @@ viz.pieces(sharded.state.params["dense"]["kernel"], "dense/kernel")
 sharded.trainer.summary()
 
 # %% [markdown]
-# The largest difference between the losses of the two layouts, over all steps, and the accuracy of both:
+# The largest difference between the losses of the two layouts, over all steps, and the accuracy of
+# both:
 
 # %%
 difference = np.abs(np.array(result.history["loss"]) - np.array(sharded.history["loss"]))
 accuracies = [run.history["eval_accuracy"][-1] for run in (result, sharded)]
-print(f"largest difference {difference.max():.1e}; test accuracy {accuracies[0]:.3f} and {accuracies[1]:.3f}")
+print(
+    f"largest difference {difference.max():.1e}; test accuracy {accuracies[0]:.3f} and "
+    f"{accuracies[1]:.3f}"
+)
 
 # %% [markdown]
-# The two runs differ by no more than rounding, because sums are computed in a different order. A layout changes where the numbers are, not
-# what they are. [Six layouts](01_layouts.ipynb) are compared in the next notebook.
+# The two runs differ by no more than rounding, because sums are computed in a different order. A
+# layout changes where the numbers are, not what they are. [Six layouts](01_layouts.ipynb) are
+# compared in the next notebook.

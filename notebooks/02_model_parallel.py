@@ -17,9 +17,11 @@
 # %% [markdown]
 # # Layers on different devices
 #
-# A model that is too deep for one device can be split between its layers. Each device then waits for the one before it, and the question
-# is how to keep these waits short. This notebook draws when each stage works, and computes the idle time. Then it trains a stack of
-# blocks as a *pipeline* under three schedules, and a stack of recurrent layers as a *wavefront*. Both are compared with one device.
+# A model that is too deep for one device can be split between its layers. Each device then waits
+# for the one before it, and the question is how to keep these waits short. This notebook draws when
+# each stage works, and computes the idle time. Then it trains a stack of blocks as a *pipeline*
+# under three schedules, and a stack of recurrent layers as a *wavefront*. Both are compared with
+# one device.
 
 # %%
 import dataclasses
@@ -44,10 +46,11 @@ train = {"image": images[:1536], "label": labels[:1536]}
 # %% [markdown]
 # ## Schedules
 #
-# Four stages, eight microbatches. With `gpipe` all microbatches run forward, then all run backward. With `1f1b` a stage runs backward as
-# soon as it can. That takes as long, but keeps few activations at any time. A `circular` pipeline has two groups of layers on each stage
-# (stage 0 has the first and the fifth eighth of the network), so it fills sooner; its ticks are half as long. Blue is forward, orange is
-# backward.
+# Four stages, eight microbatches. With `gpipe` all microbatches run forward, then all run backward.
+# With `1f1b` a stage runs backward as soon as it can. That takes as long, but keeps few activations
+# at any time. A `circular` pipeline has two groups of layers on each stage (stage 0 has the first
+# and the fifth eighth of the network), so it fills sooner; its ticks are half as long. Blue is
+# forward, orange is backward.
 
 # %% tags=["thumbnail"]
 STAGES, PARTS, GROUPS = 4, 8, 2
@@ -59,32 +62,41 @@ ways = {
 spmd.viz.schedule(ways)
 
 # %% [markdown]
-# `1f1b` takes as many ticks as `gpipe` and keeps the activations of four microbatches instead of eight. `circular` takes 38 ticks of half
-# the length, as long as 19 of the others' 22, and sends activations twice as often.
+# `1f1b` takes as many ticks as `gpipe` and keeps the activations of four microbatches instead of
+# eight. `circular` takes 38 ticks of half the length, as long as 19 of the others' 22, and sends
+# activations twice as often.
 #
-# With p stages and m microbatches, a stage is idle for p - 1 of m + p - 1 ticks in each direction. With g groups, m is replaced by g m.
-# The idle share depends only on these numbers, not on the speed of the devices. More microbatches mean less waiting, but smaller
-# matrix products.
+# With p stages and m microbatches, a stage is idle for p - 1 of m + p - 1 ticks in each direction.
+# With g groups, m is replaced by g m. The idle share depends only on these numbers, not on the
+# speed of the devices. More microbatches mean less waiting, but smaller matrix products.
 
 # %%
 formula = {name: (STAGES - 1) / (one.groups * PARTS + STAGES - 1) for name, one in ways.items()}
 for name, one in ways.items():
-    print(f"{name:10}{one.ticks:3d} ticks  {one.bubble:.1%} idle, by the formula {formula[name]:.1%};", end=" ")
+    print(
+        f"{name:10}{one.ticks:3d} ticks  {one.bubble:.1%} idle, by the formula "
+        f"{formula[name]:.1%};",
+        end=" ",
+    )
     print(f"at most {max(one.in_flight)} activations of {one.groups * PARTS} kept")
 
 # %% [markdown]
 # ## A pipeline that trains
 #
-# `spmd.nn.LayerStack` is a stack of equal layers. On one device it is a scan over them; under a layout with `[pipeline]` each stage holds
-# its share of the layers. The model's code is the same for both. It is trained on one device and under the three schedules; each program
-# takes up to ten seconds to compile, and its line is complete when its run is done.
+# `spmd.nn.LayerStack` is a stack of equal layers. On one device it is a scan over them; under a
+# layout with `[pipeline]` each stage holds its share of the layers. The model's code is the same
+# for both. It is trained on one device and under the three schedules; each program takes up to ten
+# seconds to compile, and its line is complete when its run is done.
 
 
 # %%
 class Block(nnx.Module):
     def __init__(self, width, rngs):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.up, self.down = nnx.Linear(width, 2 * width, rngs=rngs), nnx.Linear(2 * width, width, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(width, 2 * width, rngs=rngs),
+            nnx.Linear(2 * width, width, rngs=rngs),
+        )
 
     def __call__(self, x):
         return x + self.down(nnx.relu(self.up(self.norm(x))))
@@ -133,12 +145,17 @@ print(f"the loss goes from {first:.2f} to {last:.2f}.")
 for name, one in ways.items():
     print(f"{name}:", end=" ")
     runs[name] = fit(Deep, pipeline_layout(schedule=name, microbatches=PARTS, groups=one.groups))
-    print(runs[name].trainer.notes()[-1], f"Its losses differ by at most {largest_difference(name, 'one device'):.1e}.")
+    print(
+        runs[name].trainer.notes()[-1],
+        f"Its losses differ by at most {largest_difference(name, 'one device'):.1e}.",
+    )
 
 # %% [markdown]
-# A pipeline trains like one device: the losses are the same to rounding, and the programs that ran have the ticks that were drawn.
+# A pipeline trains like one device: the losses are the same to rounding, and the programs that ran
+# have the ticks that were drawn.
 #
-# Where the layers are: dim 0 of each parameter of the stack is the layer, and it is sharded over `stage`.
+# Where the layers are: dim 0 of each parameter of the stack is the layer, and it is sharded over
+# `stage`.
 
 # %%
 runs["gpipe"].trainer.summary()
@@ -148,9 +165,10 @@ runs["gpipe"].trainer.summary()
 #
 # ## A wavefront
 #
-# Recurrent layers cannot be sharded along time, since each step needs the one before. But a layer need not wait until the layer below has
-# finished: layer 2 can start when layer 1 has done its first few steps. `spmd.nn.RNNStack` lets layers work on chunks of time, each one
-# chunk behind the layer below. Here a digit is read four pixels at a time, in 16 steps, by four LSTMs.
+# Recurrent layers cannot be sharded along time, since each step needs the one before. But a layer
+# need not wait until the layer below has finished: layer 2 can start when layer 1 has done its
+# first few steps. `spmd.nn.RNNStack` lets layers work on chunks of time, each one chunk behind the
+# layer below. Here a digit is read four pixels at a time, in 16 steps, by four LSTMs.
 
 
 # %%
@@ -172,21 +190,29 @@ print("One device:", end=" ")
 runs["LSTM, one device"] = fit(Reader, "data_parallel", ONE)
 print("trained.\nWavefront:", end=" ")
 runs["LSTM, wavefront"] = fit(Reader, pipeline_layout(time_chunk=CHUNK))
-print(f"trained. Its losses differ by at most {largest_difference('LSTM, wavefront', 'LSTM, one device'):.1e}")
+print(
+    "trained. Its losses differ by at most "
+    f"{largest_difference('LSTM, wavefront', 'LSTM, one device'):.1e}"
+)
 (wave,) = runs["LSTM, wavefront"].trainer.schedules.values()
 spmd.viz.schedule({"the forward pass: numbers are chunks of time": wave.forward})
 
 # %% [markdown]
-# The wavefront takes 11 ticks of two time steps; one device takes 32. Again the losses are the same to rounding.
+# The wavefront takes 11 ticks of two time steps; one device takes 32. Again the losses are the same
+# to rounding.
 #
-# The chunk length is a trade-off: short chunks fill the stages sooner, but are sent more often. `spmd.nn.best_chunk` balances the two and
-# is the default if a layout does not set `time_chunk`.
+# The chunk length is a trade-off: short chunks fill the stages sooner, but are sent more often.
+# `spmd.nn.best_chunk` balances the two and is the default if a layout does not set `time_chunk`.
 
 # %%
 for chunk in (1, 2, 4, 8, 16):
     one = make_schedule("gpipe", stages=STAGES, microbatches=16 // chunk)
     mark = "  <- best_chunk" if chunk == spmd.nn.best_chunk(16, STAGES) else ""
-    print(f"chunks of {chunk:2d}: {one.forward.ticks * chunk:3d} steps of time, 64 on one device; {one.bubble:.1%} idle{mark}")
+    print(
+        f"chunks of {chunk:2d}: {one.forward.ticks * chunk:3d} steps of time, 64 on one device; "
+        f"{one.bubble:.1%} idle{mark}"
+    )
 
 # %% [markdown]
-# With chunks of two steps, four layers take 22 steps of time instead of 64. Chunks of one would idle less, and send twice as often.
+# With chunks of two steps, four layers take 22 steps of time instead of 64. Chunks of one would
+# idle less, and send twice as often.

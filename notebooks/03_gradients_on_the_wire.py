@@ -17,10 +17,10 @@
 # %% [markdown]
 # # Gradients on the wire
 #
-# Data-parallel training sends every gradient to every worker, and on a slow network a step waits for that. A *codec* sends less: rounded
-# numbers, only the largest numbers, or two thin matrices in place of a wide one. This notebook trains the same network on real
-# digits with several codecs, and compares three things: the bytes sent, the error of the mean gradient, and its effect
-# on the loss.
+# Data-parallel training sends every gradient to every worker, and on a slow network a step waits
+# for that. A *codec* sends less: rounded numbers, only the largest numbers, or two thin matrices in
+# place of a wide one. This notebook trains the same network on real digits with several codecs, and
+# compares three things: the bytes sent, the error of the mean gradient, and its effect on the loss.
 
 # %%
 import dataclasses
@@ -55,10 +55,11 @@ class MLP(nnx.Module):
 # %% [markdown]
 # ## Six ways to send a gradient
 #
-# `top_k` and `power_sgd` leave most of a gradient out. With *error feedback*, each worker keeps what was left out and adds it to its
-# next gradient, so that it arrives late instead of never. The library rejects such a codec without feedback unless the layout sets
-# `allow_biased`, as the fifth run does, to show what happens. `diagnostics` measures the error of each step's mean. Each run takes a few
-# seconds, most of them to compile, and its line is complete when it is done.
+# `top_k` and `power_sgd` leave most of a gradient out. With *error feedback*, each worker keeps
+# what was left out and adds it to its next gradient, so that it arrives late instead of never. The
+# library rejects such a codec without feedback unless the layout sets `allow_biased`, as the fifth
+# run does, to show what happens. `diagnostics` measures the error of each step's mean. Each run
+# takes a few seconds, most of them to compile, and its line is complete when it is done.
 
 # %%
 TOP = {"keep": 0.02}
@@ -67,8 +68,12 @@ WAYS = {
     "bfloat16": spmd.Gradients("all_reduce", "bfloat16", diagnostics=True),
     "int8": spmd.Gradients("all_reduce", "int8", error_feedback=True, diagnostics=True),
     "top 2 %": spmd.Gradients("all_reduce", "top_k", TOP, error_feedback=True, diagnostics=True),
-    "top 2 %, rest lost": spmd.Gradients("all_reduce", "top_k", TOP, allow_biased=True, diagnostics=True),
-    "power_sgd": spmd.Gradients("all_reduce", "power_sgd", {"rank": 2}, error_feedback=True, diagnostics=True),
+    "top 2 %, rest lost": spmd.Gradients(
+        "all_reduce", "top_k", TOP, allow_biased=True, diagnostics=True
+    ),
+    "power_sgd": spmd.Gradients(
+        "all_reduce", "power_sgd", {"rank": 2}, error_feedback=True, diagnostics=True
+    ),
 }
 
 
@@ -95,9 +100,10 @@ for name, gradients in WAYS.items():
 # %% [markdown]
 # ## Bytes sent
 #
-# Below are the collectives of one step with `int8`. Each worker sums one part of the gradient. It receives this part from every other
-# worker, as one byte per number and a scale per block, and sends the mean back in the same form. Gradients that would not get smaller are
-# sent exactly. The lines `measure` are the cost of `diagnostics`; without it they are absent.
+# Below are the collectives of one step with `int8`. Each worker sums one part of the gradient. It
+# receives this part from every other worker, as one byte per number and a scale per block, and
+# sends the mean back in the same form. Gradients that would not get smaller are sent exactly. The
+# lines `measure` are the cost of `diagnostics`; without it they are absent.
 
 # %%
 print(runs["int8"].trainer.wire)
@@ -106,34 +112,50 @@ print(*(note for note in runs["int8"].trainer.notes() if note.startswith("gradie
 # %% [markdown]
 # ## Side by side
 #
-# Bytes are those that one device sends in a step. The error is |decoded mean - exact mean| / |exact mean| of the codec's input, averaged
-# over steps. With feedback, this input is the gradient plus the residual, which may be the larger part, so an error near 1 is not
-# necessarily bad.
+# Bytes are those that one device sends in a step. The error is |decoded mean - exact mean| / |exact
+# mean| of the codec's input, averaged over steps. With feedback, this input is the gradient plus
+# the residual, which may be the larger part, so an error near 1 is not necessarily bad.
 
 # %%
 sent = {name: run.trainer.wire.bytes(where="reduce_gradients") for name, run in runs.items()}
-error = {name: float(np.mean(run.history["mean_error"])) if name != "exact" else 0.0 for name, run in runs.items()}
+error = {
+    name: float(np.mean(run.history["mean_error"])) if name != "exact" else 0.0
+    for name, run in runs.items()
+}
 loss = {name: np.array(run.history["loss"]) for name, run in runs.items()}
 last = {name: loss[name][-24:].mean() for name in WAYS}  # of the last epoch
 
-table = ["| codec | bytes | of exact | error of the mean | loss, last epoch | of exact |", "|:--|--:|--:|--:|--:|--:|"]
+table = [
+    "| codec | bytes | of exact | error of the mean | loss, last epoch | of exact |",
+    "|:--|--:|--:|--:|--:|--:|",
+]
 for name in WAYS:
     share, worse = sent[name] / sent["exact"], last[name] / last["exact"]
-    table.append(f"| {name} | {sent[name]:,} | {share:.1%} | {error[name]:.2g} | {last[name]:.3f} | {worse:.2f} |")
+    table.append(
+        f"| {name} | {sent[name]:,} | {share:.1%} | {error[name]:.2g} | {last[name]:.3f} | "
+        f"{worse:.2f} |"
+    )
 Markdown("\n".join(table))
 
 # %% [markdown]
-# Rounding costs nothing here: `bfloat16` sends half of the bytes, `int8` a quarter, and the loss is that of exact gradients. The largest
-# 2 % of the numbers are 4 % of the bytes, since each is sent with its index. With feedback, training ends at 1.05 times the loss; without
-# it, the same bytes end at three times the loss: what is never among the largest is never sent. `power_sgd` sends 7 % of the bytes,
-# although these matrices are not large, for 1.02 times the loss.
+# Rounding costs nothing here: `bfloat16` sends half of the bytes, `int8` a quarter, and the loss is
+# that of exact gradients. The largest 2 % of the numbers are 4 % of the bytes, since each is sent
+# with its index. With feedback, training ends at 1.05 times the loss; without it, the same bytes
+# end at three times the loss: what is never among the largest is never sent. `power_sgd` sends 7 %
+# of the bytes, although these matrices are not large, for 1.02 times the loss.
 
 # %% tags=["thumbnail"]
-COLOURS = dict(zip(WAYS, ("#b0b0b0", "#3f74d1", "#2a9d6f", "#d0692f", "#d0692f", "#9a5bc4"), strict=True))
+COLOURS = dict(
+    zip(WAYS, ("#b0b0b0", "#3f74d1", "#2a9d6f", "#d0692f", "#d0692f", "#9a5bc4"), strict=True)
+)
 WINDOW = 12
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
 for name, curve in loss.items():
-    line = {"color": COLOURS[name], "linestyle": ":" if "lost" in name else "-", "linewidth": 4 if name == "exact" else 1.6}
+    line = {
+        "color": COLOURS[name],
+        "linestyle": ":" if "lost" in name else "-",
+        "linewidth": 4 if name == "exact" else 1.6,
+    }
     smooth = np.convolve(curve, np.full(WINDOW, 1 / WINDOW), mode="valid")
     steps = np.arange(WINDOW, len(curve) + 1)
     left.plot(steps, smooth, label=name, **line)
@@ -148,18 +170,23 @@ left.legend()
 plt.show()
 
 # %% [markdown]
-# Both panels show the same curves: over steps, and over bytes, which corresponds to time on a slow network.
+# Both panels show the same curves: over steps, and over bytes, which corresponds to time on a slow
+# network.
 #
 # ## The residual
 #
-# The residual is what a worker has not sent yet: late, but not lost. The worker keeps it; it has the size of the gradient.
+# The residual is what a worker has not sent yet: late, but not lost. The worker keeps it; it has
+# the size of the gradient.
 
 # %%
-print("norm of the residuals after  " + "  ".join(f"{step:5d}" for step in (1, 12, 48, 96)) + " steps")
+print(
+    "norm of the residuals after  " + "  ".join(f"{step:5d}" for step in (1, 12, 48, 96)) + " steps"
+)
 for name in ("int8", "top 2 %", "power_sgd"):
     norms = runs[name].history["residual_norm"]
     print(f"{name:29}" + "  ".join(f"{norms[step - 1]:5.2f}" for step in (1, 12, 48, 96)))
 
 # %% [markdown]
-# Feedback catches up. Under `top 2 %` the residuals grow while gradients are large, to a norm of 11, and are half of that at the end, when
-# gradients have become small. `int8` loses so little that there is never much to send later.
+# Feedback catches up. Under `top 2 %` the residuals grow while gradients are large, to a norm of
+# 11, and are half of that at the end, when gradients have become small. `int8` loses so little that
+# there is never much to send later.

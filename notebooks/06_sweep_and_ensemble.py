@@ -17,8 +17,9 @@
 # %% [markdown]
 # # A sweep, and an ensemble of three networks
 #
-# Which learning rate is best, and which width? `spmd.sweep` trains many small networks at once, sharded over the devices. Networks with
-# equal shapes share one compiled program. The best networks then form an ensemble. Finally, a second sweep stops bad networks early.
+# Which learning rate is best, and which width? `spmd.sweep` trains many small networks at once,
+# sharded over the devices. Networks with equal shapes share one compiled program. The best networks
+# then form an ensemble. Finally, a second sweep stops bad networks early.
 
 # %%
 import matplotlib.pyplot as plt
@@ -35,8 +36,8 @@ spmd.simulate_devices(8)  # before anything else: JAX counts its devices once
 # %% [markdown]
 # ## Data and a model
 #
-# 1,797 digits of 8x8 pixels, in three parts: for training, for selection, and for testing. The model's constructor takes the
-# hyperparameters of the model; the optimizer's takes the rest.
+# 1,797 digits of 8x8 pixels, in three parts: for training, for selection, and for testing. The
+# model's constructor takes the hyperparameters of the model; the optimizer's takes the rest.
 
 # %%
 digits = load_digits()
@@ -60,8 +61,9 @@ class MLP(nnx.Module):
 # %% [markdown]
 # ## Sixteen networks
 #
-# Learning rates are sampled log-uniformly, and each network has its own seed. A learning rate is an argument of the
-# compiled program, but a width is part of it, so there is one program per width. Compiling these takes a few seconds.
+# Learning rates are sampled log-uniformly, and each network has its own seed. A learning rate is an
+# argument of the compiled program, but a width is part of it, so there is one program per width.
+# Compiling these takes a few seconds.
 
 
 # %%
@@ -69,7 +71,11 @@ def sweep(**options):
     return spmd.sweep(
         MLP,
         train,
-        space={"learning_rate": spmd.log_uniform(1e-4, 3e-1), "width": [16, 64], "seed": range(1000)},
+        space={
+            "learning_rate": spmd.log_uniform(1e-4, 3e-1),
+            "width": [16, 64],
+            "seed": range(1000),
+        },
         optimizer=lambda learning_rate: optax.adam(learning_rate),
         loss=spmd.losses.cross_entropy,
         metrics={"accuracy": spmd.metrics.accuracy},
@@ -89,7 +95,11 @@ display(results)
 
 # %%
 for trial in results.best:
-    print("trial {}: learning rate {learning_rate:.2g}, width {width}".format(trial.number, **trial.values))
+    print(
+        "trial {}: learning rate {learning_rate:.2g}, width {width}".format(
+            trial.number, **trial.values
+        )
+    )
     display(trial.history)
 
 # %% [markdown]
@@ -99,7 +109,10 @@ for trial in results.best:
 figure, axes = plt.subplots(figsize=(7, 3))
 for width, colour in ((16, "#d0692f"), (64, "#3f74d1")):
     trials = [trial for trial in results.trials if trial.values["width"] == width]
-    rates, scores = [trial.values["learning_rate"] for trial in trials], [trial.score for trial in trials]
+    rates, scores = (
+        [trial.values["learning_rate"] for trial in trials],
+        [trial.score for trial in trials],
+    )
     axes.plot(rates, scores, "o", color=colour, label=f"width {width}")
 axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="loss on digits for selection")
 axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
@@ -108,13 +121,15 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# The choice of the rate matters most: too small a rate learns little in five epochs, too large a rate is unstable.
+# The choice of the rate matters most: too small a rate learns little in five epochs, too large a
+# rate is unstable.
 #
 # ## An ensemble of three
 #
-# `results.ensemble()` combines the best three: the mean of their probabilities, computed in one program. It is evaluated on digits that
-# were used neither for training nor for selection, and compared with each member: by log loss, the negative log probability of the true
-# digit, and other metrics.
+# `results.ensemble()` combines the best three: the mean of their probabilities, computed in one
+# program. It is evaluated on digits that were used neither for training nor for selection, and
+# compared with each member: by log loss, the negative log probability of the true digit, and other
+# metrics.
 
 # %%
 ensemble = results.ensemble()
@@ -123,18 +138,21 @@ print(ensemble)
 print(evaluation)
 
 # %% [markdown]
-# The log loss of the ensemble is below the mean of its members'. This holds for any networks, because the negative logarithm is convex.
-# Here it is also below that of the best member, which does not hold for every three networks.
+# The log loss of the ensemble is below the mean of its members'. This holds for any networks,
+# because the negative logarithm is convex. Here it is also below that of the best member, which
+# does not hold for every three networks.
 #
 # ## Stop bad networks early
 #
-# If bad networks can be recognized early, there is no need to train all of them to the end. With `spmd.Halving` all networks train for a
-# short time, the best quarter trains four times as long, and the best quarter of those trains to the end. Values and seeds are the same
-# as before.
+# If bad networks can be recognized early, there is no need to train all of them to the end. With
+# `spmd.Halving` all networks train for a short time, the best quarter trains four times as long,
+# and the best quarter of those trains to the end. Values and seeds are the same as before.
 
 # %%
 halving = spmd.Halving(factor=4)
-print("networks, and until which step:", halving.plan(trials=16, steps=len(results.trials[0].history)))
+print(
+    "networks, and until which step:", halving.plan(trials=16, steps=len(results.trials[0].history))
+)
 halved = sweep(epochs=5, search=halving)
 display(halved)
 
@@ -145,8 +163,12 @@ same = before[winner.number]
 rank = sorted(trial.score for trial in results.trials).index(same.score) + 1
 for name, found in (("all to the end", results), ("halving", halved)):
     print(f"{name:15}{sum(len(trial.history) for trial in found.trials):5d} steps of training")
-print(f"trial {winner.number}: loss {winner.score:.6f} with halving; {same.score:.6f}, and number {rank}, without")
+print(
+    f"trial {winner.number}: loss {winner.score:.6f} with halving; {same.score:.6f}, and number "
+    f"{rank}, without"
+)
 
 # %% [markdown]
-# Halving takes less than half of the training steps, and its winner is among the best three of the full sweep. That network ends at the
-# same loss in both sweeps: networks in one program do not affect each other.
+# Halving takes less than half of the training steps, and its winner is among the best three of the
+# full sweep. That network ends at the same loss in both sweeps: networks in one program do not
+# affect each other.

@@ -1,6 +1,7 @@
 """spmd: train a Flax model over many devices, laid out by a file, as one compiled step.
 
-Start with `fit`; `Trainer` is for people who own their loop. Names are imported when they are first used.
+Start with `fit`; `Trainer` is for people who own their loop. Names are imported when they are first
+used.
 """
 
 import importlib
@@ -8,7 +9,20 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_MODULES = ("callbacks", "data", "errors", "launch", "loggers", "losses", "metrics", "nn", "optimizers", "pretrained", "viz", "wire")
+_MODULES = (
+    "callbacks",
+    "data",
+    "errors",
+    "launch",
+    "loggers",
+    "losses",
+    "metrics",
+    "nn",
+    "optimizers",
+    "pretrained",
+    "viz",
+    "wire",
+)
 _NAMES = {
     "spmd.api": ("Result", "fit"),
     "spmd.distributed.initialize": ("join",),
@@ -72,7 +86,11 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.inference.loader import ExportedModel as ExportedModel, load_exported as load_exported
     from spmd.layout.compiler import Compiler as Compiler
     from spmd.layout.gradients import GradientRule as GradientRule, Gradients as Gradients
-    from spmd.layout.model_parallel import Experts as Experts, Pipeline as Pipeline, Sequence as Sequence
+    from spmd.layout.model_parallel import (
+        Experts as Experts,
+        Pipeline as Pipeline,
+        Sequence as Sequence,
+    )
     from spmd.layout.precision import Precision as Precision
     from spmd.layout.remat import Remat as Remat
     from spmd.layout.schema import (
@@ -84,7 +102,11 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
         Rule as Rule,
     )
     from spmd.layout.trained import Adapter as Adapter, Train as Train
-    from spmd.mesh import MeshSpec as MeshSpec, make_mesh as make_mesh, simulate_devices as simulate_devices
+    from spmd.mesh import (
+        MeshSpec as MeshSpec,
+        make_mesh as make_mesh,
+        simulate_devices as simulate_devices,
+    )
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.calibration import Calibration as Calibration, calibrate as calibrate
     from spmd.planner.comparison import compare as compare

@@ -1,4 +1,6 @@
-"""`fit`, which most users call: it checks its arguments, assembles a trainer, a data source and a loop, and runs them."""
+"""`fit`, which most users call: it checks its arguments, assembles a trainer, a data source and a
+loop, and runs them.
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +25,14 @@ from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, check_integer, did_you_mean, first_line, option
+from spmd.errors import (
+    CheckpointError,
+    OptionError,
+    check_integer,
+    did_you_mean,
+    first_line,
+    option,
+)
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
@@ -71,22 +80,34 @@ class Result:
 
     Attributes:
       state: the last state, on the mesh, sharded by the layout.
-      history: metrics of every step and evaluation of this call; `History` says how long runs are summarised.
+      history: metrics of every step and evaluation of this call; `History` says how long runs are
+        summarised.
       stop_reason: why the run stopped early, or None.
       trainer: the `Trainer` that ran it.
-      goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a sweep.
-      compilations: how many programs this process compiled for the run, and how many it loaded from the compilation cache; None for a
-        trial of a sweep.
+      goodput: seconds of the run by phase (`spmd.run.goodput.Goodput`); None for a trial of a
+        sweep.
+      compilations: how many programs this process compiled for the run, and how many it loaded from
+        the compilation cache; None for a trial of a sweep.
       profile: of the steps of `fit(profile=...)`; None without it, and if the profiler failed.
-      samples_per_second: examples in a second of training and of waiting for data, of all devices; compiling, evaluating, saving and
-        profiling do not count. None for a trial of a sweep, and if nothing was left to train.
+      samples_per_second: examples in a second of training and of waiting for data, of all devices;
+        compiling, evaluating, saving and profiling do not count. None for a trial of a sweep, and
+        if nothing was left to train.
 
     Example:
       >>> import optax, spmd
       >>> import numpy as np
-      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"]
+      ... )
       >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
-      >>> result = fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
+      >>> result = fit(
+      ...     model,
+      ...     data,
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch_size=8,
+      ...     steps=3,
+      ... )
       >>> result.evaluate(data)["loss"], result.predict(data["x"]).shape
       (0.0, (32, 1))
     """
@@ -102,7 +123,9 @@ class Result:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The user's kind of model, holding the trained arrays: an nnx module, a bound linen module, or a callable."""
+        """The user's kind of model, holding the trained arrays: an nnx module, a bound linen
+        module, or a callable.
+        """
         return self.trainer.rebuild(self.state)
 
     def __repr__(self) -> str:
@@ -112,14 +135,17 @@ class Result:
     def _repr_html_(self) -> str:
         """The last step, the curves and the profile, for a notebook."""
         profile = "" if self.profile is None else self.profile._repr_html_()
-        return f"<p>{html.escape(repr(self).partition(';')[0])}</p>{self.history._repr_html_()}{profile}"
+        summary = html.escape(repr(self).partition(";")[0])
+        return f"<p>{summary}</p>{self.history._repr_html_()}{profile}"
 
     @functools.cached_property
     @trims_tracebacks
     def averaged(self) -> "Result":
-        """The same with the average of the weights, as `Trainer.averaged`, in place of the last weights.
+        """The same with the average of the weights, as `Trainer.averaged`, in place of the last
+        weights.
 
-        So `result.averaged.model` has them, `result.averaged.export(folder)` writes them, and so on. Its history is that of the run.
+        So `result.averaged.model` has them, `result.averaged.export(folder)` writes them, and so
+        on. Its history is that of the run.
 
         Raises:
           OptimizerError: the optimizer keeps no average.
@@ -128,7 +154,8 @@ class Result:
 
     @trims_tracebacks
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Return the loss and metrics on all rows of `data`, in evaluation mode; see `Trainer.evaluate`.
+        """Return the loss and metrics on all rows of `data`, in evaluation mode; see
+        `Trainer.evaluate`.
 
         Args:
           data: as for `fit`.
@@ -153,7 +180,8 @@ class Result:
 
     @trims_tracebacks
     def export(self, folder: str | Path, **options: Any) -> ExportReport:
-        """Write the trained model to a folder that `spmd.load_exported` reads without the model's code.
+        """Write the trained model to a folder that `spmd.load_exported` reads without the model's
+        code.
 
         Args:
           folder: is created; a folder that is not empty is an error.
@@ -202,67 +230,95 @@ def fit(
     """Train a Flax model over a mesh of devices, sharded by a layout file, as one compiled step.
 
     Args:
-      model: a function without arguments that builds an `nnx.Module` (its arrays are then created directly on the mesh), an
-        `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model that holds weights (an `nnx.Module`,
-        `linen_module.bind(variables)`, `functional_model.bind(params)`, `result.model`) starts from a copy of them; only the arrays
+      model: a function without arguments that builds an `nnx.Module` (its arrays are then created
+        directly on the mesh), an `nnx.Module`, a `linen.Module` or a `FunctionalModel`. A model
+        that holds weights (an `nnx.Module`, `linen_module.bind(variables)`,
+        `functional_model.bind(params)`, `result.model`) starts from a copy of them; only the arrays
         of a module of `spmd.pretrained.load` are used themselves.
-      data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that returns one; a grain data
-        set; or `spmd.data.resident(arrays)`.
-      loss: `loss(model, batch)` or `loss(model, batch, rng)`. It returns one value per example, a scalar (the mean over its rows), or
-        a pair (sum, count) for a mean over something other than rows, such as tokens; alone or as `(value, {name: metric})`. It is
-        called on each worker's rows. With one value per example, a short last batch is padded and masked; with a scalar it runs at
-        its own size, as a second compiled program.
-      optimizer: an optax gradient transformation; it sees full arrays, so clipping by global norm is global.
-      mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device on `data`.
-      layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`; or "auto": the fastest that `spmd.search`
-        finds in 12 programs for the devices that are here, with its mesh and microbatches. It is kept as `layout.toml` in the run's folder.
-      batch_size: examples per update over all workers and microbatches, for data that are not batched yet.
+      data: dict or tuple of arrays [examples, ...]; an iterable of batches, or a function that
+        returns one; a grain data set; or `spmd.data.resident(arrays)`.
+      loss: `loss(model, batch)` or `loss(model, batch, rng)`. It returns one value per example, a
+        scalar (the mean over its rows), or a pair (sum, count) for a mean over something other than
+        rows, such as tokens; alone or as `(value, {name: metric})`. It is called on each worker's
+        rows. With one value per example, a short last batch is padded and masked; with a scalar it
+        runs at its own size, as a second compiled program.
+      optimizer: an optax gradient transformation; it sees full arrays, so clipping by global norm
+        is global.
+      mesh: "data=4,model=2", a dict, a jax `Mesh`, or None: the layout's own mesh, or every device
+        on `data`.
+      layout: a shipped name (`spmd layouts` lists them), a path to a TOML file, or a `Layout`; or
+        "auto": the fastest that `spmd.search` finds in 12 programs for the devices that are here,
+        with its mesh and microbatches. It is kept as `layout.toml` in the run's folder.
+      batch_size: examples per update over all workers and microbatches, for data that are not
+        batched yet.
       epochs, steps: the length of the run; give one of them, or neither for one epoch.
-      eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when None; and at the end of the run.
-      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or `optax.contrib.schedule_free` keeps, or
-        the slow weights of `optax.lookahead`, and not the newest weights.
-      metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the loss's forward pass
-        (`spmd.metrics`) are measured in training too.
+      eval_data, eval_every: evaluate every `eval_every` steps, or at the end of each epoch when
+        None; and at the end of the run.
+      eval_average: evaluate the average of the weights, which `spmd.optimizers.average_weights` or
+        `optax.contrib.schedule_free` keeps, or the slow weights of `optax.lookahead`, and not the
+        newest weights.
+      metrics: `{name: function(model, batch)}`, measured in evaluation; metrics that share the
+        loss's forward pass (`spmd.metrics`) are measured in training too.
       checkpoint: a folder, or a `Checkpoint` with more options.
-      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also when the data have changed, such as a
-        repaired row, their number, the batch size, `shuffle` or the seed: a line says what of the order is lost.
+      resume: True resumes from the newest checkpoint there, on the same data; "changed_data" also
+        when the data have changed, such as a repaired row, their number, the batch size, `shuffle`
+        or the seed: a line says what of the order is lost.
       callbacks: `spmd.callbacks.Callback`s or functions of `info`.
       loggers: in addition to the JSON lines in `metrics.jsonl` of the checkpoint folder.
-      log_every: steps per record; each record is the mean over them, with rates such as tokens per second.
+      log_every: steps per record; each record is the mean over them, with rates such as tokens per
+        second.
       progress: True, False, or "auto" (in a terminal or a notebook).
-      precision: "float32"; or "bfloat16" or "float16": forward and backward in these, parameters and optimizer in float32. For float16,
-        `spmd.optimizers.scale_loss` is put around the optimizer, unless it is there.
+      precision: "float32"; or "bfloat16" or "float16": forward and backward in these, parameters
+        and optimizer in float32. For float16, `spmd.optimizers.scale_loss` is put around the
+        optimizer, unless it is there.
       accumulate: microbatches per update; gradients are reduced once per update.
-      shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on `seed`.
+      shuffle: whether to reshuffle arrays in each epoch (True for arrays); the order depends on
+        `seed`.
       prefetch: batches of an iterable to read ahead.
-      data_retries: how often in a row a batch that could not be read, in training or evaluation, is read again: after 1, 2, 4, 8, 8, ...
-        seconds, each with a warning. Other processes wait meanwhile, as for any batch. The first batch of an iterable is not.
-      seed: sets the order of the data, the dropout masks and, for linen and functional models, the initial values.
-      check_memory: ask the compiler, before anything is allocated, whether a step fits the devices; raise if not. CPUs do not report
-        their memory; with resident data the check is skipped.
-      compile_cache: a folder that keeps compiled programs, so that a restart loads them. None: `programs/` in the folder of
-        `checkpoint`, or in the user's cache folder ($SPMD_CACHE chooses another). False or "off": none. If JAX's own cache is
-        configured, that one is used.
-      profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and summarise them by kind and by layer
-        beside what is predicted (`result.profile`); or a `Profile` with more options.
-      watch: such as 100: every 100 steps, loggers get histograms of each parameter and of its gradient; or a `Watch` with more options.
+      data_retries: how often in a row a batch that could not be read, in training or evaluation, is
+        read again: after 1, 2, 4, 8, 8, ... seconds, each with a warning. Other processes wait
+        meanwhile, as for any batch. The first batch of an iterable is not.
+      seed: sets the order of the data, the dropout masks and, for linen and functional models, the
+        initial values.
+      check_memory: ask the compiler, before anything is allocated, whether a step fits the devices;
+        raise if not. CPUs do not report their memory; with resident data the check is skipped.
+      compile_cache: a folder that keeps compiled programs, so that a restart loads them. None:
+        `programs/` in the folder of `checkpoint`, or in the user's cache folder ($SPMD_CACHE
+        chooses another). False or "off": none. If JAX's own cache is configured, that one is used.
+      profile: such as "10:15": trace the steps after the 10th up to the 15th by `jax.profiler`, and
+        summarise them by kind and by layer beside what is predicted (`result.profile`); or a
+        `Profile` with more options.
+      watch: such as 100: every 100 steps, loggers get histograms of each parameter and of its
+        gradient; or a `Watch` with more options.
 
     Returns:
       A `Result`: the model, the history, the state, and `evaluate` and `predict`.
 
     Raises:
-      SpmdError: one of its subclasses, before anything is compiled; all problems at once, each with a fix.
+      SpmdError: one of its subclasses, before anything is compiled; all problems at once, each with
+        a fix.
       ClusterError: the processes of a run of several do not agree, or do not arrive in time.
-      SystemExit: with 143 after SIGTERM, SIGHUP, and the signals in $SPMD_STOP_SIGNALS; with a checkpoint folder, once the state is saved.
+      SystemExit: with 143 after SIGTERM, SIGHUP, and the signals in $SPMD_STOP_SIGNALS; with a
+        checkpoint folder, once the state is saved.
       DeviceMemoryError: a step needs more memory than a device has.
-      DivergedError: the loss is not finite, or too many updates in a row were skipped (`spmd.optimizers.skip_spikes`).
+      DivergedError: the loss is not finite, or too many updates in a row were skipped
+        (`spmd.optimizers.skip_spikes`).
 
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp
       >>> x = jnp.linspace(-1, 1, 64)[:, None]
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"])
-      >>> result = fit(model, (x, 3 * x), loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.5), batch_size=16, epochs=20)
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> result = fit(
+      ...     model,
+      ...     (x, 3 * x),
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.sgd(0.5),
+      ...     batch_size=16,
+      ...     epochs=20,
+      ... )
       >>> round(float(result.state.params["w"][0, 0]), 3)
       3.0
     """
@@ -275,67 +331,135 @@ def fit(
     folder = choose_folder(compile_cache, None if config is None else config.path)
     with current().in_phase("compile"):  # the first look at devices waits for all processes
         folder = agree_on_folder(folder)
-        shrunk = shrink_factor()  # a run that restarted with fewer processes makes more microbatches, so that a device's rows stay as many
-    before, hooks, outputs, watched = compilations(), as_callbacks(callbacks), check_loggers(loggers), as_watch(watch)
-    options = {"precision": precision, "accumulate": accumulate if shrunk == 1 else accumulate * shrunk, "seed": seed}
+        # a run that restarted with fewer processes makes more microbatches, so that a device's rows
+        # stay as many
+        shrunk = shrink_factor()
+    before, hooks, outputs, watched = (
+        compilations(),
+        as_callbacks(callbacks),
+        check_loggers(loggers),
+        as_watch(watch),
+    )
+    options = {
+        "precision": precision,
+        "accumulate": accumulate if shrunk == 1 else accumulate * shrunk,
+        "seed": seed,
+    }
     source_data = data.arrays if isinstance(data, Resident) else data
-    reader, display = as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed), make_progress(progress)
+    reader, display = (
+        as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed),
+        make_progress(progress),
+    )
     chosen = None  # the text of a layout that was searched
     if isinstance(layout, str) and layout == AUTO:
         check_auto(mesh, precision, accumulate)
         resumes = wants_resume(resume) or (config is not None and was_restarted())
-        with contextlib.ExitStack() as opened:  # a folder that cannot be used is an error before the search
+        # a folder that cannot be used is an error before the search
+        with contextlib.ExitStack() as opened:
             open_store(config, opened, resume=resumes)
         saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
-        step = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
-        layout, options["accumulate"], chosen, line = auto_layout(model, reader.sample(), **step, saved=saved, say=display.say)
+        step = {
+            "loss": loss,
+            "optimizer": optimizer,
+            "metrics": metrics,
+            "precision": precision,
+            "seed": seed,
+        }
+        layout, options["accumulate"], chosen, line = auto_layout(
+            model, reader.sample(), **step, saved=saved, say=display.say
+        )
         if jax.process_index() == 0:
             display.note(line)
     visible = display if jax.process_index() == 0 else NoProgress()
     with visible.doing("tracing"):
         trainer = Trainer(
-            model, loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, metrics=metrics, compile_cache=folder or False, **options
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            mesh=mesh,
+            layout=layout,
+            metrics=metrics,
+            compile_cache=folder or False,
+            **options,
         )
         predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
         trainer.placed.compiling = functools.partial(_compiling, account, visible)
         program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
     check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
-    eval_names = [f"eval_{name}" for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)]
-    _check_names(hooks, config, (*program.names, *program.static_metrics.names, *eval_names), evaluates=eval_data is not None)
+    eval_names = [
+        f"eval_{name}"
+        for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)
+    ]
+    _check_names(
+        hooks,
+        config,
+        (*program.names, *program.static_metrics.names, *eval_names),
+        evaluates=eval_data is not None,
+    )
     traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
     check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
     meta = trainer.about(reader, program)
-    facts = {"epochs and so on": schedule, "checkpoint": config, "eval_data": eval_data is not None, "eval_average": eval_average, **meta}
+    facts = {
+        "epochs and so on": schedule,
+        "checkpoint": config,
+        "eval_data": eval_data is not None,
+        "eval_average": eval_average,
+        **meta,
+    }
     facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
     _check_processes_agree(program, hooks, facts)
     with visible.doing("compiling"):
-        room = check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
-    with contextlib.ExitStack() as opened:  # until the loop takes over, any failure releases the folder
+        room = (
+            check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
+        )
+    # until the loop takes over, any failure releases the folder
+    with contextlib.ExitStack() as opened:
         resumes = wants_resume(resume) or (config is not None and was_restarted())
         store = open_store(config, opened, resume=resumes)
         memory = open_checkpoints_in_memory(config, store, trainer, opened, resume=resumes)
-        start_point = start(store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA)
+        start_point = start(
+            store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA
+        )
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
-        lengths = {"batch_size": program.rows, "epochs": schedule.epochs, "steps": schedule.steps, "log_every": log_every}
-        describe = functools.partial(_facts, store, trainer, meta, start_point, lengths, resumes=resumes)
-        outputs, display = _outputs(store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes)
-        summarize = functools.partial(profile_of, placed=trainer.placed, target=predicted_for, rows=program.rows)
-        profiler = None if traced is None else StepProfiler(traced, config and Path(config.path), display, summarize)
+        lengths = {
+            "batch_size": program.rows,
+            "epochs": schedule.epochs,
+            "steps": schedule.steps,
+            "log_every": log_every,
+        }
+        describe = functools.partial(
+            _facts, store, trainer, meta, start_point, lengths, resumes=resumes
+        )
+        outputs, display = _outputs(
+            store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes
+        )
+        summarize = functools.partial(
+            profile_of, placed=trainer.placed, target=predicted_for, rows=program.rows
+        )
+        profiler = (
+            None
+            if traced is None
+            else StepProfiler(traced, config and Path(config.path), display, summarize)
+        )
         loop_config = LoopConfig(
             program=program,
             source=reader,
             placer=placer,
             schedule=schedule,
-            evaluate=None if eval_data is None else functools.partial(measure, data=eval_data, retries=data_retries),
+            evaluate=None
+            if eval_data is None
+            else functools.partial(measure, data=eval_data, retries=data_retries),
             callbacks=hooks,
             loggers=outputs,
             progress=display,
             store=store,
             meta=meta,
             prefetch=prefetch,
-            device_data=replicate_arrays(source_data, trainer.mesh) if isinstance(data, Resident) else None,
+            device_data=replicate_arrays(source_data, trainer.mesh)
+            if isinstance(data, Resident)
+            else None,
             steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
             data_retries=data_retries,
@@ -357,7 +481,16 @@ def fit(
     report_unfinished(run.state.opt, run.step, saved=store is not None)
     of_steps = None if profiler is None else profiler.profile
     rate = (run.samples - run.began.samples) / seconds if run.samples and seconds > 0 else None
-    return Result(run.state, run.history, run.stop_reason, trainer, account.goodput, compilations() - before, of_steps, rate)
+    return Result(
+        run.state,
+        run.history,
+        run.stop_reason,
+        trainer,
+        account.goodput,
+        compilations() - before,
+        of_steps,
+        rate,
+    )
 
 
 @contextlib.contextmanager
@@ -368,34 +501,53 @@ def _compiling(account: TimeAccount, display: Any) -> Iterator[None]:
 
 
 def work_of(program: Program) -> Work:
-    """What a row is for the devices of a program; their peak is known for GPUs that a shipped target describes."""
+    """What a row is for the devices of a program; their peak is known for GPUs that a shipped
+    target describes.
+    """
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
 
     def measure(target: Target) -> PeakSeconds:
         jaxpr, executed = trace_model(program), 0.0
         try:
-            executed = mesh.size * executed_flops(parse(program.compiled_text()), MeshSpec.parse(mesh))
-        except Exception as error:  # whatever a program has that is not expected; training does not depend on it
-            logging.getLogger("spmd").warning("HFU is not known: the compiled step cannot be read: %s", first_line(error))
+            executed = mesh.size * executed_flops(
+                parse(program.compiled_text()), MeshSpec.parse(mesh)
+            )
+        except Exception as error:
+            # whatever a program has that is not expected; training does not depend on it
+            logging.getLogger("spmd").warning(
+                "HFU is not known: the compiled step cannot be read: %s", first_line(error)
+            )
         model, a_row = model_flops(jaxpr), program.rows * mesh.size * target.rate(main_dtype(jaxpr))
         return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
     return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
 
 
-def _check_processes_agree(program: Program, hooks: list[Callback], options: Mapping[str, Any]) -> None:
-    """Compare what must be equal in all processes: options, layout, shapes, and the text of the step's program."""
+def _check_processes_agree(
+    program: Program, hooks: list[Callback], options: Mapping[str, Any]
+) -> None:
+    """Compare what must be equal in all processes: options, layout, shapes, and the text of the
+    step's program.
+    """
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
-    facts |= {f"compiler option {name}": str(value) for name, value in program.compiler_options.items()}
+    facts |= {
+        f"compiler option {name}": str(value) for name, value in program.compiler_options.items()
+    }
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
-    for name, value in {**options, "callbacks": together, "layout": tomllib.loads(options["layout"])}.items():
+    for name, value in {
+        **options,
+        "callbacks": together,
+        "layout": tomllib.loads(options["layout"]),
+    }.items():
         facts |= leaves_by_name(name, value)
     facts |= array_facts(program.placed)
     init_facts, init_text = program.placed.init_facts()
-    program_texts = text_facts(init_text, "the initial values") | text_facts(program.text(), "the step")
+    program_texts = text_facts(init_text, "the initial values") | text_facts(
+        program.text(), "the step"
+    )
     with current().in_phase("compile"):
         check_consistency(facts | init_facts | program_texts)
 
@@ -408,43 +560,71 @@ def _warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
     if server.fragments > 1:
         since = "the last synchronization of some parameters"
         fix = "Fragments synchronize in turns, so a few steps always do; fewer fragments lose less."
-    why = "%d of the workers' %d steps came after %s: they are not in the model, nor in what was evaluated last. %s"
+    why = (
+        "%d of the workers' %d steps came after %s: they are not in the model, nor in what was "
+        "evaluated last. %s"
+    )
     logging.getLogger("spmd").warning(why, lost, steps, since, fix)
 
 
-def _schedule(epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int) -> RunSchedule:
+def _schedule(
+    epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int
+) -> RunSchedule:
     check_length(epochs, steps)
     check_integer(eval_every, "eval_every", optional=True)
     check_integer(log_every, "log_every")
     check_integer(prefetch, "prefetch", 0)
-    return RunSchedule(epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every)
+    return RunSchedule(
+        epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every
+    )
 
 
 def _check_evaluation(
-    eval_data: Any, eval_every: int | None, eval_average: bool, config: Checkpoint | None, trainer: Trainer, program: Program
+    eval_data: Any,
+    eval_every: int | None,
+    eval_average: bool,
+    config: Checkpoint | None,
+    trainer: Trainer,
+    program: Program,
 ) -> tuple[str, ...]:
     """The metrics of the evaluation; options that concern an evaluation are refused without one."""
     best = config.best if config is not None else None
-    for name, value in (("eval_every", eval_every), ("eval_average", eval_average or None), ("Checkpoint(best=...)", best)):
+    for name, value in (
+        ("eval_every", eval_every),
+        ("eval_average", eval_average or None),
+        ("Checkpoint(best=...)", best),
+    ):
         if eval_data is None and value is not None:
             raise OptionError(
-                f"{name} is {value!r}, but there is nothing to evaluate.", fix=f"{option('eval_data', '...')}, or leave it out."
+                f"{name} is {value!r}, but there is nothing to evaluate.",
+                fix=f"{option('eval_data', '...')}, or leave it out.",
             )
     if eval_data is None:
         return ()
     if eval_average:
         jax.eval_shape(average_of, trainer.abstract_state.opt, trainer.abstract_state.params)
-    return trainer.check_evaluation(eval_data) if is_arrays(eval_data) or isinstance(eval_data, Records) else program.evaluation.names
+    return (
+        trainer.check_evaluation(eval_data)
+        if is_arrays(eval_data) or isinstance(eval_data, Records)
+        else program.evaluation.names
+    )
 
 
-def _check_names(hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...], *, evaluates: bool) -> None:
-    """Refuse, before anything is compiled, a callback or checkpoint that watches an unknown metric."""
+def _check_names(
+    hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...], *, evaluates: bool
+) -> None:
+    """Refuse, before anything is compiled, a callback or checkpoint that watches an unknown
+    metric.
+    """
     wanted = [(callback_name(hook), name) for hook in hooks for name in watched_metrics(hook)]
-    wanted += [("Checkpoint", config.best)] if config is not None and config.best is not None else []
+    wanted += (
+        [("Checkpoint", config.best)] if config is not None and config.best is not None else []
+    )
     for who, name in wanted:
         if name not in known and name.startswith("eval_") and not evaluates:
             raise OptionError(
-                f'{who}: there is no metric "{name}", since there is no evaluation.', fix=f"{option('eval_data', '...')}, which has it."
+                f'{who}: there is no metric "{name}", since there is no evaluation.',
+                fix=f"{option('eval_data', '...')}, which has it.",
             )
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
@@ -471,7 +651,14 @@ def _facts(
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
         **environment(),
     }
-    return RunFacts(config, folder, int(start_point.state.step), resumes, follows, *run_id(folder, resumes=resumes))
+    return RunFacts(
+        config,
+        folder,
+        int(start_point.state.step),
+        resumes,
+        follows,
+        *run_id(folder, resumes=resumes),
+    )
 
 
 def _outputs(
@@ -486,27 +673,44 @@ def _outputs(
     *,
     resumes: bool,
 ) -> tuple[list[Logger], Any]:
-    """Loggers and progress, on process 0 only; writes the layout and reports notes before the first step."""
+    """Loggers and progress, on process 0 only; writes the layout and reports notes before the first
+    step.
+    """
     if jax.process_index() != 0:
         return [], NoProgress()
     began_before = store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
-        write_text(run_file(store.folder, "layout.toml"), chosen or trainer.layout.to_toml(), CheckpointError)
+        write_text(
+            run_file(store.folder, "layout.toml"),
+            chosen or trainer.layout.to_toml(),
+            CheckpointError,
+        )
         loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
     if store is not None and not resumes:
-        (store.folder / ID_FILE).unlink(missing_ok=True)  # of an abandoned run, which a tracker that is added later would find
+        # of an abandoned run, which a tracker that is added later would find
+        (store.folder / ID_FILE).unlink(missing_ok=True)
     line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))
     step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
     if step:
         # earlier records with a later step belong to the interrupted run
         more = {"changed": changes} if changes else {}
-        write_record(loggers, {"step": step, "event": "resumed", **more, **({"source": source} if source else {})})
-        text = f"resumed step {step} from {source}" if source else f"resumed from step {step} of {None if store is None else store.folder}"
+        write_record(
+            loggers,
+            {"step": step, "event": "resumed", **more, **({"source": source} if source else {})},
+        )
+        text = (
+            f"resumed step {step} from {source}"
+            if source
+            else f"resumed from step {step} of {None if store is None else store.folder}"
+        )
         line = f"{text}{''.join(f'; {change}' for change in changes)}"
     elif began_before and store is not None:
-        write_record(loggers, {"step": 0, "event": "started again"})  # earlier records belong to the interrupted run
+        # earlier records belong to the interrupted run
+        write_record(loggers, {"step": 0, "event": "started again"})
         if resumes:
-            logging.getLogger("spmd").warning("the run in %s has no checkpoint: training starts again at step 0", store.folder)
+            logging.getLogger("spmd").warning(
+                "the run in %s has no checkpoint: training starts again at step 0", store.folder
+            )
     elif resumes and store is not None:  # perhaps another folder was meant
         line = f"{store.folder} holds no run to resume: a new one begins"
     if line:

@@ -1,6 +1,24 @@
 """Public names for callbacks; see `spmd.run.callbacks` and `spmd.inference.samples`."""
 
 from spmd.inference.samples import Sample, Samples
-from spmd.run.callbacks import Callback, CheckReplicas, Each, EarlyStopping, Info, StopAt, TerminateOnNaN
+from spmd.run.callbacks import (
+    Callback,
+    CheckReplicas,
+    Each,
+    EarlyStopping,
+    Info,
+    StopAt,
+    TerminateOnNaN,
+)
 
-__all__ = ["Callback", "CheckReplicas", "Each", "EarlyStopping", "Info", "Sample", "Samples", "StopAt", "TerminateOnNaN"]
+__all__ = [
+    "Callback",
+    "CheckReplicas",
+    "Each",
+    "EarlyStopping",
+    "Info",
+    "Sample",
+    "Samples",
+    "StopAt",
+    "TerminateOnNaN",
+]

@@ -1,6 +1,7 @@
 """Writes files atomically, with a last line that holds a checksum.
 
-The checksum reveals flipped bits, truncation and edits by hand; not tampering that also writes a new checksum.
+The checksum reveals flipped bits, truncation and edits by hand; not tampering that also writes a
+new checksum.
 """
 
 import contextlib
@@ -20,12 +21,14 @@ class DamagedFileError(Exception):
 
 
 def write(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace a file, and return when it is on disk; concurrent readers get the old content or the new.
+    """Replace a file, and return when it is on disk; concurrent readers get the old content or the
+    new.
 
     Args:
       path: the file.
       content: what `read` returns.
-      durable: False: do not wait for the disk. If the machine then loses its power, the file may be damaged, which `read` notices.
+      durable: False: do not wait for the disk. If the machine then loses its power, the file may be
+        damaged, which `read` notices.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,4 +1,6 @@
-"""Names that have changed: an old one still works for one release, with a warning that names the new one."""
+"""Names that have changed: an old one still works for one release, with a warning that names the
+new one.
+"""
 
 import warnings
 from typing import Any
@@ -13,11 +15,17 @@ def warn(old: str, new: str) -> None:
     >>> str(caught[0].message)
     'spmd: Plan.cures is now Plan.fixes; the old name will be removed in the next release.'
     """
-    warnings.warn(f"spmd: {old} is now {new}; the old name will be removed in the next release.", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"spmd: {old} is now {new}; the old name will be removed in the next release.",
+        FutureWarning,
+        stacklevel=3,
+    )
 
 
 def moved(module: dict[str, Any], names: dict[str, str]) -> Any:
-    """A module's `__getattr__` for old names of what it holds: `__getattr__ = moved(globals(), {"Old": "New"})`."""
+    """A module's `__getattr__` for old names of what it holds: `__getattr__ = moved(globals(),
+    {"Old": "New"})`.
+    """
 
     def find(name: str) -> Any:
         if name not in names:

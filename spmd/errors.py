@@ -9,7 +9,7 @@
     ├── DataError            the data cannot be split into batches for this mesh
     ├── CheckpointError      a checkpoint does not fit, or would be overwritten
     ├── ExportError          a model cannot be exported, or an exported folder cannot be read
-    ├── PretrainedError      a folder of weights cannot be read or written, or does not fit the model
+    ├── PretrainedError      a folder of weights cannot be read or written, or does not fit
     ├── EnsembleError        members do not match, or none has answered
     ├── CompileError         the compiler fails on a planned step, or takes too long
     ├── DeviceMemoryError    a step needs more memory than a device has
@@ -23,8 +23,8 @@
     ├── OptionError          an invalid argument of `fit`, `Trainer` or a callback
     └── MissingExtraError    an optional package is not installed (also an ImportError)
 
-All of them are raised before anything is compiled, except those about a run that has started: `DivergedError`, `CallbackError`,
-`ProcessError`, and `EnsembleError` about a request.
+All of them are raised before anything is compiled, except those about a run that has started:
+`DivergedError`, `CallbackError`, `ProcessError`, and `EnsembleError` about a request.
 """
 
 import contextlib
@@ -48,12 +48,15 @@ ALIKE = 3  # problems that differ only in their place and are each listed
 LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
 FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
 VALUE = 160  # the most characters of a value in an error
-_options: frozenset[str] = frozenset()  # arguments that the running command has as options; in Python none
+# arguments that the running command has as options; in Python none
+_options: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
 def options_of_command(names: Iterable[str]) -> Iterator[None]:
-    """Let `option` write these arguments as the options of a command, for all threads; none of them for a script that it runs."""
+    """Let `option` write these arguments as the options of a command, for all threads; none of them
+    for a script that it runs.
+    """
     global _options
     before, _options = _options, frozenset(names)
     try:
@@ -63,18 +66,28 @@ def options_of_command(names: Iterable[str]) -> Iterator[None]:
 
 
 def option(name: str, *values: object) -> str:
-    """An argument in an error, as its user writes it: in Python, or behind the command that is running.
+    """An argument in an error, as its user writes it: in Python, or behind the command that is
+    running.
 
     >>> option("batch_size", 8), option("field", quoted("prompt"), quoted("answer")), option("chat")
     ('batch_size=8', 'field=("prompt", "answer")', 'chat=')
     >>> with options_of_command(["batch_size", "field", "chat", "merge"]):
-    ...     option("batch_size", 8), option("field", quoted("prompt"), quoted("answer")), option("chat"), option("merge", True)
+    ...     (
+    ...         option("batch_size", 8),
+    ...         option("field", quoted("prompt"), quoted("answer")),
+    ...         option("chat"),
+    ...         option("merge", True),
+    ...     )
     ('--batch-size 8', '--field "prompt" --field "answer"', '--chat', '--merge')
     """
     if name in _options:
         flag = f"--{name.replace('_', '-')}"
         return " ".join(flag if value is True else f"{flag} {value}" for value in values) or flag
-    return f"{name}=({', '.join(map(str, values))})" if len(values) > 1 else f"{name}={''.join(map(str, values))}"
+    return (
+        f"{name}=({', '.join(map(str, values))})"
+        if len(values) > 1
+        else f"{name}={''.join(map(str, values))}"
+    )
 
 
 def quoted(value: object) -> str:
@@ -106,7 +119,15 @@ class SpmdError(Exception):
           fix: did you mean "fsdp"?
     """
 
-    def __init__(self, message: str = "", *, fix: str = "", summary: str = "", problems: Sequence["Problem"] = (), **where: Any):
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        fix: str = "",
+        summary: str = "",
+        problems: Sequence["Problem"] = (),
+        **where: Any,
+    ):
         super().__init__(bounded(f"{message}\n    fix: {fix}" if fix else message))
         self.message, self.fix, self.problems = bounded(message), fix, tuple(problems)
         headline = self.message.partition("\n")[0]
@@ -114,12 +135,16 @@ class SpmdError(Exception):
             first = self.problems[0]
             summary = f"{first.path or first.where}: {next(iter(first.why), headline)}"
         self.summary = summary or headline
-        self.path, self.rule, self.line, self.kind = (where.pop(name, None) for name in ("path", "rule", "line", "kind"))
+        self.path, self.rule, self.line, self.kind = (
+            where.pop(name, None) for name in ("path", "rule", "line", "kind")
+        )
         if where:
             raise TypeError(f"an error has no field {', '.join(where)}")
 
     def _render_traceback_(self) -> list[str]:
-        """Lines that IPython shows instead of its traceback: the same, with fixes in bold where it has colours."""
+        """Lines that IPython shows instead of its traceback: the same, with fixes in bold where it
+        has colours.
+        """
         shell: Any = sys.modules["IPython"].get_ipython()
         lines = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
         coloured = any("\033[" in line for line in lines)
@@ -155,15 +180,21 @@ class CheckpointError(SpmdError):
 
 
 class ExportError(SpmdError):
-    """A model cannot be exported, or a folder with one is damaged, of another format, or for other devices."""
+    """A model cannot be exported, or a folder with one is damaged, of another format, or for other
+    devices.
+    """
 
 
 class PretrainedError(SpmdError):
-    """A folder of weights is damaged or cannot be written, or a name map does not fit its tensors or the model."""
+    """A folder of weights is damaged or cannot be written, or a name map does not fit its tensors
+    or the model.
+    """
 
 
 class EnsembleError(SpmdError):
-    """Members of an ensemble do not match, do not support the request, or none of them answered in time."""
+    """Members of an ensemble do not match, do not support the request, or none of them answered in
+    time.
+    """
 
 
 class CompileError(SpmdError):
@@ -171,7 +202,9 @@ class CompileError(SpmdError):
 
 
 class DeviceMemoryError(SpmdError):
-    """A step, or the trials of a sweep, need more memory than a device has, according to the compiler."""
+    """A step, or the trials of a sweep, need more memory than a device has, according to the
+    compiler.
+    """
 
 
 class CodecError(SpmdError):
@@ -179,11 +212,15 @@ class CodecError(SpmdError):
 
 
 class CommunicationError(SpmdError):
-    """A transformation of `spmd.wire` is used where it cannot work, or with a state that is not its own."""
+    """A transformation of `spmd.wire` is used where it cannot work, or with a state that is not its
+    own.
+    """
 
 
 class ClusterError(SpmdError):
-    """The processes of a run cannot connect, or their settings differ: names them and both values. A restart does not help."""
+    """The processes of a run cannot connect, or their settings differ: names them and both values.
+    A restart does not help.
+    """
 
 
 class RendezvousTimeout(ClusterError):
@@ -191,11 +228,14 @@ class RendezvousTimeout(ClusterError):
 
 
 class CallbackError(SpmdError):
-    """A callback or a logger raises; names it, the method and the step. The original exception is its `__cause__`."""
+    """A callback or a logger raises; names it, the method and the step. The original exception is
+    its `__cause__`.
+    """
 
 
 class ProcessError(SpmdError):
-    """A process of `spmd.launch.run` fails, exits, or has a result that cannot be sent; includes its rank and traceback.
+    """A process of `spmd.launch.run` fails, exits, or has a result that cannot be sent; includes
+    its rank and traceback.
 
     Attributes:
       process: its rank; None if there are several.
@@ -224,11 +264,13 @@ class Problem:
 
     Attributes:
       also: a line about other places with the same problem; "" if there are none.
-      path: of the parameter, submodule or batch leaf; None if it is about none, like each of the following.
+      path: of the parameter, submodule or batch leaf; None if it is about none, like each of the
+        following.
       rule: the rule's number in its table, from 1.
       line: of the layout file.
-      kind: "unknown_key", "invalid_value", "unread_key", "unknown_axis", "repeated_axis", "no_match", "overlap", "no_rule",
-        "wrong_rank", "not_divisible", "unused_axis", "too_much_replicated", "conflict" or "unregistered".
+      kind: "unknown_key", "invalid_value", "unread_key", "unknown_axis", "repeated_axis",
+        "no_match", "overlap", "no_rule", "wrong_rank", "not_divisible", "unused_axis",
+        "too_much_replicated", "conflict" or "unregistered".
     """
 
     where: str
@@ -248,7 +290,9 @@ class Problem:
 
 
 def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
-    """The headline, the count, and every problem below it, separated by blank lines; many alike as one, and at most the first `SHOWN`."""
+    """The headline, the count, and every problem below it, separated by blank lines; many alike as
+    one, and at most the first `SHOWN`.
+    """
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     count = f"{count} ({note}):" if note else f"{count}:"
     shown = group_problems(problems)
@@ -257,7 +301,8 @@ def problems_text(headline: str, problems: Sequence[Problem], note: str = "") ->
 
 
 def group_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems, of which more than `ALIKE` that differ only in their place become one, which names the others by pattern.
+    """The problems, of which more than `ALIKE` that differ only in their place become one, which
+    names the others by pattern.
 
     >>> alike = [Problem(f"layers/{number}/w", ["is wrong."]) for number in range(12)]
     >>> print(group_problems(alike)[0])
@@ -273,19 +318,36 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
     for first, *others in groups.values():
         if len(others) < ALIKE or problems[first].also:
             continue
-        patterns = dict.fromkeys(re.sub(r"\d+", "*", problems[other].path or problems[other].where) for other in others)
+        patterns = dict.fromkeys(
+            re.sub(r"\d+", "*", problems[other].path or problems[other].where) for other in others
+        )
         fix, also = problems[first].fix, f"and {len(others)} more: {join_names(patterns, 4)}"
-        fix = fix if fix == problems[others[0]].fix else f"{fix.removesuffix('.')}; and so for the others."
+        fix = (
+            fix
+            if fix == problems[others[0]].fix
+            else f"{fix.removesuffix('.')}; and so for the others."
+        )
         shown[first] = dataclasses.replace(problems[first], also=also, fix=fix)
         for other in others:
             del shown[other]
     return list(shown.values())
 
 
-def raise_problems(error: type[SpmdError], headline: str, problems: Sequence[Problem], note: str = "", fix: str = "") -> None:
-    """Raise `error` with all problems at once, and a fix for all of them together; do nothing when there are none."""
+def raise_problems(
+    error: type[SpmdError],
+    headline: str,
+    problems: Sequence[Problem],
+    note: str = "",
+    fix: str = "",
+) -> None:
+    """Raise `error` with all problems at once, and a fix for all of them together; do nothing when
+    there are none.
+    """
     if problems:
-        values = {field: {getattr(problem, field) for problem in problems} for field in ("path", "rule", "line", "kind")}
+        values = {
+            field: {getattr(problem, field) for problem in problems}
+            for field in ("path", "rule", "line", "kind")
+        }
         common = {field: distinct.pop() for field, distinct in values.items() if len(distinct) == 1}
         text = problems_text(headline, problems, note)
         raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
@@ -298,7 +360,12 @@ def bounded(text: str) -> str:
     (1018, 'short')
     """
     text = "\n".join(_clipped(line, LINE) for line in str(text).split("\n"))
-    return text if len(text) <= TEXT + LINE else f"{text[: TEXT // 2]}\n  ... ({len(text) - TEXT:,} more characters)\n{text[-TEXT // 2 :]}"
+    return (
+        text
+        if len(text) <= TEXT + LINE
+        else f"{text[: TEXT // 2]}\n  ... ({len(text) - TEXT:,} more characters)\n"
+        f"{text[-TEXT // 2 :]}"
+    )
 
 
 def _clipped(text: str, most: int) -> str:
@@ -318,7 +385,11 @@ class _Short(reprlib.Repr):
         if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and x.shape:
             return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
         if callable(x) and hasattr(x, "__qualname__"):
-            return "a lambda" if x.__name__ == "<lambda>" else x.__qualname__.rpartition("<locals>.")[2]
+            return (
+                "a lambda"
+                if x.__name__ == "<lambda>"
+                else x.__qualname__.rpartition("<locals>.")[2]
+            )
         return super().repr1(x, level)
 
 
@@ -328,14 +399,25 @@ def short_repr(value: Any) -> str:
     >>> short_repr("fdsp"), short_repr(list(range(100))), short_repr(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
     """
-    return _clipped(re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE)
+    return _clipped(
+        re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE
+    )
 
 
-def check_integer(value: Any, name: str, least: int = 1, most: int | None = None, *, optional: bool = False) -> None:
-    """Raise `OptionError` unless `value` is an integer from `least` (to `most`), or None if it is optional."""
+def check_integer(
+    value: Any, name: str, least: int = 1, most: int | None = None, *, optional: bool = False
+) -> None:
+    """Raise `OptionError` unless `value` is an integer from `least` (to `most`), or None if it is
+    optional.
+    """
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least or (most is not None and not value <= most):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Integral)
+        or value < least
+        or (most is not None and not value <= most)
+    ):
         fix = f"a whole number from {least}{'' if most is None else f' to {most}'}."
         raise OptionError(f"{option(name, short_repr(value))}.", fix=fix)
 
@@ -347,7 +429,11 @@ def join_names(names: Iterable[str], most: int = 8) -> str:
     ('a, b', '0, 1, 2, ... (100 in all)')
     """
     names = list(names)
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])}, ... ({len(names)} in all)"
+    return (
+        ", ".join(names)
+        if len(names) <= most
+        else f"{', '.join(names[:most])}, ... ({len(names)} in all)"
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -360,23 +446,42 @@ def first_line(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """The last line of user code in an exception's traceback, formatted for an error; "" if there is none."""
-    libraries = (os.path.dirname(__file__), *sysconfig.get_paths().values(), sys.base_prefix + f"{os.sep}lib", "<frozen")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    """The last line of user code in an exception's traceback, formatted for an error; "" if there
+    is none.
+    """
+    libraries = (
+        os.path.dirname(__file__),
+        *sysconfig.get_paths().values(),
+        sys.base_prefix + f"{os.sep}lib",
+        "<frozen",
+    )
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(libraries)
+    ]
     return (
-        f"\n    in {frames[-1].filename.removeprefix(os.getcwd() + os.sep)}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        f"\n    in {frames[-1].filename.removeprefix(os.getcwd() + os.sep)}, line "
+        f"{frames[-1].lineno}: {frames[-1].line}"
+        if frames
+        else ""
     )
 
 
 @contextlib.contextmanager
 def raise_callback_errors(who: Callable[[], str]) -> Iterator[None]:
-    """Raise exceptions of a user's callback or logger as a `CallbackError` that names it; `SpmdError`s pass unchanged."""
+    """Raise exceptions of a user's callback or logger as a `CallbackError` that names it;
+    `SpmdError`s pass unchanged.
+    """
     try:
         yield
     except SpmdError:
         raise
     except Exception as error:
-        raise CallbackError(f"{who()} raises {first_line(error)}", fix="correct the line at which its traceback, above, ends.") from error
+        raise CallbackError(
+            f"{who()} raises {first_line(error)}",
+            fix="correct the line at which its traceback, above, ends.",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -385,16 +490,21 @@ def note_second_error(error: BaseException, failure: str) -> Iterator[None]:
     try:
         yield
     except Exception as second:
-        error.add_note(f"spmd: and {failure}: {type(second).__name__}: {getattr(second, 'message', second)}")
+        error.add_note(
+            f"spmd: and {failure}: {type(second).__name__}: {getattr(second, 'message', second)}"
+        )
 
 
 def printable(text: str, most: int = 2000) -> str:
-    r"""Text of another process, safe for a terminal: control characters escaped, at most `most` characters.
+    r"""Text of another process, safe for a terminal: control characters escaped, at most `most`
+    characters.
 
     >>> printable("a\x1b[31mred\nline")
     'a\\x1b[31mred\\nline'
     """
-    escaped = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most])
+    escaped = "".join(
+        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most]
+    )
     return escaped + (f"… ({len(text) - most} more)" if len(text) > most else "")
 
 
@@ -451,11 +561,14 @@ def import_extra(module: str, extra: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{module} is not installed.", fix=f"{how_to_install(extra)}.") from error
+        raise MissingExtraError(
+            f"{module} is not installed.", fix=f"{how_to_install(extra)}."
+        ) from error
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra, from a checkout: the package is not published under this name.
+    """The command that installs an extra, from a checkout: the package is not published under this
+    name.
 
     >>> how_to_install("export")
     "in the checkout of spmd: pip install '.[export]'"
@@ -468,4 +581,6 @@ def pip_install(extra: str) -> str:
     return f"pip install '.[{extra}]'"
 
 
-__getattr__ = moved(globals(), {"RoomError": "DeviceMemoryError", "AbsentError": "RendezvousTimeout"})
+__getattr__ = moved(
+    globals(), {"RoomError": "DeviceMemoryError", "AbsentError": "RendezvousTimeout"}
+)

@@ -1,4 +1,6 @@
-"""Finds arrays on a mesh with explicit axes that functions close over: JAX refuses to compute with them elsewhere."""
+"""Finds arrays on a mesh with explicit axes that functions close over: JAX refuses to compute with
+them elsewhere.
+"""
 
 import functools
 import inspect
@@ -17,13 +19,25 @@ from spmd.tree import describe
 
 MOST_OBJECTS = 20_000  # looked at
 MOST_PARTS = 1_000  # of one object
-LEAVES = str | bytes | int | float | complex | np.ndarray | types.ModuleType | types.BuiltinFunctionType | None
+LEAVES = (
+    str
+    | bytes
+    | int
+    | float
+    | complex
+    | np.ndarray
+    | types.ModuleType
+    | types.BuiltinFunctionType
+    | None
+)
 
 
 def closed_over(roots: Iterable[Any]) -> list[str]:
-    """Arrays on a mesh with explicit axes that functions among these objects, or inside of them, close over or use as globals: name, shape,
-    and the function. Arrays that are no part of a function, such as a model's, are not among them. At most `MOST_OBJECTS` objects are
-    looked at, those nearest to the roots first, and `MOST_PARTS` of each; one that fails as it is looked at is passed over.
+    """Arrays on a mesh with explicit axes that functions among these objects, or inside of them,
+    close over or use as globals: name, shape, and the function. Arrays that are no part of a
+    function, such as a model's, are not among them. At most `MOST_OBJECTS` objects are looked at,
+    those nearest to the roots first, and `MOST_PARTS` of each; one that fails as it is looked at is
+    passed over.
 
     >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     >>> weights = jax.device_put(jax.numpy.ones(4), NamedSharding(mesh, jax.P()))
@@ -39,7 +53,9 @@ def closed_over(roots: Iterable[Any]) -> list[str]:
     while waiting:
         name, function, value = waiting.popleft()
         try:
-            if isinstance(value, LEAVES) or (id(value) in seen and not isinstance(value, jax.Array)):
+            if isinstance(value, LEAVES) or (
+                id(value) in seen and not isinstance(value, jax.Array)
+            ):
                 continue
             seen.add(id(value))
             kept.append(value)  # so that no other object gets its number
@@ -49,19 +65,26 @@ def closed_over(roots: Iterable[Any]) -> list[str]:
                 waiting += parts
             elif function and _is_explicit(value):
                 found.setdefault(id(value), f"{name} {describe(value)}, in {function}")
-        except Exception:  # of a user's object: the error that is being explained matters, not this one
+        except Exception:
+            # of a user's object: the error that is being explained matters, not this one
             continue
     return list(found.values())
 
 
 def _is_explicit(array: jax.Array) -> bool:
-    return isinstance(array.sharding, NamedSharding) and AxisType.Explicit in array.sharding.mesh.axis_types
+    return (
+        isinstance(array.sharding, NamedSharding)
+        and AxisType.Explicit in array.sharding.mesh.axis_types
+    )
 
 
 def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """What an object has: names, the function that holds it or "", and the values."""
     if isinstance(value, types.FunctionType):
-        place = f"{value.__qualname__} ({Path(value.__code__.co_filename).name}:{value.__code__.co_firstlineno})"
+        place = (
+            f"{value.__qualname__} "
+            f"({Path(value.__code__.co_filename).name}:{value.__code__.co_firstlineno})"
+        )
         yield from ((each, place, part) for each, part in _variables(value))
     elif isinstance(value, types.MethodType):
         yield name, function, value.__func__
@@ -69,18 +92,27 @@ def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any
     elif isinstance(value, functools.partial):
         inside = getattr(value.func, "__qualname__", "functools.partial")
         yield name, function, value.func
-        yield from ((f"argument {number}", inside, part) for number, part in enumerate(value.args, 1))
+        yield from (
+            (f"argument {number}", inside, part) for number, part in enumerate(value.args, 1)
+        )
         yield from ((each, inside, part) for each, part in value.keywords.items())
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", function, part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{number}]", function, part) for number, part in enumerate(value))
     elif isinstance(value, type):
-        yield from ((name, function, part) for part in list(vars(value).values()) if isinstance(part, types.FunctionType))
+        yield from (
+            (name, function, part)
+            for part in list(vars(value).values())
+            if isinstance(part, types.FunctionType)
+        )
     else:
-        wrapped = inspect.getattr_static(value, "__wrapped__", None)  # of jax.jit and the like; no `__getattr__` is called
+        # of jax.jit and the like; no `__getattr__` is called
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
         yield from () if wrapped is None else ((name, function, wrapped),)
-        yield from ((f"{name}.{key}", function, part) for key, part in list(_attributes(value).items()))
+        yield from (
+            (f"{name}.{key}", function, part) for key, part in list(_attributes(value).items())
+        )
         yield name, function, type(value)  # the methods' globals
 
 
@@ -100,9 +132,13 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # not set yet
             continue
     defaults = function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from zip(
+        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True
+    )
     yield from (function.__kwdefaults__ or {}).items()
-    yield from ((name, function.__globals__[name]) for name in _named(code) if name in function.__globals__)
+    yield from (
+        (name, function.__globals__[name]) for name in _named(code) if name in function.__globals__
+    )
 
 
 def _named(code: types.CodeType) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""What dataclasses that a layout file spells share: types of fields, checks of what a program passes, and conflicts between keys."""
+"""What dataclasses that a layout file spells share: types of fields, checks of what a program
+passes, and conflicts between keys.
+"""
 
 import dataclasses
 import json
@@ -12,7 +14,8 @@ PLAIN = (str, int, float, bool, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Conflict:
-    """Keys that contradict each other: at which key, or in which rule (from 0), why, a fix, and the problem's kind.
+    """Keys that contradict each other: at which key, or in which rule (from 0), why, a fix, and the
+    problem's kind.
 
     A key of another table than the one that is checked includes its table: "gradients.codec".
     """
@@ -25,13 +28,17 @@ class Conflict:
 
 
 def plain_types(field: dataclasses.Field) -> tuple[Any, ...]:
-    """The types that a field declares, if all its values are words, numbers or switches; () for lists and tables."""
+    """The types that a field declares, if all its values are words, numbers or switches; () for
+    lists and tables.
+    """
     declared = field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
     return declared if all(kind in PLAIN for kind in declared) else ()
 
 
 def is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a value has one of these types; a whole number is a float, True is not a whole number."""
+    """Whether a value has one of these types; a whole number is a float, True is not a whole
+    number.
+    """
     accepted = (*kinds, int) if float in kinds else kinds
     return isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
 
@@ -51,7 +58,9 @@ def check_types(declared: Any) -> None:
 def wrong_type(declared: Any, name: str, wanted: str) -> OptionError:
     """The error for a field whose value has the wrong type."""
     value = getattr(declared, name)
-    return OptionError(f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}.", fix=f"{wanted}.")
+    return OptionError(
+        f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}.", fix=f"{wanted}."
+    )
 
 
 def as_rules(declared: Any, name: str, kind: type) -> None:
@@ -63,7 +72,10 @@ def as_rules(declared: Any, name: str, kind: type) -> None:
     value, owner = getattr(declared, name), type(declared).__name__
     if not isinstance(value, tuple | list) or not all(isinstance(rule, kind) for rule in value):
         known = f"{name}=(spmd.{kind.__name__}(...),)"
-        raise OptionError(f"{owner}: {name}={short_repr(value)}.", fix=f"a tuple of spmd.{kind.__name__}, such as {known}.")
+        raise OptionError(
+            f"{owner}: {name}={short_repr(value)}.",
+            fix=f"a tuple of spmd.{kind.__name__}, such as {known}.",
+        )
     object.__setattr__(declared, name, tuple(value))
 
 
@@ -80,11 +92,17 @@ def names(value: Any) -> tuple[str, ...]:
 
 
 def changed_values(table: Any) -> dict[str, Any]:
-    """The keys of a table that differ from their defaults, without rules; options of a codec are keys of its table."""
+    """The keys of a table that differ from their defaults, without rules; options of a codec are
+    keys of its table.
+    """
     of_codec = hasattr(table, "codec")
     beside = ("options", "rules") if of_codec else ("rules",)
     keys = [field for field in dataclasses.fields(table) if field.name not in beside]
-    changed = {field.name: getattr(table, field.name) for field in keys if getattr(table, field.name) != field.default}
+    changed = {
+        field.name: getattr(table, field.name)
+        for field in keys
+        if getattr(table, field.name) != field.default
+    }
     return {**changed, **(dict(table.options) if of_codec else {})}
 
 

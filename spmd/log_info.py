@@ -5,7 +5,8 @@ import sys
 
 
 def log_info(text: str) -> None:
-    """Log a line at INFO. Unless the logger "spmd" was given a level, it is shown where warnings are, as Python shows only these.
+    """Log a line at INFO. Unless the logger "spmd" was given a level, it is shown where warnings
+    are, as Python shows only these.
 
     >>> logging.getLogger("spmd").setLevel(logging.ERROR)
     >>> log_info("resumed from step 4")

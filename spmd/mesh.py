@@ -34,7 +34,8 @@ from spmd.xla import simulate_cpus
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHOWN = 8  # arrays in an error
 _DATA = ("data", "eval_data")  # arguments that may be large, and that JAX traces nothing of
-_EXPLICIT = re.compile(r"axis_types=\([^)]*\bExplicit\b|\{Explicit: |\w\[[\w,@]*\w@\w")  # of a mesh, or of a type such as f32[8@data,4]
+# of a mesh, or of a type such as f32[8@data,4]
+_EXPLICIT = re.compile(r"axis_types=\([^)]*\bExplicit\b|\{Explicit: |\w\[[\w,@]*\w@\w")
 _NO_MESH = Mesh(np.empty((), object), ())
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +43,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Axis names and sizes, outermost first. One size may be -1: it takes the devices that are left.
+    """Axis names and sizes, outermost first. One size may be -1: it takes the devices that are
+    left.
 
     Args:
       axes: pairs of name and size.
@@ -56,10 +58,12 @@ class MeshSpec:
 
     @staticmethod
     def parse(value: "str | Mapping[str, int] | Mesh | AbstractMesh | MeshSpec") -> "MeshSpec":
-        """Read `"data=4,model=2"`, `{"data": 4, "model": 2}`, a mesh of jax, with devices or without, or a `MeshSpec`.
+        """Read `"data=4,model=2"`, `{"data": 4, "model": 2}`, a mesh of jax, with devices or
+        without, or a `MeshSpec`.
 
         Raises:
-          MeshError: a word that is not NAME=SIZE, a repeated axis, a size below 1 that is not the one -1.
+          MeshError: a word that is not NAME=SIZE, a repeated axis, a size below 1 that is not the
+            one -1.
         """
         if isinstance(value, MeshSpec):
             return value
@@ -71,7 +75,8 @@ class MeshSpec:
             pairs = list(value.items())
         else:
             raise MeshError(
-                f"{option('mesh', short_repr(value))} is {type_name(value)}.", fix='write "data=4,model=2", a dict, or a jax Mesh.'
+                f"{option('mesh', short_repr(value))} is {type_name(value)}.",
+                fix='write "data=4,model=2", a dict, or a jax Mesh.',
             )
         return MeshSpec(_checked(pairs))
 
@@ -95,30 +100,43 @@ class MeshSpec:
         known = math.prod(size for _, size in self.axes if size != -1)
         free = any(size == -1 for _, size in self.axes)
         if free and devices % known == 0:
-            return MeshSpec(tuple((name, devices // known if size == -1 else size) for name, size in self.axes))
+            return MeshSpec(
+                tuple((name, devices // known if size == -1 else size) for name, size in self.axes)
+            )
         if free:
-            why = f"{_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be filled"
+            why = (
+                f"{_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be "
+                "filled"
+            )
             raise MeshError(f"mesh {self}: {why}.", fix=f"{self._fix(known, devices)}.")
         if known != devices:
             product = " * ".join(f"{name}({size})" for name, size in self.axes)
-            why = f"{product} = {known}, but there {'is' if devices == 1 else 'are'} {_devices(devices)}"
+            why = (
+                f"{product} = {known}, but there {'is' if devices == 1 else 'are'} "
+                f"{_devices(devices)}"
+            )
             fix = self._fix(known, devices)
             if known < devices:
                 why += f": {devices - known} would be left unused"
-                fix += in_python(f', or to use only some devices, mesh=spmd.make_mesh("{self}", devices=jax.devices()[:{known}])')
+                fix += in_python(
+                    f', or to use only some devices, mesh=spmd.make_mesh("{self}", '
+                    f"devices=jax.devices()[:{known}])"
+                )
             raise MeshError(f"mesh {self}: {why}.", fix=f"{fix}.")
         return self
 
     def _fix(self, known: int, devices: int) -> str:
         """The nearest mesh; on a CPU there can be as many devices as are wanted."""
         simulate = in_python(
-            f"spmd.simulate_devices({known}) before JAX is first used", f"XLA_FLAGS=--xla_force_host_platform_device_count={known}"
+            f"spmd.simulate_devices({known}) before JAX is first used",
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={known}",
         )
         more = f"; on a CPU, {simulate}" if devices < known else ""
         return f"{option('mesh', quoted(self.nearest(devices)))}{more}"
 
     def nearest(self, devices: int) -> "MeshSpec":
-        """The mesh with these axes that uses all devices and whose sizes are nearest to these; a size of -1 stays -1.
+        """The mesh with these axes that uses all devices and whose sizes are nearest to these; a
+        size of -1 stays -1.
 
         >>> print(MeshSpec.parse("data=4,model=2").nearest(6))
         data=3, model=2
@@ -126,7 +144,9 @@ class MeshSpec:
         left, free = devices, -1 in self.sizes.values()
         axes: list[tuple[str, int]] = []
         for name, size in reversed(self.axes if free else self.axes[1:]):
-            fits = -1 if size == -1 else max(n for n in range(1, min(size, left) + 1) if left % n == 0)
+            fits = (
+                -1 if size == -1 else max(n for n in range(1, min(size, left) + 1) if left % n == 0)
+            )
             left //= abs(fits)
             axes.insert(0, (name, fits))
         return MeshSpec(tuple(axes if free else [(self.axes[0][0], left), *axes]))
@@ -142,7 +162,10 @@ def _devices(count: int) -> str:
 def _pair(word: str, text: str) -> tuple[str, int]:
     name, equals, size = (part.strip() for part in word.partition("="))
     if not equals or not re.fullmatch(r"-?\d+", size):
-        raise MeshError(f'mesh "{text}": "{word.strip()}" is not NAME=SIZE.', fix='write it like "data=4,model=2".')
+        raise MeshError(
+            f'mesh "{text}": "{word.strip()}" is not NAME=SIZE.',
+            fix='write it like "data=4,model=2".',
+        )
     return name, int(size)
 
 
@@ -153,26 +176,40 @@ def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
     names = [name for name, _ in pairs]
     for name, size in pairs:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise MeshError(f"mesh {text}: {name!r} is not an axis name.", fix="letters, digits and underscores.")
+            raise MeshError(
+                f"mesh {text}: {name!r} is not an axis name.",
+                fix="letters, digits and underscores.",
+            )
         if names.count(name) > 1:
             raise MeshError(f'mesh {text}: axis "{name}" is named twice.', fix="every name once.")
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
-            raise MeshError(f'mesh {text}: axis "{name}" has size {size!r}.', fix="a whole number from 1, or one -1.")
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int | np.integer)
+            or (size < 1 and size != -1)
+        ):
+            raise MeshError(
+                f'mesh {text}: axis "{name}" has size {size!r}.',
+                fix="a whole number from 1, or one -1.",
+            )
     if sum(size == -1 for _, size in pairs) > 1:
         raise MeshError(f"mesh {text}: more than one -1.", fix="give all sizes but one.")
     return tuple((name, int(size)) for name, size in pairs)
 
 
 @trims_tracebacks
-def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *, devices: Sequence | None = None) -> Mesh:
+def make_mesh(
+    spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None,
+    *,
+    devices: Sequence | None = None,
+) -> Mesh:
     """A `jax.sharding.Mesh` that uses every device given, axes outermost first.
 
-    Devices are taken in order of their process, so the outermost axes are the ones that cross hosts and the
-    innermost stay within one. On TPU, jax's own placement for the torus is used.
+    Devices are taken in order of their process, so the outermost axes are the ones that cross hosts
+    and the innermost stay within one. On TPU, jax's own placement for the torus is used.
 
     Args:
-      spec: `"data=4,model=2"`, a dict, a `MeshSpec`, a ready `Mesh` (taken as it is, on the devices it names), or None: every device
-        on the axis `data`.
+      spec: `"data=4,model=2"`, a dict, a `MeshSpec`, a ready `Mesh` (taken as it is, on the devices
+        it names), or None: every device on the axis `data`.
       devices: the devices to use; all of `jax.devices()` by default.
 
     Returns:
@@ -186,7 +223,11 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
       ('data',)
     """
     if isinstance(spec, Mesh):
-        return spec if all(kind == AxisType.Auto for kind in spec.axis_types) else Mesh(spec.devices, spec.axis_names)
+        return (
+            spec
+            if all(kind == AxisType.Auto for kind in spec.axis_types)
+            else Mesh(spec.devices, spec.axis_names)
+        )
     devices = list(jax.devices() if devices is None else devices)
     resolved = MeshSpec.parse(spec if spec is not None else {"data": -1}).resolve(len(devices))
     shape = tuple(resolved.sizes.values())
@@ -195,14 +236,17 @@ def make_mesh(spec: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None, *
 
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:
-        grid = np.array(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
+        grid = np.array(
+            sorted(devices, key=lambda device: (device.process_index, device.id))
+        ).reshape(shape)
     return Mesh(grid, resolved.names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
-    """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays are, and a mesh that is set would
-    say so, too, for every operation. Where JAX fails on arrays that were made under one with explicit axes, a `MeshError` names them.
-    Public functions are decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
+    """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays
+    are, and a mesh that is set would say so, too, for every operation. Where JAX fails on arrays
+    that were made under one with explicit axes, a `MeshError` names them. Public functions are
+    decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
 
     Args:
       default: the mesh that is set is the function's argument `mesh`, where none is given.
@@ -223,7 +267,8 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
                 mesh = jax.sharding.get_mesh()
             except ValueError:  # inside of `jax.jit`, where it cannot be changed
                 return function(*arguments, **options)
-            if default and options.get("mesh") is None and not mesh.empty:  # as it is under `use_abstract_mesh`
+            # as it is under `use_abstract_mesh`
+            if default and options.get("mesh") is None and not mesh.empty:
                 options["mesh"] = mesh
             is_set = not jax.sharding.get_abstract_mesh().empty
             try:
@@ -240,9 +285,15 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     return wrap
 
 
-def _explained(error: Exception, function: Callable[..., Any], arguments: tuple, options: dict[str, Any]) -> MeshError | None:
-    """An error that names the arrays with explicit axes that functions among the arguments close over, if JAX failed on such axes."""
-    if isinstance(error, SpmdError) and not isinstance(error, CompileError | LossError | OptimizerError):
+def _explained(
+    error: Exception, function: Callable[..., Any], arguments: tuple, options: dict[str, Any]
+) -> MeshError | None:
+    """An error that names the arrays with explicit axes that functions among the arguments close
+    over, if JAX failed on such axes.
+    """
+    if isinstance(error, SpmdError) and not isinstance(
+        error, CompileError | LossError | OptimizerError
+    ):
         return None
     root = error
     while root.__cause__ is not None and isinstance(root.__cause__, Exception):
@@ -258,8 +309,14 @@ def _explained(error: Exception, function: Callable[..., Any], arguments: tuple,
     if not arrays:
         return None
     listed = "".join(f"\n    {array}" for array in arrays[:SHOWN])
-    why = f"arrays were made under a mesh with explicit axes, and JAX computes with them only there:{listed}\n    {said}"
-    fix = "make them where no mesh is set with jax.set_mesh; there jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
+    why = (
+        "arrays were made under a mesh with explicit axes, and JAX computes with them only "
+        f"there:{listed}\n    {said}"
+    )
+    fix = (
+        "make them where no mesh is set with jax.set_mesh; there "
+        "jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
+    )
     return MeshError(why, fix=fix)
 
 
@@ -272,19 +329,23 @@ def _names_explicit_axes(error: Exception) -> bool:
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
     """A mesh of these sizes with no devices: programs can be traced for it, and not run."""
-    return AbstractMesh(tuple(spec.sizes.values()), spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
+    return AbstractMesh(
+        tuple(spec.sizes.values()), spec.names, axis_types=(AxisType.Auto,) * len(spec.axes)
+    )
 
 
 def simulate_devices(count: int) -> None:
     """Make this process see `count` CPU devices, for a notebook, a test or a script on a laptop.
 
-    Call it before anything asks JAX for a device. Calling it again with the number there already is does nothing.
+    Call it before anything asks JAX for a device. Calling it again with the number there already is
+    does nothing.
 
     Args:
       count: devices of this process.
 
     Raises:
-      MeshError: JAX has started with another number of devices; it cannot be changed in a running process.
+      MeshError: JAX has started with another number of devices; it cannot be changed in a running
+        process.
 
     Example:
       >>> simulate_devices(8)
@@ -292,17 +353,27 @@ def simulate_devices(count: int) -> None:
       8
     """
     if count < 1:
-        raise MeshError(f"simulate_devices({count}): at least one device is needed.", fix="such as spmd.simulate_devices(8).")
+        raise MeshError(
+            f"simulate_devices({count}): at least one device is needed.",
+            fix="such as spmd.simulate_devices(8).",
+        )
     try:
-        if not jax.distributed.is_initialized():  # the launcher has set the devices of each process; the total is checked below
+        # the launcher has set the devices of each process; the total is checked below
+        if not jax.distributed.is_initialized():
             simulate_cpus(count)
     except RuntimeError:
         pass  # JAX has started: what counts is what it started with
     devices = jax.devices()
     if len(devices) != count or devices[0].platform != "cpu":
         kind = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
-        fix = "call it first, right after `import spmd`; in a notebook, restart the kernel and run it in the first cell."
-        raise MeshError(f"simulate_devices({count}) comes too late: JAX has already started with {kind}.", fix=fix)
+        fix = (
+            "call it first, right after `import spmd`; in a notebook, restart the kernel and run "
+            "it in the first cell."
+        )
+        raise MeshError(
+            f"simulate_devices({count}) comes too late: JAX has already started with {kind}.",
+            fix=fix,
+        )
 
 
 def axis_problem(axis: str, mesh: MeshSpec) -> tuple[list[str], str] | None:

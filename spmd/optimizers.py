@@ -5,4 +5,13 @@ from spmd.train.optimizer_metrics import GradientNorm, measure_norm
 from spmd.train.spike_skip import SpikeSkip, skip_spikes
 from spmd.train.weight_average import WeightAverage, average_weights
 
-__all__ = ["GradientNorm", "LossScale", "SpikeSkip", "WeightAverage", "average_weights", "measure_norm", "scale_loss", "skip_spikes"]
+__all__ = [
+    "GradientNorm",
+    "LossScale",
+    "SpikeSkip",
+    "WeightAverage",
+    "average_weights",
+    "measure_norm",
+    "scale_loss",
+    "skip_spikes",
+]

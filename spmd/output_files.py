@@ -1,4 +1,5 @@
-"""Writes files so that they are complete and on disk when a function returns, and errors of the disk, here also of reading, name the file.
+"""Writes files so that they are complete and on disk when a function returns, and errors of the
+disk, here also of reading, name the file.
 
 The system's own errors do so only where a file is opened.
 """
@@ -39,7 +40,9 @@ class OutputFile(io.FileIO):
     """A file without a buffer, whose errors name it."""
 
     def write(self, content: Any) -> int:
-        """Write a part of the bytes, and return how many; `write_at`, or the buffer of `open_output`, writes all of them."""
+        """Write a part of the bytes, and return how many; `write_at`, or the buffer of
+        `open_output`, writes all of them.
+        """
         with name_errors(self.name):
             return super().write(content)
 
@@ -54,8 +57,12 @@ class OutputFile(io.FileIO):
             super().close()
 
 
-def open_output(path: Path, mode: str = "wb", opener: Callable[[str, int], int] | None = None) -> io.BufferedWriter:
-    """The open file of a path, for writing bytes with a buffer; its errors, also those of the last flush, name the path."""
+def open_output(
+    path: Path, mode: str = "wb", opener: Callable[[str, int], int] | None = None
+) -> io.BufferedWriter:
+    """The open file of a path, for writing bytes with a buffer; its errors, also those of the last
+    flush, name the path.
+    """
     return io.BufferedWriter(OutputFile(path, mode, opener=opener))
 
 
@@ -66,7 +73,8 @@ def sync(path: Path) -> None:
         try:
             os.fsync(file)
         except OSError as error:
-            if error.errno != errno.EINVAL or not path.is_dir():  # which says that this file system has no such call for folders
+            # which says that this file system has no such call for folders
+            if error.errno != errno.EINVAL or not path.is_dir():
                 raise
         finally:
             os.close(file)
@@ -80,13 +88,15 @@ def sync_tree(folder: Path) -> None:
     """
     for parent, _, names in os.walk(folder, topdown=False):
         for path in (*(Path(parent) / name for name in names), Path(parent)):
-            with contextlib.suppress(FileNotFoundError):  # another host of the run has removed a temporary file
+            # another host of the run has removed a temporary file
+            with contextlib.suppress(FileNotFoundError):
                 sync(path)
     sync(folder.parent)
 
 
 def publish(working: Path, target: Path) -> None:
-    """Give a finished folder its name, in place of an empty folder; a loss of power leaves all of it, or none.
+    """Give a finished folder its name, in place of an empty folder; a loss of power leaves all of
+    it, or none.
 
     Raises:
       OSError: the disk did not take a part of it.
@@ -97,7 +107,8 @@ def publish(working: Path, target: Path) -> None:
 
 
 def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
-    """Write all of some bytes into an open file, from an offset on: a disk that is almost full takes a part of them, without an error.
+    """Write all of some bytes into an open file, from an offset on: a disk that is almost full
+    takes a part of them, without an error.
 
     Raises:
       OSError: they cannot all be written; it names `path`.

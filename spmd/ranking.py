@@ -1,4 +1,6 @@
-"""The order of scores: of checkpoints, of checks of early stopping, and of the trials of a sweep."""
+"""The order of scores: of checkpoints, of checks of early stopping, and of the trials of a
+sweep.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +17,8 @@ def rank(score: float, mode: str) -> tuple[bool, float]:
 
 
 def best(scores: Mapping[int, float], count: int, mode: str) -> list[int]:
-    """The numbers with the best scores, such as steps or trials, in the order of their scores; of equals the smallest number.
+    """The numbers with the best scores, such as steps or trials, in the order of their scores; of
+    equals the smallest number.
 
     >>> best({10: 1.0, 20: 5.0, 30: float("nan"), 40: 5.0}, 2, "max")
     [20, 40]

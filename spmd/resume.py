@@ -9,10 +9,24 @@ import jax
 
 from spmd.data.work_assignment import Position
 from spmd.distributed.watchdog import current
-from spmd.errors import CheckpointError, OptionError, Problem, option, problems_text, quoted, raise_problems
+from spmd.errors import (
+    CheckpointError,
+    OptionError,
+    Problem,
+    option,
+    problems_text,
+    quoted,
+    raise_problems,
+)
 from spmd.run.changed_data import resumed_position
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.checkpoint_reader import data_changes, is_hashed, option_changes, saved_numbers, saved_position
+from spmd.run.checkpoint_reader import (
+    data_changes,
+    is_hashed,
+    option_changes,
+    saved_numbers,
+    saved_position,
+)
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
@@ -22,7 +36,8 @@ from spmd.run.time_account import TimeAccount
 from spmd.train.state import place_copy, seed_data
 from spmd.trainer import Trainer
 
-CHANGED_DATA = "changed_data"  # fit(resume=...): resume although the data, its batches or its order have changed
+# fit(resume=...): resume although the data, its batches or its order have changed
+CHANGED_DATA = "changed_data"
 
 
 def wants_resume(resume: bool | str) -> bool:
@@ -32,38 +47,65 @@ def wants_resume(resume: bool | str) -> bool:
       OptionError: it is neither a bool nor "changed_data".
     """
     if not isinstance(resume, bool) and resume != CHANGED_DATA:
-        fix = f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its order have changed.'
+        fix = (
+            f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its order '
+            "have changed."
+        )
         raise OptionError(f"resume={resume!r}", fix=fix)
     return bool(resume)
 
 
-def open_store(config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool) -> CheckpointStore | None:
-    """The run's checkpoints. Existing ones are resumed or are an error; they are never overwritten."""
+def open_store(
+    config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool
+) -> CheckpointStore | None:
+    """The run's checkpoints. Existing ones are resumed or are an error; they are never
+    overwritten.
+    """
     watch = current()
-    watch.record_progress("compile", 0)  # from here on all processes run in step, and waiting for each other has a time limit
+    # from here on all processes run in step, and waiting for each other has a time limit
+    watch.record_progress("compile", 0)
     opened.callback(watch.record_progress, "script", 0)
     if config is None:
         if resume:
-            raise OptionError("resume=True without a checkpoint folder.", fix=f"{option('checkpoint', quoted('runs/name'))}.")
+            raise OptionError(
+                "resume=True without a checkpoint folder.",
+                fix=f"{option('checkpoint', quoted('runs/name'))}.",
+            )
         return None
     store = CheckpointStore(config)
     opened.callback(store.release)
     if store.latest() is not None and not resume:
         fix = "resume=True to continue it, or another folder."
-        raise CheckpointError(f"{store.folder} already holds a run, up to step {store.latest()}.", fix=fix)
+        raise CheckpointError(
+            f"{store.folder} already holds a run, up to step {store.latest()}.", fix=fix
+        )
     return store
 
 
 def open_checkpoints_in_memory(
-    config: Checkpoint | None, store: CheckpointStore | None, trainer: Trainer, opened: contextlib.ExitStack, *, resume: bool
+    config: Checkpoint | None,
+    store: CheckpointStore | None,
+    trainer: Trainer,
+    opened: contextlib.ExitStack,
+    *,
+    resume: bool,
 ) -> MemoryCheckpoints | None:
-    """The run's checkpoints in memory, if it makes any. Without `resume`, those of an earlier run in the same folder are forgotten."""
+    """The run's checkpoints in memory, if it makes any. Without `resume`, those of an earlier run
+    in the same folder are forgotten.
+    """
     if config is None or store is None:
         return None
     if config.memory_every is None:
         latest = store.latest()
-        if resume and jax.process_index() == 0 and (step := newest_step(store.folder)) > (-1 if latest is None else latest):
-            why = "step %d of this run is in memory, and is not used: Checkpoint has no memory_every. The next save forgets it."
+        if (
+            resume
+            and jax.process_index() == 0
+            and (step := newest_step(store.folder)) > (-1 if latest is None else latest)
+        ):
+            why = (
+                "step %d of this run is in memory, and is not used: Checkpoint has no "
+                "memory_every. The next save forgets it."
+            )
             logging.getLogger("spmd").warning(why, step)
         return None
     memory = open_memory(config.memory_folder, store.folder, trainer.abstract_state, resume=resume)
@@ -75,9 +117,15 @@ def open_checkpoints_in_memory(
 def _newest(
     store: CheckpointStore, memory: MemoryCheckpoints | None, meta: dict[str, Any]
 ) -> tuple[int | None, dict[int, str], MemoryState | None]:
-    """The newest undamaged step on disk, what is wrong with each newer one, and a state in memory that is newer, if there is one."""
+    """The newest undamaged step on disk, what is wrong with each newer one, and a state in memory
+    that is newer, if there is one.
+    """
     latest = store.latest()
-    in_memory = None if memory is None else newest_in_memory(memory, meta, after=-1 if latest is None else latest)
+    in_memory = (
+        None
+        if memory is None
+        else newest_in_memory(memory, meta, after=-1 if latest is None else latest)
+    )
     if in_memory is not None:
         return latest, {}, in_memory  # a later save finds out whether the disk's is damaged
     step, damaged = store.newest_intact()
@@ -95,10 +143,12 @@ def start(
     *,
     changed_data: bool,
 ) -> StartPoint:
-    """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or step 0 if there is none.
+    """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or
+    step 0 if there is none.
 
     Raises:
-      CheckpointError: the data differs from the saved run's, or comes in other batches or another order, without `changed_data`.
+      CheckpointError: the data differs from the saved run's, or comes in other batches or another
+        order, without `changed_data`.
     """
     start_point = None
     if store is not None and (store.latest() is not None or memory is not None):
@@ -123,7 +173,10 @@ def _restore(
     on_disk, damaged, in_memory = _newest(store, memory, meta)
     if on_disk is None and in_memory is None and damaged:
         problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
-        fix = f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
+        fix = (
+            f"use another copy of the folder, or remove {store.folder}/checkpoints to start at "
+            "step 0."
+        )
         text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
         raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
     step = on_disk if in_memory is None else in_memory.step
@@ -139,36 +192,65 @@ def _restore(
     if alone and changed_data:
         position, data = Position(), now
     else:
-        position, data = saved_position(saved, step, store, f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.')
+        position, data = saved_position(
+            saved,
+            step,
+            store,
+            f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.',
+        )
     problems = data_changes(data, now)
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
     of_order = [problem for name, problem in problems.items() if not name.startswith("contents")]
     if of_order and not changed_data:
         keeps = "which keeps weights, optimizer and step, and says what of the order is lost"
         of_order[-1] = dataclasses.replace(
-            of_order[-1], fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.'
+            of_order[-1],
+            fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.',
         )
         raise_problems(CheckpointError, headline, of_order)
     if is_hashed(now) and not is_hashed(data):
-        changes.append("the checkpoint has no hash of its data, so the contents of the data were not compared")
-    changes += ["the checkpoint does not say where in its data the loop was: its first epoch begins"] if alone else []
+        changes.append(
+            "the checkpoint has no hash of its data, so the contents of the data were not compared"
+        )
+    changes += (
+        ["the checkpoint does not say where in its data the loop was: its first epoch begins"]
+        if alone
+        else []
+    )
     trainer.placed.release()  # so that the restored state finds their memory free
     if in_memory is None:
         state, state_changes = trainer.load(store, step)
     else:
-        state, state_changes = trainer.script_numbers.update(in_memory.build(), saved_numbers(saved, trainer.abstract_state))
+        state, state_changes = trainer.script_numbers.update(
+            in_memory.build(), saved_numbers(saved, trainer.abstract_state)
+        )
     if changed_data:
         position, lines = resumed_position(position, data, now, list(problems))
         changes += lines
         if "seed" in problems:
-            state = dataclasses.replace(state, key=place_copy(seed_data(now["seed"]), state.key.sharding))
+            state = dataclasses.replace(
+                state, key=place_copy(seed_data(now["seed"]), state.key.sharding)
+            )
             changes.append("random numbers, such as those of dropout, are drawn from the new seed")
     else:  # raised last: if the model has changed too, that error is more useful
-        fix = f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
-        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
+        fix = (
+            f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this '
+            "data."
+        )
+        raise_problems(
+            CheckpointError,
+            headline,
+            [dataclasses.replace(problem, fix=fix) for problem in problems.values()],
+        )
     store.move_damaged(damaged)  # only now is it certain that the run resumes
     source = ""
     if in_memory is not None:
-        than_disk = "there is none on disk" if on_disk is None else f"{step - on_disk} steps after the newest checkpoint on disk"
+        than_disk = (
+            "there is none on disk"
+            if on_disk is None
+            else f"{step - on_disk} steps after the newest checkpoint on disk"
+        )
         source = f"memory ({in_memory.source}), {than_disk}"
-    return StartPoint(state, position, callbacks, [*changes, *state_changes], owes, evaluated, source)
+    return StartPoint(
+        state, position, callbacks, [*changes, *state_changes], owes, evaluated, source
+    )

@@ -1,8 +1,9 @@
 """Random keys for workers: the rows a worker draws are the rows the whole batch would have drawn.
 
-With JAX's partitionable threefry, element `i` of a random array is a function of the key and `i` alone. A worker that
-holds rows `w * n` to `(w + 1) * n` therefore gets the very bits of the global draw by counting from its own offset.
-So dropout differs between workers, and is the same, bit for bit, on one device, eight devices, or the auto step.
+With JAX's partitionable threefry, element `i` of a random array is a function of the key and `i`
+alone. A worker that holds rows `w * n` to `(w + 1) * n` therefore gets the very bits of the global
+draw by counting from its own offset. So dropout differs between workers, and is the same, bit for
+bit, on one device, eight devices, or the auto step.
 """
 
 import functools
@@ -20,37 +21,48 @@ FEW = 8  # splits into fewer keys than this are never taken for one key per row
 
 
 def worker_key(key: jax.Array, worker: Any, *, rows: int, workers: int) -> jax.Array:
-    """`key` (a threefry key, equal on all workers) as the key of one worker, which holds `rows` rows.
+    """`key` (a threefry key, equal on all workers) as the key of one worker, which holds `rows`
+    rows.
 
-    An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a multiple of `rows`; any other
-    (a scalar, a mask shared over the batch) is the same on every worker, as it is for the whole batch. Split into `rows`
-    keys (8 or more), it gives one key per row. An array that has such a dim 0 for another reason looks the same, so it
-    differs between workers. Keys of other kinds cannot count from an offset: they are folded with the worker's number,
-    which differs per worker but depends on how many there are.
+    An array drawn from it is taken to hold the worker's rows along dim 0 when that dim is a
+    multiple of `rows`; any other (a scalar, a mask shared over the batch) is the same on every
+    worker, as it is for the whole batch. Split into `rows` keys (8 or more), it gives one key per
+    row. An array that has such a dim 0 for another reason looks the same, so it differs between
+    workers. Keys of other kinds cannot count from an offset: they are folded with the worker's
+    number, which differs per worker but depends on how many there are.
     """
     if jax.random.key_impl(key) != _THREEFRY:
         return jax.random.fold_in(key, worker)
-    return jax.random.wrap_key_data(_tagged(jax.random.key_data(key), worker), impl=_implementation(rows, workers))
+    return jax.random.wrap_key_data(
+        _tagged(jax.random.key_data(key), worker), impl=_implementation(rows, workers)
+    )
 
 
 def at_worker(key: jax.Array, worker: Any) -> jax.Array:
-    """`key`, which `worker_key` made for one worker, as that of another one; the key of a single row stays as it is."""
+    """`key`, which `worker_key` made for one worker, as that of another one; the key of a single
+    row stays as it is.
+    """
     data = jax.random.key_data(key)
     return jax.random.wrap_key_data(data_at_worker(data, worker), impl=jax.random.key_impl(key))
 
 
 def data_at_worker(data: jax.Array, worker: Any) -> jax.Array:
     """The data of keys of `worker_key`, uint32[..., 3], as those of another worker."""
-    return _tagged(data[..., :2], jnp.where(data[..., 2:] == _ROW, _ROW, jnp.asarray(worker, jnp.uint32)))
+    return _tagged(
+        data[..., :2], jnp.where(data[..., 2:] == _ROW, _ROW, jnp.asarray(worker, jnp.uint32))
+    )
 
 
 def counts_rows(key: jax.Array) -> bool:
-    """Return whether draws of a key are those of a worker's rows: whether `worker_key` made it of a threefry key."""
+    """Return whether draws of a key are those of a worker's rows: whether `worker_key` made it of a
+    threefry key.
+    """
     return jax.random.key_impl(key) in _SIZES
 
 
 def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
-    """The key of one of `parts` equal parts, of `rows` rows each, of the rows that `key` is for: it draws what all would have drawn there.
+    """The key of one of `parts` equal parts, of `rows` rows each, of the rows that `key` is for: it
+    draws what all would have drawn there.
 
     `key` is one that `worker_key` made, or a plain one, which is for all rows.
     """
@@ -58,15 +70,20 @@ def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
     if known is None:
         return worker_key(key, part, rows=rows, workers=parts)
     data = jax.random.key_data(key)
-    number = jnp.where(data[2] == _ROW, _ROW, data[2] * np.uint32(parts) + jnp.asarray(part, jnp.uint32))
-    return jax.random.wrap_key_data(_tagged(data[:2], number), impl=_implementation(rows, known[1] * parts))
+    number = jnp.where(
+        data[2] == _ROW, _ROW, data[2] * np.uint32(parts) + jnp.asarray(part, jnp.uint32)
+    )
+    return jax.random.wrap_key_data(
+        _tagged(data[:2], number), impl=_implementation(rows, known[1] * parts)
+    )
 
 
 def first_count(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32[4]: threefry's two words, and the number of the first element of `jax.random.bits(key, shape)` among all that it draws.
+    """uint32[4]: threefry's two words, and the number of the first element of `jax.random.bits(key,
+    shape)` among all that it draws.
 
-    `key` is a threefry key, one that `worker_key` made of one, or a plain array of `jax.random.PRNGKey`. A key of another kind draws the
-    words of a threefry key first.
+    `key` is a threefry key, one that `worker_key` made of one, or a plain array of
+    `jax.random.PRNGKey`. A key of another kind draws the words of a threefry key first.
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
@@ -80,12 +97,19 @@ def first_count(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def advance(count: jax.Array, *steps: tuple[Any, int]) -> jax.Array:
-    """`first_count` of the element that is the sum of `place * stride` further on; places may be traced."""
+    """`first_count` of the element that is the sum of `place * stride` further on; places may be
+    traced.
+    """
     return jnp.stack([count[0], count[1], *_counted((count[2], count[3]), steps)])
 
 
-def bits_at(count: Any, *steps: tuple[jax.Array, int], threefry: Callable[..., Any] = jax_random.threefry2x32_p.bind) -> jax.Array:
-    """uint32: what `jax.random.bits` draws for the elements that are the sum of `place * stride` after the first one.
+def bits_at(
+    count: Any,
+    *steps: tuple[jax.Array, int],
+    threefry: Callable[..., Any] = jax_random.threefry2x32_p.bind,
+) -> jax.Array:
+    """uint32: what `jax.random.bits` draws for the elements that are the sum of `place * stride`
+    after the first one.
 
     Args:
       count: of the first element, from `first_count`.
@@ -93,7 +117,10 @@ def bits_at(count: Any, *steps: tuple[jax.Array, int], threefry: Callable[..., A
       threefry: a kernel needs `threefry_rounds`, which has no primitive of its own.
 
     >>> count = first_count(jax.random.key(0), (2, 3))
-    >>> (bits_at(count, (jnp.arange(2)[:, None], 3), (jnp.arange(3), 1)) == jax.random.bits(jax.random.key(0), (2, 3))).all().item()
+    >>> (
+    ...     bits_at(count, (jnp.arange(2)[:, None], 3), (jnp.arange(3), 1))
+    ...     == jax.random.bits(jax.random.key(0), (2, 3))
+    ... ).all().item()
     True
     """
     words = _counted((count[2], count[3]), steps)
@@ -102,10 +129,14 @@ def bits_at(count: Any, *steps: tuple[jax.Array, int], threefry: Callable[..., A
     return first ^ second
 
 
-def threefry_rounds(key_high: Any, key_low: Any, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), in elementwise operations.
+def threefry_rounds(
+    key_high: Any, key_low: Any, high: jax.Array, low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+    3"), in elementwise operations.
 
-    In a loop, because Triton (of jaxlib 0.10.2) takes exponential time to look through the rounds one after the other.
+    In a loop, because Triton (of jaxlib 0.10.2) takes exponential time to look through the rounds
+    one after the other.
     """
     keys = (key_high, key_low, key_high ^ key_low ^ np.uint32(0x1BD11BDA))
 
@@ -129,14 +160,18 @@ def _counted(count: tuple[Any, Any], steps: tuple[tuple[Any, int], ...]) -> tupl
 
 
 def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """`x * factor` as two 32-bit words, the high one first; `x` is uint32, and `factor` has 64 bits."""
+    """`x * factor` as two 32-bit words, the high one first; `x` is uint32, and `factor` has 64
+    bits.
+    """
     high, low = np.uint32(factor >> 32 & 0xFFFFFFFF), factor & 0xFFFFFFFF
     halves = [np.uint32(low & 0xFFFF), np.uint32(low >> 16)]
     mask, half = np.uint32(0xFFFF), np.uint32(16)
     ones, twos = (x & mask) * halves[0], (x >> half) * halves[1]
     crossed = [(x & mask) * halves[1], (x >> half) * halves[0]]
     middle = (ones >> half) + (crossed[0] & mask) + (crossed[1] & mask)
-    return twos + (crossed[0] >> half) + (crossed[1] >> half) + (middle >> half) + x * high, x * np.uint32(low)
+    return twos + (crossed[0] >> half) + (crossed[1] >> half) + (
+        middle >> half
+    ) + x * high, x * np.uint32(low)
 
 
 def _sum(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -147,21 +182,36 @@ def _sum(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
 
 @functools.cache
 def _implementation(rows: int, workers: int) -> Any:
-    """The kind of key for workers of this many rows; its data are threefry's two words and the worker's number."""
+    """The kind of key for workers of this many rows; its data are threefry's two words and the
+    worker's number.
+    """
 
     def split(data: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if shape[0] != rows or rows < FEW:
             return _tagged(jax.random.key_data(jax.random.split(_plain(data), shape)), data[2])
         every = jax.random.key_data(jax.random.split(_plain(data), (rows * workers, *shape[1:])))
-        of_worker = lax.dynamic_slice_in_dim(every, jnp.where(data[2] == _ROW, 0, data[2]).astype(jnp.int32) * rows, rows)
+        of_worker = lax.dynamic_slice_in_dim(
+            every, jnp.where(data[2] == _ROW, 0, data[2]).astype(jnp.int32) * rows, rows
+        )
         return _tagged(of_worker, jnp.asarray(_ROW))
 
     def bits(data: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
         shared = not shape or shape[0] % rows != 0
-        return _bits(data[:2], jnp.where(shared | (data[2] == _ROW), jnp.uint32(0), data[2]), bit_width, shape)
+        return _bits(
+            data[:2],
+            jnp.where(shared | (data[2] == _ROW), jnp.uint32(0), data[2]),
+            bit_width,
+            shape,
+        )
 
     implementation = jax_random.define_prng_impl(
-        key_shape=(3,), seed=_seed, split=split, random_bits=bits, fold_in=_fold_in, name=f"spmd_worker_{rows}_{workers}", tag="spw"
+        key_shape=(3,),
+        seed=_seed,
+        split=split,
+        random_bits=bits,
+        fold_in=_fold_in,
+        name=f"spmd_worker_{rows}_{workers}",
+        tag="spw",
     )
     _SIZES[implementation] = (rows, workers)
     return implementation
@@ -185,15 +235,21 @@ def _fold_in(data: jax.Array, value: int) -> jax.Array:
 
 
 def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    """Bits of the elements `worker * size` onwards of the global draw (jax's `threefry_partitionable` numbering)."""
+    """Bits of the elements `worker * size` onwards of the global draw (jax's
+    `threefry_partitionable` numbering).
+    """
     size = math.prod(shape)
     # worker * size + i as two 32-bit words; worker < 2**16, so the partial products do not overflow
     low = worker * np.uint32(size % 2**32)
-    high = (worker * np.uint32(size >> 16) + ((worker * np.uint32(size & 0xFFFF)) >> np.uint32(16))) >> np.uint32(16)
+    high = (
+        worker * np.uint32(size >> 16) + ((worker * np.uint32(size & 0xFFFF)) >> np.uint32(16))
+    ) >> np.uint32(16)
     index = jnp.arange(size, dtype=jnp.uint32)
     count = low + index
     carry = (count < index).astype(jnp.uint32)
-    first, second = jnp.split(jax_random.threefry_2x32(data, jnp.concatenate([high + carry, count])), 2)
+    first, second = jnp.split(
+        jax_random.threefry_2x32(data, jnp.concatenate([high + carry, count])), 2
+    )
     if bit_width == 64:
         bits = (first.astype(jnp.uint64) << np.uint64(32)) | second.astype(jnp.uint64)
     else:
@@ -203,4 +259,5 @@ def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, 
 
 _THREEFRY = "threefry2x32"
 _SIZES: dict[Any, tuple[int, int]] = {}  # rows and workers, by kind of key
-_ROW = np.uint32(2**32 - 1)  # in place of a worker's number: the key of a single row, the same on whichever worker the row is
+# in place of a worker's number: the key of a single row, the same on whichever worker the row is
+_ROW = np.uint32(2**32 - 1)

@@ -4,8 +4,10 @@ import json
 
 from jax.sharding import PartitionSpec
 
-Entry = str | tuple[str, ...] | None  # one dim: replicated (None), sharded over one mesh axis, or over several (outermost first)
-Spec = tuple[Entry, ...]  # one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are None
+# one dim: replicated (None), sharded over one mesh axis, or over several (outermost first)
+Entry = str | tuple[str, ...] | None
+# one entry per dim, as in jax.sharding.PartitionSpec; missing trailing entries are None
+Spec = tuple[Entry, ...]
 
 REPLICATED = "-"  # how TOML writes None
 
@@ -46,7 +48,9 @@ def keep_axes(spec: Spec, axes: tuple[str, ...]) -> Spec:
     >>> keep_axes(("data", ("data", "model")), ("model",))
     (None, 'model')
     """
-    return tuple(make_entry(tuple(axis for axis in entry_axes(entry) if axis in axes)) for entry in spec)
+    return tuple(
+        make_entry(tuple(axis for axis in entry_axes(entry) if axis in axes)) for entry in spec
+    )
 
 
 def mixes_data_axes(spec: Spec, data_axes: tuple[str, ...]) -> bool:
@@ -64,4 +68,6 @@ def spec_text(spec: Spec) -> str:
     >>> spec_text((None, ("data", "model")))
     '["-", ["data", "model"]]'
     """
-    return json.dumps([REPLICATED if entry is None else entry for entry in spec], ensure_ascii=False)
+    return json.dumps(
+        [REPLICATED if entry is None else entry for entry in spec], ensure_ascii=False
+    )

@@ -1,4 +1,6 @@
-"""The trainer: a model sharded on a mesh, with one call per step, for users who write their own loop."""
+"""The trainer: a model sharded on a mesh, with one call per step, for users who write their own
+loop.
+"""
 
 import collections
 import dataclasses
@@ -12,13 +14,28 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd.data.batches import Batch, HostBatch, Placer, as_arrays, batch_signature, check_leaves, check_matches
+from spmd.data.batches import (
+    Batch,
+    HostBatch,
+    Placer,
+    as_arrays,
+    batch_signature,
+    check_leaves,
+    check_matches,
+)
 from spmd.data.prefetch import allow_transfers, prefetch
 from spmd.data.retries import read_epoch
 from spmd.data.sources import Source, as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import Position, check_participation, epoch_batches, epoch_ended
 from spmd.distributed import uneven_batches, watchdog
-from spmd.errors import CheckpointError, DataError, OptionError, check_integer, raise_problems, short_repr
+from spmd.errors import (
+    CheckpointError,
+    DataError,
+    OptionError,
+    check_integer,
+    raise_problems,
+    short_repr,
+)
 from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
@@ -29,7 +46,13 @@ from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder, data_changes, option_changes, saved_position
+from spmd.run.checkpoint_reader import (
+    CheckpointReader,
+    check_run_folder,
+    data_changes,
+    option_changes,
+    saved_position,
+)
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_state import restore_matching, restore_state
@@ -49,8 +72,9 @@ from spmd.wire.comm_log import CommLog
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What `Trainer.steps` yields after each update: its number, its metrics, and the state after it; and for `Trainer.save`, the position
-    in the data, and the data."""
+    """What `Trainer.steps` yields after each update: its number, its metrics, and the state after
+    it; and for `Trainer.save`, the position in the data, and the data.
+    """
 
     step: int
     metrics: Mapping[str, float]
@@ -62,9 +86,10 @@ class StepInfo:
 class Trainer:
     """A model, a loss and an optimizer, sharded on a mesh and ready to step.
 
-    `fit` uses one; use it directly to write your own loop. The arguments are those of `fit`. With `compile_cache=None`, the folder of the
-    newest `fit` stays in use, else it is the user's; a trainer in several processes has none then, since only `fit` makes sure that all of
-    them see the same one.
+    `fit` uses one; use it directly to write your own loop. The arguments are those of `fit`. With
+    `compile_cache=None`, the folder of the newest `fit` stays in use, else it is the user's; a
+    trainer in several processes has none then, since only `fit` makes sure that all of them see the
+    same one.
 
     Args:
       model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as in `fit`.
@@ -73,7 +98,9 @@ class Trainer:
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"]
+      ... )
       >>> trainer = Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
       >>> state = trainer.init()
       >>> batch = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)}
@@ -109,7 +136,8 @@ class Trainer:
         self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
         self._in_flight: collections.deque[Metrics] = collections.deque()
         self._checkpoints = LoopCheckpoints()
-        self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)  # the newest state, if it is still there, and its step
+        # the newest state, if it is still there, and its step
+        self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)
 
     @property
     def placed(self) -> PlacedModel:
@@ -127,54 +155,85 @@ class Trainer:
 
     @property
     def wire(self) -> CommLog:
-        """What a step sends: every collective of the manual step, with axes, payload and bytes; prints as a table.
+        """What a step sends: every collective of the manual step, with axes, payload and bytes;
+        prints as a table.
 
         Raises:
           OptionError: no batch was seen yet, or XLA places the collectives.
         """
         if self._program is None:
-            raise OptionError("trainer.wire before the first batch: what is sent depends on it.", fix="trainer.prepare(batch) first.")
+            raise OptionError(
+                "trainer.wire before the first batch: what is sent depends on it.",
+                fix="trainer.prepare(batch) first.",
+            )
         if not self._placed.exchange.reduction.manual and not self.schedules:
-            alone, placed_by_xla = "a single worker exchanges nothing", 'under reduction "compiler" XLA places the collectives'
+            alone, placed_by_xla = (
+                "a single worker exchanges nothing",
+                'under reduction "compiler" XLA places the collectives',
+            )
             fix = 'several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
-            raise OptionError(f"trainer.wire: {alone if self.resolved.workers == 1 else placed_by_xla}.", fix=fix)
+            raise OptionError(
+                f"trainer.wire: {alone if self.resolved.workers == 1 else placed_by_xla}.", fix=fix
+            )
         return self._program.wire
 
     def notes(self) -> list[str]:
-        """Notes on what is replicated, repeated work, codec state, and moments that could not be sharded."""
+        """Notes on what is replicated, repeated work, codec state, and moments that could not be
+        sharded.
+        """
         placed = self._placed
         compiler = compiler_notes(self.layout.compiler, placed.platform)
-        lines = [*notes(self.resolved), *placed.given.notes(), *exchange_notes(placed.exchange), *compiler]
+        lines = [
+            *notes(self.resolved),
+            *placed.given.notes(),
+            *exchange_notes(placed.exchange),
+            *compiler,
+        ]
         lines += [] if self._program is None else self._program.notes
         if placed.storage is not None and placed.events is not None:
             lines += server_notes(placed.storage, placed.events)
-        lines += [f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()]
-        state = dataclasses.replace(placed.abstract_state, opt=inner_state(placed.abstract_state.opt))
+        lines += [
+            f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()
+        ]
+        state = dataclasses.replace(
+            placed.abstract_state, opt=inner_state(placed.abstract_state.opt)
+        )
         unsharded, moments = replicated_moments(state, placed.optimized), jax.tree.leaves(state.opt)
         if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
             names = ", ".join(unsharded[:3])
-            lines.append(f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay replicated: {names}, ...")
+            lines.append(
+                f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay "
+                f"replicated: {names}, ..."
+            )
         return lines
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """The schedule of each pipelined stack, by path; known from the first batch on. `spmd.viz.schedule` draws them."""
+        """The schedule of each pipelined stack, by path; known from the first batch on.
+        `spmd.viz.schedule` draws them.
+        """
         return {} if self._program is None else self._program.schedules
 
     def simulate(self, steps: int) -> ServerStatistics:
-        """Simulate the parameter server's clock for `steps` steps: time, waiting, staleness, dropped gradients; prints as a table.
+        """Simulate the parameter server's clock for `steps` steps: time, waiting, staleness,
+        dropped gradients; prints as a table.
 
         Raises:
-          OptionError: there is no parameter server, `steps` is not a number, or the trace of times is too short.
+          OptionError: there is no parameter server, `steps` is not a number, or the trace of times
+            is too short.
         """
         if self._placed.events is None:
             fix = '[gradients] reduction = "parameter_server".'
-            raise OptionError(f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.", fix=fix)
+            raise OptionError(
+                f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.",
+                fix=fix,
+            )
         return ServerStatistics.of(self._placed.events, steps)
 
     @outside_of_mesh()
     def init(self, batch: Tree = None) -> State:
-        """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays or their shapes).
+        """A new state, each array made in place on the mesh. A linen model needs a `batch` (arrays
+        or their shapes).
 
         Raises:
           LayoutError: the layout does not fit the model on this mesh.
@@ -190,21 +249,30 @@ class Trainer:
         return self._placed.abstract_state
 
     @outside_of_mesh()
-    def restore(self, checkpoint: str | Path | Checkpoint, *, step: int | str = "latest", only: str | None = None) -> State:
-        """The state of a checkpoint of `fit` or `save`, laid out for this trainer's mesh and layout. Nothing in the folder is changed.
+    def restore(
+        self,
+        checkpoint: str | Path | Checkpoint,
+        *,
+        step: int | str = "latest",
+        only: str | None = None,
+    ) -> State:
+        """The state of a checkpoint of `fit` or `save`, laid out for this trainer's mesh and
+        layout. Nothing in the folder is changed.
 
         Args:
           checkpoint: the run's folder.
           step: "latest", "best" (for a run with `Checkpoint(best=...)`), or a number.
-          only: "params": parameters and batch statistics alone, in a new state at step 0 of this trainer's optimizer, whatever the
-            run's optimizer was. `fit(trainer.rebuild(state), ...)` trains from there. Or a pattern of their paths, such as "encoder/**":
-            all others, such as another head, are those of `trainer.init()`, and a line names them.
+          only: "params": parameters and batch statistics alone, in a new state at step 0 of this
+            trainer's optimizer, whatever the run's optimizer was. `fit(trainer.rebuild(state),
+            ...)` trains from there. Or a pattern of their paths, such as "encoder/**": all others,
+            such as another head, are those of `trainer.init()`, and a line names them.
 
         Returns:
           The state, on this trainer's mesh.
 
         Raises:
-          CheckpointError: there is no such checkpoint, or it does not fit this model and optimizer (a table says where).
+          CheckpointError: there is no such checkpoint, or it does not fit this model and optimizer
+            (a table says where).
 
         Example:
           state = trainer.restore("runs/digits", step="best")
@@ -212,16 +280,24 @@ class Trainer:
         """
         config = as_checkpoint(checkpoint)
         if only is not None and not isinstance(only, str):
-            raise OptionError(f"only={short_repr(only)}.", fix='"params", or a pattern of paths such as "encoder/**".')
+            raise OptionError(
+                f"only={short_repr(only)}.",
+                fix='"params", or a pattern of paths such as "encoder/**".',
+            )
         if config is None:
-            raise CheckpointError(f"checkpoint={short_repr(checkpoint)}: there is no such folder.", fix="the folder of a run.")
+            raise CheckpointError(
+                f"checkpoint={short_repr(checkpoint)}: there is no such folder.",
+                fix="the folder of a run.",
+            )
         check_run_folder(config.path)
         reader = CheckpointReader(config.path)
         chosen = reader.step(step)
         if only is not None and only != PARAMS:
             return restore_matching(self._placed, reader, chosen, only)
         if only is not None:
-            return self._placed.begin(*reader.restore_params(chosen, self.abstract_state, self._placed.packing))
+            return self._placed.begin(
+                *reader.restore_params(chosen, self.abstract_state, self._placed.packing)
+            )
         state, warnings = self.load(reader, chosen)
         for line in warnings:
             log_info(f"restored from step {state.step}: {line}")
@@ -236,22 +312,26 @@ class Trainer:
         *,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Save a checkpoint of your own loop, which `restore` reads, on any mesh and layout, and wait until it is complete on disk.
+        """Save a checkpoint of your own loop, which `restore` reads, on any mesh and layout, and
+        wait until it is complete on disk.
 
         Every process of several calls it.
 
         Args:
-          state: the newest of this trainer, which is not consumed; or what `steps` yields: then the position in the data is saved too, for
-            `steps(resume=...)` and `fit(resume=True)`. A state alone does not say where in its data a loop is: its `step` must be enough
-            to find out.
+          state: the newest of this trainer, which is not consumed; or what `steps` yields: then the
+            position in the data is saved too, for `steps(resume=...)` and `fit(resume=True)`. A
+            state alone does not say where in its data a loop is: its `step` must be enough to find
+            out.
           checkpoint: a folder, or a `Checkpoint`, of which `keep`, `best` and `mode` are used.
           metrics: values of an evaluation of this state, for `Checkpoint(best=...)`.
 
         Raises:
-          CheckpointError: the folder holds another run, that this trainer did not restore, or a step that is not before this one; it ranks
-            checkpoints, and this save does not; or the checkpoint cannot be written.
-          OptionError: the state has other arrays, or other shardings, than this trainer's; metrics that are no numbers, that nothing
-            ranks, or that `Checkpoint(best=...)` lacks; or an option that only `fit` has.
+          CheckpointError: the folder holds another run, that this trainer did not restore, or a
+            step that is not before this one; it ranks checkpoints, and this save does not; or the
+            checkpoint cannot be written.
+          OptionError: the state has other arrays, or other shardings, than this trainer's; metrics
+            that are no numbers, that nothing ranks, or that `Checkpoint(best=...)` lacks; or an
+            option that only `fit` has.
 
         Example:
           for info in trainer.steps(data, batch_size=128, epochs=3, resume="runs/loop"):
@@ -261,23 +341,32 @@ class Trainer:
         info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
         config = as_checkpoint(checkpoint)
         if config is None:
-            raise CheckpointError("checkpoint=None: there is no folder to save in.", fix='such as "runs/loop".')
+            raise CheckpointError(
+                "checkpoint=None: there is no folder to save in.", fix='such as "runs/loop".'
+            )
         check_alive(state)
         check_placed(state, self.abstract_state)
         source = None if info is None else info.source
         meta = self.about(source, self._program)
         if info is not None and source is not None:
-            ended = epoch_ended(source, info.position, drop=self.layout.parameter_server.drop_remainder)
+            ended = epoch_ended(
+                source, info.position, drop=self.layout.parameter_server.drop_remainder
+            )
             position = Position(info.position.epoch + 1) if ended else info.position
             meta |= {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
         self._checkpoints.save(config, state, int(state.step), meta, metrics or {})
 
     def about(self, source: Source | None, program: Program | None = None) -> dict[str, Any]:
-        """The description of a run in its checkpoints, besides the arrays and the position; without `data` if there is no source."""
+        """The description of a run in its checkpoints, besides the arrays and the position; without
+        `data` if there is no source.
+        """
         config = self._placed.config
         chosen = {}
         if program is not None:
-            chosen = {"accumulated gradients of stacks": program.accumulated, "parameters gathered by layer": program.by_layer}
+            chosen = {
+                "accumulated gradients of stacks": program.accumulated,
+                "parameters gathered by layer": program.by_layer,
+            }
         return {
             **({} if source is None else {"data": {**source.fingerprint(), "seed": config.seed}}),
             "layout": self.layout.to_toml(),
@@ -299,13 +388,16 @@ class Trainer:
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
-        """The state of a step; and in words the numbers of the optimizer that the script has changed, and what of the optimizer's wrappers
-        and of the codecs' memory did not fit."""
+        """The state of a step; and in words the numbers of the optimizer that the script has
+        changed, and what of the optimizer's wrappers and of the codecs' memory did not fit.
+        """
         return restore_state(self._placed, self.layout, self.script_numbers, reader, step)
 
     @property
     def packing(self) -> dict[str, Any] | None:
-        """How the state keeps parameters, for a checkpoint; None where it does as the model has them."""
+        """How the state keeps parameters, for a checkpoint; None where it does as the model has
+        them.
+        """
         return None if self._placed.packing is None else packing_meta(self._placed.packing)
 
     @outside_of_mesh()
@@ -323,17 +415,28 @@ class Trainer:
 
     @outside_of_mesh()
     def prepare(self, sample: Tree) -> tuple[Program, Placer]:
-        """The compiled functions for full batches shaped like `sample`; checked now, compiled at the first call."""
+        """The compiled functions for full batches shaped like `sample`; checked now, compiled at
+        the first call.
+        """
         if self._program is None or self._placer is None:
             self._program = prepare_program(self._placed, sample)
             self._placed = self._program.placed
             workers = self._placed.exchange.worker_count
-            self._placer = self._make_placer(self._program, pad=self._program.pad_training, workers=workers)
+            self._placer = self._make_placer(
+                self._program, pad=self._program.pad_training, workers=workers
+            )
         return self._program, self._placer
 
     def _make_placer(self, program: Program, *, pad: bool, workers: int | None = None) -> Placer:
         resolved = self.resolved
-        return Placer(self.mesh, resolved.batch_spec, resolved.data_axes, program.rows, pad=pad, workers=workers)
+        return Placer(
+            self.mesh,
+            resolved.batch_spec,
+            resolved.data_axes,
+            program.rows,
+            pad=pad,
+            workers=workers,
+        )
 
     @outside_of_mesh()
     def place(self, batch: Tree) -> Batch:
@@ -351,10 +454,17 @@ class Trainer:
         batch = as_arrays(batch, "the batch")
         rows = check_leaves(batch, "the batch")
         global_rows = rows * jax.process_count()  # each process passes its part
-        program, placer = self.prepare(jax.tree.map(lambda x: jax.ShapeDtypeStruct((global_rows, *x.shape[1:]), x.dtype), abstract(batch)))
+        program, placer = self.prepare(
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((global_rows, *x.shape[1:]), x.dtype),
+                abstract(batch),
+            )
+        )
         if global_rows > program.rows:
             fix = "the first batch must be the largest."
-            raise DataError(f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=fix)
+            raise DataError(
+                f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=fix
+            )
         check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
@@ -364,11 +474,13 @@ class Trainer:
 
         Args:
           state: from `init`, `restore` or a step; it is consumed.
-          batch: arrays [rows, ...] on the host, or a `Batch` from `place`. The first one fixes the full batch's size; a
-            smaller one is padded and masked (or run at its own size, when the loss cannot be masked).
+          batch: arrays [rows, ...] on the host, or a `Batch` from `place`. The first one fixes the
+            full batch's size; a smaller one is padded and masked (or run at its own size, when the
+            loss cannot be masked).
 
         Returns:
-          The next state, and metrics that wait for the device only when they are read. At most 2 steps are in flight.
+          The next state, and metrics that wait for the device only when they are read. At most 2
+          steps are in flight.
         """
         placed = batch if isinstance(batch, Batch) else self.place(batch)
         check_alive(state)
@@ -377,7 +489,9 @@ class Trainer:
         check_participation(program.clock, number, placed)
         with placer.allow_row_transfers():
             events = placer.replicate_all(program.events(number, placed.rows, placed.has_rows))
-            state, packed = program.step(state, placed.leaves, placed.weights, events, split=placed.split)
+            state, packed = program.step(
+                state, placed.leaves, placed.weights, events, split=placed.split
+            )
         if self._counts:
             self._last = (weakref.ref(state), number + 1)
         metrics = Metrics(program.names, packed, program.static_metrics.at(number))
@@ -415,26 +529,33 @@ class Trainer:
           epochs: passes over the data.
           state: to train from; it is consumed. None: a new one.
           shuffle: as for `fit`.
-          resume: a folder: begin with the newest checkpoint in it, at its position in the data, if there is one yet.
+          resume: a folder: begin with the newest checkpoint in it, at its position in the data, if
+            there is one yet.
 
         Returns:
-          An iterator of the number of the step, its metrics, which wait for the device when they are read, and the state. `save` saves it.
+          An iterator of the number of the step, its metrics, which wait for the device when they
+          are read, and the state. `save` saves it.
 
         Raises:
-          CheckpointError: the checkpoint to resume from does not fit, is of other data, or has no position in the data.
+          CheckpointError: the checkpoint to resume from does not fit, is of other data, or has no
+            position in the data.
 
         Example:
           for info in trainer.steps(data, batch_size=128, epochs=3):
               if info.step % 100 == 0:
                   print(info.step, info.metrics["loss"])
         """
-        reader = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed)
+        reader = as_source(
+            data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed
+        )
         check_integer(epochs, "epochs", 0)
         program, placer = bind_rows(reader, self.prepare(reader.sample()))
         at = Position()
         if resume is not None:
             if state is not None:
-                raise OptionError("steps: state and resume both say where to begin.", fix="one of them.")
+                raise OptionError(
+                    "steps: state and resume both say where to begin.", fix="one of them."
+                )
             state, at = self._resumed(resume, reader)
         state = self.init() if state is None else state
         check_alive(state)
@@ -442,7 +563,11 @@ class Trainer:
         while (epoch := at.epoch) < epochs:
             rounds = epoch_batches(reader, program.clock, at, count, pad=program.pad_training)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                for batch in uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}") if reader.threaded else batches:
+                for batch in (
+                    uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}")
+                    if reader.threaded
+                    else batches
+                ):
                     state, metrics = self.step(state, batch)
                     count += 1
                     at.advance(batch.has_rows)
@@ -450,7 +575,9 @@ class Trainer:
                     yield StepInfo(count, metrics, state, dataclasses.replace(at), reader)
             at = Position(epoch + 1)
 
-    def _resumed(self, folder: str | Path | Checkpoint, source: Source) -> tuple[State | None, Position]:
+    def _resumed(
+        self, folder: str | Path | Checkpoint, source: Source
+    ) -> tuple[State | None, Position]:
         """The state of the newest checkpoint, if there is one yet, and its position in the data."""
         config = as_checkpoint(folder)
         if config is None:
@@ -471,22 +598,34 @@ class Trainer:
         step = int(state.step)
         for change in option_changes(reader.meta(step), self.about(source, self._program)):
             log_info(f"resumed from step {step}: {change}")
-        fix = "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the data."
+        fix = (
+            "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the "
+            "data."
+        )
         position, data = saved_position(reader.meta(step), step, reader, fix)
         problems = data_changes(data, {**source.fingerprint(), "seed": self._placed.config.seed})
-        fix = "use the data that the loop began with, or  steps(data, state=trainer.restore(folder))  to begin on these."
+        fix = (
+            "use the data that the loop began with, or  steps(data, state=trainer.restore(folder)) "
+            " to begin on these."
+        )
         headline = f"the loop in {reader.folder} cannot be resumed: its data is not the same"
-        raise_problems(CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems.values()])
+        raise_problems(
+            CheckpointError,
+            headline,
+            [dataclasses.replace(problem, fix=fix) for problem in problems.values()],
+        )
         return state, position
 
     @outside_of_mesh()
     def averaged(self, state: State) -> State:
-        """The state with the average of the weights in place of the weights: that which `spmd.optimizers.average_weights` keeps, or
-        the one of `optax.contrib.schedule_free` (`schedule_free_eval_params`), whose optimizers are to be evaluated with it; or the slow
+        """The state with the average of the weights in place of the weights: that which
+        `spmd.optimizers.average_weights` keeps, or the one of `optax.contrib.schedule_free`
+        (`schedule_free_eval_params`), whose optimizers are to be evaluated with it; or the slow
         weights of `optax.lookahead`.
 
-        It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the weights is that of `state`, in the same
-        arrays, which a step from either of the two consumes.
+        It can be evaluated, exported, rebuilt as a model, and passed to `predict`. All but the
+        weights is that of `state`, in the same arrays, which a step from either of the two
+        consumes.
 
         Raises:
           OptimizerError: the optimizer keeps no average, or not that of all weights.
@@ -498,24 +637,30 @@ class Trainer:
         return self._placed.averaged(state)
 
     @outside_of_mesh()
-    def evaluate(self, state: State, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Return the loss and metrics on all rows of `data`, in evaluation mode; the last batch may be short.
+    def evaluate(
+        self, state: State, data: Any, *, batch_size: int | None = None
+    ) -> dict[str, float]:
+        """Return the loss and metrics on all rows of `data`, in evaluation mode; the last batch may
+        be short.
 
-        The value of a loss or metric that is neither a mean over rows nor a function of sums over rows is the mean over batches, and a
-        warning names it.
+        The value of a loss or metric that is neither a mean over rows nor a function of sums over
+        rows is the mean over batches, and a warning names it.
 
-        What is not finite is returned as it is, with a warning that names the metric and the first batch at fault.
+        What is not finite is returned as it is, with a warning that names the metric and the first
+        batch at fault.
 
         Args:
           state: whose parameters are used; it is not consumed.
           data: as for `fit`.
-          batch_size: rows of a batch, for data that are not batched yet; None: as many as a step has.
+          batch_size: rows of a batch, for data that are not batched yet; None: as many as a step
+            has.
 
         Returns:
           "loss" and each metric, by name.
 
         Raises:
-          DataError: the loss or a metric fails on such batches, and they differ from those that are trained on.
+          DataError: the loss or a metric fails on such batches, and they differ from those that are
+            trained on.
         """
         return self.measure(state, lambda batch: False, data=data, batch_size=batch_size) or {}
 
@@ -530,43 +675,70 @@ class Trainer:
         retries: int = 0,
         draws: dict[str, Callable[[], Any]] | None = None,
     ) -> dict[str, float] | None:
-        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has ended it. A batch that cannot be read is
-        tried again `retries` times. `draws` is filled with functions that draw metrics, by name."""
+        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has
+        ended it. A batch that cannot be read is tried again `retries` times. `draws` is filled with
+        functions that draw metrics, by name.
+        """
         reader = self._eval_source(data, batch_size)
         check_alive(state)
         program, placer = bind_rows(reader, self._evaluation(reader.sample()))
-        placed = map(placer, allow_transfers(read_epoch(reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason))))
-        batches = uneven_batches.require_equal_counts(placed, "the evaluation's data") if reader.threaded else placed
+        placed = map(
+            placer,
+            allow_transfers(
+                read_epoch(
+                    reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason)
+                )
+            ),
+        )
+        batches = (
+            uneven_batches.require_equal_counts(placed, "the evaluation's data")
+            if reader.threaded
+            else placed
+        )
         with watchdog.current().in_phase("eval"):
             return measured(program, placer, state, batches, stops, draws)
 
     @outside_of_mesh()
-    def measure_averaged(self, state: State, stops: Callable[[int], bool], data: Any, **options: Any) -> dict[str, float] | None:
+    def measure_averaged(
+        self, state: State, stops: Callable[[int], bool], data: Any, **options: Any
+    ) -> dict[str, float] | None:
         """As `measure`, of the average of the weights."""
         return self.measure(self.averaged(state), stops, data, **options)
 
     @outside_of_mesh()
     def check_evaluation(self, data: Any) -> tuple[str, ...]:
-        """Names of what evaluation measures on arrays or records, which is traced: what does not fit is raised before training."""
+        """Names of what evaluation measures on arrays or records, which is traced: what does not
+        fit is raised before training.
+        """
         return self._evaluation(self._eval_source(data, None).sample())[0].evaluation.names
 
     def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
-        """The functions for evaluation batches like `sample`; they fix nothing about the batches that are trained on."""
+        """The functions for evaluation batches like `sample`; they fix nothing about the batches
+        that are trained on.
+        """
         kind = batch_signature(sample)
         if kind not in self._evaluations:
             program = evaluation_program(self._placed, sample, self._program)
-            self._evaluations[kind] = (program, self._make_placer(program, pad=program.evaluation.pads))
+            self._evaluations[kind] = (
+                program,
+                self._make_placer(program, pad=program.evaluation.pads),
+            )
         return self._evaluations[kind]
 
     def _eval_source(self, data: Any, batch_size: int | None) -> Source:
         if is_arrays(data):
-            rows = self._program.rows if batch_size is None and self._program is not None else batch_size
+            rows = (
+                self._program.rows
+                if batch_size is None and self._program is not None
+                else batch_size
+            )
             return as_source(data, batch_size=rows, shuffle=False, seed=0, short_ok=True)
         return as_source(data, batch_size=batch_size, shuffle=None, seed=0, short_ok=True)
 
     @outside_of_mesh()
     def predict(self, state: State, inputs: Tree) -> Tree:
-        """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows, ...] on the host.
+        """The model's outputs for every row of `inputs`, in evaluation mode, as numpy arrays [rows,
+        ...] on the host.
 
         Args:
           state: whose parameters are used; it is not consumed.
@@ -576,14 +748,22 @@ class Trainer:
           A tree of arrays [rows, ...], as the model returns it.
 
         Raises:
-          OptionError: the batch size is not known: there was no step and no evaluation yet, and no `prepare`.
+          OptionError: the batch size is not known: there was no step and no evaluation yet, and no
+            `prepare`.
           DataError: the model fails on inputs of these shapes.
         """
         check_alive(state)
-        program = self._program or next((program for program, _ in reversed(self._evaluations.values())), None)
+        program = self._program or next(
+            (program for program, _ in reversed(self._evaluations.values())), None
+        )
         if program is None:
-            fix = "trainer.prepare(batch) first, with arrays like a batch of training, or with their shapes."
-            raise OptionError("predict() before the first batch: the batch size is not known.", fix=fix)
+            fix = (
+                "trainer.prepare(batch) first, with arrays like a batch of training, or with their "
+                "shapes."
+            )
+            raise OptionError(
+                "predict() before the first batch: the batch size is not known.", fix=fix
+            )
         data = self.resolved.data_axes
         inputs = as_arrays(inputs, "the inputs")
         rows = check_leaves(inputs, "the inputs")
@@ -591,10 +771,17 @@ class Trainer:
             raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
         placer = Placer(self.mesh, lambda path: (data,), data, program.rows, pad=True)
         arrays, outputs = jax.tree.map(np.asarray, inputs), []
-        program.check_inputs(jax.tree.map(lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype), abstract(arrays)))
+        program.check_inputs(
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype),
+                abstract(arrays),
+            )
+        )
         for first in range(0, rows, program.rows):
             index = np.arange(first, min(first + program.rows, rows))
             with placer.allow_row_transfers():
-                out = jax.device_get(program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves))
+                out = jax.device_get(
+                    program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves)
+                )
             outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)

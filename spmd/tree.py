@@ -1,4 +1,6 @@
-"""Paths, shapes and sizes of a pytree's leaves, as layouts, errors, plans and checkpoints write them."""
+"""Paths, shapes and sizes of a pytree's leaves, as layouts, errors, plans and checkpoints write
+them.
+"""
 
 import math
 import re
@@ -14,7 +16,13 @@ Tree = Any  # a pytree; jax has no type for it
 def path_of(keys: tuple) -> str:
     """A key path as one string, levels joined by "/".
 
-    >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("kernel")))
+    >>> path_of(
+    ...     (
+    ...         jax.tree_util.DictKey("blocks"),
+    ...         jax.tree_util.SequenceKey(0),
+    ...         jax.tree_util.GetAttrKey("kernel"),
+    ...     )
+    ... )
     'blocks/0/kernel'
     """
     return jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -31,7 +39,9 @@ def flatten(tree: Tree) -> dict[str, Any]:
 
 def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`jax.tree.map`, with the leaf's path as the first argument."""
-    return jax.tree_util.tree_map_with_path(lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest
+    )
 
 
 def children(node: Tree) -> list[Any]:
@@ -52,7 +62,9 @@ def nodes(tree: Tree) -> Iterator[Any]:
 
 
 def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:
-    """The tree with every leaf replaced by its shape, dtype and this sharding; no data is read or moved."""
+    """The tree with every leaf replaced by its shape, dtype and this sharding; no data is read or
+    moved.
+    """
 
     def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(dtype_of(leaf), allow_extended_dtype=True)
@@ -81,7 +93,8 @@ def describe(leaf: Any) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, or a text with a unit: B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB in powers of 1000.
+    """A number of bytes, or a text with a unit: B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB in powers
+    of 1000.
 
     >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(80)
     (1536, 2000000000, 80)
@@ -89,7 +102,9 @@ def parse_bytes(size: int | str) -> int:
     Raises:
       ValueError: it is neither.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", size) if isinstance(size, str) else None
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", size) if isinstance(size, str) else None
+    )
     if isinstance(size, str) and not match:
         raise ValueError(f"{size!r} is not a number of bytes")
     if match is None:

@@ -19,23 +19,33 @@ VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")
 
 
 def as_path(value: Any, name: str) -> Path:
-    """The option `name` as a path; `~` and an environment variable at its beginning are expanded, as in a shell.
+    """The option `name` as a path; `~` and an environment variable at its beginning are expanded,
+    as in a shell.
 
-    Every path of a user goes through here: without it, "~/runs" and "s3://bucket/runs" would be folders in the working folder.
+    Every path of a user goes through here: without it, "~/runs" and "s3://bucket/runs" would be
+    folders in the working folder.
 
     Raises:
-      OptionError: it is not a path, is empty, has a scheme such as s3://, or begins with an unknown user or variable.
+      OptionError: it is not a path, is empty, has a scheme such as s3://, or begins with an unknown
+        user or variable.
 
     >>> as_path("runs/digits", "checkpoint").name
     'digits'
-    >>> as_path("~/runs", "checkpoint") == as_path("$HOME/runs", "checkpoint") == Path.home() / "runs"
+    >>> as_path("~/runs", "checkpoint") == as_path(
+    ...     "$HOME/runs", "checkpoint"
+    ... ) == Path.home() / "runs"
     True
     """
     if not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{option(name, short_repr(value))} is {type_name(value)}.", fix="a path.")
+        raise OptionError(
+            f"{option(name, short_repr(value))} is {type_name(value)}.", fix="a path."
+        )
     text = os.fspath(value)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"{option(name, short_repr(text))} is not a valid path.", fix="a path, such as runs/digits.")
+        raise OptionError(
+            f"{option(name, short_repr(text))} is not a valid path.",
+            fix="a path, such as runs/digits.",
+        )
     path = Path(_expand(text, name))
     # "./~x" is a folder of that name here, and pathlib leaves out the "./"
     return path.absolute() if str(path)[0] in "~$" or SCHEME.match(str(path)) else path
@@ -47,19 +57,27 @@ def _expand(text: str, name: str) -> str:
     if variable := VARIABLE.match(text):
         key = variable[1].strip("{}")
         if not os.environ.get(key):
-            raise OptionError(f"{headline}: the environment variable {key} is not set.", fix=f"export {key}=..., or the path itself.")
+            raise OptionError(
+                f"{headline}: the environment variable {key} is not set.",
+                fix=f"export {key}=..., or the path itself.",
+            )
         text = os.environ[key] + text[variable.end() :]
     if text.startswith("~"):
         user, text = text.partition("/")[0], os.path.expanduser(text)
         if text.startswith("~"):
             why = f"there is no user {user[1:]}" if user[1:] else "this user has no home folder"
-            raise OptionError(f"{headline}: {why}.", fix=f'"{os.path.abspath(text)}" for a folder of this name here, or another path.')
+            raise OptionError(
+                f"{headline}: {why}.",
+                fix=f'"{os.path.abspath(text)}" for a folder of this name here, or another path.',
+            )
     scheme = SCHEME.match(text)
     if scheme is None:
         return text
     if scheme[1].lower() == "file":
         local = urllib.parse.unquote(re.sub("^localhost/", "", text[scheme.end() :]))
-        raise OptionError(f"{headline}: file:// is not supported.", fix=f'the path without it, "/{local}".')
+        raise OptionError(
+            f"{headline}: file:// is not supported.", fix=f'the path without it, "/{local}".'
+        )
     raise OptionError(
         f"{headline}: {scheme[1]}:// is not supported.",
         fix="a local path; copy files from there before a run, or to there after it.",
@@ -67,16 +85,20 @@ def _expand(text: str, name: str) -> str:
 
 
 def output_path(value: Any, what: str, suffixes: Sequence[str], *, overwrite: bool = False) -> Path:
-    """The path of a file that will be written, checked before the work whose result it gets; its folder is created if missing.
+    """The path of a file that will be written, checked before the work whose result it gets; its
+    folder is created if missing.
 
     Raises:
-      OptionError: it is not a path, or has another suffix than `what`, such as "a layout file", may have; the file exists; or it cannot
-        be written.
+      OptionError: it is not a path, or has another suffix than `what`, such as "a layout file", may
+        have; the file exists; or it cannot be written.
     """
     path = as_path(value, "path")
     if path.suffix.lower() not in suffixes:
         example = path.parent / f"{path.stem or 'new'}{suffixes[0]}"
-        raise OptionError(f'"{path}" is not the name of {what}.', fix=f'a name that ends in {" or ".join(suffixes)}, such as "{example}".')
+        raise OptionError(
+            f'"{path}" is not the name of {what}.',
+            fix=f'a name that ends in {" or ".join(suffixes)}, such as "{example}".',
+        )
     exists = path.exists()
     if exists and not overwrite:
         raise OptionError(f"{path} exists.", fix=f"another name, or {option('overwrite', True)}.")
@@ -94,7 +116,10 @@ def run_file(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if path.is_symlink():
-        raise CheckpointError(f"{path} is a link to {os.readlink(path)}: a run does not write through links.", fix="remove the link.")
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}: a run does not write through links.",
+            fix="remove the link.",
+        )
     return path
 
 
@@ -108,7 +133,8 @@ def make_folder(path: Path, error: type[SpmdError]) -> None:
 
 
 def write_text(path: Path, text: str, error: type[SpmdError] = OptionError) -> Path:
-    """Write text to a path that the user gave, as `replace_file` does; creates its folder if missing.
+    """Write text to a path that the user gave, as `replace_file` does; creates its folder if
+    missing.
 
     Raises:
       OptionError: the file cannot be written; or another `error`.
@@ -131,9 +157,11 @@ class _Undone(Exception):
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A new file beside `path` for the block to fill, which then takes its place: a reader finds the old contents or all of the new.
+    """A new file beside `path` for the block to fill, which then takes its place: a reader finds
+    the old contents or all of the new.
 
-    When the block raises, for example since the disk is full, `path` stays as it was. A link stays a link, and permissions are kept.
+    When the block raises, for example since the disk is full, `path` stays as it was. A link stays
+    a link, and permissions are kept.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
@@ -152,7 +180,8 @@ def replace_file(path: Path) -> Iterator[Path]:
         why = errno.EACCES
     if why:
         raise OSError(why, os.strerror(why), str(target))
-    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")  # matplotlib chooses the format by the suffix
+    # matplotlib chooses the format by the suffix
+    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
     try:
         with name_errors(path):
             with part.open("wb"):
@@ -175,27 +204,41 @@ def wrap_os_errors(path: Path, error: type[SpmdError], kind: str = "file") -> It
         yield
     except OSError as cause:
         verb = "created" if kind == "folder" else "written"
-        fix = "free some disk space, or another path." if cause.errno in (errno.ENOSPC, errno.EDQUOT) else "another path."
-        raise error(f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix=fix) from cause
+        fix = (
+            "free some disk space, or another path."
+            if cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "another path."
+        )
+        raise error(
+            f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix=fix
+        ) from cause
 
 
 def explain_os_error(path: Path, error: OSError) -> str:
     """Why `path` cannot be written: what is in the way, or the operating system's message."""
-    overwritten = os.path.isfile(path) and not isinstance(error, FileExistsError | NotADirectoryError)
+    overwritten = os.path.isfile(path) and not isinstance(
+        error, FileExistsError | NotADirectoryError
+    )
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder"
     return blocking_file(path.parent if overwritten else path) or error.strerror or str(error)
 
 
 def check_free(target: Path, error: type[SpmdError]) -> None:
-    """Raise an `error` unless a folder can be made there: nothing is in the way, and it is not there or empty."""
-    why = blocking_file(target) or (f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None)
+    """Raise an `error` unless a folder can be made there: nothing is in the way, and it is not
+    there or empty.
+    """
+    why = blocking_file(target) or (
+        f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None
+    )
     if why is not None:
         raise error(f"{why}.", fix="another folder, or remove this one.")
 
 
 def blocking_file(path: Path) -> str | None:
-    """The file or broken link that keeps `path` from being a folder, as text; None if there is none."""
+    """The file or broken link that keeps `path` from being a folder, as text; None if there is
+    none.
+    """
     path = Path(os.path.abspath(path))
     for parent in (*reversed(path.parents), path):
         if os.path.islink(parent) and not os.path.exists(parent):

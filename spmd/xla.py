@@ -12,12 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 def simulate_cpus(count: int) -> None:
-    """Make JAX start with `count` CPU devices, and with enough threads that programs in flight cannot block one another.
+    """Make JAX start with `count` CPU devices, and with enough threads that programs in flight
+    cannot block one another.
 
-    XLA:CPU starts `max(devices, processors)` threads. A collective holds one thread per device until all devices have reached it: a loop
-    that dispatches programs without waiting can fill the threads with parts of different collectives, and after 40 seconds XLA ends the
-    process (jaxlib 0.10, 0.11). It takes the number of processors from NPROC if set, which nothing else in JAX reads; a value that the
-    user has set stays.
+    XLA:CPU starts `max(devices, processors)` threads. A collective holds one thread per device
+    until all devices have reached it: a loop that dispatches programs without waiting can fill the
+    threads with parts of different collectives, and after 40 seconds XLA ends the process (jaxlib
+    0.10, 0.11). It takes the number of processors from NPROC if set, which nothing else in JAX
+    reads; a value that the user has set stays.
 
     Raises:
       RuntimeError: JAX was initialized already.
@@ -28,10 +30,12 @@ def simulate_cpus(count: int) -> None:
 
 
 def largest_magnitude(x: jax.Array, dims: int | Sequence[int]) -> jax.Array:
-    """The largest |x| of a float32 array over some dims, which are kept with size 1; NaN if one is NaN, and 0 of nothing.
+    """The largest |x| of a float32 array over some dims, which are kept with size 1; NaN if one is
+    NaN, and 0 of nothing.
 
-    XLA:CPU loses a NaN in the maximum of floats of some thousand elements (jaxlib 0.10). Bits of floats that are not negative, as integers,
-    have the order of the floats, with infinity and then NaN last.
+    XLA:CPU loses a NaN in the maximum of floats of some thousand elements (jaxlib 0.10). Bits of
+    floats that are not negative, as integers, have the order of the floats, with infinity and then
+    NaN last.
 
     >>> largest_magnitude(jnp.array([[1.0, -2.0], [jnp.nan, 3.0]]), -1).tolist()
     [[2.0], [nan]]
@@ -43,10 +47,11 @@ def largest_magnitude(x: jax.Array, dims: int | Sequence[int]) -> jax.Array:
 def to_bits(x: jax.Array) -> jax.Array:
     """Unsigned integers with the same bits as an array of floats; any other array unchanged.
 
-    XLA:CPU computes fusions of narrower floats in float32, even where values are only moved: that loses the payload of a NaN (jaxlib
-    0.10), and subnormal numbers on processors that round to bfloat16 in hardware (0.11, AVX512-BF16). Partitioning may add zeros to values
-    that it moves, which loses the sign of a zero. Integers are not affected, unless the bit cast is fused with the operation that follows
-    (0.11), hence the barriers.
+    XLA:CPU computes fusions of narrower floats in float32, even where values are only moved: that
+    loses the payload of a NaN (jaxlib 0.10), and subnormal numbers on processors that round to
+    bfloat16 in hardware (0.11, AVX512-BF16). Partitioning may add zeros to values that it moves,
+    which loses the sign of a zero. Integers are not affected, unless the bit cast is fused with the
+    operation that follows (0.11), hence the barriers.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
@@ -59,17 +64,22 @@ def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
-    """`move(tree)` with no bit of a value changed, for a function that pads with zeros, slices, concatenates or reorders. No gradient.
+    """`move(tree)` with no bit of a value changed, for a function that pads with zeros, slices,
+    concatenates or reorders. No gradient.
 
     >>> move_bits(lambda x: x[::-1], jnp.arange(3.0)).tolist()
     [2.0, 1.0, 0.0]
     """
     moved = move(jax.tree.map(lambda leaf: to_bits(jnp.asarray(leaf)), tree))
-    return jax.tree.map(lambda leaf, like: from_bits(leaf, like.dtype), moved, jax.eval_shape(move, tree))
+    return jax.tree.map(
+        lambda leaf, like: from_bits(leaf, like.dtype), moved, jax.eval_shape(move, tree)
+    )
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which `jax.shard_map` takes an array to vary; none under `check_vma=False`. (`vma` before jax 0.10.)"""
+    """The manual mesh axes along which `jax.shard_map` takes an array to vary; none under
+    `check_vma=False`. (`vma` before jax 0.10.)
+    """
     kind = jax.typeof(x)
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma
 
@@ -91,7 +101,8 @@ def shard_map(
 ) -> Callable[..., Any]:
     """`jax.shard_map` without the replication check; specs name only manual axes.
 
-    Arrays without elements are created inside, not passed: jaxlib 0.11 crashes (segmentation fault) compiling a program that passes one.
+    Arrays without elements are created inside, not passed: jaxlib 0.11 crashes (segmentation fault)
+    compiling a program that passes one.
 
     >>> mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
     >>> twice = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -108,16 +119,29 @@ def shard_map(
         def local_shape_dtype(leaf: Any, spec: PartitionSpec) -> tuple[tuple[int, ...], Any]:
             return NamedSharding(current_mesh, spec).shard_shape(leaf.shape), leaf.dtype  # type: ignore[arg-type]
 
-        empty = {n: local_shape_dtype(leaf, specs[n]) for n, leaf in enumerate(leaves) if not jnp.size(leaf)}
+        empty = {
+            n: local_shape_dtype(leaf, specs[n])
+            for n, leaf in enumerate(leaves)
+            if not jnp.size(leaf)
+        }
         passed = [n for n in range(len(leaves)) if n not in empty]
 
         @functools.wraps(function)
         def inside(*shards: jax.Array) -> Any:
-            local_leaves = dict(zip(passed, shards, strict=True)) | {n: jnp.zeros(*shape_dtype) for n, shape_dtype in empty.items()}
-            return function(*jax.tree.unflatten(structure, [local_leaves[n] for n in range(len(leaves))]))
+            local_leaves = dict(zip(passed, shards, strict=True)) | {
+                n: jnp.zeros(*shape_dtype) for n, shape_dtype in empty.items()
+            }
+            return function(
+                *jax.tree.unflatten(structure, [local_leaves[n] for n in range(len(leaves))])
+            )
 
         mapped = jax.shard_map(
-            inside, mesh=mesh, in_specs=tuple(specs[n] for n in passed), out_specs=out_specs, axis_names=set(axis_names), check_vma=False
+            inside,
+            mesh=mesh,
+            in_specs=tuple(specs[n] for n in passed),
+            out_specs=out_specs,
+            axis_names=set(axis_names),
+            check_vma=False,
         )
         return mapped(*(leaves[n] for n in passed))
 

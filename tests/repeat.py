@@ -1,9 +1,10 @@
-"""Run `make test` several times, alone and beside a load, and print one line for each run: to find flaky tests.
+"""Run `make test` several times, alone and beside a load, and print one line for each run: to find
+flaky tests.
 
     python tests/repeat.py --alone 5 --loaded 5 --load 20 --nice 10
 
-The load is busy processes. Each ends after the time limit of a run. With `--nice` above 0 they take a smaller share of the machine, so that
-loaded runs take hours, not days.
+The load is busy processes. Each ends after the time limit of a run. With `--nice` above 0 they take
+a smaller share of the machine, so that loaded runs take hours, not days.
 """
 
 import argparse
@@ -14,7 +15,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-BUSY = "import os, sys, time\nos.nice(int(sys.argv[1]))\nend = time.monotonic() + float(sys.argv[2])\nwhile time.monotonic() < end: pass"
+BUSY = (
+    "import os, sys, time\nos.nice(int(sys.argv[1]))\nend = time.monotonic() + float(sys.argv[2])\n"
+    "while time.monotonic() < end: pass"
+)
 
 
 @contextlib.contextmanager
@@ -44,7 +48,9 @@ def run(command: list[str], seconds: float) -> tuple[int, str]:
 
 def main() -> int:
     """Print one line for each run; return the number that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--alone", type=int, default=5)
     parser.add_argument("--loaded", type=int, default=5)
     parser.add_argument("--load", type=int, default=20)
@@ -60,7 +66,11 @@ def main() -> int:
             code, summary = run(options.command, options.seconds)
         failed += code != 0
         beside = f"beside {busy} (nice {options.nice})" if busy else "alone"
-        print(f"run {number + 1} {beside}: exit {code}, {time.monotonic() - started:.0f} s, {os.cpu_count()} cores: {summary}", flush=True)
+        print(
+            f"run {number + 1} {beside}: exit {code}, {time.monotonic() - started:.0f} s, "
+            f"{os.cpu_count()} cores: {summary}",
+            flush=True,
+        )
     return failed
 
 

@@ -32,11 +32,29 @@ def nodes_of(name):
     return list(ast.walk(tree_of(name)))
 
 
-ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}  # they only give rooms below a public name
+# they only give rooms below a public name
+ROOMS = {"callbacks.py", "loggers.py", "losses.py", "metrics.py", "optimizers.py"}
 LEVELS = [
-    {"errors.py", "tree.py", "rng.py", "output_files.py", "checksummed_files.py", "xla.py", "jaxpr.py", "deprecated.py", "specs.py"}
+    {
+        "errors.py",
+        "tree.py",
+        "rng.py",
+        "output_files.py",
+        "checksummed_files.py",
+        "xla.py",
+        "jaxpr.py",
+        "deprecated.py",
+        "specs.py",
+    }
     | {"ranking.py", "log_info.py"},
-    {"user_paths.py", "render", "path_match.py", "fields.py", "explicit_arrays.py", "tracebacks.py"},
+    {
+        "user_paths.py",
+        "render",
+        "path_match.py",
+        "fields.py",
+        "explicit_arrays.py",
+        "tracebacks.py",
+    },
     {"wire", "program_cache"},
     {"mesh.py", "models", "layout"},
     {"nn", "sync"},
@@ -46,7 +64,8 @@ LEVELS = [
     {"launch", "viz"},
     {"__init__.py", "__main__.py"},
 ]
-# Within a level, imports stay inside one folder; these are the steps sideways that the design names.
+# Within a level, imports stay inside one folder; these are the steps sideways that the design
+# names.
 SIDEWAYS = {
     ("errors.py", "deprecated.py"),
     ("checksummed_files.py", "output_files.py"),
@@ -66,9 +85,19 @@ SIDEWAYS = {
 }
 
 COLLECTIVES = {
-    "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle", "axis_index", "axis_size",
+    "psum",
+    "pmean",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "psum_scatter",
+    "all_to_all",
+    "ppermute",
+    "pshuffle",
+    "axis_index",
+    "axis_size",
     "ragged_all_to_all",
-}  # fmt: skip
+}
 
 
 def part(name):
@@ -79,7 +108,9 @@ def part(name):
 def level(name):
     """Which level a file is on."""
     levels = [number for number, parts in enumerate(LEVELS) if part(name) in parts]
-    assert len(levels) == 1, f"{name} is on no level: put its folder on one in LEVELS and in docs/packages.md"
+    assert len(levels) == 1, (
+        f"{name} is on no level: put its folder on one in LEVELS and in docs/packages.md"
+    )
     return levels[0]
 
 
@@ -93,9 +124,15 @@ def file_of(module):
 
 
 def nodes(tree, *, functions=True):
-    """Every node that runs, in functions too; what stands under `if TYPE_CHECKING` is for editors only."""
+    """Every node that runs, in functions too; what stands under `if TYPE_CHECKING` is for editors
+    only.
+    """
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        ):
             continue
         yield child
         if functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -109,14 +146,20 @@ def module_of(name):
 
 @functools.cache
 def imports(name, *, functions=True):
-    """(line, module) of every import of the library in a file; `from package import module` counts as the module."""
+    """(line, module) of every import of the library in a file; `from package import module` counts
+    as the module.
+    """
     return list(_read_imports(name, functions))
 
 
 def _read_imports(name, functions):
     for node in nodes(tree_of(name), functions=functions):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "spmd")
+            yield from (
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.split(".")[0] == "spmd"
+            )
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}:{node.lineno}: relative import; write it from spmd on"
             if (node.module or "").split(".")[0] == "spmd":
@@ -140,7 +183,10 @@ def test_imports_go_down():
             inside = step[0] == step[1]
             sideways = step in SIDEWAYS
             if not (down or inside or sideways):
-                wrong.append(f"{name}:{line} imports {module}: from level {level(name)} to level {level(target)}")
+                wrong.append(
+                    f"{name}:{line} imports {module}: from level {level(name)} to level "
+                    f"{level(target)}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -163,7 +209,8 @@ def test_the_rule_would_notice():
 def test_nothing_private_of_jax():
     files = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
     assert files == ["distributed/coordination.py", "planner/gpu_kernels.py"], (
-        f"jax._src in {files}; the coordination service and the lowering of cuDNN's attention have no other face, and are used there only"
+        f"jax._src in {files}; the coordination service and the lowering of cuDNN's attention have "
+        "no other face, and are used there only"
     )
 
 
@@ -173,29 +220,55 @@ def test_collectives_are_called_in_one_file():
         if name == "wire/collectives.py":
             continue
         for node in nodes_of(name):
-            if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in ("lax", "jax.lax"):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in COLLECTIVES
+                and ast.unparse(node.value) in ("lax", "jax.lax")
+            ):
                 calls.append(f"{name}:{node.lineno} {node.attr}")
             if isinstance(node, ast.ImportFrom) and node.module == "jax.lax":
-                calls += [f"{name}:{node.lineno} {alias.name}" for alias in node.names if alias.name in COLLECTIVES]
+                calls += [
+                    f"{name}:{node.lineno} {alias.name}"
+                    for alias in node.names
+                    if alias.name in COLLECTIVES
+                ]
     assert not calls, f"collectives outside wire/collectives.py: {calls}"
-    assert any(isinstance(node, ast.Attribute) and node.attr in COLLECTIVES for node in nodes_of("wire/collectives.py"))
+    assert any(
+        isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
+        for node in nodes_of("wire/collectives.py")
+    )
 
 
 def test_regions_by_device_are_made_in_one_file():
     def calls_shard_map(name):
-        functions = [node.func for node in nodes_of(name) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-        return any(function.attr == "shard_map" and ast.unparse(function) == "jax.shard_map" for function in functions)
+        functions = [
+            node.func
+            for node in nodes_of(name)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        ]
+        return any(
+            function.attr == "shard_map" and ast.unparse(function) == "jax.shard_map"
+            for function in functions
+        )
 
     files = [name for name in FILES if calls_shard_map(name)]
-    assert files == ["xla.py"], f"jax.shard_map( in {files}; spmd.xla.shard_map takes arrays without elements"
+    assert files == ["xla.py"], (
+        f"jax.shard_map( in {files}; spmd.xla.shard_map takes arrays without elements"
+    )
 
 
 def test_no_assert_statements():
-    asserts = [f"{name}:{node.lineno}" for name in FILES for node in nodes_of(name) if isinstance(node, ast.Assert)]
+    asserts = [
+        f"{name}:{node.lineno}"
+        for name in FILES
+        for node in nodes_of(name)
+        if isinstance(node, ast.Assert)
+    ]
     assert not asserts, f"assert, which -O removes and which says nothing to a user: {asserts}"
 
 
-SHORT = {  # writes of a few bytes into pipes, which take all or none of so little, and to the terminal
+# writes of a few bytes into pipes, which take all or none of so little, and to the terminal
+SHORT = {
     "planner/compile_client.py",
     "planner/compile_server.py",
     "distributed/watchdog.py",
@@ -205,33 +278,57 @@ SHORT = {  # writes of a few bytes into pipes, which take all or none of so litt
 
 
 def test_unbuffered_writes_are_complete():
-    """`os.write` and files without a buffer write a part of the bytes where a disk is almost full, without an error."""
+    """`os.write` and files without a buffer write a part of the bytes where a disk is almost full,
+    without an error.
+    """
     partial = set()
     for name in FILES:
-        ignored = [node.value for node in nodes_of(name) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+        ignored = [
+            node.value
+            for node in nodes_of(name)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ]
         if any(ast.unparse(call.func) in ("os.write", "os.pwrite") for call in ignored):
             partial.add(name)
         for call in (node for node in nodes_of(name) if isinstance(node, ast.Call)):
-            unbuffered = any(word.arg == "buffering" and ast.unparse(word.value) == "0" for word in call.keywords)
+            unbuffered = any(
+                word.arg == "buffering" and ast.unparse(word.value) == "0" for word in call.keywords
+            )
             if unbuffered and "'rb'" not in map(ast.unparse, call.args):
                 partial.add(name)
     assert partial == SHORT, "write_at of spmd/output_files.py writes all of the bytes"
 
 
-NAMING = ("name_errors(", "wrap_os_errors(", "replace_file(", "suppress(OSError", "except OSError", "except (OSError")
+NAMING = (
+    "name_errors(",
+    "wrap_os_errors(",
+    "replace_file(",
+    "suppress(OSError",
+    "except OSError",
+    "except (OSError",
+)
 
 
 def writes(node, around=""):
-    """(Line, blocks around it) of each call that opens a file for writing with no name in the errors of what is written then."""
+    """(Line, blocks around it) of each call that opens a file for writing with no name in the
+    errors of what is written then.
+    """
     if isinstance(node, ast.With):
         around += "".join(ast.unparse(item.context_expr) for item in node.items)
     elif isinstance(node, ast.Try):
-        around += "".join(f"except {ast.unparse(handler.type)}" for handler in node.handlers if handler.type)
+        around += "".join(
+            f"except {ast.unparse(handler.type)}" for handler in node.handlers if handler.type
+        )
     elif isinstance(node, ast.Call):
         method = ast.unparse(node.func).rpartition(".")[2]
-        constants = [ast.unparse(each).strip("'") for each in (*node.args, *(word.value for word in node.keywords))]
+        constants = [
+            ast.unparse(each).strip("'")
+            for each in (*node.args, *(word.value for word in node.keywords))
+        ]
         replaces = isinstance(node.func, ast.Attribute) and method in ("write_text", "write_bytes")
-        if replaces or (method == "open" and {"w", "wb", "a", "ab", "x", "xb", "r+b"} & {*constants}):
+        if replaces or (
+            method == "open" and {"w", "wb", "a", "ab", "x", "xb", "r+b"} & {*constants}
+        ):
             yield node.lineno, around
     for child in ast.iter_child_nodes(node):
         yield from writes(child, around)
@@ -239,9 +336,16 @@ def writes(node, around=""):
 
 def test_every_written_file_is_named_in_errors():
     """The system's error of a full disk does not say which file it is about."""
-    unnamed = {name for name in FILES for _, around in writes(tree_of(name)) if not any(each in around for each in NAMING)}
+    unnamed = {
+        name
+        for name in FILES
+        for _, around in writes(tree_of(name))
+        if not any(each in around for each in NAMING)
+    }
     # a part of a file of `open_output`, and what another process prints
-    assert unnamed == {"inference/weights.py", "planner/compile_client.py"}, "open_output and name_errors of spmd/output_files.py name it"
+    assert unnamed == {"inference/weights.py", "planner/compile_client.py"}, (
+        "open_output and name_errors of spmd/output_files.py name it"
+    )
 
 
 def test_every_public_name_is_documented():
@@ -278,15 +382,26 @@ PACKAGES = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_beside_a_public_function_has_its_name(package):
-    """`spmd.data.csv` is a function or a module, and which one must not hang on what was imported before."""
-    beside = {name.split("/")[-1].removesuffix(".py") for name in FILES if name.rpartition("/")[0] == package}
+    """`spmd.data.csv` is a function or a module, and which one must not hang on what was imported
+    before.
+    """
+    beside = {
+        name.split("/")[-1].removesuffix(".py")
+        for name in FILES
+        if name.rpartition("/")[0] == package
+    }
     assert not beside & set(PACKAGES[package])
 
 
 def test_public_names_are_the_ones_that_editors_see():
     """The tables of names and the imports under TYPE_CHECKING say the same."""
     block = next(node for node in tree_of("__init__.py").body if isinstance(node, ast.If))
-    seen = {alias.asname: f"{node.module}.{alias.name}" for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     names = {name: f"{module}.{name}" for name, module in vars(spmd)["_HOMES"].items()}
     assert seen == {name: f"spmd.{name}" for name in vars(spmd)["_MODULES"]} | names
 
@@ -294,7 +409,9 @@ def test_public_names_are_the_ones_that_editors_see():
 @functools.cache
 def attributes_read():
     readers = FILES.keys() - {"layout/schema.py", "layout/toml_reader.py"}
-    return {node.attr for name in readers for node in nodes_of(name) if isinstance(node, ast.Attribute)}
+    return {
+        node.attr for name in readers for node in nodes_of(name) if isinstance(node, ast.Attribute)
+    }
 
 
 SECTIONS = [value for _, value in inspect.getmembers(schema, dataclasses.is_dataclass)]
@@ -302,18 +419,29 @@ SECTIONS = [value for _, value in inspect.getmembers(schema, dataclasses.is_data
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_key_of_a_layout_is_read(section):
-    """By name, outside the two files that declare and spell it; the plain names of `[compiler]` by a table."""
-    unread = [field.name for field in dataclasses.fields(section) if field.name not in attributes_read() | set(XLA_NAMES)]
+    """By name, outside the two files that declare and spell it; the plain names of `[compiler]` by
+    a table.
+    """
+    unread = [
+        field.name
+        for field in dataclasses.fields(section)
+        if field.name not in attributes_read() | set(XLA_NAMES)
+    ]
     assert not unread, f"{section.__name__}: nothing reads {unread}"
 
 
 def test_files_of_tests_have_names_of_their_own():
-    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]  # pytest imports them by these
+    # pytest imports them by these
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert not {name for name in names if names.count(name) > 1}
 
 
 def test_no_word_of_a_machine_in_the_sources():
-    files = [name for name, path in FILES.items() if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))]
+    files = [
+        name
+        for name, path in FILES.items()
+        if re.search(r"/(home|Users|work|root)/", path.read_text(encoding="utf-8"))
+    ]
     assert not files
 
 
@@ -324,7 +452,9 @@ def packages(name):
 
 
 def test_no_imports_go_round():
-    """So every module can be the first that is imported: what it needs, packages too, never needs it while it is half there."""
+    """So every module can be the first that is imported: what it needs, packages too, never needs
+    it while it is half there.
+    """
     needs = {}
     for name in FILES:
         needs[name] = {file_of(module) for _, module in imports(name, functions=False)} - {name}
@@ -333,7 +463,9 @@ def test_no_imports_go_round():
 
 
 def test_no_imports_go_round_inside_functions():
-    """Every module stands on its own, imports inside functions included; `if TYPE_CHECKING` does not count."""
+    """Every module stands on its own, imports inside functions included; `if TYPE_CHECKING` does
+    not count.
+    """
     needs = {name: {file_of(module) for _, module in imports(name)} - {name} for name in FILES}
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) == len(FILES)
 
@@ -358,5 +490,11 @@ for name in sys.argv[1:]:
 def test_every_module_imports_first():
     """Each in a fork of a process that has imported nothing else of the library."""
     names = [module_of(name) for name in FILES if not name.startswith("__main__")]
-    done = subprocess.run([sys.executable, "-c", FIRST, *names], env=environment(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, *names],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,9 @@ from spmd.launch.cli import main
 from spmd.planner.planning import Plan
 
 
-@pytest.mark.parametrize(("old", "new"), [("RoomError", "DeviceMemoryError"), ("AbsentError", "RendezvousTimeout")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("RoomError", "DeviceMemoryError"), ("AbsentError", "RendezvousTimeout")]
+)
 def test_old_name_of_error_is_the_new_class(old, new):
     with pytest.warns(FutureWarning, match=f"spmd.errors.{old} is now {new}"):
         assert getattr(spmd.errors, old) is getattr(spmd.errors, new)

@@ -1,4 +1,6 @@
-"""The exact text of every error that users see, raised the way a user would raise it; every fix is tried."""
+"""The exact text of every error that users see, raised the way a user would raise it; every fix is
+tried.
+"""
 
 import dataclasses
 import inspect
@@ -75,7 +77,11 @@ def fit(toml=None, *, model=MODEL, data=(X, Y), **options):
 
 def fits(toml=None, *, model=MODEL, data=(X, Y), **options):
     """The fix works: everything that is checked before the first step is satisfied."""
-    options = {name: value for name, value in (FIT | options | written(toml)).items() if name not in ("steps", "progress")}
+    options = {
+        name: value
+        for name, value in (FIT | options | written(toml)).items()
+        if name not in ("steps", "progress")
+    }
     rows = options.pop("batch_size")
     trainer = spmd.Trainer(model, **options)
     trainer.prepare(jax.tree.map(lambda x: x[:rows], data))
@@ -88,8 +94,12 @@ def error_text(kind, action, *args, **options):
         action(*args, **options)
     assert type(caught.value) is kind
     text = str(caught.value)
-    assert not re.search(r"spmd\.(layout|mesh|errors|tree|train|model|comm|data\.|run|api|trainer)\b", text)
-    assert not re.search(r"(?<![\w*])_[a-z]|jax\._src|jaxlib|0x[0-9a-f]{6}|JitTracer|<lambda>", text)
+    assert not re.search(
+        r"spmd\.(layout|mesh|errors|tree|train|model|comm|data\.|run|api|trainer)\b", text
+    )
+    assert not re.search(
+        r"(?<![\w*])_[a-z]|jax\._src|jaxlib|0x[0-9a-f]{6}|JitTracer|<lambda>", text
+    )
     return text
 
 
@@ -97,7 +107,7 @@ def rule(path, spec, *more):
     return "\n".join(["[[params]]", f'path = "{path}"', f"spec = {spec}", *more, ""])
 
 
-# layouts that cannot be read ------------------------------------------------------------------------------------------
+# layouts that cannot be read ----------------------------------------------------------------------
 
 
 def test_misspelt_layout_name(golden):
@@ -107,7 +117,14 @@ def test_misspelt_layout_name(golden):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    {"zero3": "fsdp", "ZeRO-2": "zero1", "FSDP": "fsdp", "ddp": "data_parallel", "dp": "data_parallel", "tp": "tensor_parallel"}.items(),
+    {
+        "zero3": "fsdp",
+        "ZeRO-2": "zero1",
+        "FSDP": "fsdp",
+        "ddp": "data_parallel",
+        "dp": "data_parallel",
+        "tp": "tensor_parallel",
+    }.items(),
 )
 def test_layout_name_of_other_libraries(name, meant):
     with pytest.raises(errors.LayoutError) as raised:
@@ -135,7 +152,12 @@ def test_layout_of_wrong_type(golden):
 
 
 def test_toml_syntax_error(golden):
-    golden("toml_syntax_error", error_text(errors.LayoutError, fit, '[batch]\nspec = ["data", \n[default]\nparams = replicate\n'))
+    golden(
+        "toml_syntax_error",
+        error_text(
+            errors.LayoutError, fit, '[batch]\nspec = ["data", \n[default]\nparams = replicate\n'
+        ),
+    )
 
 
 def test_layout_file_not_utf8(golden, folder):
@@ -174,17 +196,30 @@ save = "dot"
 
 
 def test_python_layout_is_validated(golden):
-    layout = spmd.Layout(params=(spmd.Rule("a/{b", (None,)),), gradients=spmd.Gradients("psum"), name="mine")
+    layout = spmd.Layout(
+        params=(spmd.Rule("a/{b", (None,)),), gradients=spmd.Gradients("psum"), name="mine"
+    )
     golden("python_layout_is_validated", error_text(errors.LayoutError, fit, layout=layout))
 
 
-# layouts that do not fit ----------------------------------------------------------------------------------------------
+# layouts that do not fit --------------------------------------------------------------------------
 
 
 def test_unknown_mesh_axis_in_each_table(golden):
-    text = '[batch]\nspec = ["dta"]\n[axes]\nmlp = "modl"\n[optimizer]\nshard = "dat"\n[default]\nparams = "shard:tensor"\n'
-    golden("unknown_mesh_axis_in_each_table", error_text(errors.LayoutError, fit, text + rule("**/kernel", '["-", "modle"]'), mesh=BOTH))
-    for wrong, fixed in {"dta": "data", "modl": "model", "dat": "data", "shard:tensor": "shard:data"}.items():
+    text = (
+        '[batch]\nspec = ["dta"]\n[axes]\nmlp = "modl"\n[optimizer]\nshard = "dat"\n[default]\n'
+        'params = "shard:tensor"\n'
+    )
+    golden(
+        "unknown_mesh_axis_in_each_table",
+        error_text(errors.LayoutError, fit, text + rule("**/kernel", '["-", "modle"]'), mesh=BOTH),
+    )
+    for wrong, fixed in {
+        "dta": "data",
+        "modl": "model",
+        "dat": "data",
+        "shard:tensor": "shard:data",
+    }.items():
         text = text.replace(f'"{wrong}"', f'"{fixed}"')
     fits(text + rule("**/attention/*/kernel", '["-", "model"]'), mesh=BOTH)
 
@@ -195,7 +230,10 @@ def test_batch_axis_missing_from_mesh(golden):
 
 def test_rule_matches_no_parameter(golden):
     wrong = ["**/atention/*/kernel", "blocks/*/mpl/{up,down}/kernel", "kernel", "decoder"]
-    golden("rule_matches_no_parameter", error_text(errors.LayoutError, fit, "".join(rule(path, '["-"]') for path in wrong)))
+    golden(
+        "rule_matches_no_parameter",
+        error_text(errors.LayoutError, fit, "".join(rule(path, '["-"]') for path in wrong)),
+    )
     for fixed in ("**/attention/*/kernel", "blocks/*/mlp/{up,down}/kernel", "**/kernel"):
         fits(rule(fixed, '["-"]'))
 
@@ -203,14 +241,27 @@ def test_rule_matches_no_parameter(golden):
 def test_except_matches_no_parameter(golden):
     golden(
         "except_matches_no_parameter",
-        error_text(errors.LayoutError, fit, rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/queri/*"'), mesh=BOTH),
+        error_text(
+            errors.LayoutError,
+            fit,
+            rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/queri/*"'),
+            mesh=BOTH,
+        ),
     )
     fits(rule("**/attention/*/kernel", '["-", "model"]', 'except = "**/query/*"'), mesh=BOTH)
 
 
 def test_several_rules_match_one_parameter(golden):
-    rules = [("**/mlp/down/*", '["-"]'), ("**/kernel", '["-"]'), ("**/query/kernel", '["model"]'), ("**/attention/**/kernel", '["model"]')]
-    golden("several_rules_match_one_parameter", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in rules), mesh=BOTH))
+    rules = [
+        ("**/mlp/down/*", '["-"]'),
+        ("**/kernel", '["-"]'),
+        ("**/query/kernel", '["model"]'),
+        ("**/attention/**/kernel", '["model"]'),
+    ]
+    golden(
+        "several_rules_match_one_parameter",
+        error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in rules), mesh=BOTH),
+    )
     fixed = [
         rule(*rules[0]),
         rule(*rules[1], 'except = ["**/attention/**/kernel", "**/query/kernel", "**/mlp/down/*"]'),
@@ -221,28 +272,51 @@ def test_several_rules_match_one_parameter(golden):
 
 
 def test_duplicate_rules(golden):
-    golden("duplicate_rules", error_text(errors.LayoutError, fit, rule("**/up/kernel", '["-"]') + rule("**/up/kernel", '["data"]')))
+    golden(
+        "duplicate_rules",
+        error_text(
+            errors.LayoutError,
+            fit,
+            rule("**/up/kernel", '["-"]') + rule("**/up/kernel", '["data"]'),
+        ),
+    )
     fits(rule("**/up/kernel", '["data"]'))
 
 
 def test_spec_longer_than_rank(golden):
-    wrong = rule("**/attention/*/*", '["-", "model"]') + rule("head/kernel", '["data", "model", "-"]')
+    wrong = rule("**/attention/*/*", '["-", "model"]') + rule(
+        "head/kernel", '["data", "model", "-"]'
+    )
     golden("spec_longer_than_rank", error_text(errors.LayoutError, fit, wrong, mesh=BOTH))
     bias = "blocks/*/attention/*/bias"
-    fixed = [rule("**/attention/*/*", '["-", "model"]', f'except = ["{bias}"]'), rule(bias, '["model"]')]
+    fixed = [
+        rule("**/attention/*/*", '["-", "model"]', f'except = ["{bias}"]'),
+        rule(bias, '["model"]'),
+    ]
     trainer = fits("".join([*fixed, rule("head/kernel", '["data", "model"]')]), mesh=BOTH)
     assert trainer.resolved.placements["blocks/1/attention/value/bias"].spec == ("model",)
 
 
 def test_mesh_axis_used_twice_in_spec(golden):
-    wrong = rule("**/attention/*/kernel", '["model", "model"]') + rule("head/kernel", '[["data", "data"]]')
+    wrong = rule("**/attention/*/kernel", '["model", "model"]') + rule(
+        "head/kernel", '[["data", "data"]]'
+    )
     golden("mesh_axis_used_twice_in_spec", error_text(errors.LayoutError, fit, wrong, mesh=BOTH))
-    fits(rule("**/attention/*/kernel", '["model", "-"]') + rule("head/kernel", '["data"]'), mesh=BOTH)
+    fits(
+        rule("**/attention/*/kernel", '["model", "-"]') + rule("head/kernel", '["data"]'), mesh=BOTH
+    )
 
 
 def test_dim_not_divisible_by_mesh_axis(golden):
-    wrong = [("**/up/*", '["data"]'), ("**/down/kernel", '["data", "model"]'), ("head/kernel", '["-", ["data", "model"]]')]
-    golden("dim_not_divisible_by_mesh_axis", error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in wrong), mesh=BOTH))
+    wrong = [
+        ("**/up/*", '["data"]'),
+        ("**/down/kernel", '["data", "model"]'),
+        ("head/kernel", '["-", ["data", "model"]]'),
+    ]
+    golden(
+        "dim_not_divisible_by_mesh_axis",
+        error_text(errors.LayoutError, fit, "".join(rule(*pair) for pair in wrong), mesh=BOTH),
+    )
     fixed = [
         rule("**/up/*", '["data"]', 'except = ["blocks/*/mlp/up/bias"]'),
         rule("blocks/*/mlp/up/bias", '["-"]'),
@@ -269,9 +343,15 @@ def test_max_replicated_out_of_reach_of_rules(golden, folder):
         check(shipped, "data=8")
     golden("max_replicated_out_of_reach_of_rules", str(raised.value))
     assert any(check(shipped, "data=2").placements["hidden/kernel"].spec), "fewer devices"
-    assert any(check(shipped, "data=8", {"hidden": dense(30, 48)}).placements["hidden/kernel"].spec), "another size"
+    assert any(
+        check(shipped, "data=8", {"hidden": dense(30, 48)}).placements["hidden/kernel"].spec
+    ), "another size"
     check(spmd.Layout.load("data_parallel"), "data=8")
-    (folder / "mine.toml").write_text(toml_reader.shipped()["fsdp"].read_text().replace("max_replicated = 0.5", "max_replicated = 1"))
+    (folder / "mine.toml").write_text(
+        toml_reader.shipped()["fsdp"]
+        .read_text()
+        .replace("max_replicated = 0.5", "max_replicated = 1")
+    )
     check(spmd.Layout.load("mine.toml"), "data=8")
 
 
@@ -279,16 +359,25 @@ def test_max_replicated_exceeded(golden):
     text = rule("**/attention/*/kernel", '["-", "model"]') + "[default]\nmax_replicated = 0.25\n"
     golden("max_replicated_exceeded", error_text(errors.LayoutError, fit, text, mesh=BOTH))
     trainer = fits(text + 'params = "shard:data"\n', mesh=BOTH)
-    replicated_bytes = sum(place.nbytes for place in trainer.resolved.placements.values() if not any(place.spec))
-    assert f"{replicated_bytes / sum(place.nbytes for place in trainer.resolved.placements.values()):.1%}" == "0.7%"
+    places = trainer.resolved.placements.values()
+    replicated_bytes = sum(place.nbytes for place in places if not any(place.spec))
+    assert f"{replicated_bytes / sum(place.nbytes for place in places):.1%}" == "0.7%"
     fits(text.replace("0.25", "0.94"), mesh=BOTH)
 
 
 def test_mesh_axis_shards_nothing(golden):
-    golden("mesh_axis_shards_nothing", error_text(errors.LayoutError, fit, layout="fsdp_tensor_parallel", mesh=BOTH))
+    golden(
+        "mesh_axis_shards_nothing",
+        error_text(errors.LayoutError, fit, layout="fsdp_tensor_parallel", mesh=BOTH),
+    )
     fits(layout="fsdp_tensor_parallel", mesh="data=8,model=1")
     layout = spmd.Layout.load("fsdp_tensor_parallel")
-    fits(layout=dataclasses.replace(layout, params=(spmd.Rule("**/attention/*/kernel", ("data", "model")),)), mesh=BOTH)
+    fits(
+        layout=dataclasses.replace(
+            layout, params=(spmd.Rule("**/attention/*/kernel", ("data", "model")),)
+        ),
+        mesh=BOTH,
+    )
 
 
 def test_mesh_axis_that_nothing_uses(golden):
@@ -306,12 +395,20 @@ def test_no_layout_may_leave_an_axis_unused(layout):
 
 def test_fix_for_unused_axes_suits_model_batch_and_devices():
     declared = spmd.Layout(mesh=(("data", -1), ("model", 2)), source="mine.toml")
-    assert 'fix: mesh="data=8,model=1"; or' in error_text(errors.LayoutError, fit, layout=declared, mesh=BOTH)
+    assert 'fix: mesh="data=8,model=1"; or' in error_text(
+        errors.LayoutError, fit, layout=declared, mesh=BOTH
+    )
     fits(layout=declared, mesh="data=8,model=1")
-    assert 'fix: mesh="data=8"; or' in error_text(errors.LayoutError, fit, mesh="data=2,model=2,expert=2"), "both at once"
-    assert "fix: a use for" in error_text(errors.LayoutError, fit, batch_size=4, mesh=BOTH), "8 workers do not divide 4 rows"
+    assert 'fix: mesh="data=8"; or' in error_text(
+        errors.LayoutError, fit, mesh="data=2,model=2,expert=2"
+    ), "both at once"
+    assert "fix: a use for" in error_text(errors.LayoutError, fit, batch_size=4, mesh=BOTH), (
+        "8 workers do not divide 4 rows"
+    )
     four = spmd.make_mesh("data=2,model=2", devices=jax.devices()[:4])
-    assert 'fix: spmd.make_mesh("data=4", devices=...), with the same devices; or' in error_text(errors.LayoutError, fit, mesh=four)
+    assert 'fix: spmd.make_mesh("data=4", devices=...), with the same devices; or' in error_text(
+        errors.LayoutError, fit, mesh=four
+    )
 
 
 def constrained(params, x):
@@ -319,7 +416,9 @@ def constrained(params, x):
 
 
 def placed(params, x):
-    return jax.device_put(apply(params, x), NamedSharding(spmd.make_mesh(BOTH), PartitionSpec(None, "model")))
+    return jax.device_put(
+        apply(params, x), NamedSharding(spmd.make_mesh(BOTH), PartitionSpec(None, "model"))
+    )
 
 
 def mapped(params, x):
@@ -328,7 +427,11 @@ def mapped(params, x):
         return apply(params, x)
     specs = (PartitionSpec(None, "model"), PartitionSpec("model"))
     product = jax.shard_map(
-        lambda x, w: jax.lax.psum(x @ w, "model"), in_specs=specs, out_specs=PartitionSpec(), axis_names={"model"}, check_vma=False
+        lambda x, w: jax.lax.psum(x @ w, "model"),
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+        axis_names={"model"},
+        check_vma=False,
     )
     return product(x, params["head"]["kernel"]) + params["head"]["bias"]
 
@@ -338,7 +441,10 @@ def shards_its_gradient(x):
     return x
 
 
-shards_its_gradient.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.with_sharding_constraint(dx, PartitionSpec(None, "model")),))
+shards_its_gradient.defvjp(
+    lambda x: (x, None),
+    lambda _, dx: (jax.lax.with_sharding_constraint(dx, PartitionSpec(None, "model")),),
+)
 
 
 class Logical(linen.Module):
@@ -366,7 +472,12 @@ def mapped_on_a_mesh(params, x):
     specs = (PartitionSpec(None, "model"), PartitionSpec("model"))
     mesh = {} if jax.sharding.get_abstract_mesh().manual_axes else {"mesh": spmd.make_mesh(BOTH)}
     product = jax.shard_map(
-        lambda x, w: jax.lax.psum(x @ w, "model"), in_specs=specs, out_specs=PartitionSpec(), axis_names={"model"}, check_vma=False, **mesh
+        lambda x, w: jax.lax.psum(x @ w, "model"),
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+        axis_names={"model"},
+        check_vma=False,
+        **mesh,
     )
     return product(x, params["head"]["kernel"]) + params["head"]["bias"]
 
@@ -378,8 +489,12 @@ def test_model_that_names_an_axis_can_be_planned(own):
     options = {"loss": FIT["loss"], "optimizer": FIT["optimizer"], "target": "8xcpu"}
     model = spmd.FunctionalModel(init, own)
     plan = spmd.plan(model, batch, **options, mesh=BOTH, layout="data_parallel")
-    assert plan.flops.model == spmd.plan(MODEL, batch, **options, mesh="data=8", layout="data_parallel").flops.model
-    if own is constrained:  # a mesh of its own is none for the one device with which a search begins
+    assert (
+        plan.flops.model
+        == spmd.plan(MODEL, batch, **options, mesh="data=8", layout="data_parallel").flops.model
+    )
+    # a mesh of its own is none for the one device with which a search begins
+    if own is constrained:
         layout = spmd.Layout(mesh=(("data", 4), ("model", 2)))
         assert spmd.search(model, batch, **options, candidates=[layout], compiles=1).best.fits
 
@@ -401,15 +516,28 @@ class Named(nnx.Module):
 def test_logical_axis_names_do_not_fit(golden):
     golden(
         "logical_axis_names_do_not_fit",
-        error_text(errors.LayoutError, fit, model=lambda: Named(nnx.Rngs(0)), layout="tensor_parallel", mesh=BOTH),
+        error_text(
+            errors.LayoutError,
+            fit,
+            model=lambda: Named(nnx.Rngs(0)),
+            layout="tensor_parallel",
+            mesh=BOTH,
+        ),
     )
     shipped = spmd.Layout.load("tensor_parallel")
-    axes = (*((name, None if name == "heads" else axis) for name, axis in shipped.axes), ("mpl", None))
+    axes = (
+        *((name, None if name == "heads" else axis) for name, axis in shipped.axes),
+        ("mpl", None),
+    )
     rules = (spmd.Rule("odd/kernel", (None, None)), spmd.Rule("long/kernel", (None, "model")))
-    fits(model=lambda: Named(nnx.Rngs(0)), layout=dataclasses.replace(shipped, axes=axes, params=rules), mesh=BOTH)
+    fits(
+        model=lambda: Named(nnx.Rngs(0)),
+        layout=dataclasses.replace(shipped, axes=axes, params=rules),
+        mesh=BOTH,
+    )
 
 
-# the mesh -------------------------------------------------------------------------------------------------------------
+# the mesh -----------------------------------------------------------------------------------------
 
 
 def test_mesh_smaller_than_device_count(golden):
@@ -419,16 +547,21 @@ def test_mesh_smaller_than_device_count(golden):
 
 
 def test_mesh_larger_than_device_count(golden):
-    golden("mesh_larger_than_device_count", error_text(errors.MeshError, fit, mesh="data=4,model=4"))
+    golden(
+        "mesh_larger_than_device_count", error_text(errors.MeshError, fit, mesh="data=4,model=4")
+    )
     fits(rule("**/attention/*/kernel", '["-", "model"]'), mesh="data=2, model=4")
 
 
 def test_minus_one_mesh_axis_not_divisible(golden):
-    golden("minus_one_mesh_axis_not_divisible", error_text(errors.MeshError, fit, mesh="data=-1,model=3"))
+    golden(
+        "minus_one_mesh_axis_not_divisible",
+        error_text(errors.MeshError, fit, mesh="data=-1,model=3"),
+    )
     fits(rule("**/attention/*/kernel", '["-", "model"]'), mesh="data=-1, model=2")
 
 
-# the data -------------------------------------------------------------------------------------------------------------
+# the data -----------------------------------------------------------------------------------------
 
 
 def test_batch_not_divisible_by_workers(golden):
@@ -438,25 +571,36 @@ def test_batch_not_divisible_by_workers(golden):
 
 
 def test_batch_not_divisible_by_workers_and_microbatches(golden):
-    golden("batch_not_divisible_by_workers_and_microbatches", error_text(errors.DataError, fit, batch_size=12, accumulate=2))
+    golden(
+        "batch_not_divisible_by_workers_and_microbatches",
+        error_text(errors.DataError, fit, batch_size=12, accumulate=2),
+    )
     fits(batch_size=8, accumulate=2)
     fits(batch_size=16, accumulate=2)
 
 
 def test_batch_problems_are_all_reported(golden):
     text = '[batch]\nspec = ["data", "model"]\n[[batch.rules]]\npath = "z"\nspec = ["data"]\n'
-    golden("batch_problems_are_all_reported", error_text(errors.DataError, fit, text, data={"x": X, "y": Y}, mesh=BOTH))
+    golden(
+        "batch_problems_are_all_reported",
+        error_text(errors.DataError, fit, text, data={"x": X, "y": Y}, mesh=BOTH),
+    )
     fits(text.replace('"z"', '"y"'), data={"x": X, "y": Y}, mesh=BOTH)
 
 
 def test_ragged_data(golden):
-    golden("ragged_data", error_text(errors.DataError, fit, data={"x": X, "y": Y[:30], "w": Y[:31]}))
+    golden(
+        "ragged_data", error_text(errors.DataError, fit, data={"x": X, "y": Y[:30], "w": Y[:31]})
+    )
 
 
 @pytest.mark.system
 def test_ragged_batch_of_iterable(golden):
     batches = [(X[:8], Y[:8]), (X[:8], Y[:7])]
-    golden("ragged_batch_of_iterable", error_text(errors.DataError, fit, data=batches, batch_size=None, steps=2))
+    golden(
+        "ragged_batch_of_iterable",
+        error_text(errors.DataError, fit, data=batches, batch_size=None, steps=2),
+    )
 
 
 def test_empty_arrays(golden):
@@ -476,7 +620,7 @@ def test_fewer_examples_than_one_batch(golden):
     fits(batch_size=32)
 
 
-# the loss, the optimizer, the model -----------------------------------------------------------------------------------
+# the loss, the optimizer, the model ---------------------------------------------------------------
 
 
 def test_loss_of_wrong_shape(golden):
@@ -497,12 +641,20 @@ def test_loss_returns_none(golden):
 
 
 def test_loss_returns_dict(golden):
-    golden("loss_returns_dict", error_text(errors.LossError, fit, loss=lambda model, batch: {"loss": model(batch[0]).mean()}))
+    golden(
+        "loss_returns_dict",
+        error_text(
+            errors.LossError, fit, loss=lambda model, batch: {"loss": model(batch[0]).mean()}
+        ),
+    )
     fits(loss=lambda model, batch: (model(batch[0]).mean(), {"other": model(batch[0]).mean()}))
 
 
 def test_loss_returns_integer(golden):
-    golden("loss_returns_integer", error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[0]).argmax()))
+    golden(
+        "loss_returns_integer",
+        error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[0]).argmax()),
+    )
 
 
 def test_loss_needs_values(golden):
@@ -513,28 +665,58 @@ def test_loss_needs_values(golden):
 
 
 def test_loss_raises(golden):
-    golden("loss_raises", error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[1]).mean()))
+    golden(
+        "loss_raises",
+        error_text(errors.LossError, fit, loss=lambda model, batch: model(batch[1]).mean()),
+    )
 
 
 def test_loss_reads_a_missing_key(golden):
     rows = {"image": X, "label": Y, "more": {"weight": Y}}
     golden(
         "loss_reads_a_missing_key",
-        error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["lable"]),
+        error_text(
+            errors.LossError,
+            fit,
+            data=rows,
+            loss=lambda model, batch: model(batch["image"]) + batch["lable"],
+        ),
     )
-    nested = error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["more"]["wieght"])
+    nested = error_text(
+        errors.LossError,
+        fit,
+        data=rows,
+        loss=lambda model, batch: model(batch["image"]) + batch["more"]["wieght"],
+    )
     assert "the key 'wieght'" in nested and nested.endswith('fix: did you mean "weight"?')
     assert "the key 'wieght' in \"more\"" in nested
-    unknown = error_text(errors.LossError, fit, data=rows, loss=lambda model, batch: model(batch["image"]) + batch["more"]["zz"])
+    unknown = error_text(
+        errors.LossError,
+        fit,
+        data=rows,
+        loss=lambda model, batch: model(batch["image"]) + batch["more"]["zz"],
+    )
     assert unknown.endswith("fix: known: weight.")  # not the names of other levels
     wrapped = error_text(
-        errors.LossError, fit, data=rows, loss=jax.checkpoint(lambda model, batch: model(batch["image"]) + batch["lable"], static_argnums=0)
+        errors.LossError,
+        fit,
+        data=rows,
+        loss=jax.checkpoint(
+            lambda model, batch: model(batch["image"]) + batch["lable"], static_argnums=0
+        ),
     )
     assert "the loss reads the key 'lable', and" in wrapped
     metric = error_text(
-        errors.LossError, fit, data=rows, eval_data=rows, loss=image_loss, metrics={"seen": lambda model, batch: batch["imag"].mean()}
+        errors.LossError,
+        fit,
+        data=rows,
+        eval_data=rows,
+        loss=image_loss,
+        metrics={"seen": lambda model, batch: batch["imag"].mean()},
     )
-    assert "metric \"seen\" reads the key 'imag'" in metric and metric.endswith('fix: did you mean "image"?')
+    assert "metric \"seen\" reads the key 'imag'" in metric and metric.endswith(
+        'fix: did you mean "image"?'
+    )
 
 
 SETTINGS = {"rate": 0.1}
@@ -562,8 +744,13 @@ def catches_a_missing_key(model, batch):
     ],
 )
 def test_loss_reads_a_missing_key_of_another_dict(loss):
-    text = error_text(errors.LossError, fit, data={"image": X, "label": Y, "more": {"index": Y}}, loss=loss)
-    assert text.startswith("the loss fails on a batch of {image: float32[8, 64]") and "KeyError: 'weight'" in text
+    text = error_text(
+        errors.LossError, fit, data={"image": X, "label": Y, "more": {"index": Y}}, loss=loss
+    )
+    assert (
+        text.startswith("the loss fails on a batch of {image: float32[8, 64]")
+        and "KeyError: 'weight'" in text
+    )
 
 
 def test_loss_of_wrong_type(golden):
@@ -574,16 +761,23 @@ def test_loss_of_wrong_type(golden):
 def test_loss_not_finite_at_first_step(golden):
     golden(
         "loss_not_finite_at_first_step",
-        error_text(errors.DivergedError, fit, loss=lambda model, batch: jnp.log(model(batch[0]).mean() * 0)),
+        error_text(
+            errors.DivergedError, fit, loss=lambda model, batch: jnp.log(model(batch[0]).mean() * 0)
+        ),
     )
 
 
-@pytest.mark.parametrize("optimizer, shown", [("adam", "'adam' is a str"), (optax.adam, "adam is a function"), (0.1, "0.1 is a float")])
+@pytest.mark.parametrize(
+    "optimizer, shown",
+    [("adam", "'adam' is a str"), (optax.adam, "adam is a function"), (0.1, "0.1 is a float")],
+)
 def test_optimizer_of_wrong_type(optimizer, shown):
     text = """\
 optimizer='adam' is a str, not an optax gradient transformation.
     fix: such as optax.adamw(1e-3); a function that makes one must be called."""
-    assert error_text(errors.OptimizerError, fit, optimizer=optimizer) == text.replace("'adam' is a str", shown)
+    assert error_text(errors.OptimizerError, fit, optimizer=optimizer) == text.replace(
+        "'adam' is a str", shown
+    )
     fits(optimizer=optax.adamw(1e-3))
 
 
@@ -598,7 +792,10 @@ class Branches(nnx.Module):
 
 
 def test_nnx_model_cannot_be_traced(golden):
-    golden("nnx_model_cannot_be_traced", error_text(errors.ModelError, fit, model=lambda: Branches(nnx.Rngs(0))))
+    golden(
+        "nnx_model_cannot_be_traced",
+        error_text(errors.ModelError, fit, model=lambda: Branches(nnx.Rngs(0))),
+    )
 
 
 class Wide(nnx.Module):
@@ -614,7 +811,9 @@ def line_of(function):
 
 
 def test_model_factory_raises():
-    """What is meant for tracers does not help here. The place is the user's line, not one of flax's."""
+    """What is meant for tracers does not help here. The place is the user's line, not one of
+    flax's.
+    """
 
     def build():
         return Wide(rngs=nnx.Rngs(0))
@@ -622,7 +821,8 @@ def test_model_factory_raises():
     with pytest.raises(errors.ModelError) as raised:
         fit(model=build)
     assert str(raised.value) == (
-        "the model's factory raises TypeError: Wide.__init__() missing 1 required positional argument: 'width'\n"
+        "the model's factory raises TypeError: Wide.__init__() missing 1 required positional "
+        "argument: 'width'\n"
         f"    in {__file__}, line {line_of(build) + 1}: return Wide(rngs=nnx.Rngs(0))\n"
         "    fix: correct that line."
     )
@@ -636,7 +836,10 @@ def test_model_init_raises():
 
     text = error_text(errors.ModelError, fit, model=spmd.FunctionalModel(init, apply))
     place = f"in {__file__}, line {line_of(init) + 1}: "
-    assert text.splitlines()[:2] == ["the model raises KeyError: 'missing'", f'    {place}return {{"w": {{}}["missing"]}}']
+    assert text.splitlines()[:2] == [
+        "the model raises KeyError: 'missing'",
+        f'    {place}return {{"w": {{}}["missing"]}}',
+    ]
 
 
 def test_model_factory_numpy_error_caused_by_tracer():
@@ -644,7 +847,9 @@ def test_model_factory_numpy_error_caused_by_tracer():
         kernel = np.zeros(3)
         kernel[0] = Wide(10, rngs=nnx.Rngs(0)).up.kernel[0, 0]
 
-    assert error_text(errors.ModelError, fit, model=build).startswith("the model's factory cannot be traced without data: ")
+    assert error_text(errors.ModelError, fit, model=build).startswith(
+        "the model's factory cannot be traced without data: "
+    )
 
 
 class Converts(linen.Module):
@@ -658,7 +863,10 @@ def test_linen_model_cannot_be_traced(golden):
 
 
 def test_model_factory_with_arguments(golden):
-    golden("model_factory_with_arguments", error_text(errors.ModelError, fit, model=lambda rngs: Named(rngs)))
+    golden(
+        "model_factory_with_arguments",
+        error_text(errors.ModelError, fit, model=lambda rngs: Named(rngs)),
+    )
 
 
 def test_model_is_a_class(golden):
@@ -670,7 +878,9 @@ def test_model_of_wrong_type(golden):
 
 
 def test_linen_trainer_init_without_data(golden):
-    trainer = spmd.Trainer(linen.Dense(10), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1))
+    trainer = spmd.Trainer(
+        linen.Dense(10), loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1)
+    )
     golden("linen_trainer_init_without_data", error_text(errors.ModelError, trainer.init))
     trainer.init((X[:8], Y[:8]))
 
@@ -678,14 +888,20 @@ def test_linen_trainer_init_without_data(golden):
 def test_spmd_error_inside_linen_model_keeps_its_type(golden):
     text = error_text(errors.DataError, fit, model=linen.Dense(10), data={"a": X, "y": Y})
     golden("spmd_error_inside_linen_model_keeps_its_type", text)
-    fits(model=linen.Dense(10), data={"a": X, "y": Y}, loss=spmd.losses.cross_entropy.on(inputs="a", targets="y"))
+    fits(
+        model=linen.Dense(10),
+        data={"a": X, "y": Y},
+        loss=spmd.losses.cross_entropy.on(inputs="a", targets="y"),
+    )
 
 
-# what a stranger tries ------------------------------------------------------------------------------------------------
+# what a stranger tries ----------------------------------------------------------------------------
 
 
 class Tensor:
-    """What PyTorch gives, as far as it is seen from here: on an accelerator, numpy cannot read it."""
+    """What PyTorch gives, as far as it is seen from here: on an accelerator, numpy cannot read
+    it.
+    """
 
     __module__ = "torch"
 
@@ -700,25 +916,38 @@ class Tensor:
 
 def test_lists_instead_of_arrays(golden):
     rows = [[float(number) for number in range(64)] for _ in range(32)]
-    golden("lists_instead_of_arrays_1", error_text(errors.DataError, fit, data=rows, batch_size=None))
-    golden("lists_instead_of_arrays_2", error_text(errors.DataError, fit, data={"x": rows, "y": [0] * 32}))
+    golden(
+        "lists_instead_of_arrays_1", error_text(errors.DataError, fit, data=rows, batch_size=None)
+    )
+    golden(
+        "lists_instead_of_arrays_2",
+        error_text(errors.DataError, fit, data={"x": rows, "y": [0] * 32}),
+    )
     fits(data=(np.asarray(rows, np.float32), np.asarray([0] * 32)))
 
 
 def test_tensor_on_accelerator():
-    for data, what in (((Tensor(X, here=False), Y), "the data"), ([(Tensor(X[:8], here=False), Y[:8])], "the first batch")):
+    for data, what in (
+        ((Tensor(X, here=False), Y), "the data"),
+        ([(Tensor(X[:8], here=False), Y[:8])], "the first batch"),
+    ):
         assert (
-            error_text(errors.DataError, fit, data=data, batch_size=None if isinstance(data, list) else 8)
+            error_text(
+                errors.DataError, fit, data=data, batch_size=None if isinstance(data, list) else 8
+            )
             == f"""\
 {what}: 0 is a torch.Tensor, which numpy cannot read: TypeError: can't convert cuda:0 device type tensor to numpy.
-    fix: arrays in the host's memory, such as tensor.detach().cpu().numpy()."""
+    fix: arrays in the host's memory, such as tensor.detach().cpu().numpy()."""  # noqa: E501
         )
 
 
 def test_donated_array():
     gone = jnp.asarray(X)
     gone.delete()
-    text = "the data: 0 float32[32, 64] was deleted: it was donated to a call.\n    fix: a copy of it, numpy.array(...), made before."
+    text = (
+        "the data: 0 float32[32, 64] was deleted: it was donated to a call.\n    fix: a copy of "
+        "it, numpy.array(...), made before."
+    )
     assert error_text(errors.DataError, fit, data=(gone, Y)) == text
 
 
@@ -730,7 +959,9 @@ def test_tensor_on_accelerator_in_each_method():
         lambda: trainer.place((Tensor(X[:8], here=False), Y[:8])),
         lambda: trainer.evaluate(trainer.init(), (Tensor(X, here=False), Y)),
     ):
-        assert "is a torch.Tensor, which numpy cannot read: " in error_text(errors.DataError, action)
+        assert "is a torch.Tensor, which numpy cannot read: " in error_text(
+            errors.DataError, action
+        )
 
 
 def test_host_tensor_is_read():
@@ -748,20 +979,26 @@ def test_pytorch_module():
         )
 
 
-@pytest.mark.parametrize("package", ["keras.src.models", "tensorflow.keras", "haiku._src", "equinox._module"])
+@pytest.mark.parametrize(
+    "package", ["keras.src.models", "tensorflow.keras", "haiku._src", "equinox._module"]
+)
 def test_model_of_another_library(package):
     """The fixes were tried with the libraries themselves."""
     Base = type("Base", (), {"__module__": package, "__call__": lambda self, x: x})
     Net = type("Net", (Base,), {"__module__": "mine"})
     for model in (Net(), lambda: Net()):
         text = error_text(errors.ModelError, fit, model=model)
-        assert re.match(r"the model is a Net of (Keras|haiku|Equinox), which .*\n    fix: .*spmd.FunctionalModel\(lambda key: ", text)
+        assert re.match(
+            r"the model is a Net of (Keras|haiku|Equinox), which .*\n    fix: "
+            r".*spmd.FunctionalModel\(lambda key: ",
+            text,
+        )
 
 
 def test_data_function_with_arguments_or_without_result():
-    assert error_text(errors.DataError, fit, data=lambda path: [(X, Y)], batch_size=None).startswith(
-        "the function given as data takes arguments: path."
-    )
+    assert error_text(
+        errors.DataError, fit, data=lambda path: [(X, Y)], batch_size=None
+    ).startswith("the function given as data takes arguments: path.")
     assert error_text(errors.DataError, fit, data=lambda: None, batch_size=None).startswith(
         "the function that was given as data returned None."
     )
@@ -785,7 +1022,9 @@ def test_metric_raises(golden):
     more = {"metrics": {"ratio": ratio}, "eval_data": (X, Y)}
     golden("metric_raises", error_text(errors.LossError, fit, **more))
     more["metrics"] = {"ratio": lambda model, batch: "much"}
-    assert error_text(errors.LossError, fit, **more).startswith('metric "ratio" returned a str; wanted a scalar')
+    assert error_text(errors.LossError, fit, **more).startswith(
+        'metric "ratio" returned a str; wanted a scalar'
+    )
 
 
 @pytest.mark.system
@@ -798,9 +1037,14 @@ def test_leaked_tracer():
 
     text = error_text(errors.LossError, fit, loss=loss)
     assert re.match(
-        r"the model, the loss or a metric uses an array of a trace that is over, made at \S+test_errors\.py:\d+, in \S*loss\.\n", text
+        r"the model, the loss or a metric uses an array of a trace that is over, made at "
+        r"\S+test_errors\.py:\d+, in \S*loss\.\n",
+        text,
     )
-    assert text.endswith("fix: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat.")
+    assert text.endswith(
+        "fix: return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as "
+        "nnx.BatchStat."
+    )
 
 
 def test_values_in_errors_are_truncated():
@@ -823,20 +1067,29 @@ def test_values_in_errors_are_truncated():
                 continue  # a path, and refused as one
             with pytest.raises(errors.SpmdError) as caught:
                 fit(**{option: value})
-            assert max(map(len, str(caught.value).splitlines())) < 1100 and len(str(caught.value)) < 1800, option
+            assert (
+                max(map(len, str(caught.value).splitlines())) < 1100
+                and len(str(caught.value)) < 1800
+            ), option
 
 
 @pytest.mark.parametrize("state", [None, {}, 3], ids=repr)
 def test_step_with_wrong_state(state):
     text = error_text(errors.OptionError, fits().step, state, (X[:8], Y[:8]))
-    assert text.startswith(f"state={state} is a") or text.startswith("state=None is None.\n    fix: what trainer.init() or a step returns.")
+    assert text.startswith(f"state={state} is a") or text.startswith(
+        "state=None is None.\n    fix: what trainer.init() or a step returns."
+    )
 
 
-# the tree of errors ---------------------------------------------------------------------------------------------------
+# the tree of errors -------------------------------------------------------------------------------
 
 
 def classes():
-    return [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.SpmdError)]
+    return [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.SpmdError)
+    ]
 
 
 def test_docstring_lists_every_error():
@@ -845,18 +1098,28 @@ def test_docstring_lists_every_error():
         depth = len(line[0]) // 4
         drawn[line[1]], above[depth] = above[depth - 1], line[1]
     assert drawn["RendezvousTimeout"] == "ClusterError"
-    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in classes() if kind is not errors.SpmdError}
+    assert drawn == {
+        kind.__name__: kind.__bases__[0].__name__
+        for kind in classes()
+        if kind is not errors.SpmdError
+    }
     assert all(kind.__doc__ for kind in classes())
 
 
 def test_missing_extra_is_named():
     text = error_text(errors.MissingExtraError, errors.import_extra, "no_such_module", "data")
-    assert text == "no_such_module is not installed.\n    fix: in the checkout of spmd: pip install '.[data]'."
+    assert (
+        text == "no_such_module is not installed.\n    fix: in the checkout of spmd: pip install "
+        "'.[data]'."
+    )
     assert issubclass(errors.MissingExtraError, ImportError)
 
 
 def test_long_problem_list_is_truncated():
-    problems = [errors.Problem(f"parameter {number}", [f"{number} is wrong."]) for number in range(errors.SHOWN + 2)]
+    problems = [
+        errors.Problem(f"parameter {number}", [f"{number} is wrong."])
+        for number in range(errors.SHOWN + 2)
+    ]
     text = errors.problems_text("nothing fits", problems)
     assert text.startswith("nothing fits\n102 problems:\n\n  parameter 0\n      0 is wrong.\n\n")
     assert text.endswith("\n\n  parameter 99\n      99 is wrong.\n\n  and 2 more problems.")
@@ -864,10 +1127,21 @@ def test_long_problem_list_is_truncated():
 
 def test_summary_is_one_line_without_the_fix():
     problem = errors.Problem("w   float32[3]", ["3 / 2 leaves 1."], "4.", path="w")
-    assert errors.LayoutError("it does not fit\n1 problem:", problems=[problem]).summary == "w: 3 / 2 leaves 1."
-    assert errors.LayoutError("it does not fit\nat all", problems=[dataclasses.replace(problem, why=[])]).summary == "w: it does not fit"
+    assert (
+        errors.LayoutError("it does not fit\n1 problem:", problems=[problem]).summary
+        == "w: 3 / 2 leaves 1."
+    )
+    assert (
+        errors.LayoutError(
+            "it does not fit\nat all", problems=[dataclasses.replace(problem, why=[])]
+        ).summary
+        == "w: it does not fit"
+    )
     assert errors.LossError("the loss fails\n    at x", fix="another.").summary == "the loss fails"
-    assert errors.CompileError("it failed:\n    boom", summary="it failed: boom").summary == "it failed: boom"
+    assert (
+        errors.CompileError("it failed:\n    boom", summary="it failed: boom").summary
+        == "it failed: boom"
+    )
 
 
 def test_error_text_is_bounded():
@@ -881,8 +1155,17 @@ def test_install_commands_never_name_an_unclaimed_package():
     folders = ("spmd", "docs", "examples", "notebooks", "benchmarks", "layouts")
     files = [
         *root.glob("*.md"),
-        *(path for name in folders for path in (root / name).rglob("*") if path.suffix in (".py", ".md", ".ipynb", ".toml")),
+        *(
+            path
+            for name in folders
+            for path in (root / name).rglob("*")
+            if path.suffix in (".py", ".md", ".ipynb", ".toml")
+        ),
     ]
     install = re.compile(r"pip install (?:-\S+ )*['\"]?spmd\S*")
-    wrong = [f"{path}: {command}" for path in files for command in install.findall(path.read_text(encoding="utf-8"))]
+    wrong = [
+        f"{path}: {command}"
+        for path in files
+        for command in install.findall(path.read_text(encoding="utf-8"))
+    ]
     assert len(files) > 200 and not wrong

@@ -1,4 +1,6 @@
-"""Disks that are full: every file that the library writes is named in the error, which is raised once, by a real limit of the system."""
+"""Disks that are full: every file that the library writes is named in the error, which is raised
+once, by a real limit of the system.
+"""
 
 import json
 
@@ -60,7 +62,9 @@ WRITERS = {
 def test_error_of_a_full_disk_names_the_file(name, tmp_path):
     with room_for(4096), pytest.raises(OSError, match="File too large") as raised:
         WRITERS[name](tmp_path / name)
-    assert str(raised.value.filename).startswith(str(tmp_path / name)), "the file, or the part beside it that was to replace it"
+    assert str(raised.value.filename).startswith(str(tmp_path / name)), (
+        "the file, or the part beside it that was to replace it"
+    )
 
 
 def test_id_of_a_run_in_memory_names_its_file(tmp_path):
@@ -70,16 +74,25 @@ def test_id_of_a_run_in_memory_names_its_file(tmp_path):
 
 
 def test_json_lines_name_their_file_and_lose_nothing(tmp_path):
-    log, records = JsonLines(tmp_path / "log.jsonl"), [{"step": step, "text": "x" * 3000} for step in range(1, 5)]
+    log, records = (
+        JsonLines(tmp_path / "log.jsonl"),
+        [{"step": step, "text": "x" * 3000} for step in range(1, 5)],
+    )
     log.write(records[0])
     with room_for(4096):
         for record in records[1:3]:
             with pytest.raises(OptionError) as raised:
                 log.write(record)
-            assert str(raised.value) == f"the file {tmp_path}/log.jsonl cannot be written: File too large.\n    fix: another path."
+            assert (
+                str(raised.value)
+                == f"the file {tmp_path}/log.jsonl cannot be written: File too large.\n    fix: "
+                "another path."
+            )
     log.write(records[3])
     log.close()
-    assert [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()] == records
+    assert [
+        json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()
+    ] == records
 
 
 def test_history_names_its_file(tmp_path):
@@ -88,21 +101,42 @@ def test_history_names_its_file(tmp_path):
     history.add_steps(1, np.ones((500, 2, 1), np.float32))
     with room_for(4096), pytest.raises(CheckpointError) as raised:
         history.flush()
-    assert str(raised.value) == f"the file {tmp_path}/history.bin cannot be written: File too large.\n    fix: another path."
+    assert (
+        str(raised.value)
+        == f"the file {tmp_path}/history.bin cannot be written: File too large.\n    fix: another "
+        "path."
+    )
     history.close()
     assert History.read(tmp_path)["loss"] == history["loss"]
 
 
 def train(**options):
-    model = spmd.FunctionalModel(lambda key: {"w": np.zeros((2000, 1), np.float32)}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": np.zeros((2000, 1), np.float32)}, lambda params, x: x @ params["w"]
+    )
     data = {"x": np.ones((8, 2000), np.float32), "y": np.ones((8, 1), np.float32)}
-    return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(1e-6), batch_size=8, **{"steps": 1, **options})
+    return spmd.fit(
+        model,
+        data,
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(1e-6),
+        batch_size=8,
+        **{"steps": 1, **options},
+    )
 
 
-@pytest.mark.parametrize("count", [10, 1000, 8200], ids=["first array", "an array", "list of arrays"])
+@pytest.mark.parametrize(
+    "count", [10, 1000, 8200], ids=["first array", "an array", "list of arrays"]
+)
 def test_export_names_its_file_and_leaves_nothing(count, tmp_path):
     result = train()
-    with room_for(count), pytest.raises(ExportError, match=r"^the model could not be written: .*File too large: '.*/\.model\.\d+\.tmp/"):
+    with (
+        room_for(count),
+        pytest.raises(
+            ExportError,
+            match=r"^the model could not be written: .*File too large: '.*/\.model\.\d+\.tmp/",
+        ),
+    ):
         result.export(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
@@ -111,4 +145,8 @@ def test_run_names_its_file_of_metrics(tmp_path):
     """The file, not the class of the logger: the user has added none."""
     with room_for(6000), pytest.raises(OptionError) as raised:
         train(steps=100, log_every=1, checkpoint=tmp_path / "run")
-    assert str(raised.value) == f"the file {tmp_path}/run/metrics.jsonl cannot be written: File too large.\n    fix: another path."
+    assert (
+        str(raised.value)
+        == f"the file {tmp_path}/run/metrics.jsonl cannot be written: File too large.\n    fix: "
+        "another path."
+    )

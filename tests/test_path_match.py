@@ -5,7 +5,15 @@ import pytest
 from spmd.errors import LayoutError
 from spmd.path_match import MAX_LENGTH, compiled, covering, matches, suggest
 
-PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/mlp/up/bias", "head/kernel", "kernel", "a,b/x.y", "a+b/x"]
+PATHS = [
+    "blocks/0/attention/key/kernel",
+    "blocks/0/mlp/up/kernel",
+    "blocks/10/mlp/up/bias",
+    "head/kernel",
+    "kernel",
+    "a,b/x.y",
+    "a+b/x",
+]
 
 
 @pytest.mark.parametrize(
@@ -13,7 +21,10 @@ PATHS = ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "blocks/10/m
     [
         ("kernel", ["kernel"]),
         ("*/kernel", ["head/kernel"]),
-        ("**/kernel", ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "head/kernel", "kernel"]),
+        (
+            "**/kernel",
+            ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel", "head/kernel", "kernel"],
+        ),
         ("blocks/**/kernel", ["blocks/0/attention/key/kernel", "blocks/0/mlp/up/kernel"]),
         ("blocks/**", PATHS[:3]),
         ("**", PATHS),
@@ -37,7 +48,11 @@ def test_pattern_matches(pattern, expected):
 
 
 def test_double_star_matches_full_levels_only_before_slash():
-    assert matches("**/up/**", ["up/x", "a/up/x", "a/b/up/x/y", "sup/x"]) == ["up/x", "a/up/x", "a/b/up/x/y"]
+    assert matches("**/up/**", ["up/x", "a/up/x", "a/b/up/x/y", "sup/x"]) == [
+        "up/x",
+        "a/up/x",
+        "a/b/up/x/y",
+    ]
     assert matches("a**", ["a", "ab/c", "b/a"]) == ["a", "ab/c"]
 
 
@@ -69,7 +84,12 @@ def test_suggested_pattern_matches(pattern, near):
         assert len(matches(near[0], PATHS)) == near[1]
 
 
-TREE = [f"blocks/{n}/{part}/{leaf}" for n in range(3) for part in ("key", "up") for leaf in ("bias", "kernel")] + ["head/bias"]
+TREE = [
+    f"blocks/{n}/{part}/{leaf}"
+    for n in range(3)
+    for part in ("key", "up")
+    for leaf in ("bias", "kernel")
+] + ["head/bias"]
 
 
 @pytest.mark.parametrize(

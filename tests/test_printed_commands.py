@@ -1,4 +1,6 @@
-"""Shell commands in messages and pages: none writes to the file that it reads, which the shell empties first."""
+"""Shell commands in messages and pages: none writes to the file that it reads, which the shell
+empties first.
+"""
 
 import ast
 import re
@@ -14,7 +16,9 @@ SUFFIXES = ("", ".jsonl", ".json", ".toml", ".csv", ".html", ".txt", ".md")
 
 
 def filled_in(node, suffix):
-    """A string of the sources, with names in place of what it is formatted with: `{path.stem}.csv` is `path` where that is a .csv."""
+    """A string of the sources, with names in place of what it is formatted with: `{path.stem}.csv`
+    is `path` where that is a .csv.
+    """
     text = ""
     for part in node.values if isinstance(node, ast.JoinedStr) else [node]:
         if isinstance(part, ast.Constant):
@@ -28,26 +32,39 @@ def filled_in(node, suffix):
 
 def overwritten(text):
     """Files that a command reads, and that its output replaces."""
-    return [target for words, target in REDIRECTED.findall(text) if target.strip("\"'") in re.split(r"[\s\"']+", words)]
+    return [
+        target
+        for words, target in REDIRECTED.findall(text)
+        if target.strip("\"'") in re.split(r"[\s\"']+", words)
+    ]
 
 
 def test_a_command_that_empties_its_input_is_noticed():
-    assert overwritten("as  jq -c '.[]' a.jsonl > a.jsonl  writes them") and overwritten('sort "a.txt" b.txt >a.txt') == ["a.txt"]
+    assert overwritten("as  jq -c '.[]' a.jsonl > a.jsonl  writes them") and overwritten(
+        'sort "a.txt" b.txt >a.txt'
+    ) == ["a.txt"]
     node = ast.parse("f\"jq '.[]' {name.name} > {name.stem}.jsonl\"").body[0].value
     assert any(overwritten(filled_in(node, suffix)) for suffix in SUFFIXES)
     assert not overwritten("spmd layouts show fsdp > mine.toml")
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "file", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_no_message_prints_a_command_that_empties_its_input(file):
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        if any(isinstance(part, ast.Constant) and ">" in str(part.value) for part in parts):  # else it redirects nothing
-            assert not any(overwritten(filled_in(node, suffix)) for suffix in SUFFIXES), ast.unparse(node)
+        # else it redirects nothing
+        if any(isinstance(part, ast.Constant) and ">" in str(part.value) for part in parts):
+            assert not any(overwritten(filled_in(node, suffix)) for suffix in SUFFIXES), (
+                ast.unparse(node)
+            )
 
 
 def test_no_page_shows_a_command_that_empties_its_input():
-    pages = [path for folder in ("docs", "examples") for path in (ROOT.parent / folder).rglob("*.md")]
+    pages = [
+        path for folder in ("docs", "examples") for path in (ROOT.parent / folder).rglob("*.md")
+    ]
     assert pages
     for page in pages:
         assert not overwritten(page.read_text(encoding="utf-8")), page

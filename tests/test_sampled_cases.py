@@ -38,6 +38,18 @@ def test_cases_with_a_mark_take_no_place_of_a_quick_one():
         return [kind(case) for case in cases]
 
     plain, system, slow = (), (pytest.mark.system.mark,), (pytest.mark.slow.mark,)
-    assert kinds(plain, plain, plain, plain, quick=3, system=2) == ["quick", "system", "slow", "quick"]
-    assert kinds(system, slow, plain, plain, system, plain, quick=2) == ["system", "slow", "quick", "system", "system", "quick"]
+    assert kinds(plain, plain, plain, plain, quick=3, system=2) == [
+        "quick",
+        "system",
+        "slow",
+        "quick",
+    ]
+    assert kinds(system, slow, plain, plain, system, plain, quick=2) == [
+        "system",
+        "slow",
+        "quick",
+        "system",
+        "system",
+        "quick",
+    ]
     assert kinds(plain, slow, plain, plain, system=2) == ["system", "slow", "slow", "system"]

@@ -1,4 +1,6 @@
-"""Bounds of comparisons that hold on every processor: elements of float32 results have no narrow relative bound of their own."""
+"""Bounds of comparisons that hold on every processor: elements of float32 results have no narrow
+relative bound of their own.
+"""
 
 import ast
 import operator
@@ -7,23 +9,34 @@ from pathlib import Path
 import pytest
 
 TESTS = sorted(Path(__file__).parent.rglob("*.py"))
-# A relative bound that is written and is at most this is for arithmetic of Python and numpy in float64, whose roundings of 1.1e-16 are the
-# same on every processor. A result in float32, rounded to 6e-8, would need equal bits.
+# A relative bound that is written and is at most this is for arithmetic of Python and numpy in
+# float64, whose roundings of 1.1e-16 are the same on every processor. A result in float32, rounded
+# to 6e-8, would need equal bits.
 FLOAT64 = 1e-9
 FLOAT32 = 1e-5  # a bound from here on leaves room for the rounding of float32
 NOTHING = 1e-20  # an absolute bound up to here allows no difference of numbers that tests compare
-BOUNDS = {  # the names of both bounds, the place of the relative one among the arguments, and which one counts where none is written
+# the names of both bounds, the place of the relative one among the arguments, and which one counts
+# where none is written
+BOUNDS = {
     "assert_allclose": ("rtol", "atol", 2, 1e-7),
     "allclose": ("rtol", "atol", 2, 1e-5),
     "isclose": ("rtol", "atol", 2, 1e-5),
     "math.isclose": ("rel_tol", "abs_tol", 2, 1e-9),
     "approx": ("rel", "abs", 1, 1e-6),
 }
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 
 
 def number(node, constants):
-    """Return the number that an expression of numbers and of constants of the file comes to; None for any other expression."""
+    """Return the number that an expression of numbers and of constants of the file comes to; None
+    for any other expression.
+    """
     match node:
         case ast.Constant(int() | float() as value):
             return float(value)
@@ -38,14 +51,24 @@ def number(node, constants):
 
 
 def constants_of(tree):
-    assignments = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    assignments = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    ]
     return {node.targets[0].id: node.value for node in assignments}
 
 
 def compared_by(function, imported):
     """Return the key in `BOUNDS` of a called function; None if it is another function."""
-    name = ast.unparse(function) if isinstance(function, ast.Attribute) else imported.get(getattr(function, "id", None), "")
-    return name if name in BOUNDS else next((key for key in BOUNDS if name.endswith(f".{key}")), None)
+    name = (
+        ast.unparse(function)
+        if isinstance(function, ast.Attribute)
+        else imported.get(getattr(function, "id", None), "")
+    )
+    return (
+        name if name in BOUNDS else next((key for key in BOUNDS if name.endswith(f".{key}")), None)
+    )
 
 
 def narrow_bounds(source):
@@ -53,7 +76,11 @@ def narrow_bounds(source):
     tree = ast.parse(source)
     constants = constants_of(tree)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imported = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in imports
+        for alias in node.names
+    }
     lines = []
     for node in ast.walk(tree):
         key = compared_by(node.func, imported) if isinstance(node, ast.Call) else None
@@ -73,8 +100,15 @@ def narrow_bounds(source):
 
 
 def test_no_comparison_depends_on_the_processor():
-    wrong = [f"{path.name}:{line}" for path in TESTS for line in narrow_bounds(path.read_text(encoding="utf-8"))]
-    assert not wrong, f"use tests.compare.assert_close, which bounds the norm of the difference, or an absolute bound: {wrong}"
+    wrong = [
+        f"{path.name}:{line}"
+        for path in TESTS
+        for line in narrow_bounds(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, (
+        "use tests.compare.assert_close, which bounds the norm of the difference, or an absolute "
+        f"bound: {wrong}"
+    )
 
 
 @pytest.mark.parametrize(

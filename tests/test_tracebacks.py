@@ -1,4 +1,6 @@
-"""Tracebacks of our own errors: the user's frames stay, those of libraries go, and errors of others are as they are."""
+"""Tracebacks of our own errors: the user's frames stay, those of libraries go, and errors of others
+are as they are.
+"""
 
 import subprocess
 import sys
@@ -15,13 +17,23 @@ DATA = {"x": np.ones((32, 4), np.float32), "y": np.zeros((32, 2), np.float32)}
 
 
 def apply(params, x):
-    return x @ params["w"] @ params["w"] if params["w"].ndim == 2 and params["w"].shape[0] == 3 else x @ params["w"]
+    return (
+        x @ params["w"] @ params["w"]
+        if params["w"].ndim == 2 and params["w"].shape[0] == 3
+        else x @ params["w"]
+    )
 
 
 def train(rows=4, data=None, **options):
     model = spmd.FunctionalModel(lambda key: {"w": np.zeros((rows, 2), np.float32)}, apply)
     data = DATA if data is None else data
-    return spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), **{"batch_size": 16, "steps": 2} | options)
+    return spmd.fit(
+        model,
+        data,
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(0.1),
+        **{"batch_size": 16, "steps": 2} | options,
+    )
 
 
 def frames(error):
@@ -45,9 +57,17 @@ def test_error_shows_the_users_frames_and_the_call():
 
 def test_cause_ends_at_the_users_line():
     error = raised(CallbackError, callbacks=[mine])
-    assert frames(error) == ["raised", "train"] and isinstance(error.__cause__, ValueError) and frames(error.__cause__) == ["mine"]
+    assert (
+        frames(error) == ["raised", "train"]
+        and isinstance(error.__cause__, ValueError)
+        and frames(error.__cause__) == ["mine"]
+    )
     error = raised(LossError, rows=3)  # 32 frames of ours, and of JAX
-    assert frames(error) == ["raised", "train"] and isinstance(error.__cause__, TypeError) and frames(error.__cause__) == ["apply"]
+    assert (
+        frames(error) == ["raised", "train"]
+        and isinstance(error.__cause__, TypeError)
+        and frames(error.__cause__) == ["apply"]
+    )
     assert not [note for note in getattr(error, "__notes__", []) if "JAX" in note]
 
 
@@ -75,16 +95,27 @@ def test_cause_without_frames_of_the_user_is_as_it_is(tmp_path):
 
 
 def test_options_that_check_themselves_show_the_users_frames():
-    """Dataclasses are made by a generated function of the file "<string>", which `python -c` has too."""
+    """Dataclasses are made by a generated function of the file "<string>", which `python -c` has
+    too.
+    """
     with pytest.raises(OptionError) as caught:
         spmd.Checkpoint("runs", every=0)
     assert frames(caught.value) == ["test_options_that_check_themselves_show_the_users_frames"]
     with pytest.raises(OptionError) as caught:
         exec(compile("spmd.Checkpoint('runs', every=0)", "<string>", "exec"))
-    assert frames(caught.value) == ["test_options_that_check_themselves_show_the_users_frames", "<module>"]
-    assert frames(raised(OptionError, callbacks=[lambda info: spmd.Watch(every=0)])) == ["raised", "train", "<lambda>"]
+    assert frames(caught.value) == [
+        "test_options_that_check_themselves_show_the_users_frames",
+        "<module>",
+    ]
+    assert frames(raised(OptionError, callbacks=[lambda info: spmd.Watch(every=0)])) == [
+        "raised",
+        "train",
+        "<lambda>",
+    ]
     checks = {name for name in spmd.__all__ if hasattr(getattr(spmd, name), "__post_init__")}
-    assert len(checks) >= 16 and not [name for name in sorted(checks) if not hasattr(getattr(spmd, name).__init__, "__wrapped__")]
+    assert len(checks) >= 16 and not [
+        name for name in sorted(checks) if not hasattr(getattr(spmd, name).__init__, "__wrapped__")
+    ]
 
 
 X, Y = DATA["x"], DATA["y"]
@@ -101,15 +132,18 @@ def optimize(name):
         (
             lambda model: spmd.fit(model, X, Y),
             "fit(): takes 2 positional arguments, and was given 3.\n"
-            "    fix: fit(model, (x, y), loss=..., optimizer=...), since inputs and targets are one argument.",
+            "    fix: fit(model, (x, y), loss=..., optimizer=...), since inputs and targets are "
+            "one argument.",
         ),
         (
             lambda model: spmd.fit(model, DATA, spmd.losses.mean_squared_error, optax.sgd(0.1)),
-            "fit(): takes 2 positional arguments, and was given 4.\n    fix: fit(model, data, loss=..., optimizer=...).",
+            "fit(): takes 2 positional arguments, and was given 4.\n    fix: fit(model, data, "
+            "loss=..., optimizer=...).",
         ),
         (
             lambda model: spmd.fit(model, DATA, optimizer=optax.sgd(0.1)),
-            "fit(): missing a required argument: 'loss'.\n    fix: fit(model, data, loss=..., optimizer=...).",
+            "fit(): missing a required argument: 'loss'.\n    fix: fit(model, data, loss=..., "
+            "optimizer=...).",
         ),
         (
             lambda model: train(stepz=3),
@@ -117,7 +151,8 @@ def optimize(name):
         ),
         (
             lambda model: spmd.Trainer(model, spmd.losses.mean_squared_error),
-            "Trainer(): takes 1 positional arguments, and was given 2.\n    fix: Trainer(model, loss=..., optimizer=...).",
+            "Trainer(): takes 1 positional arguments, and was given 2.\n    fix: Trainer(model, "
+            "loss=..., optimizer=...).",
         ),
         (
             lambda model: train().evaluate(X, Y),
@@ -135,7 +170,11 @@ def test_arguments_that_a_function_does_not_take(call, message):
     with pytest.raises(OptionError) as caught:
         call(spmd.FunctionalModel(lambda key: {"w": np.zeros((4, 2), np.float32)}, apply))
     assert str(caught.value) == message and caught.value.__cause__ is None
-    assert set(frames(caught.value)) <= {"test_arguments_that_a_function_does_not_take", "<lambda>", "train"}
+    assert set(frames(caught.value)) <= {
+        "test_arguments_that_a_function_does_not_take",
+        "<lambda>",
+        "train",
+    }
 
 
 def test_type_error_of_the_users_is_as_it_is():
@@ -157,11 +196,19 @@ main()
 @pytest.mark.system
 def test_script_ends_in_a_short_traceback(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     lines = [line for line in done.stderr.splitlines() if line.strip("^~ ")]
     assert done.returncode == 1 and lines[0] == "Traceback (most recent call last):"
-    assert lines[-2:] == ['spmd.errors.LayoutError: no layout "fdsp" is shipped, and no such file exists.', '    fix: did you mean "fsdp"?']
-    assert [line.rpartition("in ")[2] for line in lines if line.startswith("  File")] == ["<module>", "main"]
+    assert lines[-2:] == [
+        'spmd.errors.LayoutError: no layout "fdsp" is shipped, and no such file exists.',
+        '    fix: did you mean "fsdp"?',
+    ]
+    assert [line.rpartition("in ")[2] for line in lines if line.startswith("  File")] == [
+        "<module>",
+        "main",
+    ]
 
 
 CELL = """

@@ -8,7 +8,10 @@ from flax import nnx
 
 from spmd.tree import abstract, describe, dtype_of, flatten, format_bytes, map_paths, nbytes
 
-TREE = {"blocks": [{"kernel": np.ones((2, 3), np.float32)}, {"kernel": np.ones(4, np.float32)}], "scale": 2.0}
+TREE = {
+    "blocks": [{"kernel": np.ones((2, 3), np.float32)}, {"kernel": np.ones(4, np.float32)}],
+    "scale": 2.0,
+}
 
 
 def test_paths_are_the_same_everywhere():
@@ -17,7 +20,10 @@ def test_paths_are_the_same_everywhere():
         "blocks": [{"kernel": "blocks/0/kernel"}, {"kernel": "blocks/1/kernel"}],
         "scale": "scale",
     }
-    assert list(flatten(nnx.to_pure_dict(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))))) == ["bias", "kernel"]
+    assert list(flatten(nnx.to_pure_dict(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))))) == [
+        "bias",
+        "kernel",
+    ]
     assert flatten(3.0) == {"": 3.0}
 
 
@@ -41,7 +47,11 @@ def test_arrays_in_words(leaf, text, size):
 
 def test_abstract_keeps_shapes_in_the_dtype_that_jax_would_use():
     shapes = flatten(abstract({"a": np.ones((2, 3)), "b": 3, "c": jnp.ones(4, jnp.bfloat16)}))
-    assert {path: describe(leaf) for path, leaf in shapes.items()} == {"a": "float32[2, 3]", "b": "int32[]", "c": "bfloat16[4]"}
+    assert {path: describe(leaf) for path, leaf in shapes.items()} == {
+        "a": "float32[2, 3]",
+        "b": "int32[]",
+        "c": "bfloat16[4]",
+    }
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in shapes.values())
     assert dtype_of(True) == np.bool_
 

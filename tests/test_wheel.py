@@ -1,4 +1,6 @@
-"""The wheel, installed elsewhere: it holds the layouts, and fits a model without the source tree."""
+"""The wheel, installed elsewhere: it holds the layouts, and fits a model without the source
+tree.
+"""
 
 import subprocess
 import sys
@@ -22,7 +24,7 @@ result = spmd.fit(model, (x, x.sum(1, keepdims=True)), loss=spmd.losses.mean_squ
                   layout="fsdp", batch_size=16, epochs=30)
 assert result.history["loss"][-1] < 1e-3 and not result.state.params["w"].sharding.is_fully_replicated
 print(spmd.__file__)
-"""
+"""  # noqa: E501
 
 
 def run(*command, cwd):
@@ -31,7 +33,13 @@ def run(*command, cwd):
 
 def test_the_wheel_stands_alone(tmp_path):
     # built by the backend itself, so that nothing has to be fetched
-    built = run(sys.executable, "-c", "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))", str(tmp_path), cwd=ROOT)
+    built = run(
+        sys.executable,
+        "-c",
+        "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))",
+        str(tmp_path),
+        cwd=ROOT,
+    )
     assert built.returncode == 0, built.stderr
     wheel = tmp_path / built.stdout.split()[-1]
     names = zipfile.ZipFile(wheel).namelist()
@@ -42,7 +50,8 @@ def test_the_wheel_stands_alone(tmp_path):
     zipfile.ZipFile(wheel).extractall(target)  # what pip does with a pure wheel
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    # everything that is installed here, but for the source tree; -S, so that no .pth file brings it back
+    # everything that is installed here, but for the source tree; -S, so that no .pth file brings it
+    # back
     paths = [str(target), *(path for path in sys.path[1:] if path != str(ROOT))]
     code = f"import sys; sys.path = {paths!r}\n{CODE}"
     fitted = run(sys.executable, "-S", "-c", code, str(target), cwd=elsewhere)

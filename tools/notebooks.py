@@ -2,9 +2,10 @@
 
     python tools/notebooks.py [--text] [NAME ...]
 
-Each script `notebooks/*.py` (or those whose names begin with a NAME) is executed in a process, one after the other, and its cells and their
-outputs are written to the `.ipynb` beside it. Exit status 1 if a cell fails or takes longer than `CELL_SECONDS`. With `--text` nothing is
-executed: prose is renewed where no code has changed.
+Each script `notebooks/*.py` (or those whose names begin with a NAME) is executed in a process, one
+after the other, and its cells and their outputs are written to the `.ipynb` beside it. Exit status
+1 if a cell fails or takes longer than `CELL_SECONDS`. With `--text` nothing is executed: prose is
+renewed where no code has changed.
 """
 
 import argparse
@@ -24,44 +25,66 @@ FOLDER = ROOT / "notebooks"
 CELL_SECONDS = 900
 NOTEBOOK_SECONDS = 1800
 _SVG = re.compile(r"<svg\b.*?</svg>", re.DOTALL)
-_USED_STYLE = re.compile(r"^ *--.*$|^\.spmd-cell svg (text.*)$", re.MULTILINE)  # of the cell's style, what drawings use
-_CACHE = re.compile(r"^compiling [^\n]* not in the cache, because .*\n", re.MULTILINE)  # it depends on what has run before
+# of the cell's style, what drawings use
+_USED_STYLE = re.compile(r"^ *--.*$|^\.spmd-cell svg (text.*)$", re.MULTILINE)
+# it depends on what has run before
+_CACHE = re.compile(r"^compiling [^\n]* not in the cache, because .*\n", re.MULTILINE)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 _TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/tmp\w+")
-_VOLATILE = re.compile(r"^ *<metadata>.*?</metadata>\n|^<\?xml.*?\?>\n|^<!DOCTYPE.*?>\n", re.DOTALL | re.MULTILINE)  # matplotlib's date
+# matplotlib's date
+_VOLATILE = re.compile(
+    r"^ *<metadata>.*?</metadata>\n|^<\?xml.*?\?>\n|^<!DOCTYPE.*?>\n", re.DOTALL | re.MULTILINE
+)
 
 
 def without_noise(text: str) -> str:
-    """Text without what differs between runs or machines: addresses of objects, temporary folders, the checkout's folder.
+    """Text without what differs between runs or machines: addresses of objects, temporary folders,
+    the checkout's folder.
 
-    >>> without_noise(f"<Net at 0x7f0011223344> in {tempfile.gettempdir()}/tmpab12/run, {ROOT}/layouts/fsdp.toml")
+    >>> run = f"{tempfile.gettempdir()}/tmpab12/run"
+    >>> without_noise(f"<Net at 0x7f0011223344> in {run}, {ROOT}/layouts/fsdp.toml")
     '<Net> in /tmp/run, layouts/fsdp.toml'
     """
     return _TEMPORARY.sub("/tmp", _ADDRESS.sub("", text)).replace(f"{ROOT}/", "")
 
 
 def as_image(match: re.Match) -> str:
-    """A drawing inside HTML as an image: Git hosts remove `<svg>` from what a notebook shows, and keep `<img>`."""
+    """A drawing inside HTML as an image: Git hosts remove `<svg>` from what a notebook shows, and
+    keep `<img>`.
+    """
     svg = match[0]
     if "xmlns=" not in svg:
         svg = svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     rules = [line[1] or f"svg {{ {line[0]} }}" for line in _USED_STYLE.finditer(html.STYLE)]
-    svg = re.sub(r"<svg\b([^>]*>)", rf'<svg color="#808080"\1<style>{"".join(rules)}</style>', svg, count=1)
+    svg = re.sub(
+        r"<svg\b([^>]*>)", rf'<svg color="#808080"\1<style>{"".join(rules)}</style>', svg, count=1
+    )
     return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
 
 
 def tidy(notebook):
-    """The notebook as it is committed: outputs that belong together are one, and nothing in them depends on the machine."""
+    """The notebook as it is committed: outputs that belong together are one, and nothing in them
+    depends on the machine.
+    """
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
-        cell.metadata = {key: value for key, value in cell.metadata.items() if key in ("lines_to_next_cell", "tags")}
+        cell.metadata = {
+            key: value
+            for key, value in cell.metadata.items()
+            if key in ("lines_to_next_cell", "tags")
+        }
         outputs = []
         for output in cell.get("outputs", []):
             if output.output_type == "stream":
                 output.text = _CACHE.sub("", output.text)
                 if not output.text.strip():
                     continue
-            if output.output_type == "stream" and outputs and outputs[-1].output_type == "stream" and outputs[-1].name == output.name:
+            if (
+                output.output_type == "stream"
+                and outputs
+                and outputs[-1].output_type == "stream"
+                and outputs[-1].name == output.name
+            ):
                 outputs[-1].text += output.text
             else:
                 outputs.append(output)
@@ -77,11 +100,16 @@ def tidy(notebook):
                     output.data[kind] = without_noise(data)
                 elif kind == "image/svg+xml":
                     output.data[kind] = _VOLATILE.sub("", data)
-            if len(output.get("data", {})) > 1 and re.match(r"'?<", output.data.get("text/plain", "")):
-                del output.data["text/plain"]  # "<Figure size 700x300 with 1 Axes>" beside the figure, or HTML once more
+            if len(output.get("data", {})) > 1 and re.match(
+                r"'?<", output.data.get("text/plain", "")
+            ):
+                # "<Figure size 700x300 with 1 Axes>" beside the figure, or HTML once more
+                del output.data["text/plain"]
         if "outputs" in cell:
             cell.outputs = outputs
-    notebook.metadata = {key: value for key, value in notebook.metadata.items() if key in ("jupytext", "kernelspec")}
+    notebook.metadata = {
+        key: value for key, value in notebook.metadata.items() if key in ("jupytext", "kernelspec")
+    }
     notebook.metadata["jupytext"].pop("text_representation", None)
     return notebook
 
@@ -95,7 +123,11 @@ def execute(script: Path, target: Path) -> None:
     notebook = jupytext.read(script)
     svg = "--InlineBackend.figure_formats={'svg'}"
     nbclient.NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", extra_arguments=[svg], resources={"metadata": {"path": FOLDER}}
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        extra_arguments=[svg],
+        resources={"metadata": {"path": FOLDER}},
     ).execute()
     nbformat.write(tidy(notebook), target)
 
@@ -110,7 +142,10 @@ def renew_text(script: Path, target: Path) -> None:
     import nbformat
 
     before, after = nbformat.read(target, 4), jupytext.read(script)
-    old, new = ([cell for cell in notebook.cells if cell.cell_type == "code"] for notebook in (before, after))
+    old, new = (
+        [cell for cell in notebook.cells if cell.cell_type == "code"]
+        for notebook in (before, after)
+    )
     if [cell.source.strip() for cell in old] != [cell.source.strip() for cell in new]:
         raise ValueError(f"{script.name}: the code has changed; execute it")
     for cell, executed in zip(new, old, strict=True):
@@ -120,26 +155,40 @@ def renew_text(script: Path, target: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--text", action="store_true", help="renew the prose only")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # the process that executes one script
+    # the process that executes one script
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.here:
         execute(options.here, options.here.with_suffix(".ipynb"))
         return 0
-    scripts = [path for path in sorted(FOLDER.glob("*.py")) if not options.names or path.name.startswith(tuple(options.names))]
+    scripts = [
+        path
+        for path in sorted(FOLDER.glob("*.py"))
+        if not options.names or path.name.startswith(tuple(options.names))
+    ]
     if options.text:
         for script in scripts:
             renew_text(script, script.with_suffix(".ipynb"))
         return 0
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
     failed = []
     for number, script in enumerate(scripts, 1):
         print(f"[{number}/{len(scripts)}] {script.name} ", end="", flush=True)
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            environment |= {"JUPYTER_RUNTIME_DIR": f"{folder}/runtime", "IPYTHONDIR": f"{folder}/ipython", "SPMD_CACHE": f"{folder}/cache"}
+            environment |= {
+                "JUPYTER_RUNTIME_DIR": f"{folder}/runtime",
+                "IPYTHONDIR": f"{folder}/ipython",
+                "SPMD_CACHE": f"{folder}/cache",
+            }
             try:
                 done = subprocess.run(
                     [sys.executable, __file__, "--here", str(script)],
@@ -151,11 +200,16 @@ def main(arguments: list[str] | None = None) -> int:
                 problem = done.stderr if done.returncode else ""
             except subprocess.TimeoutExpired:
                 problem = f"not done after {NOTEBOOK_SECONDS} s"
-        print(f"{'FAILED' if problem else 'executed'}, {time.monotonic() - start:.0f} s", flush=True)
+        print(
+            f"{'FAILED' if problem else 'executed'}, {time.monotonic() - start:.0f} s", flush=True
+        )
         if problem:
             print(problem, file=sys.stderr)
             failed.append(script.name)
-    print(f"{len(scripts) - len(failed)} of {len(scripts)} notebooks executed" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"{len(scripts) - len(failed)} of {len(scripts)} notebooks executed"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 1 if failed or not scripts else 0
 
 

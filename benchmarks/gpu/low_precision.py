@@ -1,4 +1,6 @@
-"""Float8 products of an MLP of a billion parameters: whether the program holds them, and whether they are faster than bfloat16."""
+"""Float8 products of an MLP of a billion parameters: whether the program holds them, and whether
+they are faster than bfloat16.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +19,11 @@ def wide(part: Part, products: str) -> tuple[Callable[[], None], float]:
     trainer, batch = step.trainer(), step.data()
     run, loss = cases.compared(trainer, batch)
     text = trainer.prepare(batch)[0].compiled_text()  # of the program that took these steps
-    part.write(f"wide {products}", lines_with_float8=text.count("f8e4m3fn["), float8_matmuls=text.count("__cublas$lt$matmul$f8"))
+    part.write(
+        f"wide {products}",
+        lines_with_float8=text.count("f8e4m3fn["),
+        float8_matmuls=text.count("__cublas$lt$matmul$f8"),
+    )
     return run, loss
 
 

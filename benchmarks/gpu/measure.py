@@ -1,4 +1,6 @@
-"""What the parts of the GPU benchmark share: results on disk as they come, arms that alternate, and distances from a reference."""
+"""What the parts of the GPU benchmark share: results on disk as they come, arms that alternate, and
+distances from a reference.
+"""
 
 import argparse
 import contextlib
@@ -39,7 +41,13 @@ class Times:
     def to_json(self) -> dict[str, float]:
         """Seconds, and how many calls were measured."""
         low, high = min(self.rest), max(self.rest)
-        return {"median": self.median, "low": low, "high": high, "calls": len(self.rest), "first": self.first}
+        return {
+            "median": self.median,
+            "low": low,
+            "high": high,
+            "calls": len(self.rest),
+            "first": self.first,
+        }
 
 
 class Part:
@@ -72,23 +80,34 @@ class Part:
 
     @contextlib.contextmanager
     def guarded(self, case: str, name: str) -> Iterator[None]:
-        """Around what a peer needs or does: where it fails, the error is written, and the part continues."""
+        """Around what a peer needs or does: where it fails, the error is written, and the part
+        continues.
+        """
         try:
             yield
         except Exception as error:
-            self.write(case, failed=name, error=f"{type(error).__name__}: {str(error).strip()[:500]}")
+            self.write(
+                case, failed=name, error=f"{type(error).__name__}: {str(error).strip()[:500]}"
+            )
 
     def alternate(
-        self, case: str, arms: Mapping[str, Callable[[], Any]], share: float, plans: Mapping[str, str] | None = None, **facts: Any
+        self,
+        case: str,
+        arms: Mapping[str, Callable[[], Any]],
+        share: float,
+        plans: Mapping[str, str] | None = None,
+        **facts: Any,
     ) -> dict[str, Any]:
-        """Call the arms, write the times of each, and return them; the most informative arm comes first.
+        """Call the arms, write the times of each, and return them; the most informative arm comes
+        first.
 
-        Each arm is measured as soon as it has compiled, and written with those before it. Once all have compiled they take turns; the
-        times of these rounds replace the first ones.
+        Each arm is measured as soon as it has compiled, and written with those before it. Once all
+        have compiled they take turns; the times of these rounds replace the first ones.
 
         Args:
-          arms: each call returns when its work is done: nothing, or how many seconds count. An arm that fails is left out, and its error
-            is written; so is an arm that would begin when the part's time is over.
+          arms: each call returns when its work is done: nothing, or how many seconds count. An arm
+            that fails is left out, and its error is written; so is an arm that would begin when the
+            part's time is over.
           share: of the seconds that the part has left.
           plans: by arm, the case of plans.json that it is compared with.
           facts: written with the times.
@@ -96,14 +115,20 @@ class Part:
         ends, first, rounds = time.monotonic() + share * max(self.left, 0.0), {}, {}
 
         def write_times() -> dict[str, Any]:
-            measured = {name: Times(first[name], tuple(rest)).to_json() for name, rest in rounds.items()}
+            measured = {
+                name: Times(first[name], tuple(rest)).to_json() for name, rest in rounds.items()
+            }
             for name, of_arm in measured.items():
                 arm = arms[name]
                 if isinstance(arm, Arm) and (peak := arm.peak_bytes()):
                     of_arm["peak_bytes"] = peak
             about = card()  # the clocks are still those of the work
-            planned_arms = {name: plan for name, case in (plans or {}).items() if (plan := planned(case, about))}
-            self.write(case, times=measured, plans=planned_arms, clock=about.get("clocks.sm"), **facts)
+            planned_arms = {
+                name: plan for name, case in (plans or {}).items() if (plan := planned(case, about))
+            }
+            self.write(
+                case, times=measured, plans=planned_arms, clock=about.get("clocks.sm"), **facts
+            )
             return measured
 
         measured: dict[str, Any] = {}
@@ -130,7 +155,9 @@ class Part:
         return measured
 
     def begins(self, case: str, name: str, least: float = 0.0) -> bool:
-        """Return whether at least `least` seconds are left; where not, write that `name` has not begun."""
+        """Return whether at least `least` seconds are left; where not, write that `name` has not
+        begun.
+        """
         if self.left <= (0.0 if self.small else least):
             self.write(case, failed=name, error=f"not begun: {max(self.left, 0.0):.0f} s were left")
             return False
@@ -141,11 +168,17 @@ class Part:
         losses = [(name, arm.loss) for name, arm in arms.items() if arm.loss is not None]
         for name, loss in losses[1:]:
             reference, expected = losses[0]
-            self.check(case, f"loss of {name} against {reference}", abs(loss - expected) / abs(expected), bound)
+            self.check(
+                case,
+                f"loss of {name} against {reference}",
+                abs(loss - expected) / abs(expected),
+                bound,
+            )
 
 
 class Queued:
-    """A function of a device: where a call takes less than `SHORT`, several are queued before one wait, which takes about 0.1 ms.
+    """A function of a device: where a call takes less than `SHORT`, several are queued before one
+    wait, which takes about 0.1 ms.
 
     Args:
       launch: begins a call, and returns what `wait` takes.
@@ -153,7 +186,9 @@ class Queued:
       first: seconds of the first call, where it was made for a check.
     """
 
-    def __init__(self, launch: Callable[[], Any], wait: Callable[[Any], Any], first: float | None = None):
+    def __init__(
+        self, launch: Callable[[], Any], wait: Callable[[Any], Any], first: float | None = None
+    ):
         self.launch, self.wait, self.first, self.calls = launch, wait, first, 1
 
     def __call__(self) -> float:
@@ -169,24 +204,32 @@ class Queued:
 
 
 class Arm:
-    """An arm in a process of its own: its first call compiles, and what it has on the device at most is its own.
+    """An arm in a process of its own: its first call compiles, and what it has on the device at
+    most is its own.
 
-    The process starts here, and imports; what it runs is built in the first call, one arm after the other.
+    The process starts here, and imports; what it runs is built in the first call, one arm after the
+    other.
 
     Attributes:
       first: seconds of the first call, with all that was built; None before it.
       loss: what was returned with what it runs; None before the first call, and if nothing was.
     """
 
-    def __init__(self, part: Part, build: Callable[..., Any], *args: Any, memory: float | None = None):
+    def __init__(
+        self, part: Part, build: Callable[..., Any], *args: Any, memory: float | None = None
+    ):
         """
         Args:
-          build: a function of a module, called with the part and `args`, which returns what a call runs, or a pair of that and a loss.
-          memory: the share of the device's memory that JAX reserves; without it, JAX takes what it needs.
+          build: a function of a module, called with the part and `args`, which returns what a call
+            runs, or a pair of that and a loss.
+          memory: the share of the device's memory that JAX reserves; without it, JAX takes what it
+            needs.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, part, build, args, memory), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(other, part, build, args, memory), daemon=True
+        )
         self._process.start()
         other.close()
         self.first: float | None = None
@@ -213,16 +256,21 @@ class Arm:
             answer, error = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
-            raise RuntimeError(f"the process of this arm ended, with exit code {self._process.exitcode}") from None
+            raise RuntimeError(
+                f"the process of this arm ended, with exit code {self._process.exitcode}"
+            ) from None
         if error:
             raise RuntimeError(error)
         return answer
 
 
-def _serve(pipe: Any, part: Part, build: Callable[..., Any], args: tuple[Any, ...], memory: float | None) -> None:
+def _serve(
+    pipe: Any, part: Part, build: Callable[..., Any], args: tuple[Any, ...], memory: float | None
+) -> None:
     end_with_parent()
     if memory is not None:  # JAX reads these when it first uses the device, which is later
-        # one region: XLA's allocator otherwise adds regions of doubled size, up to twice what it needs
+        # one region: XLA's allocator otherwise adds regions of doubled size, up to twice what it
+        # needs
         os.environ.update(XLA_CLIENT_MEM_FRACTION=str(memory), XLA_PYTHON_CLIENT_PREALLOCATE="true")
     run: Callable[[], Any] | None = None
     loss: float | None = None
@@ -260,7 +308,9 @@ def append(out: Path, facts: dict[str, Any]) -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, also where that was killed itself, as by the limit of a lease."""
+    """Have Linux kill this process when its parent ends, also where that was killed itself, as by
+    the limit of a lease.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -269,14 +319,23 @@ def card() -> dict[str, str]:
     """What nvidia-smi says of the GPU; nothing without it."""
     fields = "name,driver_version,memory.total,clocks.sm,clocks.mem,temperature.gpu,power.draw"
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    return dict(zip(fields.split(","), map(str.strip, done.stdout.strip().split(",")), strict=False))
+    return dict(
+        zip(fields.split(","), map(str.strip, done.stdout.strip().split(",")), strict=False)
+    )
 
 
 def first_call(run: Callable[[], Any]) -> float:
-    """Seconds of the first call, with all that it builds; an arm that was called before knows them."""
+    """Seconds of the first call, with all that it builds; an arm that was called before knows
+    them.
+    """
     began = time.perf_counter()
     if getattr(run, "first", None) is None:
         run()
@@ -311,7 +370,10 @@ def distance(result: Any, reference: Any) -> float:
     import jax
     import numpy as np
 
-    ours, right = (np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)]) for tree in (result, reference))
+    ours, right = (
+        np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (result, reference)
+    )
     return float(np.linalg.norm(ours - right) / np.linalg.norm(right))
 
 
@@ -331,7 +393,9 @@ def on_cpu(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that this process has had on the device, by torch where it is imported, else by JAX; None where it does not say."""
+    """The most bytes that this process has had on the device, by torch where it is imported, else
+    by JAX; None where it does not say.
+    """
     if torch := sys.modules.get("torch"):
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     import jax

@@ -1,4 +1,6 @@
-"""The optimizer's state, or inputs of layers, in the host's memory: the step, and the most bytes on the device."""
+"""The optimizer's state, or inputs of layers, in the host's memory: the step, and the most bytes on
+the device.
+"""
 
 from benchmarks.gpu import cases
 from benchmarks.gpu.measure import Arm, Part, run_part
@@ -13,7 +15,9 @@ def main(part: Part) -> None:
             part.write(where, failed="ours", error="CPUs have one kind of memory")
             continue
         arms[where] = Arm(part, cases.arm, f"offload {where}")
-        part.alternate(where, {"ours": arms[where]}, 0.9 / (len(WHERE) - number), {"ours": f"offload {where}"})
+        part.alternate(
+            where, {"ours": arms[where]}, 0.9 / (len(WHERE) - number), {"ours": f"offload {where}"}
+        )
         arms[where].close()
         pair = {name: arms[name] for name in ("device", where)}
         part.compare_losses(where, pair, 2e-3)  # the same steps, with other roundings to bfloat16

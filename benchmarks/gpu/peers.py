@@ -1,4 +1,6 @@
-"""The same models and steps in torch, as its users write them: bfloat16 by autocast, fused AdamW, blocks compiled one by one."""
+"""The same models and steps in torch, as its users write them: bfloat16 by autocast, fused AdamW,
+blocks compiled one by one.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +18,25 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, groups: int, rotary: bool):
         super().__init__()
         self.heads, self.groups, self.size, self.rotary = heads, groups, width // heads, rotary
-        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.query, self.out = (
+            nn.Linear(width, width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
         self.key, self.value = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
 
     def forward(self, x: Any) -> Any:
         rows, length, _ = x.shape
         query = self.query(x).view(rows, length, self.heads, self.size).transpose(1, 2)
-        key, value = (linear(x).view(rows, length, self.groups, self.size).transpose(1, 2) for linear in (self.key, self.value))
+        key, value = (
+            linear(x).view(rows, length, self.groups, self.size).transpose(1, 2)
+            for linear in (self.key, self.value)
+        )
         if self.rotary:
             query, key = rotated(query), rotated(key)
         grouped = self.groups != self.heads
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=grouped
+        )
         return self.out(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -48,25 +58,44 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention = Attention(width, heads, groups, rotary=hidden is not None)
         self.gate = None if hidden is None else nn.Linear(width, hidden, bias=False)
-        self.up, self.down = nn.Linear(width, hidden or 4 * width, bias=False), nn.Linear(hidden or 4 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, hidden or 4 * width, bias=False),
+            nn.Linear(hidden or 4 * width, width, bias=False),
+        )
 
     def forward(self, x: Any) -> Any:
         x = x + self.attention(self.norm1(x))
         h = self.norm2(x)
-        inside = functional.gelu(self.up(h), approximate="tanh") if self.gate is None else functional.silu(self.gate(h)) * self.up(h)
+        inside = (
+            functional.gelu(self.up(h), approximate="tanh")
+            if self.gate is None
+            else functional.silu(self.gate(h)) * self.up(h)
+        )
         return x + self.down(inside)
 
 
 class Transformer(nn.Module):
-    """A decoder whose head is the embedding's table, with the sizes of `cases.GPT2` or `cases.LLAMA`."""
+    """A decoder whose head is the embedding's table, with the sizes of `cases.GPT2` or
+    `cases.LLAMA`.
+    """
 
     def __init__(
-        self, *, vocab: int, width: int, depth: int, heads: int, groups: int | None = None, hidden: int | None = None, length: int = 0
+        self,
+        *,
+        vocab: int,
+        width: int,
+        depth: int,
+        heads: int,
+        groups: int | None = None,
+        hidden: int | None = None,
+        length: int = 0,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.places = nn.Embedding(length, width) if length else None
-        self.blocks = nn.ModuleList([Block(width, heads, groups or heads, hidden) for _ in range(depth)])
+        self.blocks = nn.ModuleList(
+            [Block(width, heads, groups or heads, hidden) for _ in range(depth)]
+        )
         self.norm = nn.RMSNorm(width)
         for weights in self.parameters():
             if weights.dim() > 1:
@@ -76,7 +105,9 @@ class Transformer(nn.Module):
         x = self.tokens(tokens)
         if self.places is not None:
             x = x + self.places.weight
-        x = x.bfloat16()  # autocast would keep the sums of residuals in float32, which the other arms have in bfloat16
+        # autocast would keep the sums of residuals in float32, which the other arms have in
+        # bfloat16
+        x = x.bfloat16()
         for block in self.blocks:
             x = block(x)
         return head_loss(self.norm(x), self.tokens.weight, targets)

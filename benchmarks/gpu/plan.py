@@ -1,10 +1,13 @@
-"""Compile every program of the GPU benchmark by XLA's GPU compiler, without a GPU, and keep what was planned of the steps.
+"""Compile every program of the GPU benchmark by XLA's GPU compiler, without a GPU, and keep what
+was planned of the steps.
 
     pip install -e '.[gpu-compiler]'         # the compiler alone, 400 MB, no CUDA libraries
-    python benchmarks/gpu/plan.py            # writes benchmarks/gpu/plans.json and benchmarks/results/gpu/programs.md
+    # writes benchmarks/gpu/plans.json and benchmarks/results/gpu/programs.md
+    python benchmarks/gpu/plan.py
     python benchmarks/gpu/plan.py --only gpt2,codec --targets h100     # prints only
 
-`run.py` compares its times with these. So that nothing fails to compile on the day, run it with the versions of that machine.
+`run.py` compares its times with these. So that nothing fails to compile on the day, run it with the
+versions of that machine.
 """
 
 import argparse
@@ -42,7 +45,9 @@ def functions() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         step = cases.steps()[name]
         hand = cases.ByHand(step)
         state = jax.eval_shape(hand.init)
-        batch = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in step.batch.items()}
+        batch = {
+            key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in step.batch.items()
+        }
         found[f"{name} by hand"] = hand.update, [*state, batch]
     return found
 
@@ -50,27 +55,45 @@ def functions() -> dict[str, tuple[Callable[..., Any], list[Any]]]:
 def compile_for(target: str, function: Callable[..., Any], shapes: list[Any]) -> None:
     """Compile a function for one device of a kind."""
     cluster = Cluster.parse(f"1x{target}")
-    mesh = Mesh(np.array(topologies.get_topology_desc(**topology(cluster)).devices), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(
+        np.array(topologies.get_topology_desc(**topology(cluster)).devices),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+    )
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def placed(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
     # cuDNN's attention is lowered without a GPU only where all axes of the mesh are manual
-    on_device = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    on_device = jax.shard_map(
+        function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
 
-    with gpu_of(cluster.target), parallel_scope(ParallelConfig(attention="as_written", platform="cuda")):
-        jax.jit(on_device).trace(*jax.tree.map(placed, shapes)).lower(lowering_platforms=("cuda",)).compile()
+    with (
+        gpu_of(cluster.target),
+        parallel_scope(ParallelConfig(attention="as_written", platform="cuda")),
+    ):
+        jax.jit(on_device).trace(*jax.tree.map(placed, shapes)).lower(
+            lowering_platforms=("cuda",)
+        ).compile()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the programs of the GPU benchmark without a GPU.")
-    parser.add_argument("--only", default="", help="names that begin with one of these, separated by commas")
+    parser = argparse.ArgumentParser(
+        description="Compile the programs of the GPU benchmark without a GPU."
+    )
+    parser.add_argument(
+        "--only", default="", help="names that begin with one of these, separated by commas"
+    )
     parser.add_argument("--targets", default=",".join(TARGETS))
     args = parser.parse_args()
     chosen, failed = tuple(args.only.split(",")), []
     plans: dict[str, dict[str, Any]] = {target: {} for target in args.targets.split(",")}
-    lines = ["| program | for | planned step | peak | temporaries | compiled in |", "|" + "---|" * 6]
+    lines = [
+        "| program | for | planned step | peak | temporaries | compiled in |",
+        "|" + "---|" * 6,
+    ]
     for target, of_target in plans.items():
         for name, step in cases.steps().items():
             if not name.startswith(chosen):
@@ -82,8 +105,16 @@ def main() -> int:
                 failed.append(f"{name} for {target}: {type(error).__name__}: {str(error)[:500]}")
                 continue
             times, memory = plan.timeline, plan.memory
-            of_target[name] = {"seconds": times.seconds, "peak": memory.peak, "expected": memory.expected, "mfu": times.mfu}
-            sizes = f"{times.seconds * 1e3:,.2f} ms | {memory.peak / 2**30:.2f} GiB | {memory.temporaries / 2**30:.2f} GiB"
+            of_target[name] = {
+                "seconds": times.seconds,
+                "peak": memory.peak,
+                "expected": memory.expected,
+                "mfu": times.mfu,
+            }
+            sizes = (
+                f"{times.seconds * 1e3:,.2f} ms | {memory.peak / 2**30:.2f} GiB | "
+                f"{memory.temporaries / 2**30:.2f} GiB"
+            )
             lines.append(f"| {name} | {target} | {sizes} | {time.perf_counter() - began:.0f} s |")
             print(lines[-1], flush=True)
     cases.PRETEND_GPU = True
@@ -103,7 +134,9 @@ def main() -> int:
         PLANS.write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
         (reported.RESULTS / "gpu").mkdir(exist_ok=True)
         title = "Programs of the GPU benchmark, compiled without a GPU"
-        head = reported.head(title, "python benchmarks/gpu/plan.py", "jax", "jaxlib", "jax-cuda13-pjrt")
+        head = reported.head(
+            title, "python benchmarks/gpu/plan.py", "jax", "jaxlib", "jax-cuda13-pjrt"
+        )
         reported.write("gpu/programs", [*head, *lines])
     return 1 if failed else 0
 

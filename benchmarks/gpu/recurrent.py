@@ -1,4 +1,6 @@
-"""LSTM and GRU layers forward and backward: `spmd.nn.RNNStack`, `nnx.RNN`, and torch's, which are cuDNN's."""
+"""LSTM and GRU layers forward and backward: `spmd.nn.RNNStack`, `nnx.RNN`, and torch's, which are
+cuDNN's.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,8 @@ from flax import nnx
 from benchmarks.gpu import cases, references
 from benchmarks.gpu.measure import Part, Queued, on_cpu, run_part, timed, torch_device, wait_for
 
-BOUNDS = {"bfloat16": 0.1, "float32": 5e-3}  # relative, of an array; on GPUs float32 products may be in TF32
+# relative, of an array; on GPUs float32 products may be in TF32
+BOUNDS = {"bfloat16": 0.1, "float32": 5e-3}
 MOST_ON_CPU = 4 * 1024**2 * 512  # layers x width^2 x time steps
 
 
@@ -20,7 +23,9 @@ class Plain(nnx.Module):
 
     def __init__(self, kind: str, width: int, depth: int):
         cell = nnx.OptimizedLSTMCell if kind == "LSTM" else nnx.GRUCell
-        self.layers = nnx.List([nnx.RNN(cell(width, width, rngs=nnx.Rngs(number))) for number in range(depth)])
+        self.layers = nnx.List(
+            [nnx.RNN(cell(width, width, rngs=nnx.Rngs(number))) for number in range(depth)]
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -29,12 +34,15 @@ class Plain(nnx.Module):
 
 
 def both_passes(model: nnx.Module, dtype: str) -> tuple[Callable[..., Any], Any]:
-    """The gradients by parameters and input of a mean of squares, as a function of the model's arrays and the input; and the arrays."""
+    """The gradients by parameters and input of a mean of squares, as a function of the model's
+    arrays and the input; and the arrays.
+    """
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, x: jax.Array, rest: Any) -> jax.Array:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        rest = jax.tree.map(lambda leaf: leaf, rest)  # variables of this trace: cells count their random numbers
+        # variables of this trace: cells count their random numbers
+        rest = jax.tree.map(lambda leaf: leaf, rest)
         return (nnx.merge(graph, cast, rest)(x.astype(dtype)).astype(jnp.float32) ** 2).mean()
 
     def gradients(arrays: Any, x: jax.Array) -> Any:
@@ -49,9 +57,14 @@ def programs(small: bool) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
         kind, depth, width, length, dtype = smaller(case) if small else case
         rows = 4 if small else cases.RECURRENT_ROWS
         for name, model in (("RNNStack", cases.Recurrent), ("nnx.RNN", Plain)):
-            abstract = nnx.eval_shape(lambda model=model, kind=kind, width=width, depth=depth: model(kind, width, depth))
+            abstract = nnx.eval_shape(
+                lambda model=model, kind=kind, width=width, depth=depth: model(kind, width, depth)
+            )
             function, params = both_passes(abstract, dtype)
-            found[f"{name} {cases.recurrent_name(*case)}"] = function, [params, jax.ShapeDtypeStruct((rows, length, width), "float32")]
+            found[f"{name} {cases.recurrent_name(*case)}"] = (
+                function,
+                [params, jax.ShapeDtypeStruct((rows, length, width), "float32")],
+            )
     return found
 
 
@@ -61,7 +74,11 @@ def smaller(case: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def main(part: Part) -> None:
-    names = {smaller(case) if part.small else case: cases.recurrent_name(*case) for case in cases.RECURRENT}  # few are other ones if small
+    # few are other ones if small
+    names = {
+        smaller(case) if part.small else case: cases.recurrent_name(*case)
+        for case in cases.RECURRENT
+    }
     for number, (case, name) in enumerate(names.items()):
         if part.begins(name, "all", least=45):  # four programs are compiled
             measure(part, name, case, 1 / (len(names) - number))
@@ -72,7 +89,8 @@ def measure(part: Part, name: str, case: tuple[Any, ...], share: float) -> None:
     kind, depth, width, length, dtype = case
     rows = 4 if part.small else cases.RECURRENT_ROWS
     x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, length, width)), jnp.float32)
-    # the batch of the check repeats two rows, so that the mean of its loss, and its gradients, are those of the two
+    # the batch of the check repeats two rows, so that the mean of its loss, and its gradients, are
+    # those of the two
     two, repeated = x[:2], jnp.tile(x[:2], (rows // 2, 1, 1))
     arms: dict[str, Callable[[], Any]] = {}
     with part.guarded(name, "reference"):
@@ -83,19 +101,27 @@ def measure(part: Part, name: str, case: tuple[Any, ...], share: float) -> None:
                 run = jax.jit(function)
                 result, first = timed(run, arrays, repeated)
                 worst, error = references.worst(compared(result, rows), right)
-                if part.check(name, f"{arm} against float32, the worst at {worst}", error, BOUNDS[dtype]):
-                    arms[arm] = Queued(lambda run=run, arrays=arrays: run(arrays, x), jax.block_until_ready, first)
+                if part.check(
+                    name, f"{arm} against float32, the worst at {worst}", error, BOUNDS[dtype]
+                ):
+                    arms[arm] = Queued(
+                        lambda run=run, arrays=arrays: run(arrays, x), jax.block_until_ready, first
+                    )
     torch, device = torch_device()
     if torch is None:
         part.write(name, failed="torch", error="torch is not installed")
     else:
         with part.guarded(name, "torch"):
-            arms["torch (cuDNN)"] = torch_layers(torch, device, kind, width, depth, dtype, rows, length)
+            arms["torch (cuDNN)"] = torch_layers(
+                torch, device, kind, width, depth, dtype, rows, length
+            )
     part.alternate(name, arms, share)
 
 
 def in_float32(case: tuple[Any, ...], x: jax.Array) -> Any:
-    """The gradients of flax's layers in float32: on the CPU, or where that takes a minute on this device, which shorter cases check."""
+    """The gradients of flax's layers in float32: on the CPU, or where that takes a minute on this
+    device, which shorter cases check.
+    """
     kind, depth, width, length, _ = case
     function, arrays = both_passes(Plain(kind, width, depth), "float32")
     if depth * width**2 * length <= MOST_ON_CPU:
@@ -105,18 +131,30 @@ def in_float32(case: tuple[Any, ...], x: jax.Array) -> Any:
 
 
 def compared(result: Any, rows: int) -> dict[str, np.ndarray]:
-    """Elements of the gradients, by array: of all layers together, and of two rows of the input as if the batch were these."""
+    """Elements of the gradients, by array: of all layers together, and of two rows of the input as
+    if the batch were these.
+    """
     loss, (params, x) = result
     pure = nnx.to_pure_dict(params)
     layers = pure.get("layers", {}).values()
-    cells = jax.tree.map(lambda *leaves: np.stack(leaves), *[layer["cell"] for layer in layers]) if layers else pure["stack"]["cells"]
+    cells = (
+        jax.tree.map(lambda *leaves: np.stack(leaves), *[layer["cell"] for layer in layers])
+        if layers
+        else pure["stack"]["cells"]
+    )
     return references.sample({"loss": loss, "cells": cells, "x": x[:2] * (rows / 2)})
 
 
-def torch_layers(torch: Any, device: Any, kind: str, width: int, depth: int, dtype: str, rows: int, length: int) -> Callable[[], None]:
+def torch_layers(
+    torch: Any, device: Any, kind: str, width: int, depth: int, dtype: str, rows: int, length: int
+) -> Callable[[], None]:
     of_kind = torch.nn.LSTM if kind == "LSTM" else torch.nn.GRU
-    layers = of_kind(width, width, depth, batch_first=True, device=device, dtype=getattr(torch, dtype))
-    x = torch.randn(rows, length, width, device=device, dtype=getattr(torch, dtype), requires_grad=True)
+    layers = of_kind(
+        width, width, depth, batch_first=True, device=device, dtype=getattr(torch, dtype)
+    )
+    x = torch.randn(
+        rows, length, width, device=device, dtype=getattr(torch, dtype), requires_grad=True
+    )
 
     def launch() -> None:
         out = layers(x)[0]

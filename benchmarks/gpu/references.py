@@ -1,7 +1,8 @@
-"""The loss and the gradients of a training step in float32 on the CPU, computed beside the part, and how far those of an arm are from them.
+"""The loss and the gradients of a training step in float32 on the CPU, computed beside the part,
+and how far those of an arm are from them.
 
-A batch repeats its first rows, so that the mean of its loss, and its gradients, are those of these rows: the program that is timed is
-checked with its own shapes, and the CPU computes few rows.
+A batch repeats its first rows, so that the mean of its loss, and its gradients, are those of these
+rows: the program that is timed is checked with its own shapes, and the CPU computes few rows.
 """
 
 import multiprocessing
@@ -40,7 +41,9 @@ def repeat(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
 
 
 def first_gradients(optimizer_state: Any) -> dict[str, np.ndarray]:
-    """Of the only update so far: AdamW's first mean is a tenth of them, and SGD's momentum is them."""
+    """Of the only update so far: AdamW's first mean is a tenth of them, and SGD's momentum is
+    them.
+    """
     first = optimizer_state[0]
     if hasattr(first, "mu"):
         return {name: leaf / (1 - B1) for name, leaf in sample(first.mu).items()}
@@ -55,12 +58,24 @@ def sample(tree: Any) -> dict[str, np.ndarray]:
 
 
 def spaced(flat: np.ndarray) -> np.ndarray:
-    """At most about MOST elements; the stride is odd, and so includes all columns of a matrix of even width."""
+    """At most about MOST elements; the stride is odd, and so includes all columns of a matrix of
+    even width.
+    """
     return flat[:: len(flat) // MOST | 1]
 
 
-def check(part: Part, case: str, arm: str, loss: Any, gradients: Mapping[str, np.ndarray], *, folder: Path, bound: float) -> None:
-    """Compare an arm's loss and gradients with the reference, which is awaited while the part has time.
+def check(
+    part: Part,
+    case: str,
+    arm: str,
+    loss: Any,
+    gradients: Mapping[str, np.ndarray],
+    *,
+    folder: Path,
+    bound: float,
+) -> None:
+    """Compare an arm's loss and gradients with the reference, which is awaited while the part has
+    time.
 
     Raises:
       ValueError: they are not those of the reference; the arm is not timed.
@@ -68,20 +83,31 @@ def check(part: Part, case: str, arm: str, loss: Any, gradients: Mapping[str, np
     path = folder / f"{case}.npz"
     while not path.exists():
         if part.left <= 0 or (folder / f"{case}.failed").exists():
-            part.write(case, failed="reference", error=f"there is none: {arm} is timed without a check")
+            part.write(
+                case, failed="reference", error=f"there is none: {arm} is timed without a check"
+            )
             return
         time.sleep(0.1)
     with np.load(path) as right:
         name, error = worst(gradients, right)
         expected = float(right["loss"])
-    near = part.check(case, f"loss of {arm} against float32 on the CPU", abs(float(loss) - expected) / abs(expected), LOSS)
-    near &= part.check(case, f"gradients of {arm} against float32 on the CPU, the worst at {name}", error, bound)
+    near = part.check(
+        case,
+        f"loss of {arm} against float32 on the CPU",
+        abs(float(loss) - expected) / abs(expected),
+        LOSS,
+    )
+    near &= part.check(
+        case, f"gradients of {arm} against float32 on the CPU, the worst at {name}", error, bound
+    )
     if not near:
         raise ValueError("its loss or its gradients are wrong, and it is not timed")
 
 
 def worst(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[str, float]:
-    """The array that is furthest from its reference, and how far, relative to its norm; NaN is further than all."""
+    """The array that is furthest from its reference, and how far, relative to its norm; NaN is
+    further than all.
+    """
     errors = {name: norm(leaf - right[name]) / norm(right[name]) for name, leaf in found.items()}
     return max(errors.items(), key=lambda entry: np.nan_to_num(entry[1], nan=np.inf))
 
@@ -98,7 +124,8 @@ def _write(part: Part, folder: Path, rows: dict[str, int]) -> None:
         with part.guarded(name, "reference"):
             loss, gradients = on_cpu(cases.steps(part.small)[name], count)
             np.savez(folder / "partial.npz", loss=loss, **sample(gradients))
-            (folder / "partial.npz").rename(folder / f"{name}.npz")  # others see all of it or nothing
+            # others see all of it or nothing
+            (folder / "partial.npz").rename(folder / f"{name}.npz")
             continue
         (folder / f"{name}.failed").touch()
 
@@ -109,5 +136,7 @@ def on_cpu(step: cases.Step, rows: int) -> tuple[float, Any]:
     hand.dtype = np.dtype("float32")
     params, others = hand.variables()
     batch = {name: leaf[:rows] for name, leaf in step.data().items()}
-    (loss, _), gradients = jax.jit(jax.value_and_grad(hand.loss, has_aux=True))(params, others, batch)
+    (loss, _), gradients = jax.jit(jax.value_and_grad(hand.loss, has_aux=True))(
+        params, others, batch
+    )
     return float(loss), gradients

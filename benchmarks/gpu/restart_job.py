@@ -1,4 +1,6 @@
-"""The job of `restarts.py`: a small GPT, saved every few steps; it prints what happens as lines of JSON."""
+"""The job of `restarts.py`: a small GPT, saved every few steps; it prints what happens as lines of
+JSON.
+"""
 
 import time
 
@@ -32,7 +34,13 @@ def main(folder: str, steps: str, every: str, small: str) -> None:
         info.metrics["loss"]  # waits for the device
         if not begun:
             begun, counts = True, compilations()
-            say("begin", step=info.step, seconds=time.perf_counter() - BEGAN, compiled=counts.compiled, loaded=counts.loaded)
+            say(
+                "begin",
+                step=info.step,
+                seconds=time.perf_counter() - BEGAN,
+                compiled=counts.compiled,
+                loaded=counts.loaded,
+            )
         say("step", step=info.step)
 
     result = spmd.fit(

@@ -1,4 +1,6 @@
-"""Microseconds of a step of a small MLP, where the host is what costs: `fit`, resident data, nnx.jit, torch with CUDA graphs."""
+"""Microseconds of a step of a small MLP, where the host is what costs: `fit`, resident data,
+nnx.jit, torch with CUDA graphs.
+"""
 
 import itertools
 import time
@@ -17,9 +19,20 @@ BATCHES = 50
 
 
 def main(part: Part) -> None:
-    builds = {"ours, fit": (fit, False), "ours, fit, resident data": (fit, True), "nnx.jit": (nnx_loop,), "torch": (torch_loop,)}
+    builds = {
+        "ours, fit": (fit, False),
+        "ours, fit, resident data": (fit, True),
+        "nnx.jit": (nnx_loop,),
+        "torch": (torch_loop,),
+    }
     arms = {name: Arm(part, *build) for name, build in builds.items()}
-    part.alternate("mlp", arms, 1.0, dict.fromkeys(["ours, fit", "ours, fit, resident data"], "mlp"), steps_of_a_call=count(part))
+    part.alternate(
+        "mlp",
+        arms,
+        1.0,
+        dict.fromkeys(["ours, fit", "ours, fit, resident data"], "mlp"),
+        steps_of_a_call=count(part),
+    )
     part.compare_losses("mlp", arms, 1e-2)  # after one pass over the same batches in the same order
 
 
@@ -35,7 +48,15 @@ def fit(part: Part, resident: bool) -> tuple[Callable[[], float], float]:
     chosen = spmd.data.resident(data, steps_per_call=BATCHES) if resident else data
 
     def fitted(steps: int) -> spmd.Result:
-        return spmd.fit(step.model, chosen, batch_size=step.rows, steps=steps, shuffle=False, progress=False, **step.options)
+        return spmd.fit(
+            step.model,
+            chosen,
+            batch_size=step.rows,
+            steps=steps,
+            shuffle=False,
+            progress=False,
+            **step.options,
+        )
 
     def run() -> float:
         return step.rows / fitted(count(part)).samples_per_second
@@ -56,7 +77,10 @@ def nnx_loop(part: Part) -> tuple[Callable[[], float], float]:
         return loss
 
     rows = step.rows
-    batches = [{name: leaf[n * rows : (n + 1) * rows] for name, leaf in data.items()} for n in range(BATCHES)]
+    batches = [
+        {name: leaf[n * rows : (n + 1) * rows] for name, leaf in data.items()}
+        for n in range(BATCHES)
+    ]
 
     def run(steps: int) -> jax.Array:
         loss = None
@@ -89,7 +113,9 @@ def torch_loop(part: Part) -> Callable[[], float]:
     torch.set_float32_matmul_precision("high")  # TF32, as XLA:GPU multiplies float32
     widths = cases.MLP_WIDTHS
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]).to(device)
+    model = torch.nn.Sequential(
+        layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2]
+    ).to(device)
     on_cuda = device.type == "cuda"
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=on_cuda)
     rows = step.rows

@@ -1,4 +1,6 @@
-"""A training step of GPT-2 124M and of a Llama of 1 B: `spmd.fit`, torch.compile, and a jit of the same model by hand."""
+"""A training step of GPT-2 124M and of a Llama of 1 B: `spmd.fit`, torch.compile, and a jit of the
+same model by hand.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from benchmarks.gpu.measure import LEAST, Arm, Part, run_part, seconds
 
 MODELS = ("gpt2", "llama")
 FIT_STEPS = 12
-# Of the worst array. On a CPU that is 0.06 in bfloat16, and 1 with attention that is zero, noise or not causal (all arrays: 0.75 or more).
+# Of the worst array. On a CPU that is 0.06 in bfloat16, and 1 with attention that is zero, noise or
+# not causal (all arrays: 0.75 or more).
 GRADIENTS = 0.15
 ALL_MEMORY, HALF = 0.9, 0.45  # of the device's memory: alone, and beside a peer
 
@@ -35,7 +38,13 @@ def main(part: Part) -> None:
                 peer = Arm(part, build, model, folder, memory=HALF)
                 share = 1 / (2 * len(MODELS) - 2 * number)
                 arms = {"ours": ours, title: peer}
-                part.alternate(f"{model}: against {title}", arms, share, {"ours": model}, tokens=tokens(part, model))
+                part.alternate(
+                    f"{model}: against {title}",
+                    arms,
+                    share,
+                    {"ours": model},
+                    tokens=tokens(part, model),
+                )
                 peer.close()
             ours.close()
 
@@ -47,9 +56,24 @@ def tokens(part: Part, model: str) -> int:
 def fit(part: Part, model: str, folder: Path) -> Callable[[], None]:
     """Steps of the trainer of a run that has ended, after a check of the first one."""
     step = cases.steps(part.small)[model]
-    result = spmd.fit(step.model, step.data(FIT_STEPS), batch_size=step.rows, steps=FIT_STEPS, progress=False, **step.options)
-    trainer, counts, by_fit = result.trainer, result.compilations, step.rows / result.samples_per_second
-    compiled = counts and {"compiled": counts.compiled, "loaded": counts.loaded, "compiling_seconds": counts.seconds}
+    result = spmd.fit(
+        step.model,
+        step.data(FIT_STEPS),
+        batch_size=step.rows,
+        steps=FIT_STEPS,
+        progress=False,
+        **step.options,
+    )
+    trainer, counts, by_fit = (
+        result.trainer,
+        result.compilations,
+        step.rows / result.samples_per_second,
+    )
+    compiled = counts and {
+        "compiled": counts.compiled,
+        "loaded": counts.loaded,
+        "compiling_seconds": counts.seconds,
+    }
     part.write(f"{model}: programs", programs=compiled, notes=trainer.notes())
     del result  # and its state
     batch = step.data()
@@ -59,7 +83,12 @@ def fit(part: Part, model: str, folder: Path) -> Callable[[], None]:
     run = cases.repeated_step(trainer, state, trainer.place(batch))
     run()
     one = sorted(seconds(run) for _ in range(LEAST))
-    part.write(f"{model}: a step by fit", seconds=by_fit, trainer_step_seconds=one[LEAST // 2], fit_over_step=by_fit / one[LEAST // 2])
+    part.write(
+        f"{model}: a step by fit",
+        seconds=by_fit,
+        trainer_step_seconds=one[LEAST // 2],
+        fit_over_step=by_fit / one[LEAST // 2],
+    )
     return run
 
 
@@ -83,7 +112,9 @@ def torch_step(part: Part, model: str, folder: Path) -> Callable[[], None]:
     """Its weights are others: it is timed without a check."""
     from benchmarks.gpu import peers
 
-    sizes = {"gpt2": (cases.GPT2, cases.SMALL_GPT2), "llama": (cases.LLAMA, cases.SMALL_LLAMA)}[model][part.small]
+    sizes = {"gpt2": (cases.GPT2, cases.SMALL_GPT2), "llama": (cases.LLAMA, cases.SMALL_LLAMA)}[
+        model
+    ][part.small]
     return peers.transformer_step(sizes, cases.steps(part.small)[model].data())
 
 

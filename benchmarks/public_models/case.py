@@ -1,4 +1,6 @@
-"""A model of a public repository with its loss, and the plain loop on one device that every layout is held against."""
+"""A model of a public repository with its loss, and the plain loop on one device that every layout
+is held against.
+"""
 
 import dataclasses
 import functools
@@ -19,9 +21,11 @@ from spmd.models.flax_linen import key_of_stream
 from spmd.tree import Tree, flatten
 
 ROWS, STEPS = 16, 6
-STREAMS = ("params", "dropout", "droppath", "noise", "label_dropout", "rng", "default")  # of random numbers, in linen modules
+# of random numbers, in linen modules
+STREAMS = ("params", "dropout", "droppath", "noise", "label_dropout", "rng", "default")
 SGD = optax.sgd(1e-2, momentum=0.9)
-# With the usual eps of 1e-8, an update by rounding noise is as large as any: the gradient of a key's bias is 0 but for rounding.
+# With the usual eps of 1e-8, an update by rounding noise is as large as any: the gradient of a
+# key's bias is 0 but for rounding.
 ADAMW = optax.adamw(1e-2, eps=1e-3)
 
 
@@ -31,15 +35,19 @@ class Case:
 
     Attributes:
       name: in the table.
-      model: an `nnx.Module`, a linen module bound to its variables, or `Functions`; of float64 where the repository's code allows it.
+      model: an `nnx.Module`, a linen module bound to its variables, or `Functions`; of float64
+        where the repository's code allows it.
       loss: `loss(model, batch)` or `loss(model, batch, rng)`, as a user writes it.
       batches: STEPS batches of NumPy arrays.
       optimizer: AdamW, unless the model's authors take another.
-      layouts: layouts beside those that every model is tried on: {name in the table: options of `Trainer`}.
+      layouts: layouts beside those that every model is tried on: {name in the table: options of
+        `Trainer`}.
       left_out: {layout: why it is not tried}.
       fixes: {layout: (a part of the error, options of `Trainer` that its fix asks for)}.
-      single: whether JAX's float64 is off with a codec: the repository's code makes numbers of that type, which do not mix with float32.
-      draws: whether the model or the loss draws random numbers. Microbatches draw numbers of their own.
+      single: whether JAX's float64 is off with a codec: the repository's code makes numbers of that
+        type, which do not mix with float32.
+      draws: whether the model or the loss draws random numbers. Microbatches draw numbers of their
+        own.
       tolerance: how far from the plain loop's numbers, relative to the largest of an array.
     """
 
@@ -62,7 +70,8 @@ class Called:
     Args:
       module: unbound.
       params, rest: its collections.
-      key: of the step; each call and each random stream has a key of its own, as `spmd` derives them.
+      key: of the step; each call and each random stream has a key of its own, as `spmd` derives
+        them.
     """
 
     def __init__(self, module: linen.Module, params: Tree, rest: Tree, key: jax.Array):
@@ -73,7 +82,9 @@ class Called:
         self._calls += 1
         rngs = {name: key_of_stream(key, name) for name in STREAMS}
         variables = {"params": self.params, **self.rest}
-        out, changed = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=list(self.rest), **kwargs)
+        out, changed = self.module.apply(
+            variables, *args, rngs=rngs, method=method, mutable=list(self.rest), **kwargs
+        )
         self.rest = {**self.rest, **changed}
         return out
 
@@ -110,10 +121,12 @@ class CalledFunction:
 
 
 def cell(case: Case, layout: str, options: Mapping[str, Any]) -> str:
-    """What the table says of the model on a layout: the largest distance from the plain loop, or what was refused and the fix that works.
+    """What the table says of the model on a layout: the largest distance from the plain loop, or
+    what was refused and the fix that works.
 
     Raises:
-      AssertionError: the numbers are not those of the plain loop, or the layout was not refused though the case says so.
+      AssertionError: the numbers are not those of the plain loop, or the layout was not refused
+        though the case says so.
     """
     if layout in case.left_out:
         return case.left_out[layout]
@@ -128,7 +141,9 @@ def cell(case: Case, layout: str, options: Mapping[str, Any]) -> str:
             assert re.search(words, str(error)), f"{case.name}, {layout}: {error}"
         else:
             raise AssertionError(f"{case.name}, {layout}: not refused")
-        text = ", ".join(f"{name}={value}" for name, value in changed.items() if options.get(name) != value)
+        text = ", ".join(
+            f"{name}={value}" for name, value in changed.items() if options.get(name) != value
+        )
         options, said = changed, f"refused; with {text}: "
     codec = "codec" in layout
     if codec:
@@ -139,10 +154,18 @@ def cell(case: Case, layout: str, options: Mapping[str, Any]) -> str:
     start = parts_of(case.model)[0][0]
     if codec:
         distance = update_error(start, params, wanted[1])
-        assert distance < 0.05, f"{case.name}, {layout}: updates differ by {distance:.1e} of their norm"
+        assert distance < 0.05, (
+            f"{case.name}, {layout}: updates differ by {distance:.1e} of their norm"
+        )
     else:
-        moved = max(float(np.abs(a - b).max()) for a, b in zip(jax.tree.leaves(wanted[1]), jax.tree.leaves(start), strict=True))
-        errors = {"losses": furthest(losses, wanted[0], 1e-3), "parameters": furthest(params, wanted[1], moved)}
+        moved = max(
+            float(np.abs(a - b).max())
+            for a, b in zip(jax.tree.leaves(wanted[1]), jax.tree.leaves(start), strict=True)
+        )
+        errors = {
+            "losses": furthest(losses, wanted[0], 1e-3),
+            "parameters": furthest(params, wanted[1], moved),
+        }
         errors["statistics"] = furthest(stats, wanted[2], 1e-3)
         distance = float(np.max(list(errors.values())))
         assert distance < case.tolerance, f"{case.name}, {layout}: {errors}"
@@ -150,11 +173,18 @@ def cell(case: Case, layout: str, options: Mapping[str, Any]) -> str:
 
 
 def furthest(ours: Tree, theirs: Tree, least: float) -> float:
-    """The largest distance of a number of `ours` from that of `theirs`, relative to the largest number of its array, and to no less than
-    `least`: for parameters, what training has changed most."""
+    """The largest distance of a number of `ours` from that of `theirs`, relative to the largest
+    number of its array, and to no less than `least`: for parameters, what training has changed
+    most.
+    """
     found, wanted = flatten(ours), flatten(theirs)
-    pairs = [(np.asarray(found[path], "float64"), np.asarray(wanted[path], "float64")) for path in found]
-    return float(np.max([np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in pairs], initial=0.0))  # NaN, if there is one
+    pairs = [
+        (np.asarray(found[path], "float64"), np.asarray(wanted[path], "float64")) for path in found
+    ]
+    # NaN, if there is one
+    return float(
+        np.max([np.abs(a - b).max() / max(np.abs(b).max(), least) for a, b in pairs], initial=0.0)
+    )
 
 
 def update_error(start: Tree, ours: Tree, theirs: Tree) -> float:
@@ -164,14 +194,18 @@ def update_error(start: Tree, ours: Tree, theirs: Tree) -> float:
 
 
 def plainly(case: Case, key_words: np.ndarray, optimizer: Any) -> tuple[list[float], Tree, Tree]:
-    """Losses of the steps, and the parameters and other arrays after them, of a plain loop over full batches on one device."""
+    """Losses of the steps, and the parameters and other arrays after them, of a plain loop over
+    full batches on one device.
+    """
     split, merge = parts_of(case.model)
     params, rest = split
     draws = "rng" in inspect.signature(case.loss).parameters
     run_key = jax.random.wrap_key_data(jnp.asarray(key_words), impl="threefry2x32")
 
     def loss(params: Tree, rest: Tree, batch: Tree, number: jax.Array) -> tuple[jax.Array, Tree]:
-        of_model, of_loss = jax.random.split(jax.random.fold_in(jax.random.fold_in(run_key, number), 0))
+        of_model, of_loss = jax.random.split(
+            jax.random.fold_in(jax.random.fold_in(run_key, number), 0)
+        )
         model, rest_of = merge(params, rest, of_model)
         value = case.loss(model, batch, *((of_loss,) if draws else ()))
         if isinstance(value, tuple):
@@ -179,7 +213,9 @@ def plainly(case: Case, key_words: np.ndarray, optimizer: Any) -> tuple[list[flo
         return jnp.mean(value), rest_of()
 
     @jax.jit
-    def step(params: Tree, rest: Tree, opt: Any, batch: Tree, number: jax.Array) -> tuple[Tree, Tree, Any, jax.Array]:
+    def step(
+        params: Tree, rest: Tree, opt: Any, batch: Tree, number: jax.Array
+    ) -> tuple[Tree, Tree, Any, jax.Array]:
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, batch, number)
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), rest, opt, value
@@ -192,15 +228,18 @@ def plainly(case: Case, key_words: np.ndarray, optimizer: Any) -> tuple[list[flo
 
 
 def parts_of(model: Any) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
-    """The model's parameters and other arrays, and what makes of such arrays and a key the model of a loss, and a function of its other
-    arrays after it."""
+    """The model's parameters and other arrays, and what makes of such arrays and a key the model of
+    a loss, and a function of its other arrays after it.
+    """
     if isinstance(model, Functions):
         return of_functions(model)
     return of_nnx(model) if isinstance(model, nnx.Module) else of_linen(model)
 
 
 def of_functions(model: Functions) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
-    def merge(params: Tree, rest: Tree, key: jax.Array) -> tuple[CalledFunction, Callable[[], Tree]]:
+    def merge(
+        params: Tree, rest: Tree, key: jax.Array
+    ) -> tuple[CalledFunction, Callable[[], Tree]]:
         return CalledFunction(model.model.apply, params, key), lambda: rest
 
     return (model.params, {}), merge
@@ -211,7 +250,12 @@ def of_nnx(model: nnx.Module) -> tuple[tuple[Tree, Tree], Callable[..., Any]]:
 
     def merge(params: Tree, rest: Tree, key: jax.Array) -> tuple[nnx.Module, Callable[[], Tree]]:
         bits = jax.random.bits(key)  # with which `spmd` folds the model's own keys
-        keys = jax.tree.map(lambda x: jax.random.fold_in(x, bits) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, rngs)
+        keys = jax.tree.map(
+            lambda x: (
+                jax.random.fold_in(x, bits) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            ),
+            rngs,
+        )
         model = nnx.merge(graphdef, params, keys, rest)
         return model, lambda: nnx.to_pure_dict(nnx.split(model, nnx.Param, nnx.RngState, ...)[3])
 
@@ -229,12 +273,20 @@ def of_linen(model: linen.Module) -> tuple[tuple[Tree, Tree], Callable[..., Any]
     return (variables["params"], rest), merge
 
 
-def trained(case: Case, options: Mapping[str, Any], optimizer: Any) -> tuple[list[float], Tree, Tree, np.ndarray]:
-    """Losses, and the parameters and other arrays after the steps, of a trainer; and the key of the run."""
+def trained(
+    case: Case, options: Mapping[str, Any], optimizer: Any
+) -> tuple[list[float], Tree, Tree, np.ndarray]:
+    """Losses, and the parameters and other arrays after the steps, of a trainer; and the key of the
+    run.
+    """
     options = dict(options)
     mesh = spmd.MeshSpec.parse(options.pop("mesh"))
     placed = spmd.make_mesh(mesh, devices=jax.devices()[: mesh.size])
-    model = case.model.model.bind(case.model.params) if isinstance(case.model, Functions) else case.model
+    model = (
+        case.model.model.bind(case.model.params)
+        if isinstance(case.model, Functions)
+        else case.model
+    )
     trainer = spmd.Trainer(model, loss=case.loss, optimizer=optimizer, mesh=placed, **options)
     state = trainer.init(case.batches[0])
     key, losses = np.asarray(jax.device_get(state.key)), []
@@ -257,7 +309,9 @@ def in_float32(model: Any) -> Any:
 
 def as_floats(tree: Tree, dtype: str) -> Tree:
     """The tree with its arrays of floats in this dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 def bound(module: linen.Module, *args: Any, **kwargs: Any) -> linen.Module:

@@ -1,13 +1,19 @@
-"""Models of public repositories, as they are, on layouts: 6 steps of each against a plain loop of JAX, flax and optax on one device.
+"""Models of public repositories, as they are, on layouts: 6 steps of each against a plain loop of
+JAX, flax and optax on one device.
 
-    pip install absl-py augmax beartype clu dacite distrax einops huggingface_hub jaxtyping==0.2.36 ml_collections safetensors
-    python benchmarks/public_models/run.py --checkouts FOLDER --list     # the git commands that fill the folder
-    python benchmarks/public_models/run.py --checkouts FOLDER            # writes benchmarks/results/public_models.md
-    python benchmarks/public_models/run.py --checkouts FOLDER --only jimm brax              # writes their sections
+    pip install absl-py augmax beartype clu dacite distrax einops \\
+        huggingface_hub jaxtyping==0.2.36 ml_collections safetensors
+    # the git commands that fill the folder
+    python benchmarks/public_models/run.py --checkouts FOLDER --list
+    # writes benchmarks/results/public_models.md
+    python benchmarks/public_models/run.py --checkouts FOLDER
+    # writes their sections
+    python benchmarks/public_models/run.py --checkouts FOLDER --only jimm brax
 
-Each repository's models are tried in a process of their own, on eight devices that the CPU simulates, in float64 where the repository's
-code allows it. A cell of the table is the largest distance of a loss, a parameter or a statistic from the plain loop's, divided by the
-largest number of the array that it stands in.
+Each repository's models are tried in a process of their own, on eight devices that the CPU
+simulates, in float64 where the repository's code allows it. A cell of the table is the largest
+distance of a loss, a parameter or a statistic from the plain loop's, divided by the largest number
+of the array that it stands in.
 """
 
 import argparse
@@ -47,7 +53,7 @@ CODEC = """
 With a codec, of the parameters that SGD trains, in float32: the norm of the difference of all updates, divided by theirs. Each worker's
 gradient of two rows is rounded to 8 bits, and so is their mean. The limit is 0.05: one worker of eight that counted twice, or not at all,
 would be 0.12 or more.
-"""
+"""  # noqa: E501
 
 
 def try_models(name: str, checkouts: Path, layout: str | None) -> None:
@@ -66,7 +72,10 @@ def try_models(name: str, checkouts: Path, layout: str | None) -> None:
     for case in importlib.import_module(f"benchmarks.public_models.models.{name}").cases():
         for of, options in {**LAYOUTS, **case.layouts}.items():
             if layout in (None, of):
-                print(json.dumps({"model": case.name, "layout": of, "cell": cell(case, of, options)}), flush=True)
+                print(
+                    json.dumps({"model": case.name, "layout": of, "cell": cell(case, of, options)}),
+                    flush=True,
+                )
 
 
 def rows_of(name: str, checkouts: Path, layout: str | None) -> Iterator[dict[str, str]]:
@@ -84,17 +93,26 @@ def rows_of(name: str, checkouts: Path, layout: str | None) -> Iterator[dict[str
 
 def commit_of(checkout: Path) -> str:
     return subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True
+        ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
 
 
 def section(name: str, checkouts: Path, rows: list[dict[str, str]]) -> str:
     """The report on one repository."""
-    models, layouts = list(dict.fromkeys(row["model"] for row in rows)), list(dict.fromkeys(row["layout"] for row in rows))
+    models, layouts = (
+        list(dict.fromkeys(row["model"] for row in rows)),
+        list(dict.fromkeys(row["layout"] for row in rows)),
+    )
     cells = {(row["model"], row["layout"]): row["cell"] for row in rows}
     lines = [f"## {title(name)}, {commit_of(checkouts / REPOSITORIES[name][0].split('/')[1])}", ""]
     lines += [f"| layout | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-    lines += [f"| {layout} | {' | '.join(cells.get((model, layout), '') for model in models)} |" for layout in layouts]
+    lines += [
+        f"| {layout} | {' | '.join(cells.get((model, layout), '') for model in models)} |"
+        for layout in layouts
+    ]
     return "\n".join(lines)
 
 
@@ -106,24 +124,52 @@ def write(new: str, name: str) -> None:
     """Put one repository's section in the place of its former one."""
     path = reported.RESULTS / f"{REPORT}.md"
     former = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.exists() else []
-    sections = {each: f"## {text.rstrip()}" for text in former for each in REPOSITORIES if text.startswith(title(each))} | {name: new}
+    sections = {
+        each: f"## {text.rstrip()}"
+        for text in former
+        for each in REPOSITORIES
+        if text.startswith(title(each))
+    } | {name: new}
     command = "python benchmarks/public_models/run.py --checkouts FOLDER"
-    head = reported.head("Models of public repositories on layouts", command, "jax", "flax", "optax")
+    head = reported.head(
+        "Models of public repositories on layouts", command, "jax", "flax", "optax"
+    )
     texts = ["\n".join(head).rstrip(), __doc__.split("\n\n")[-1].strip(), CODEC.strip()]
-    reported.write(REPORT, "\n\n".join([*texts, *(sections[each] for each in REPOSITORIES if each in sections)]).splitlines())
+    reported.write(
+        REPORT,
+        "\n\n".join(
+            [*texts, *(sections[each] for each in REPOSITORIES if each in sections)]
+        ).splitlines(),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkouts", type=Path, required=True, help="the folder with the repositories, each by its name")
-    parser.add_argument("--list", action="store_true", help="print the git commands that fill the folder")
-    parser.add_argument("--only", choices=REPOSITORIES, nargs="+", default=list(REPOSITORIES), help="some repositories")
+    parser.add_argument(
+        "--checkouts",
+        type=Path,
+        required=True,
+        help="the folder with the repositories, each by its name",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the git commands that fill the folder"
+    )
+    parser.add_argument(
+        "--only",
+        choices=REPOSITORIES,
+        nargs="+",
+        default=list(REPOSITORIES),
+        help="some repositories",
+    )
     parser.add_argument("--layout", help="one layout; prints, and writes nothing")
     parser.add_argument("--try", dest="tried", choices=REPOSITORIES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.list:
         for repository, _ in REPOSITORIES.values():
-            print(f"git clone https://github.com/{repository} {args.checkouts / repository.split('/')[1]}")
+            print(
+                f"git clone https://github.com/{repository} "
+                f"{args.checkouts / repository.split('/')[1]}"
+            )
     elif args.tried:
         try_models(args.tried, args.checkouts, args.layout)
     else:

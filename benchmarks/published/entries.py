@@ -16,7 +16,10 @@ REMATS = {  # by an entry's `remat`
     "products": spmd.Remat("dots", modules=("blocks/layers",)),
     "layers": spmd.Remat(modules=("blocks/layers",)),
     "weights_products": spmd.Remat("dots_no_batch", modules=("blocks/layers",)),
-    "first_of_pairs": spmd.Remat(modules=("blocks/layers/first",), rules=(spmd.Remat("dots_no_batch", ("blocks/layers/second",)),)),
+    "first_of_pairs": spmd.Remat(
+        modules=("blocks/layers/first",),
+        rules=(spmd.Remat("dots_no_batch", ("blocks/layers/second",)),),
+    ),
 }
 
 
@@ -51,7 +54,12 @@ class Run:
     @property
     def counted(self) -> bool:
         """Whether its error is part of the statistics."""
-        return not self.doubtful and not self.unstable and not self.not_planned and self.seconds is not None
+        return (
+            not self.doubtful
+            and not self.unstable
+            and not self.not_planned
+            and self.seconds is not None
+        )
 
 
 def layout_of(run: Run) -> spmd.Layout:
@@ -85,7 +93,11 @@ class Published:
 
     def dense(self, run: Run) -> bool:
         """Whether its model is a transformer of text."""
-        return bool(run.model) and self.models[run.model]["kind"] in ("gpt", "unrolled_gpt", "llama")
+        return bool(run.model) and self.models[run.model]["kind"] in (
+            "gpt",
+            "unrolled_gpt",
+            "llama",
+        )
 
     def devices(self, run: Run) -> int:
         """How many devices a run has."""
@@ -93,10 +105,16 @@ class Published:
 
     def step_rows(self, run: Run) -> int:
         """Rows of a step, on all devices."""
-        return run.rows * run.accumulate * mesh_of(run, layout_of(run), self.devices(run)).sizes["data"]
+        return (
+            run.rows
+            * run.accumulate
+            * mesh_of(run, layout_of(run), self.devices(run)).sizes["data"]
+        )
 
     def cluster(self, run: Run) -> Cluster:
-        """Its hardware; a target of runs.toml is another one with some figures replaced, and so is one with another kernel of attention."""
+        """Its hardware; a target of runs.toml is another one with some figures replaced, and so is
+        one with another kernel of attention.
+        """
         count, times, name = run.target.rpartition("x")
         changes = dict(self.targets.get(name, {"like": name}))
         cluster = Cluster.parse(f"{count}{times}{changes.pop('like')}")
@@ -104,32 +122,51 @@ class Published:
         changes["flops"] = {dtype: rate * clocks for dtype, rate in cluster.target.flops.items()}
         if run.kernel:
             shares = self.kernels[run.kernel][cluster.target.name]
-            changes["achieved"] = dataclasses.replace(cluster.target.achieved, attention=shares[0], attention_backward=shares[1])
-        return dataclasses.replace(cluster, target=dataclasses.replace(cluster.target, **({"name": name} | changes)))
+            changes["achieved"] = dataclasses.replace(
+                cluster.target.achieved, attention=shares[0], attention_backward=shares[1]
+            )
+        return dataclasses.replace(
+            cluster, target=dataclasses.replace(cluster.target, **({"name": name} | changes))
+        )
 
 
 def read(path: Path = RUNS) -> Published:
     """The published runs.
 
     Raises:
-      ValueError: an entry has an unknown key, lacks one, or names a model or remat that is not there.
+      ValueError: an entry has an unknown key, lacks one, or names a model or remat that is not
+        there.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     known, problems, runs = {field.name for field in dataclasses.fields(Run)}, [], []
     for entry in table["runs"]:
         planned = () if "not_planned" in entry else ("target", "model", "layout", "rows")
         missing = {"id", "source", "of", "hardware", *planned} - set(entry)
-        wrong = [f"unknown key {key}" for key in set(entry) - known] + [f"no {key}" for key in missing]
+        wrong = [f"unknown key {key}" for key in set(entry) - known] + [
+            f"no {key}" for key in missing
+        ]
         if not wrong:
             run = Run(**entry)
             runs.append(run)
-            wrong += [f"no model {run.model}"] if run.model and run.model not in table["models"] else []
+            wrong += (
+                [f"no model {run.model}"] if run.model and run.model not in table["models"] else []
+            )
             wrong += [f"no remat {run.remat}"] if run.remat not in REMATS else []
-            wrong += [f"no kernel {run.kernel}"] if run.kernel and run.kernel not in table.get("kernels", {}) else []
-            wrong += ["no seconds, and not out_of_memory"] if planned and run.seconds is None and not run.out_of_memory else []
+            wrong += (
+                [f"no kernel {run.kernel}"]
+                if run.kernel and run.kernel not in table.get("kernels", {})
+                else []
+            )
+            wrong += (
+                ["no seconds, and not out_of_memory"]
+                if planned and run.seconds is None and not run.out_of_memory
+                else []
+            )
         problems += [f"{entry.get('id')}: {why}" for why in wrong]
     repeated = {run.id for run in runs if [other.id for other in runs].count(run.id) > 1}
     problems += [f"{name}: two entries" for name in sorted(repeated)]
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
-    return Published(tuple(runs), table["models"], table.get("targets", {}), table.get("kernels", {}))
+    return Published(
+        tuple(runs), table["models"], table.get("targets", {}), table.get("kernels", {})
+    )

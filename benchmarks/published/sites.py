@@ -3,12 +3,14 @@
     pip install -e '.[gpu-compiler]'
     python benchmarks/published/sites.py        # writes benchmarks/results/published_sites.md
 
-Runs are entries of sites.toml, planned with diloco_sites.toml. The speed of the links is not compiled: one program for each run.
+Runs are entries of sites.toml, planned with diloco_sites.toml. The speed of the links is not
+compiled: one program for each run.
 """
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # plans need no GPU, and JAX's plugin for GPUs complains of missing libraries
+# plans need no GPU, and JAX's plugin for GPUs complains of missing libraries
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import dataclasses
 import sys
@@ -31,7 +33,17 @@ from benchmarks.published.models import KINDS, loss_of_logits
 from benchmarks.published.run import OPTIONS
 
 HERE = Path(__file__).parent
-COLUMNS = ("run", "source", "link of a site", "steps", "published", "planned", "inner step", "synchronization", "over each link")
+COLUMNS = (
+    "run",
+    "source",
+    "link of a site",
+    "steps",
+    "published",
+    "planned",
+    "inner step",
+    "synchronization",
+    "over each link",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +75,22 @@ def plan(run: SiteRun) -> Any:
     """The plan of a run, at its slowest link."""
     cluster = Cluster.parse(f"{run.target}@{run.bandwidths[0]},{run.latency}")
     forward, backward = read_runs().kernels[run.kernel][cluster.target.name]
-    achieved = dataclasses.replace(cluster.target.achieved, attention=forward, attention_backward=backward)
-    cluster = dataclasses.replace(cluster, target=dataclasses.replace(cluster.target, achieved=achieved))
+    achieved = dataclasses.replace(
+        cluster.target.achieved, attention=forward, attention_backward=backward
+    )
+    cluster = dataclasses.replace(
+        cluster, target=dataclasses.replace(cluster.target, achieved=achieved)
+    )
     layout = spmd.Layout.load(HERE / "diloco_sites.toml")
     compiler = dataclasses.replace(layout.compiler, options=OPTIONS)
     server = dataclasses.replace(layout.parameter_server, every=run.every)
-    layout = dataclasses.replace(layout, attention=spmd.Attention("auto"), compiler=compiler, parameter_server=server)
+    layout = dataclasses.replace(
+        layout, attention=spmd.Attention("auto"), compiler=compiler, parameter_server=server
+    )
     sizes = dict(run.model)
-    tokens = jax.ShapeDtypeStruct((run.rows * run.accumulate * cluster.count, sizes.pop("length")), "int32")
+    tokens = jax.ShapeDtypeStruct(
+        (run.rows * run.accumulate * cluster.count, sizes.pop("length")), "int32"
+    )
     return spmd.plan(
         lambda: KINDS["llama"](**sizes, rngs=nnx.Rngs(0)),
         {"tokens": tokens, "targets": tokens},
@@ -92,8 +112,19 @@ def rows(run: SiteRun, planned: Any) -> list[str]:
     lines = []
     for bandwidth, period in zip(run.bandwidths, curve.periods[run.every], strict=True):
         inner, published = period.alone.seconds, f"{low:.0%} to {high:.0%}"
-        cells = [run.id, run.source, f"{bandwidth}, {run.latency}", str(run.every), published, f"{period.utilization:.1%}"]
-        cells += [seconds(inner), seconds(period.total - run.every * inner), f"{period.site_bytes / 1e9:.2f} GB"]
+        cells = [
+            run.id,
+            run.source,
+            f"{bandwidth}, {run.latency}",
+            str(run.every),
+            published,
+            f"{period.utilization:.1%}",
+        ]
+        cells += [
+            seconds(inner),
+            seconds(period.total - run.every * inner),
+            f"{period.site_bytes / 1e9:.2f} GB",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -104,10 +135,24 @@ def main() -> None:
     for run in read():
         planned = plan(run)
         lines += rows(run, planned)
-        print(*lines[2:], planned, spmd.utilization(planned, periods=(50, 125, 500)), sep="\n", flush=True)
-    head = reported.head("Published runs across sites, planned", "python benchmarks/published/sites.py", "jax", "jaxlib", "jax-cuda13-pjrt")
+        print(
+            *lines[2:],
+            planned,
+            spmd.utilization(planned, periods=(50, 125, 500)),
+            sep="\n",
+            flush=True,
+        )
+    head = reported.head(
+        "Published runs across sites, planned",
+        "python benchmarks/published/sites.py",
+        "jax",
+        "jaxlib",
+        "jax-cuda13-pjrt",
+    )
     notes = [f"- {run.id}: {text}." for run in read() for text in (f"from {run.of}", run.differs)]
-    reported.write("published_sites", [*head, *lines, "", __doc__.strip().split("\n\n")[-1], "", *notes])
+    reported.write(
+        "published_sites", [*head, *lines, "", __doc__.strip().split("\n\n")[-1], "", *notes]
+    )
 
 
 if __name__ == "__main__":

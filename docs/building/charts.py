@@ -1,4 +1,6 @@
-"""Drawings of results: bars of the tables in benchmarks/results/, the plans of the README, and the timelines of a wavefront."""
+"""Drawings of results: bars of the tables in benchmarks/results/, the plans of the README, and the
+timelines of a wavefront.
+"""
 
 import functools
 import json
@@ -21,7 +23,9 @@ def plans() -> dict:
 
 
 def table(name: str, *below: str) -> list[dict[str, str]]:
-    """The rows of the first table in a page of results after these texts, which follow each other, by column."""
+    """The rows of the first table in a page of results after these texts, which follow each other,
+    by column.
+    """
     text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
     for words in below:
         text = text[text.index(words) :]
@@ -36,7 +40,9 @@ def number(text: str) -> float:
 
 
 def bars(title: str, rows: list[tuple[str, float, str, str]], *, mark: float | None = None) -> str:
-    """Horizontal bars: a label, a value, what is written beside the bar, with its unit, and a colour; `mark` is a vertical line."""
+    """Horizontal bars: a label, a value, what is written beside the bar, with its unit, and a
+    colour; `mark` is a vertical line.
+    """
     left = min(158, 14 + max(7 * len(label) for label, *_ in rows))
     right = NARROW - 12 - max(7 * len(text) for _, _, text, _ in rows)
     most = max(mark or 0.0, *(value for _, value, _, _ in rows))
@@ -47,33 +53,53 @@ def bars(title: str, rows: list[tuple[str, float, str, str]], *, mark: float | N
         wide = max((right - left) * value / most, 1.5)
         parts.append(f'<g opacity="0.85">{caption(left - 6, y + 13, label, "end")}</g>')
         parts.append(box(left, y, wide, 17, colour, f"{label}: {text}"))
-        crossed = left + wide < line < left + wide + 12 + 7 * len(text)  # the text begins after the line
+        # the text begins after the line
+        crossed = left + wide < line < left + wide + 12 + 7 * len(text)
         parts.append(caption((line if crossed else left + wide) + 5, y + 13, text))
     if mark is not None:
-        parts.append(f'<path d="M{line:.1f} 20V{24 + 24 * len(rows)}" stroke="currentColor" stroke-dasharray="3 3"/>')
+        parts.append(
+            f'<path d="M{line:.1f} 20V{24 + 24 * len(rows)}" stroke="currentColor" '
+            'stroke-dasharray="3 3"/>'
+        )
     return svg(26 + 24 * len(rows), parts, title, width=NARROW)
 
 
 OURS, OTHER, GOOD, LOST = "a", "f", "good", "bad"
 
 
-def ratios(title: str, rows: list[tuple[str, float]], *, more_is_better: bool, written: str = "x{:.2f}") -> str:
-    """Bars of ratios to another program: green if better than it, red if worse, blue within 1 %; a line at 1."""
+def ratios(
+    title: str, rows: list[tuple[str, float]], *, more_is_better: bool, written: str = "x{:.2f}"
+) -> str:
+    """Bars of ratios to another program: green if better than it, red if worse, blue within 1 %; a
+    line at 1.
+    """
 
     def colour(ratio: float) -> str:
         return OURS if abs(ratio - 1) <= 0.01 else GOOD if (ratio > 1) == more_is_better else LOST
 
-    return bars(title, [(label, ratio, written.format(ratio), colour(ratio)) for label, ratio in rows], mark=1.0)
+    return bars(
+        title,
+        [(label, ratio, written.format(ratio), colour(ratio)) for label, ratio in rows],
+        mark=1.0,
+    )
 
 
 def wavefront() -> str:
-    """Steps of eight LSTM layers on one device, data parallel and as a wavefront, on the same axis of time."""
-    names = {"lstm one device": "one H100", "lstm data_parallel": "8 H100s, data parallel", "lstm wavefront": "8 H100s, wavefront"}
+    """Steps of eight LSTM layers on one device, data parallel and as a wavefront, on the same axis
+    of time.
+    """
+    names = {
+        "lstm one device": "one H100",
+        "lstm data_parallel": "8 H100s, data parallel",
+        "lstm wavefront": "8 H100s, wavefront",
+    }
     longest = plans()["lstm one device"]["seconds"]
     parts, y = [], 0.0
     for name, title in names.items():
         plan = plans()[name]
-        faster = f", {longest / plan['seconds']:.1f} times as fast" if name != "lstm one device" else ""
+        faster = (
+            f", {longest / plan['seconds']:.1f} times as fast" if name != "lstm one device" else ""
+        )
         more = "" if plan["fits"] else ", does not fit"
         parts.append(heading(0, y + 13, title))
         parts.append(caption(0, y + 29, f"{seconds(plan['seconds'])} per step{faster}{more}"))
@@ -88,10 +114,17 @@ def wavefront() -> str:
     for half_seconds in range(int(2 * longest) + 1):
         x = NARROW * half_seconds / 2 / longest
         parts.append(f'<path d="M{x:.1f} {y - 4}v6" stroke="currentColor"/>')
-        parts.append(caption(x, y + 15, f"{half_seconds / 2} s", "middle" if half_seconds else "start"))
+        parts.append(
+            caption(x, y + 15, f"{half_seconds / 2} s", "middle" if half_seconds else "start")
+        )
     y += 24
     parts += [legend(0, y + 12, "a", "computation"), legend(120, y + 12, "c", "communication")]
-    return svg(y + 18, parts, "timelines of one step of eight LSTM layers: one device, data parallel, wavefront", width=NARROW)
+    return svg(
+        y + 18,
+        parts,
+        "timelines of one step of eight LSTM layers: one device, data parallel, wavefront",
+        width=NARROW,
+    )
 
 
 def wavefront_schedule() -> str:
@@ -105,19 +138,38 @@ def wavefront_schedule() -> str:
         parts.append(caption(0, stage * high + 12, f"GPU {stage}"))
     for tick, row in enumerate(forward):
         for stage, work in enumerate(row):
-            shape = f'x="{left + tick * wide:.2f}" y="{stage * high + 1}" width="{wide - 0.6:.2f}" height="{high - 3}"'
-            opacity = "" if work is None else f' fill-opacity="{0.45 + 0.55 * work.microbatch / made["microbatches"]:.2f}"'
-            parts.append(f'<rect {shape} fill="var(--{"soft" if work is None else "a"})"{opacity}/>')
+            shape = (
+                f'x="{left + tick * wide:.2f}" y="{stage * high + 1}" width="{wide - 0.6:.2f}" '
+                f'height="{high - 3}"'
+            )
+            opacity = (
+                ""
+                if work is None
+                else f' fill-opacity="{0.45 + 0.55 * work.microbatch / made["microbatches"]:.2f}"'
+            )
+            parts.append(
+                f'<rect {shape} fill="var(--{"soft" if work is None else "a"})"{opacity}/>'
+            )
     y = schedule.stages * high
     parts.append(caption(left, y + 14, f"{len(forward)} ticks forward; darker chunks are later"))
-    return svg(y + 20, parts, "a wavefront: each GPU has one layer, and works one chunk of time behind the one above", width=NARROW)
+    return svg(
+        y + 20,
+        parts,
+        "a wavefront: each GPU has one layer, and works one chunk of time behind the one above",
+        width=NARROW,
+    )
 
 
 def schedules() -> str:
-    """The three schedules of a pipeline of four stages and eight microbatches, in time: a tick of two groups is half as long."""
+    """The three schedules of a pipeline of four stages and eight microbatches, in time: a tick of
+    two groups is half as long.
+    """
     left, high, y, parts = 48, 15, 0.0, []
     kinds = {"gpipe": 1, "circular": 2, "1f1b": 1}
-    made = {name: make_schedule(name, stages=4, microbatches=8, groups=groups) for name, groups in kinds.items()}
+    made = {
+        name: make_schedule(name, stages=4, microbatches=8, groups=groups)
+        for name, groups in kinds.items()
+    }
     longest = max(schedule.ticks / kinds[name] for name, schedule in made.items())
     for name, schedule in made.items():
         wide = (NARROW - left) / longest / kinds[name]
@@ -129,21 +181,43 @@ def schedules() -> str:
         for tick, row in enumerate(schedule.table):
             for stage, work in enumerate(row):
                 colour = "soft" if work is None else "c" if work.backward else "a"
-                shade = "" if work is None else f' fill-opacity="{0.5 + 0.5 * work.microbatch / 7:.2f}"'
-                shape = f'x="{left + tick * wide:.1f}" y="{y + stage * high + 1:.0f}" width="{wide - 0.7:.1f}" height="{high - 2}"'
+                shade = (
+                    "" if work is None else f' fill-opacity="{0.5 + 0.5 * work.microbatch / 7:.2f}"'
+                )
+                shape = (
+                    f'x="{left + tick * wide:.1f}" y="{y + stage * high + 1:.0f}" '
+                    f'width="{wide - 0.7:.1f}" height="{high - 2}"'
+                )
                 parts.append(f'<rect {shape} fill="var(--{colour})"{shade}/>')
         y += schedule.stages * high + 10
-    parts += [legend(0, y + 12, "a", "forward"), legend(90, y + 12, "c", "backward"), legend(190, y + 12, "soft", "idle")]
-    return svg(y + 18, parts, "gpipe, circular and 1f1b schedules of four stages and eight microbatches", width=NARROW)
+    parts += [
+        legend(0, y + 12, "a", "forward"),
+        legend(90, y + 12, "c", "backward"),
+        legend(190, y + 12, "soft", "idle"),
+    ]
+    return svg(
+        y + 18,
+        parts,
+        "gpipe, circular and 1f1b schedules of four stages and eight microbatches",
+        width=NARROW,
+    )
 
 
 def finetuning() -> str:
     """Memory of an H100 that fine-tuning 8 B parameters is expected to need."""
     rows = [row for row in table("finetune_plans") if row["devices"] == "1xh100"]
     drawn = [
-        (row["trained"].replace(" weights", "") if "," in row["trained"] else row["trained"], number(row["expected"]), row) for row in rows
+        (
+            row["trained"].replace(" weights", "") if "," in row["trained"] else row["trained"],
+            number(row["expected"]),
+            row,
+        )
+        for row in rows
     ]
-    words = [(name, size, f"{size:.1f} GiB", LOST if "not fit" in row["expected"] else GOOD) for name, size, row in drawn]
+    words = [
+        (name, size, f"{size:.1f} GiB", LOST if "not fit" in row["expected"] else GOOD)
+        for name, size, row in drawn
+    ]
     return bars("8 B parameters on one 80 GB H100, planned", words, mark=79.1)
 
 
@@ -151,10 +225,16 @@ def sweep() -> str:
     """Seconds for 64 networks."""
     names = {"one program": "one program", "the same": "exact=False", "`spmd.fit`": "one by one"}
     drawn = [
-        (next(short for start, short in names.items() if row["arm"].startswith(start)), number(row["seconds, median"]))
+        (
+            next(short for start, short in names.items() if row["arm"].startswith(start)),
+            number(row["seconds, median"]),
+        )
         for row in table("sweep")
     ]
-    words = [(name, value, f"{value:.1f} s", OTHER if name == "one by one" else OURS) for name, value in drawn]
+    words = [
+        (name, value, f"{value:.1f} s", OTHER if name == "one by one" else OURS)
+        for name, value in drawn
+    ]
     return bars("64 networks, 20 epochs of digits", words)
 
 
@@ -170,36 +250,54 @@ def published() -> str:
 
     for at, source in enumerate(sources):
         y = 34 + 22 * at
-        parts.append(f'<g opacity="0.85">{caption(120, y + 4, source.removesuffix("Examples"), "end")}</g>')
+        parts.append(
+            f'<g opacity="0.85">{caption(120, y + 4, source.removesuffix("Examples"), "end")}</g>'
+        )
         parts.append(f'<path d="M128 {y}H{NARROW}" stroke="var(--soft)"/>')
         for row in (row for row in rows if row["source"] == source):
             ratio = number(row["ratio"])
             colour = "good" if abs(ratio - 1) <= 0.25 else "bad"
             title = f"{row['run']}, {row['model']} on {row['hardware']}: {ratio:.2f}"
             parts.append(
-                f'<circle cx="{x(ratio):.1f}" cy="{y}" r="5" fill="var(--{colour})" fill-opacity="0.7"><title>{title}</title></circle>'
+                f'<circle cx="{x(ratio):.1f}" cy="{y}" r="5" fill="var(--{colour})" '
+                f'fill-opacity="0.7"><title>{title}</title></circle>'
             )
     bottom = 34 + 22 * len(sources)
     for ratio in (0.5, 0.75, 1.0):
         parts.append(
-            f'<path d="M{x(ratio):.1f} 20V{bottom - 6}" stroke="var(--line)"/>' + caption(x(ratio), bottom + 9, str(ratio), "middle")
+            f'<path d="M{x(ratio):.1f} 20V{bottom - 6}" stroke="var(--line)"/>'
+            + caption(x(ratio), bottom + 9, str(ratio), "middle")
         )
-    return svg(bottom + 16, parts, "planned divided by measured step times of published runs, by source", width=NARROW)
+    return svg(
+        bottom + 16,
+        parts,
+        "planned divided by measured step times of published runs, by source",
+        width=NARROW,
+    )
 
 
 def bandwidth(link: str, rate: str) -> str:
     """Steps per second with each codec on a link, beside exact."""
-    rows = [row for row in table("bandwidth", f"### {link}") if row["rate"] == rate and row["arm"] in ("bfloat16", "int8 + feedback")]
+    rows = [
+        row
+        for row in table("bandwidth", f"### {link}")
+        if row["rate"] == rate and row["arm"] in ("bfloat16", "int8 + feedback")
+    ]
     kind = "" if rate == "unthrottled" else ", shared" if link == "shared" else " each way"
     title = f"steps/s beside exact: {rate}{kind}"
-    return ratios(title, [(row["arm"], number(row["against exact"])) for row in rows], more_is_better=True)
+    return ratios(
+        title, [(row["arm"], number(row["against exact"])) for row in rows], more_is_better=True
+    )
 
 
 def overhead() -> str:
     """Time of a step of `fit` beside others."""
     rows = [
         (f"{model}: {row['ratio'].removeprefix('fit / ')}", number(row["median"]))
-        for model, names in (("cnn", ("fit / functional", "fit / nnx_jit", "fit / keras")), ("mlp", ("fit / functional", "fit / nnx_jit")))
+        for model, names in (
+            ("cnn", ("fit / functional", "fit / nnx_jit", "fit / keras")),
+            ("mlp", ("fit / functional", "fit / nnx_jit")),
+        )
         for row in table("step_overhead", f"### {model}", "| ratio")
         if row["ratio"] in names
     ]
@@ -208,8 +306,15 @@ def overhead() -> str:
 
 def input_rates(kind: str) -> str:
     """Records per second of a format, by reader."""
-    rows = [(row["arm"], number(row["records/s, median"])) for row in table("input", f"### {kind}") if "in order" not in row["arm"]]
-    words = [(reader, rate, f"{rate:,.0f}/s", OURS if "spmd" in reader else OTHER) for reader, rate in rows]
+    rows = [
+        (row["arm"], number(row["records/s, median"]))
+        for row in table("input", f"### {kind}")
+        if "in order" not in row["arm"]
+    ]
+    words = [
+        (reader, rate, f"{rate:,.0f}/s", OURS if "spmd" in reader else OTHER)
+        for reader, rate in rows
+    ]
     return bars(f"records/s, {kind}, shuffled", words)
 
 
@@ -218,10 +323,15 @@ def processes() -> str:
     rows = table("processes", "### steps")
     drawn = [(row["arm"], number(row["steps/s"]), row["steps/s"]) for row in rows]
     names = dict.fromkeys(name for name, _, _ in drawn)
-    best = {name: next((value, text) for label, value, text in drawn if label == name) for name in names}
+    best = {
+        name: next((value, text) for label, value, text in drawn if label == name) for name in names
+    }
     return bars(
         "steps/s of a CNN on 2 cores",
-        [(name, value, f"{text}/s", OTHER if "torch" in name else OURS) for name, (value, text) in best.items()],
+        [
+            (name, value, f"{text}/s", OTHER if "torch" in name else OURS)
+            for name, (value, text) in best.items()
+        ],
     )
 
 
@@ -230,7 +340,15 @@ def checkpoints() -> str:
     rows = [row for row in table("checkpoints", "### save") if not row["arm"].startswith("plain")]
     return bars(
         "seconds of a save, 0.40 GB",
-        [(row["arm"], number(row["median s"]), f"{row['median s']} s", OURS if "spmd" in row["arm"] else OTHER) for row in rows],
+        [
+            (
+                row["arm"],
+                number(row["median s"]),
+                f"{row['median s']} s",
+                OURS if "spmd" in row["arm"] else OTHER,
+            )
+            for row in rows
+        ],
     )
 
 
@@ -263,15 +381,29 @@ def restarts() -> str:
 
 def codecs() -> str:
     """Final loss beside exact over bytes beside exact, with AdamW."""
-    rows = [row for row in table("convergence", "### AdamW") if "nudged" not in row["arm"] and row["arm"] != "exact"]
-    return ratios("final loss / that of exact, AdamW", [(row["arm"], number(row["ratio to exact"])) for row in rows], more_is_better=False)
+    rows = [
+        row
+        for row in table("convergence", "### AdamW")
+        if "nudged" not in row["arm"] and row["arm"] != "exact"
+    ]
+    return ratios(
+        "final loss / that of exact, AdamW",
+        [(row["arm"], number(row["ratio to exact"])) for row in rows],
+        more_is_better=False,
+    )
 
 
 def codec_bytes() -> str:
     """Bytes of gradients beside exact."""
     rows = [row for row in table("convergence", "### AdamW") if "feedback" in row["arm"]]
     drawn = [
-        (row["arm"].removesuffix(" + feedback"), (share := number(row["gradient bytes / exact"])), f"{share:.1%}", OURS) for row in rows
+        (
+            row["arm"].removesuffix(" + feedback"),
+            (share := number(row["gradient bytes / exact"])),
+            f"{share:.1%}",
+            OURS,
+        )
+        for row in rows
     ]
     return bars("bytes of gradients, of exact's", [("exact", 1.0, "100%", OTHER), *drawn])
 
@@ -284,10 +416,16 @@ def sharded_kernel() -> str:
         parts.append(box(0, y, 92, 14, SERIES[device], f"shard {device}"))
         column, row = device % 2, device // 2
         x, top = 140 + 56 * column, 26 + 31 * row
-        parts.append(f'<rect x="{x}" y="{top}" width="50" height="26" rx="4" fill="var(--soft)" stroke="var(--line)"/>')
+        parts.append(
+            f'<rect x="{x}" y="{top}" width="50" height="26" rx="4" fill="var(--soft)" '
+            'stroke="var(--line)"/>'
+        )
         parts.append(box(x + 4, top + 16, 42, 6, SERIES[device], f"shard {device}"))
         parts.append(caption(x + 25, top + 12, f"GPU {device}", "middle"))
-    parts.append('<path d="M102 86h24" stroke="currentColor" stroke-width="2"/><path d="M132 86l-8 -5v10z" fill="currentColor"/>')
+    parts.append(
+        '<path d="M102 86h24" stroke="currentColor" stroke-width="2"/><path d="M132 86l-8 -5v10z" '
+        'fill="currentColor"/>'
+    )
     return svg(152, parts, "a kernel in eight shards, one on each of eight GPUs", width=PANEL)
 
 
@@ -302,7 +440,8 @@ def verdict(name: str) -> str:
     parts = [heading(0, 13, f"spmd plan --layout {name}")]
     parts.append(box(0, 50, expected * scale, 34, colour, figures))
     parts.append(
-        f'<rect x="1" y="44" width="{capacity * scale:.1f}" height="46" fill="none" stroke="currentColor" stroke-width="2" rx="2"/>'
+        f'<rect x="1" y="44" width="{capacity * scale:.1f}" height="46" fill="none" '
+        'stroke="currentColor" stroke-width="2" rx="2"/>'
     )
     parts.append(caption(capacity * scale, 39, f"{plan['target']}: {capacity:.1f} GiB", "end"))
     said = f"{'fits' if plan['fits'] else 'DOES NOT FIT'}: {figures}"
@@ -311,5 +450,11 @@ def verdict(name: str) -> str:
     parts.append(f'<text x="0" y="113" {large}>{said}</text>')
 
     billions = f"{plan['parameters'] / 1e9:.1f} B parameters, {plan['devices']} GPUs"
-    parts.append(caption(0, 134, f"{billions}" + (f", {seconds(plan['seconds'])} per step" if plan["fits"] else "")))
+    parts.append(
+        caption(
+            0,
+            134,
+            f"{billions}" + (f", {seconds(plan['seconds'])} per step" if plan["fits"] else ""),
+        )
+    )
     return svg(152, parts, f"a plan of {billions} under {name}: {said} on each", width=PANEL)

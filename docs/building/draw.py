@@ -33,7 +33,10 @@ COMMITTED: dict[str, Callable[[], str]] = {
     "restart": concepts.restart,
     "export": concepts.export,
     "packages": concepts.packages,
-    **{picture.__name__: picture for picture in (places.hosts, places.servers, places.trials, places.copies)},
+    **{
+        picture.__name__: picture
+        for picture in (places.hosts, places.servers, places.trials, places.copies)
+    },
     "microbatches": places.microbatches,
     "memory": places.memory,
     "schedules": charts.schedules,
@@ -59,24 +62,39 @@ PANELS = {
     "readme_does_not_fit": partial(charts.verdict, "data_parallel"),
     "readme_fits": partial(charts.verdict, "fsdp"),
 }
-ON_SITE = {f"layout_{name}": partial(concepts.layout_picture, name) for name in shipped()}  # 24, which only the site shows
+# 24, which only the site shows
+ON_SITE = {f"layout_{name}": partial(concepts.layout_picture, name) for name in shipped()}
 VARIABLES = re.search(r"--ink:.*?--k: #\w+;", STYLE, re.DOTALL)[0].replace("\n", "")
-TEXT = "text{font:12px system-ui,sans-serif;fill:currentColor}text.on{fill:#fff;paint-order:stroke;stroke:#000a;stroke-width:2.5px}"
+TEXT = (
+    "text{font:12px "
+    "system-ui,sans-serif;fill:currentColor}text.on{fill:#fff;paint-order:stroke;stroke:#000a;stroke-width:2.5px}"
+)
 
 
 @functools.cache
 def drawn(name: str) -> str:
-    """The `<svg>` of a picture, for a page that has the style of `spmd.render.html`; a file that is not drawn here, as it is."""
+    """The `<svg>` of a picture, for a page that has the style of `spmd.render.html`; a file that is
+    not drawn here, as it is.
+    """
     of_theme = re.sub("_(light|dark)$", "", name)
     draw = COMMITTED.get(name) or PANELS.get(of_theme) or ON_SITE.get(name)
     if draw is None:
-        return re.sub("<style.*?</style>", "", (FOLDER / f"{name}.svg").read_text(encoding="utf-8"), flags=re.DOTALL)
+        return re.sub(
+            "<style.*?</style>",
+            "",
+            (FOLDER / f"{name}.svg").read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
     return re.search(r"<svg.*</svg>", draw(), re.DOTALL)[0]
 
 
 def file_text(name: str) -> str:
-    """A picture as a file: with its style, and colours that follow the viewer's theme, or are those of one theme."""
-    follows = f"svg{{{VARIABLES}color:{LIGHT}}}@media(prefers-color-scheme:dark){{svg{{color:{DARK}}}}}"
+    """A picture as a file: with its style, and colours that follow the viewer's theme, or are those
+    of one theme.
+    """
+    follows = (
+        f"svg{{{VARIABLES}color:{LIGHT}}}@media(prefers-color-scheme:dark){{svg{{color:{DARK}}}}}"
+    )
     fixed = {"light": LIGHT, "dark": DARK}.get(name.rpartition("_")[2])
     colours = f"svg{{{VARIABLES}color:{fixed}}}" if fixed else follows
     return re.sub("(<svg[^>]*>)", rf"\1<style>{colours}{TEXT}</style>", drawn(name), count=1) + "\n"
@@ -89,7 +107,8 @@ def main() -> None:
     """Write all files, and remove those that are not drawn."""
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.svg"):
-        if path.stem not in (*NAMES, "timeline"):  # which the code in docs/parameter_server.md draws
+        # which the code in docs/parameter_server.md draws
+        if path.stem not in (*NAMES, "timeline"):
             path.unlink()
     for name in NAMES:
         (FOLDER / f"{name}.svg").write_text(file_text(name), encoding="utf-8")

@@ -24,7 +24,9 @@ def as_shown(text: str) -> str:
         language = "pycon" if code.startswith(">>>") else "python"
         return match[1] + textwrap.indent(f"```{language}\n{code}\n```\n", "  ")
 
-    fenced = _PROMPT.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", _EXAMPLE.sub(example, text))
+    fenced = _PROMPT.sub(
+        lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", _EXAMPLE.sub(example, text)
+    )
     parts = _CODE.split(fenced)
     parts[::2] = [prose.replace("][", "]&#8203;[") for prose in parts[::2]]  # not a link
     return "".join(parts)

@@ -1,4 +1,5 @@
-"""Hooks of MkDocs: pictures, fences with notes, files outside of docs/ as pages, and a check that browsers fetch nothing elsewhere.
+"""Hooks of MkDocs: pictures, fences with notes, files outside of docs/ as pages, and a check that
+browsers fetch nothing elsewhere.
 
 `mkdocs.yml` names this file; `mkdocs build --strict` fails if a check fails.
 """
@@ -19,7 +20,8 @@ from spmd.layout.toml_reader import load, shipped
 from spmd.render.html import STYLE
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}  # shown as a page each
+# shown as a page each
+SOURCES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".yaml": "yaml", "": "text"}
 SEARCH_BOOSTS = {
     "cookbook/": 2,
     "troubleshooting.md": 2,
@@ -29,9 +31,12 @@ SEARCH_BOOSTS = {
     "examples/": 0.3,
     "renamed.md": 0.2,
 }  # by the beginning of a page
-FILLERS = (  # of questions; the theme's search would look for every word that begins with one: "tokens" for "to"
-    "a an and any are as at be been but by can could did do does for from get got had has have how i if in instead into is it its me "
-    "much must my no not of off on one or our set should so some than that the their them then there these they this to too up us use "
+# of questions; the theme's search would look for every word that begins with one: "tokens" for "to"
+FILLERS = (
+    "a an and any are as at be been but by can could did do does for from get got had has have how "
+    "i if in instead into is it its me "
+    "much must my no not of off on one or our set should so some than that the their them then "
+    "there these they this to too up us use "
     "used using want was we were what when where which while who why will with would you your"
 ).split()
 _FILLER = "|".join(f"[{word[0].upper()}{word[0]}]{word[1:]}" for word in FILLERS)
@@ -39,9 +44,14 @@ _SPACE = r"""[\s\-,;:!?=(){}\[\]"`/|]|\.(?!\d)|&(?:[lg]t|amp);"""
 SEPARATOR = rf"(?:{_SPACE}|\b(?:{_FILLER})(?:n?['’]\w+)?\b)+"  # of words, in pages and in questions
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```python (tensorflow|no-run: [^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_PAIR = re.compile(r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE)
+_PAIR = re.compile(
+    r"(^```python tensorflow\n.*?^```\n)\n((?:^```\w+\n.*?^```\n\n?)+)", re.DOTALL | re.MULTILINE
+)
 _HIDDEN = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
-_OUTSIDE = re.compile(r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""", re.IGNORECASE)
+_OUTSIDE = re.compile(
+    r"""(?:\b(?:src|href|srcset|data)\s*=\s*["']?|url\(\s*["']?|@import\s+["'])(?:https?:)?//[^"'\s)>]*""",
+    re.IGNORECASE,
+)
 _PICTURE = re.compile(r'<img\b(?=[^>]*\bsrc="(?:\.\./)*pictures/(\w+)\.svg")[^>]*>')
 _INDEX = "cookbook/index.md"
 _GALLERY = "<!-- every shipped layout -->"
@@ -53,7 +63,11 @@ _PLAIN_LINK = re.compile(r"<a\b[^>]*>", re.IGNORECASE)
 def outside(page: str, target: str) -> str | None:
     """The path in the repository that a page links to, if it is outside of docs/.
 
-    >>> outside("plan.md", "../benchmarks/results/soak.md"), outside("plan.md", "codecs.md"), outside("plan.md", "https://a.org")
+    >>> (
+    ...     outside("plan.md", "../benchmarks/results/soak.md"),
+    ...     outside("plan.md", "codecs.md"),
+    ...     outside("plan.md", "https://a.org"),
+    ... )
     ('benchmarks/results/soak.md', None, None)
     """
     if re.match(r"[a-z]+:", target):
@@ -63,11 +77,19 @@ def outside(page: str, target: str) -> str | None:
 
 
 def shown_as(path: str) -> str:
-    """The name on the site of a file outside of docs/: pages keep their names; programs and notebooks become pages."""
+    """The name on the site of a file outside of docs/: pages keep their names; programs and
+    notebooks become pages.
+    """
     file = ROOT / path
     if file.suffix == ".ipynb":
         return path.removesuffix(".ipynb") + ".md"
-    return f"{path}.md" if file.suffix in SOURCES and file.is_file() else f"{path.rstrip('/')}/index.md" if file.is_dir() else path
+    return (
+        f"{path}.md"
+        if file.suffix in SOURCES and file.is_file()
+        else f"{path.rstrip('/')}/index.md"
+        if file.is_dir()
+        else path
+    )
 
 
 @event_priority(100)  # before the search reads it
@@ -88,7 +110,10 @@ def on_files(files, config):
         files.append(File.generated(config, f"pictures/{name}.svg", content=draw.file_text(name)))
     stale = [name for name in draw.NAMES if not _is_drawn(name)]
     if stale:
-        raise PluginError(f"docs/pictures/: {', '.join(stale)} are not what is drawn; python docs/building/draw.py")
+        raise PluginError(
+            f"docs/pictures/: {', '.join(stale)} are not what is drawn; python "
+            "docs/building/draw.py"
+        )
     pending = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
     added = set()
     while pending:
@@ -108,13 +133,19 @@ def on_files(files, config):
                 content, inclusion = notebook_pages.markdown(source), InclusionLevel.INCLUDED
                 files.append(File.generated(config, name, content=content, inclusion=inclusion))
                 for part in (source, source.with_suffix(".py")):  # to download
-                    files.append(File.generated(config, f"{source.parent.name}/{part.name}", abs_src_path=str(part)))
+                    files.append(
+                        File.generated(
+                            config, f"{source.parent.name}/{part.name}", abs_src_path=str(part)
+                        )
+                    )
                 pending.append((f"../{path}", content))
                 continue
             content = _listing(path) if source.is_dir() else source.read_text(encoding="utf-8")
             if source.is_file() and source.suffix in SOURCES:
                 content = f"# {path}\n\n````{SOURCES[source.suffix]}\n{content}````\n"
-            files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+            files.append(
+                File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+            )
             pending.append((f"../{path}" if source.is_file() else f"../{path}/index.md", content))
     return files
 
@@ -129,34 +160,50 @@ def _gallery() -> str:
     cards = []
     for name in shipped():
         layout = load(name)
-        text = f"### {name}\n\n![What each of 8 devices holds under {name}](pictures/layout_{name}.svg)\n\n"
+        text = (
+            f"### {name}\n\n![What each of 8 devices holds under "
+            f"{name}](pictures/layout_{name}.svg)\n\n"
+        )
         text += f"{layout.description}\n\n**Use it when:** {layout.use_when}"
         cards.append(f'<div class="card" markdown="1">\n\n{text}\n\n</div>')
     return '<div class="cards" markdown="1">\n\n' + "\n\n".join(cards) + "\n\n</div>"
 
 
 def _listing(path: str) -> str:
-    names = sorted(file.name for file in (ROOT / path).iterdir() if file.is_file() and file.suffix in (".py", ".md", ".ipynb"))
+    names = sorted(
+        file.name
+        for file in (ROOT / path).iterdir()
+        if file.is_file() and file.suffix in (".py", ".md", ".ipynb")
+    )
     return f"# {path}\n\n" + "\n".join(f"- [{name}]({name})" for name in names) + "\n"
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite links into the repository, place pairs of programs side by side, and remove notes from fences."""
+    """Rewrite links into the repository, place pairs of programs side by side, and remove notes
+    from fences.
+    """
     uri = page.file.src_uri
     generated = page.file.generated_by is not None
     boost = next((boost for begin, boost in SEARCH_BOOSTS.items() if uri.startswith(begin)), 1)
     page.meta.setdefault("search", {"exclude": uri.startswith(UNSEARCHED), "boost": boost})
-    here = f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}" if generated else uri
+    here = (
+        f"../{uri.removesuffix('.md') if uri.endswith(('.py.md', '.toml.md')) else uri}"
+        if generated
+        else uri
+    )
 
     def link(match):
         mark, text, target, anchor = match.groups()
         path = outside(here, target)
         if path is None:
             if generated and not re.match(r"[a-z]+:", target):  # a link back into docs/
-                inside = posixpath.normpath(posixpath.join("docs", posixpath.dirname(here), target)).removeprefix("docs/")
+                inside = posixpath.normpath(
+                    posixpath.join("docs", posixpath.dirname(here), target)
+                ).removeprefix("docs/")
                 target = posixpath.relpath(inside, posixpath.dirname(uri) or ".")
             return f"{mark}[{text}]({target}{anchor or ''})"
-        return f"{mark}[{text}]({posixpath.relpath(shown_as(path), posixpath.dirname(uri) or '.')}{anchor or ''})"
+        target = posixpath.relpath(shown_as(path), posixpath.dirname(uri) or ".")
+        return f"{mark}[{text}]({target}{anchor or ''})"
 
     markdown = markdown.replace(_GALLERY, _gallery()) if _GALLERY in markdown else markdown
     if not generated:
@@ -167,16 +214,27 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Put the outputs of notebooks into their pages, their pictures into the gallery, and the cookbook's index into columns."""
+    """Put the outputs of notebooks into their pages, their pictures into the gallery, and the
+    cookbook's index into columns.
+    """
     uri = page.file.src_uri
     if uri == "notebooks.md":
-        return _NOTEBOOK.sub(lambda match: f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}', html)
+        return _NOTEBOOK.sub(
+            lambda match: (
+                f'{match[1]}<span class="thumbnail">{_picture(match[2])}</span>{match[3]}'
+            ),
+            html,
+        )
     if uri == _INDEX:
         page.toc.items.clear()  # the pages beside it have the same names
         text, first, lists = html.partition("<h2")
         return f'{text}<div class="columns">{first}{lists}</div>'
     source = ROOT / uri.replace(".md", ".ipynb")
-    return notebook_pages.fill(html, source) if uri.startswith("notebooks/") and source.is_file() else html
+    return (
+        notebook_pages.fill(html, source)
+        if uri.startswith("notebooks/") and source.is_file()
+        else html
+    )
 
 
 def _picture(name: str) -> str:
@@ -189,7 +247,10 @@ def _side_by_side(match) -> str:
     def column(title: str, text: str) -> str:
         return f'<div markdown="1">\n<p class="title">{title}</p>\n\n{text}\n</div>'
 
-    return f'<div class="pair" markdown="1">\n{column("TensorFlow 1.x", left)}\n{column("spmd", right)}\n</div>\n'
+    return (
+        f'<div class="pair" markdown="1">\n{column("TensorFlow 1.x", left)}\n'
+        f"{column('spmd', right)}\n</div>\n"
+    )
 
 
 def on_post_page(output, page, config):
@@ -202,9 +263,12 @@ def on_post_page(output, page, config):
 
 
 def on_post_build(config):
-    """Remove what no page loads; fail if a page makes a browser load something from another server, unless a reader clicks."""
+    """Remove what no page loads; fail if a page makes a browser load something from another server,
+    unless a reader clicks.
+    """
     site = Path(config["site_dir"])
-    for path in (*site.glob("assets/**/*.map"), *(site / "pictures").glob("*.svg")):  # pictures are in their pages
+    # pictures are in their pages
+    for path in (*site.glob("assets/**/*.map"), *(site / "pictures").glob("*.svg")):
         path.unlink()
     shutil.rmtree(site / "assets/javascripts/lunr")  # search in other languages
     requests = []

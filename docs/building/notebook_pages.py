@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 _DRAWING = re.compile(r'<img\b[^>]*?src="data:image/svg\+xml;base64,([^"]*)"[^>]*>')
-_PORTABLE = re.compile(r'(<svg) color="#808080"([^>]*>)(?:<style>.*?</style>)?', re.DOTALL)  # what `tools/notebooks.py` adds for Git hosts
-_ALIGNED = re.compile(r"\S {2,}\S")  # columns, which stay below each other only if lines are not wrapped
+# what `tools/notebooks.py` adds for Git hosts
+_PORTABLE = re.compile(r'(<svg) color="#808080"([^>]*>)(?:<style>.*?</style>)?', re.DOTALL)
+# columns, which stay below each other only if lines are not wrapped
+_ALIGNED = re.compile(r"\S {2,}\S")
 _GREY = re.compile(r"#808080\b")  # matplotlib's, on every ground: see notebooks/matplotlibrc
 _DECLARATION = re.compile(r"^.*?(?=<svg\b)", re.DOTALL)
 _SIZE = re.compile(r'(<svg\b[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"')
@@ -19,7 +21,9 @@ THUMBNAIL = "thumbnail"  # the tag of the cell whose last picture stands in the 
 
 def _drawn(match: re.Match) -> str:
     """A drawing as part of the page, whose colour it takes."""
-    return _GREY.sub("currentColor", _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1))
+    return _GREY.sub(
+        "currentColor", _PORTABLE.sub(r"\1\2", base64.b64decode(match[1]).decode(), count=1)
+    )
 
 
 def _inside(text: str) -> str:
@@ -38,9 +42,15 @@ def _printed(text: str) -> str:
 
 
 def _figure(svg: str) -> str:
-    """A figure of matplotlib as part of the page: its greys are the page's colour, and it is as wide as at its resolution."""
+    """A figure of matplotlib as part of the page: its greys are the page's colour, and it is as
+    wide as at its resolution.
+    """
     svg = _STYLE.sub("", _DECLARATION.sub("", svg))
-    svg = _SIZE.sub(lambda match: f'{match[1]} fill="currentColor" width="{float(match[2]) * 4 / 3:.0f}"', svg, count=1)
+    svg = _SIZE.sub(
+        lambda match: f'{match[1]} fill="currentColor" width="{float(match[2]) * 4 / 3:.0f}"',
+        svg,
+        count=1,
+    )
     return f'<div class="figure">{_GREY.sub("currentColor", svg)}</div>'
 
 
@@ -76,9 +86,18 @@ def markdown(path: Path) -> str:
             parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
-        tables = [_text(output["data"]["text/markdown"]) for output in cell["outputs"] if "text/markdown" in output.get("data", {})]
-        parts += tables or ([f'<div class="output" id="output-{number}"></div>'] if cell["outputs"] else [])
-    files = f'<p class="files">Download: <a href="{path.name}" download>Notebook</a> <a href="{path.stem}.py" download>Script</a></p>'
+        tables = [
+            _text(output["data"]["text/markdown"])
+            for output in cell["outputs"]
+            if "text/markdown" in output.get("data", {})
+        ]
+        parts += tables or (
+            [f'<div class="output" id="output-{number}"></div>'] if cell["outputs"] else []
+        )
+    files = (
+        f'<p class="files">Download: <a href="{path.name}" download>Notebook</a> <a '
+        f'href="{path.stem}.py" download>Script</a></p>'
+    )
     heading, _, rest = "\n\n".join(parts).partition("\n")
     return f"{heading}\n\n{files}\n{rest}\n"
 
@@ -93,10 +112,15 @@ def fill(page: str, path: Path) -> str:
         return match[0] if fresh else ""
 
     for number, cell in enumerate(cells(path)):
-        outputs = "\n".join(f"<div>{part}</div>" for part in map(shown, cell.get("outputs", [])) if part)
+        outputs = "\n".join(
+            f"<div>{part}</div>" for part in map(shown, cell.get("outputs", [])) if part
+        )
         empty = f'<div class="output" id="output-{number}"></div>'
         # no <div>: the search would index what follows the first inner one
-        page = page.replace(empty, f'<section class="output" data-search-exclude>{_STYLE.sub(once, outputs)}</section>')
+        page = page.replace(
+            empty,
+            f'<section class="output" data-search-exclude>{_STYLE.sub(once, outputs)}</section>',
+        )
     return page
 
 
@@ -113,5 +137,8 @@ def thumbnail(path: Path) -> str:
             if pictures:
                 width = re.search(r'viewBox="\S+ \S+ ([\d.]+)', pictures[-1])
                 kind = "spmd-cell large" if width and float(width[1]) > LEGIBLE else "spmd-cell"
-                return f'<span class="{kind}">{"".join(_STYLE.findall(shows)[:1])}{pictures[-1]}</span>'
+                return (
+                    "<span "
+                    f'class="{kind}">{"".join(_STYLE.findall(shows)[:1])}{pictures[-1]}</span>'
+                )
     raise ValueError(f"{path.name}: no cell with the tag {THUMBNAIL!r} shows a picture")

@@ -1,11 +1,14 @@
-"""A flax nnx training script, made data-parallel: `nnx.shard_map` around its step, and gradients sent as int8 by its optimizer's `tx`.
+"""A flax nnx training script, made data-parallel: `nnx.shard_map` around its step, and gradients
+sent as int8 by its optimizer's `tx`.
 
     python examples/wire/nnx_script.py
 
 From one device to eight:
 
     -optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    +tx = optax.chain(wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3))
+    +tx = optax.chain(
+    +    wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3)
+    +)
     +with jax.set_mesh(mesh):
     +    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
      @nnx.jit
@@ -14,8 +17,12 @@ From one device to eight:
 
 and from one codec to another:
 
-    -tx = optax.chain(wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3))
-    +tx = optax.chain(wire.all_reduce("data", wire.top_k(keep=0.01), error_feedback=True), optax.adamw(1e-3))
+    -tx = optax.chain(
+    -    wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3)
+    -)
+    +tx = optax.chain(
+    +    wire.all_reduce("data", wire.top_k(keep=0.01), error_feedback=True), optax.adamw(1e-3)
+    +)
 """
 
 import jax
@@ -28,7 +35,8 @@ from spmd import wire
 
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, on a machine without GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-SPLIT = nnx.StateSharding({nnx.PathContains("residual"): P("data"), ...: P()})  # what a worker's codec lost is its own
+# what a worker's codec lost is its own
+SPLIT = nnx.StateSharding({nnx.PathContains("residual"): P("data"), ...: P()})
 
 
 class Classifier(nnx.Module):
@@ -42,7 +50,9 @@ class Classifier(nnx.Module):
 
 
 def loss_of(model: Classifier, batch: dict[str, jax.Array]) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["image"]), batch["label"]
+    ).mean()
 
 
 @nnx.jit
@@ -56,7 +66,9 @@ def train_step(model, optimizer, batch):
 def train(codec: wire.Codec, steps: int = 100) -> tuple[list[float], int]:
     """The loss of every step, and the bytes that each device sends in one."""
     model = Classifier(nnx.Rngs(0))
-    tx = optax.chain(wire.all_reduce("data", codec, error_feedback=not codec.lossless), optax.adamw(1e-3))
+    tx = optax.chain(
+        wire.all_reduce("data", codec, error_feedback=not codec.lossless), optax.adamw(1e-3)
+    )
     with jax.set_mesh(mesh):  # residuals are kept for each of its workers
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses = []
@@ -69,4 +81,7 @@ def train(codec: wire.Codec, steps: int = 100) -> tuple[list[float], int]:
 
 for codec in wire.exact(), wire.int8(block=256):
     losses, sent = train(codec)
-    print(f"{codec}: loss {losses[0]:.4f} to {losses[-1]:.4f}, {sent:,} bytes sent per device and step")
+    print(
+        f"{codec}: loss {losses[0]:.4f} to {losses[-1]:.4f}, {sent:,} bytes sent per device and "
+        "step"
+    )

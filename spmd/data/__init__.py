@@ -1,7 +1,8 @@
-"""Batches: from arrays, files or iterables, or from a data set on the devices; checked, placed on the mesh, prefetched.
+"""Batches: from arrays, files or iterables, or from a data set on the devices; checked, placed on
+the mesh, prefetched.
 
-To add a file format, write a `FileFormat` (`records.py`) and a function that returns `Records` of it, and list the function here.
-`image_files.py` is the shortest example.
+To add a file format, write a `FileFormat` (`records.py`) and a function that returns `Records` of
+it, and list the function here. `image_files.py` is the shortest example.
 """
 
 from spmd.data.array_records import array_record

@@ -1,4 +1,6 @@
-"""ArrayRecord files as records, read with grain: each is a byte string that a function or declared features decode."""
+"""ArrayRecord files as records, read with grain: each is a byte string that a function or declared
+features decode.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +30,14 @@ class ArrayRecordFiles(FileFormat):
             try:
                 self._sources.append(open_file(path))
             except Exception as error:
-                raise DataError(f"{path} is not an ArrayRecord file: {first_line(error)}.", fix="the file as it was written.") from error
-        self.counts, self.sizes = [len(source) for source in self._sources], [Path(path).stat().st_size for path in paths]
+                raise DataError(
+                    f"{path} is not an ArrayRecord file: {first_line(error)}.",
+                    fix="the file as it was written.",
+                ) from error
+        self.counts, self.sizes = (
+            [len(source) for source in self._sources],
+            [Path(path).stat().st_size for path in paths],
+        )
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
             if isinstance(into, Decoder):
@@ -37,7 +45,8 @@ class ArrayRecordFiles(FileFormat):
             self.fields = into.fields
 
     def _learn(self, into: "Decoder", most: int) -> None:
-        """Learn the fields from the first record, or from the first readable one if bad records are skipped.
+        """Learn the fields from the first record, or from the first readable one if bad records are
+        skipped.
 
         Raises:
           DataError: none of the first `most` records can be read.
@@ -51,10 +60,17 @@ class ArrayRecordFiles(FileFormat):
                 return
             first_error = first_error or f"{self.where(record)}: {why}"
         many = f" (None of the first {most} records can be read.)" if most > 1 else ""
-        fix = f"an intact file, and a function from bytes to a dict of arrays; {option('on_error', quoted('skip'))} leaves out bad records"
-        raise DataError(f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}.")
+        fix = (
+            "an intact file, and a function from bytes to a dict of arrays; "
+            f"{option('on_error', quoted('skip'))} leaves out bad records"
+        )
+        raise DataError(
+            f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}."
+        )
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """Reads the records of each file together."""
         raw = self._raw(records, bad)
         if isinstance(self._into, Decoder):
@@ -72,7 +88,10 @@ class ArrayRecordFiles(FileFormat):
         files = np.searchsorted(self._first, records, "right") - 1
         raw: list[bytes | None] = []
         for file in np.unique(files).tolist():
-            source, rows = self._sources[file], (records[files == file] - self._first[file]).tolist()
+            source, rows = (
+                self._sources[file],
+                (records[files == file] - self._first[file]).tolist(),
+            )
             try:
                 raw += source.__getitems__(rows)
             except Exception:  # one of them is damaged; read each alone to find it
@@ -86,7 +105,9 @@ class ArrayRecordFiles(FileFormat):
 
 
 class Decoder:
-    """A user's function from bytes to a dict of arrays, which must return the same shapes for each record, except in padded arrays."""
+    """A user's function from bytes to a dict of arrays, which must return the same shapes for each
+    record, except in padded arrays.
+    """
 
     def __init__(self, function: Callable[[bytes], Mapping[str, Any]], pad: Mapping[str, Feature]):
         self._function, self._pad = function, dict(pad)
@@ -105,12 +126,22 @@ class Decoder:
         missing = [name for name in self._pad if name not in decoded]
         if missing:
             raise OptionError(
-                f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.", fix="names of the dict that decode returns."
+                f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.",
+                fix="names of the dict that decode returns.",
             )
-        unsupported = [f'{value.dtype} for "{name}"' for name, value in decoded.items() if value.dtype.kind in "OSUMmT"]
+        unsupported = [
+            f'{value.dtype} for "{name}"'
+            for name, value in decoded.items()
+            if value.dtype.kind in "OSUMmT"
+        ]
         if unsupported or not decoded:
-            return f"decode returns {', '.join(unsupported) or 'nothing'}, which cannot be placed on a device"
-        self._decoded_fields = {name: Field(value.shape, value.dtype) for name, value in decoded.items()}
+            return (
+                f"decode returns {', '.join(unsupported) or 'nothing'}, which cannot be placed on "
+                "a device"
+            )
+        self._decoded_fields = {
+            name: Field(value.shape, value.dtype) for name, value in decoded.items()
+        }
         self.fields = self._decoded_fields | fields_of(self._pad)
         return ""
 
@@ -120,7 +151,8 @@ class Decoder:
             if not isinstance(decoded, Mapping):
                 return f"decode returns {type_name(decoded)}, but must return a dict of arrays"
             return {str(name): np.asarray(value) for name, value in decoded.items()}
-        except Exception as error:  # a user's function may raise anything; the error names the record
+        except Exception as error:
+            # a user's function may raise anything; the error names the record
             return f"decode raises {first_line(error)}"
 
     def read(self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]) -> None:
@@ -131,15 +163,25 @@ class Decoder:
             return
         for name, field in self._decoded_fields.items():
             value, padded = decoded.get(name), self._pad.get(name)
-            if value is None or (padded is None and (value.shape != field.shape or value.dtype != field.dtype)):
-                returned = f'{"nothing" if value is None else describe(value)} for "{name}", but {field} for the first record'
+            if value is None or (
+                padded is None and (value.shape != field.shape or value.dtype != field.dtype)
+            ):
+                returned = (
+                    f'{"nothing" if value is None else describe(value)} for "{name}", but {field} '
+                    "for the first record"
+                )
                 bad[at] = f"decode returns {returned}; pad=... pads arrays of different lengths"
             elif padded is None:
                 into[name][at] = value
             elif value.ndim != 1 or len(value) > padded.shape[0]:
-                bad[at] = f'"{name}" has shape {list(value.shape)}, but is padded to [{padded.shape[0]}]'
+                bad[at] = (
+                    f'"{name}" has shape {list(value.shape)}, but is padded to [{padded.shape[0]}]'
+                )
             elif len(value) and not _holds(padded.dtype, value):
-                bad[at] = f'decode returns {value.dtype} for "{name}", with values that {padded.dtype} cannot hold'
+                bad[at] = (
+                    f'decode returns {value.dtype} for "{name}", with values that {padded.dtype} '
+                    "cannot hold"
+                )
             else:
                 padded.store(name, value, into, at)
 
@@ -164,14 +206,18 @@ def array_record(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the records of ArrayRecord files, for `fit` or your own loop. Needs the extra `data`.
+    """Batches of the records of ArrayRecord files, for `fit` or your own loop. Needs the extra
+    `data`.
 
     Args:
       files: a pattern, a path, or several of them.
       batch_size: records of a batch, over all processes.
-      decode: from the bytes of a record to a dict of arrays, with the same shapes and dtypes for all records.
-      features: instead of `decode`, for records of `tf.train.Example`: by name, `spmd.data.fixed` or `spmd.data.padded`.
-      pad: by name, `spmd.data.padded(length, dtype)` for one-dimensional arrays of `decode` whose lengths differ.
+      decode: from the bytes of a record to a dict of arrays, with the same shapes and dtypes for
+        all records.
+      features: instead of `decode`, for records of `tf.train.Example`: by name, `spmd.data.fixed`
+        or `spmd.data.padded`.
+      pad: by name, `spmd.data.padded(length, dtype)` for one-dimensional arrays of `decode` whose
+        lengths differ.
       shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
     Returns:
@@ -189,15 +235,29 @@ def array_record(
           fix: decode=function, or features={...} where they are tf.train.Example.
     """
     if (decode is None) == (features is None):
-        both = "decode and features are both given" if decode is not None else "how to decode records is not given"
-        raise OptionError(f"{both}.", fix=f"decode=function, or {option('features', '{...}')} where they are tf.train.Example.")
+        both = (
+            "decode and features are both given"
+            if decode is not None
+            else "how to decode records is not given"
+        )
+        raise OptionError(
+            f"{both}.",
+            fix=f"decode=function, or {option('features', '{...}')} where they are "
+            "tf.train.Example.",
+        )
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if features is not None and pad:
-        raise OptionError("pad is for decode only.", fix="spmd.data.padded(...) among the features.")
+        raise OptionError(
+            "pad is for decode only.", fix="spmd.data.padded(...) among the features."
+        )
     if decode is not None and not callable(decode):
-        raise OptionError(f"decode is {type_name(decode)}.", fix="a function from bytes to a dict of arrays.")
+        raise OptionError(
+            f"decode is {type_name(decode)}.", fix="a function from bytes to a dict of arrays."
+        )
     for name, feature in (pad or {}).items():
         if not isinstance(feature, Feature) or feature.fill is None:
-            raise OptionError(f'pad: "{name}" is {feature!r}.', fix="spmd.data.padded(length, dtype).")
+            raise OptionError(
+                f'pad: "{name}" is {feature!r}.', fix="spmd.data.padded(length, dtype)."
+            )
     into = Decoder(decode, pad or {}) if decode is not None else Parser(features or {})
     return Records(ArrayRecordFiles(find_files(files), into, skip=on_error == "skip"), reading)

@@ -11,7 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
-from spmd.errors import DataError, Problem, first_line, join_names, option, raise_problems, short_repr, type_name
+from spmd.errors import (
+    DataError,
+    Problem,
+    first_line,
+    join_names,
+    option,
+    raise_problems,
+    short_repr,
+    type_name,
+)
 from spmd.layout.fixes import spec_problems
 from spmd.layout.resolve import rule_matcher, rule_name
 from spmd.layout.schema import Layout
@@ -24,10 +33,11 @@ from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 class HostBatch:
     """Rows on the host.
 
-    `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only by the processes that need them.
-    Without it they are the rows themselves: all of them in one process, the local ones in several.
-    `position` is what a checkpoint needs to resume after this batch. `has_rows` is bool[workers], which workers were assigned rows, and
-    `weights` is float32[rows on the mesh], 0 on padding; None: the first `rows` are data.
+    `leaves` are arrays; with `index`, the batch is their rows `index` (int64[rows]), read only by
+    the processes that need them. Without it they are the rows themselves: all of them in one
+    process, the local ones in several. `position` is what a checkpoint needs to resume after this
+    batch. `has_rows` is bool[workers], which workers were assigned rows, and `weights` is
+    float32[rows on the mesh], 0 on padding; None: the first `rows` are data.
     """
 
     leaves: Tree
@@ -42,8 +52,9 @@ class HostBatch:
 class Batch:
     """A batch on the mesh.
 
-    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker holds all rows; `has_rows` as in
-    `HostBatch`; `index` is int64[rows], which rows of the data they are, where they were selected from arrays.
+    `weights` is float32[rows], 0 on padding; `rows` counts data; `split` is False when every worker
+    holds all rows; `has_rows` as in `HostBatch`; `index` is int64[rows], which rows of the data
+    they are, where they were selected from arrays.
     """
 
     leaves: Tree
@@ -56,7 +67,8 @@ class Batch:
 
 
 def find_nonfinite(batch: Batch | HostBatch) -> str:
-    """The first NaN, or else the first infinity, in the rows of a batch that this process has, by key and row; "" if there is none.
+    """The first NaN, or else the first infinity, in the rows of a batch that this process has, by
+    key and row; "" if there is none.
 
     >>> find_nonfinite(HostBatch({"x": np.array([[1.0], [np.nan], [2.0]])}, 2, np.array([2, 1])))
     'x is nan in row 1 of the data'
@@ -69,7 +81,11 @@ def find_nonfinite(batch: Batch | HostBatch) -> str:
             odd = _odd_values(leaf[batch.index] if selects else leaf, batch.rows, is_odd)
             if odd:
                 row = min(odd)
-                where = f"row {row} of the batch" if batch.index is None else f"row {batch.index[row]} of the data"
+                where = (
+                    f"row {row} of the batch"
+                    if batch.index is None
+                    else f"row {batch.index[row]} of the data"
+                )
                 more = f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
                 name = f"array {path}" if path.isdigit() else path or "the array"
                 return f"{name} is {odd[row]} in {where}{more}"
@@ -93,7 +109,8 @@ def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]
 
 
 def as_arrays(tree: Tree, name: str) -> Tree:
-    """The tree with arrays of other libraries (a tensor on the host, a column of a table) as numpy arrays.
+    """The tree with arrays of other libraries (a tensor on the host, a column of a table) as numpy
+    arrays.
 
     Raises:
       DataError: numpy cannot read it, or it was deleted.
@@ -113,15 +130,24 @@ def as_arrays(tree: Tree, name: str) -> Tree:
         except Exception as error:
             kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
             fix = "arrays in the host's memory, such as tensor.detach().cpu().numpy()."
-            raise DataError(f"{name}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}", fix=fix) from error
+            raise DataError(
+                f"{name}: {path or 'it'} is a {kind}, which numpy cannot read: {first_line(error)}",
+                fix=fix,
+            ) from error
 
     all_numpy = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
     return tree if all_numpy else map_paths(read, tree)
 
 
 def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists and tuples that hold only numbers or strings, at any depth; of nested ones the outermost."""
-    if isinstance(node, list | tuple) and node and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node)):
+    """Lists and tuples that hold only numbers or strings, at any depth; of nested ones the
+    outermost.
+    """
+    if (
+        isinstance(node, list | tuple)
+        and node
+        and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node))
+    ):
         yield path, node
     elif isinstance(node, dict | list | tuple):
         for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
@@ -136,7 +162,10 @@ def _list_shape(node: Any) -> str:
     """
     inner, plural = node[0], "s" if len(node) > 1 else ""
     if isinstance(inner, list | tuple) and inner:
-        return f"{type_name(node)} of {len(node)} {_list_shape(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
+        return (
+            f"{type_name(node)} of {len(node)} "
+            f"{_list_shape(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
+        )
     return f"{type_name(node)} of {len(node)} {type(inner).__name__}{plural}"
 
 
@@ -144,53 +173,89 @@ def check_leaves(tree: Tree, name: str) -> int:
     """The number of rows, the same in every leaf.
 
     Raises:
-      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them join_names.
+      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them
+        join_names.
     """
     leaves = flatten(tree)
     if not leaves:
-        raise DataError(f"{name} holds no arrays: {short_repr(tree)}.", fix="a dict or tuple of arrays of shape [rows, ...].")
+        raise DataError(
+            f"{name} holds no arrays: {short_repr(tree)}.",
+            fix="a dict or tuple of arrays of shape [rows, ...].",
+        )
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
     lists = {path: _list_shape(node) for path, node in _lists(tree)} if scalars else {}
     if lists:
         shown = lists.get("") or join_names(f"{path} is {shape}" for path, shape in lists.items())
-        raise DataError(f"{name}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...].")
+        raise DataError(
+            f"{name}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...]."
+        )
     if scalars:
-        raise DataError(f"{name}: {join_names(scalars)} has no dim 0 of rows.", fix="arrays of shape [rows, ...].")
-    unsupported = [f"{path or 'the batch'} {describe(leaf)}" for path, leaf in leaves.items() if dtype_of(leaf).kind in "OSUMmT"]
+        raise DataError(
+            f"{name}: {join_names(scalars)} has no dim 0 of rows.",
+            fix="arrays of shape [rows, ...].",
+        )
+    unsupported = [
+        f"{path or 'the batch'} {describe(leaf)}"
+        for path, leaf in leaves.items()
+        if dtype_of(leaf).kind in "OSUMmT"
+    ]
     if unsupported:
-        raise DataError(f"{name}: {join_names(unsupported)} cannot be placed on a device.", fix="numbers instead, or leave it out.")
+        raise DataError(
+            f"{name}: {join_names(unsupported)} cannot be placed on a device.",
+            fix="numbers instead, or leave it out.",
+        )
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
-        problems = [Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path) for path, size in sizes.items()]
+        problems = [
+            Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path)
+            for path, size in sizes.items()
+        ]
         least, most = min(sizes.values()), max(sizes.values())
-        fix = f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
+        fix = (
+            f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
+        )
         if {"n_node", "senders"} <= set(getattr(tree, "_fields", ())):  # jraph.GraphsTuple
-            fix = "one row for each padded batch of graphs: jax.tree.map(lambda *x: numpy.stack(x), *batches), and jax.vmap in the loss."
+            fix = (
+                "one row for each padded batch of graphs: jax.tree.map(lambda *x: numpy.stack(x), "
+                "*batches), and jax.vmap in the loss."
+            )
         problems[-1] = dataclasses.replace(problems[-1], fix=fix)
-        raise_problems(DataError, f"{name} is ragged: its leaves have different numbers of rows", problems)
+        raise_problems(
+            DataError, f"{name} is ragged: its leaves have different numbers of rows", problems
+        )
     return next(iter(sizes.values()))
 
 
 def check_matches(tree: Tree, sample: Tree, name: str) -> None:
-    """Check that a batch has the leaves, dtypes and shapes of the first one; only the number of rows may differ.
+    """Check that a batch has the leaves, dtypes and shapes of the first one; only the number of
+    rows may differ.
 
     Raises:
       DataError: they differ; the step is compiled for one kind of batch.
     """
     if jax.tree.structure(tree) != jax.tree.structure(sample):
         raise DataError(
-            f"{name} holds {join_names(flatten(tree))}; the first one held {join_names(flatten(sample))}.",
+            f"{name} holds {join_names(flatten(tree))}; the first one held "
+            f"{join_names(flatten(sample))}.",
             fix="the same keys in every batch.",
         )
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
-        if np.shape(leaf)[1:] != first.shape[1:] or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
+        if (
+            np.shape(leaf)[1:] != first.shape[1:]
+            or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype
+        ):
             difference = f"{name} holds {describe(leaf)}, the first one {describe(first)}"
-            raise DataError(f"{difference}: only the number of rows may differ.", fix="pad to one shape, or keep one dtype.")
+            raise DataError(
+                f"{difference}: only the number of rows may differ.",
+                fix="pad to one shape, or keep one dtype.",
+            )
 
 
 def batch_signature(sample: Tree) -> Any:
     """The leaves of a batch, their shapes and dtypes, for which a program is compiled; hashable."""
-    return jax.tree.structure(sample), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sample))
+    return jax.tree.structure(sample), tuple(
+        (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sample)
+    )
 
 
 def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
@@ -198,12 +263,28 @@ def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
     leaves, first, problems = flatten(sample), flatten(trained), []
     for path in dict.fromkeys([*leaves, *first]):
         if path not in leaves:
-            problems.append(Problem(path or "the array", [f"is missing; training batches have {describe(first[path])}."]))
+            problems.append(
+                Problem(
+                    path or "the array",
+                    [f"is missing; training batches have {describe(first[path])}."],
+                )
+            )
         elif path not in first:
-            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), ["is not in training batches."], path=path or None))
-        elif (leaves[path].shape[1:], leaves[path].dtype) != (first[path].shape[1:], first[path].dtype):
+            problems.append(
+                Problem(
+                    f"{path}   {describe(leaves[path])}".strip(),
+                    ["is not in training batches."],
+                    path=path or None,
+                )
+            )
+        elif (leaves[path].shape[1:], leaves[path].dtype) != (
+            first[path].shape[1:],
+            first[path].dtype,
+        ):
             why = f"is {describe(first[path])} in training batches."
-            problems.append(Problem(f"{path}   {describe(leaves[path])}".strip(), [why], path=path or None))
+            problems.append(
+                Problem(f"{path}   {describe(leaves[path])}".strip(), [why], path=path or None)
+            )
     return problems
 
 
@@ -211,11 +292,15 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     """Check a full batch against the layout's batch specs.
 
     Raises:
-      DataError: lists all problems: rows that workers and microbatches do not divide, specs that do not fit a leaf.
+      DataError: lists all problems: rows that workers and microbatches do not divide, specs that do
+        not fit a leaf.
     """
     rows = check_leaves(tree, "the batch")
     data = layout.data_axes()
-    workers, simulated = math.prod(mesh.sizes[axis] for axis in data), layout.parameter_server.workers
+    workers, simulated = (
+        math.prod(mesh.sizes[axis] for axis in data),
+        layout.parameter_server.workers,
+    )
     problems, where = [], ", ".join(f"{axis}={mesh.sizes[axis]}" for axis in data)
     if simulated is not None:
         workers, where = simulated, "[parameter_server] workers"
@@ -227,14 +312,27 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         parts += f" times {piped} microbatches of the pipeline" if piped > 1 else ""
         near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
         why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
-        problems.append(Problem(f"batch of {rows} rows", [why], f"{' or '.join(option('batch_size', rows) for rows in near)}."))
+        problems.append(
+            Problem(
+                f"batch of {rows} rows",
+                [why],
+                f"{' or '.join(option('batch_size', rows) for rows in near)}.",
+            )
+        )
     leaves, rules = flatten(tree), layout.batch.rules
     matching_rules = rule_matcher(rules)
     matches = {path: matching_rules(path) for path in leaves}
     for path, leaf in leaves.items():
         name = f"{path}   {describe(leaf)}"
         if len(matches[path]) > 1:
-            problems.append(Problem(name, [f"{len(matches[path])} batch rules match this leaf."], path=path, kind="overlap"))
+            problems.append(
+                Problem(
+                    name,
+                    [f"{len(matches[path])} batch rules match this leaf."],
+                    path=path,
+                    kind="overlap",
+                )
+            )
             continue
         spec = rules[matches[path][0]].spec if matches[path] else layout.batch.spec
         lines = [] if rows % unit else spec_problems(spec, np.shape(leaf), mesh)
@@ -242,10 +340,16 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
             fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
             problems.append(Problem(f"{name}   spec {spec_text(spec)}", lines, fix, path=path))
         if spec_axes(spec[:1]) != data:
-            why = f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over {spec_text(layout.batch.spec[:1])}."
+            why = (
+                f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over "
+                f"{spec_text(layout.batch.spec[:1])}."
+            )
             problems.append(Problem(name, [why]))
     for index in sorted(set(range(len(rules))).difference(*matches.values())):
-        where = f'[[batch.rules]] {rule_name(rules, index)}: path "{rules[index].path}" matches no leaf of the batch.'
+        where = (
+            f'[[batch.rules]] {rule_name(rules, index)}: path "{rules[index].path}" matches no '
+            "leaf of the batch."
+        )
         problems.append(Problem(where, [], f"one of: {', '.join(leaves)}."))
     raise_problems(DataError, f"the batch does not fit {layout.source} on mesh {mesh}", problems)
 
@@ -253,35 +357,58 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
 class Placer:
     """Places host batches on the mesh; a short last batch is padded if `pad`.
 
-    With `pad`, a short batch is filled with copies of its first row, of weight 0, and so uses the program that is already compiled.
-    Without (a loss with one number for all rows, or batch statistics) it keeps its size, because the padding could not be left out:
-    a second program is compiled for it.
+    With `pad`, a short batch is filled with copies of its first row, of weight 0, and so uses the
+    program that is already compiled. Without (a loss with one number for all rows, or batch
+    statistics) it keeps its size, because the padding could not be left out: a second program is
+    compiled for it.
     """
 
     def __init__(
-        self, mesh: Mesh, spec_of: Callable[[str], Spec], data_axes: tuple[str, ...], rows: int, *, pad: bool, workers: int | None = None
+        self,
+        mesh: Mesh,
+        spec_of: Callable[[str], Spec],
+        data_axes: tuple[str, ...],
+        rows: int,
+        *,
+        pad: bool,
+        workers: int | None = None,
     ):
         self._mesh, self._spec_of, self._rows, self.pad = mesh, spec_of, rows, pad
         self._row_sharding = NamedSharding(mesh, PartitionSpec(data_axes))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._workers = workers or math.prod(mesh.shape[axis] for axis in data_axes)
-        self._shardings: dict[Any, list[NamedSharding]] = {}  # by tree structure: one look-up per batch
+        # by tree structure: one look-up per batch
+        self._shardings: dict[Any, list[NamedSharding]] = {}
         self._weights: dict[tuple[int, int, bool], jax.Array] = {}
         self._many_processes = jax.process_count() > 1
-        # On one CPU device the call of the step transfers the rows itself, at half the cost of placing them first.
-        # (On an accelerator they are placed ahead of time instead, while it computes.)
-        self._call_transfers = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not self._many_processes
+        # On one CPU device the call of the step transfers the rows itself, at half the cost of
+        # placing them first. (On an accelerator they are placed ahead of time instead, while it
+        # computes.)
+        self._call_transfers = (
+            mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not self._many_processes
+        )
 
     def __call__(self, host: HostBatch) -> Batch:
-        """The batch on the mesh; host buffers are copied, so the caller may reuse them immediately."""
-        with jax.transfer_guard_host_to_device("allow"):  # the only intended transfer of rows in the loop
+        """The batch on the mesh; host buffers are copied, so the caller may reuse them
+        immediately.
+        """
+        # the only intended transfer of rows in the loop
+        with jax.transfer_guard_host_to_device("allow"):
             try:
-                return self._place_local(host) if host.index is None and self._many_processes else self._place_global(host)
+                return (
+                    self._place_local(host)
+                    if host.index is None and self._many_processes
+                    else self._place_global(host)
+                )
             except OutOfRange:
-                raise_out_of_range(host.leaves, host.index, "the batch" if host.index is None else "the data")
+                raise_out_of_range(
+                    host.leaves, host.index, "the batch" if host.index is None else "the data"
+                )
 
     def local_rows(self) -> np.ndarray | None:
-        """int64[n]: the rows of a full batch on the devices of this process, ascending; None (all) if there is one process."""
+        """int64[n]: the rows of a full batch on the devices of this process, ascending; None (all)
+        if there is one process.
+        """
         if not self._many_processes:
             return None
         slices = self._row_sharding.addressable_devices_indices_map((self._rows,)).values()
@@ -290,15 +417,23 @@ class Placer:
     def replicate(self, values: np.ndarray) -> jax.Array:
         """A small host array, replicated on the mesh."""
         with jax.transfer_guard_host_to_device("allow"):
-            return jax.make_array_from_callback(values.shape, self.replicated, lambda at: values[at])
+            return jax.make_array_from_callback(
+                values.shape, self.replicated, lambda at: values[at]
+            )
 
     def replicate_all(self, values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """`replicate` for several arrays."""
         return {name: self.replicate(value) for name, value in values.items()}
 
     def allow_row_transfers(self) -> Any:
-        """A context for the call of a compiled function: lifts the transfer guard if the call transfers the rows itself."""
-        return jax.transfer_guard_host_to_device("allow") if self._call_transfers else contextlib.nullcontext()
+        """A context for the call of a compiled function: lifts the transfer guard if the call
+        transfers the rows itself.
+        """
+        return (
+            jax.transfer_guard_host_to_device("allow")
+            if self._call_transfers
+            else contextlib.nullcontext()
+        )
 
     def _place_global(self, host: HostBatch) -> Batch:
         """Rows that every process can read: each reads those of its devices."""
@@ -308,46 +443,87 @@ class Placer:
         if size > rows and host.weights is None:
             index = np.arange(rows) if index is None else index
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
-        if not self.pad and host.has_rows is None and host.weights is not None and not host.weights.all():
+        if (
+            not self.pad
+            and host.has_rows is None
+            and host.weights is not None
+            and not host.weights.all()
+        ):
             raise DataError(
-                f"{int((host.weights == 0).sum())} of the {rows} records of a batch were skipped. Neither a loss with one number for all "
+                f"{int((host.weights == 0).sum())} of the {rows} records of a batch were skipped. "
+                "Neither a loss with one number for all "
                 "its rows nor batch statistics can leave out the rows in their place.",
                 fix="a loss with one value per example and no batch statistics; or intact files.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
-        if self._call_transfers and not any(isinstance(leaf, jax.Array) for leaf in leaves):  # those may be on another device
+        # those may be on another device
+        if self._call_transfers and not any(isinstance(leaf, jax.Array) for leaf in leaves):
             placed = [_host_copy(leaf, index) for leaf in leaves]
         else:
-            shardings = self._shardings_of(host.leaves, structure) if split else [self.replicated] * len(leaves)
-            placed = [_place(leaf, index, size, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        weights = self.weights(rows, size, split) if host.weights is None else self._place_weights(host.weights)
-        return Batch(jax.tree.unflatten(structure, placed), weights, rows, split, host.position, host.has_rows, host.index)
+            shardings = (
+                self._shardings_of(host.leaves, structure)
+                if split
+                else [self.replicated] * len(leaves)
+            )
+            placed = [
+                _place(leaf, index, size, sharding)
+                for leaf, sharding in zip(leaves, shardings, strict=True)
+            ]
+        weights = (
+            self.weights(rows, size, split)
+            if host.weights is None
+            else self._place_weights(host.weights)
+        )
+        return Batch(
+            jax.tree.unflatten(structure, placed),
+            weights,
+            rows,
+            split,
+            host.position,
+            host.has_rows,
+            host.index,
+        )
 
     def _place_local(self, host: HostBatch) -> Batch:
         """Rows that only this process has read: its part of the global batch."""
         size = host.rows * jax.process_count()
         if size != self._rows:
             raise DataError(
-                f"this process read {host.rows} rows; with {jax.process_count()} processes and a batch of {self._rows} "
+                f"this process read {host.rows} rows; with {jax.process_count()} processes and a "
+                f"batch of {self._rows} "
                 f"it must be {self._rows // jax.process_count()} in every batch.",
                 fix="give arrays, which every process can index, or drop the short batch.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
         placed = [
-            jax.make_array_from_process_local_data(sharding, narrow(np.asarray(leaf), copy=True), (size, *np.shape(leaf)[1:]))
-            for leaf, sharding in zip(leaves, self._shardings_of(host.leaves, structure), strict=True)
+            jax.make_array_from_process_local_data(
+                sharding, narrow(np.asarray(leaf), copy=True), (size, *np.shape(leaf)[1:])
+            )
+            for leaf, sharding in zip(
+                leaves, self._shardings_of(host.leaves, structure), strict=True
+            )
         ]
-        return Batch(jax.tree.unflatten(structure, placed), self.weights(size, size, True), size, True, host.position)
+        return Batch(
+            jax.tree.unflatten(structure, placed),
+            self.weights(size, size, True),
+            size,
+            True,
+            host.position,
+        )
 
     def _shardings_of(self, tree: Tree, structure: Any) -> list[NamedSharding]:
         if structure not in self._shardings:
-            self._shardings[structure] = [NamedSharding(self._mesh, pspec(self._spec_of(path))) for path in flatten(tree)]
+            self._shardings[structure] = [
+                NamedSharding(self._mesh, pspec(self._spec_of(path))) for path in flatten(tree)
+            ]
         return self._shardings[structure]
 
     def _place_weights(self, values: np.ndarray) -> jax.Array:
         if values.all():
             return self.weights(len(values), len(values), True)
-        return jax.make_array_from_callback(values.shape, self._row_sharding, lambda at: values[at].copy())
+        return jax.make_array_from_callback(
+            values.shape, self._row_sharding, lambda at: values[at].copy()
+        )
 
     def weights(self, rows: int, size: int, split: bool) -> jax.Array:
         """float32[size], 1 for the first `rows`; made once per size."""
@@ -355,7 +531,9 @@ class Placer:
         if key not in self._weights:
             values = (np.arange(size) < rows).astype(np.float32)
             sharding = self._row_sharding if split else self.replicated
-            self._weights[key] = jax.make_array_from_callback((size,), sharding, lambda at: values[at].copy())
+            self._weights[key] = jax.make_array_from_callback(
+                (size,), sharding, lambda at: values[at].copy()
+            )
         return self._weights[key]
 
 
@@ -372,6 +550,10 @@ def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedShardi
     leaf = np.asarray(leaf)
 
     def shard(at: Any) -> np.ndarray:
-        return narrow(leaf[at], copy=True) if index is None else narrow(leaf[(index[at[0]], *at[1:])], copy=False)
+        return (
+            narrow(leaf[at], copy=True)
+            if index is None
+            else narrow(leaf[(index[at[0]], *at[1:])], copy=False)
+        )
 
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, shard)

@@ -16,17 +16,23 @@ class Buckets(Records):
     """Batches of records whose sequences have similar lengths; made by `spmd.data.buckets`.
 
     Attributes:
-      lengths: int64[examples], the length of each record's sequence; 0 if it cannot be read, which puts it in the first bucket.
+      lengths: int64[examples], the length of each record's sequence; 0 if it cannot be read, which
+        puts it in the first bucket.
       bounds: the lengths of the buckets.
     """
 
     def __init__(self, records: Records, name: str, bounds: tuple[int, ...]):
         super().__init__(records.format, records.reading)
         self.name, self.bounds = name, bounds
-        blocks = [[np.arange(first, min(first + READ, self.examples))] for first in range(0, self.examples, READ)]
+        blocks = [
+            [np.arange(first, min(first + READ, self.examples))]
+            for first in range(0, self.examples, READ)
+        ]
         measured = flatten_groups(map_ahead(records.read_batches, blocks, records.reading.workers))
         # The row that stands in for a bad record has another length.
-        self.lengths = np.concatenate([np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0) for leaves, good in measured])
+        self.lengths = np.concatenate(
+            [np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0) for leaves, good in measured]
+        )
         self._bucket = np.searchsorted(bounds, self.lengths)
         longest = int(self.lengths.max())
         if longest > bounds[-1]:
@@ -48,31 +54,47 @@ class Buckets(Records):
         ids, size, batches = self.order.epoch(number), self.batch_size, []
         for bucket in range(len(self.bounds)):
             in_bucket = ids[self._bucket[ids] == bucket]
-            batches += [(bucket, in_bucket[first : first + size]) for first in range(0, len(in_bucket), size)]
-        order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed).epoch(number)
+            batches += [
+                (bucket, in_bucket[first : first + size])
+                for first in range(0, len(in_bucket), size)
+            ]
+        order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed).epoch(
+            number
+        )
         groups = self.group_batches([batches[at] for at in order[start:]], size)
         return flatten_groups(map_ahead(self._read_group, groups, self.reading.workers))
 
     def _read_group(self, batches: list[tuple[int, np.ndarray]]) -> list[RecordBatch | Exception]:
         results = self.read_batches([ids for _, ids in batches])
         return [
-            result if isinstance(result, Exception) else self._trim(*batch, *result) for batch, result in zip(batches, results, strict=True)
+            result if isinstance(result, Exception) else self._trim(*batch, *result)
+            for batch, result in zip(batches, results, strict=True)
         ]
 
-    def _trim(self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray) -> RecordBatch | Exception:
+    def _trim(
+        self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray
+    ) -> RecordBatch | Exception:
         bound = self.bounds[bucket]
         longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
         if len(longer):
             where = self.format.where(int(ids[longer[0]]))
-            return DataError(f'{where}: "{self.name}" is longer than when it was measured.', fix="files that do not change.")
-        return {**leaves, **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")}}, good
+            return DataError(
+                f'{where}: "{self.name}" is longer than when it was measured.',
+                fix="files that do not change.",
+            )
+        return {
+            **leaves,
+            **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")},
+        }, good
 
 
 def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
-    """Batches of records of similar length: dicts in which `name` is as long as the bucket, and `NAME_mask` is True where data is.
+    """Batches of records of similar length: dicts in which `name` is as long as the bucket, and
+    `NAME_mask` is True where data is.
 
-    All records are read once to measure them. `fit` compiles the step for one shape, so it takes no buckets; a step in your own loop is
-    compiled once for each bucket. For `fit`, `spmd.data.padded` pads all sequences to one length.
+    All records are read once to measure them. `fit` compiles the step for one shape, so it takes no
+    buckets; a step in your own loop is compiled once for each bucket. For `fit`, `spmd.data.padded`
+    pads all sequences to one length.
 
     Args:
       records: from `spmd.data.tfrecord` or the like, with `name` padded.
@@ -89,20 +111,41 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
     Example:
       >>> import spmd
       >>> padded = {"tokens": spmd.data.padded(64, "int32")}
-      >>> spmd.data.buckets(spmd.data.tfrecord("train-*.tfrecord", features=padded, batch_size=32), "tokens", [16, 64])
+      >>> spmd.data.buckets(
+      ...     spmd.data.tfrecord("train-*.tfrecord", features=padded, batch_size=32),
+      ...     "tokens",
+      ...     [16, 64],
+      ... )
       Traceback (most recent call last):
       spmd.errors.DataError: no file matches "train-*.tfrecord".
       ...
     """
     if not isinstance(records, Records):
-        raise OptionError(f"buckets: of {type_name(records)}.", fix="records, such as spmd.data.tfrecord(...).")
+        raise OptionError(
+            f"buckets: of {type_name(records)}.", fix="records, such as spmd.data.tfrecord(...)."
+        )
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
-        padded = ", ".join(feature for feature in records.fields if f"{feature}_mask" in records.fields) or "none"
-        raise OptionError(f'buckets: "{name}" is not a padded feature; padded features: {padded}.', fix="spmd.data.padded(...).")
+        padded = (
+            ", ".join(feature for feature in records.fields if f"{feature}_mask" in records.fields)
+            or "none"
+        )
+        raise OptionError(
+            f'buckets: "{name}" is not a padded feature; padded features: {padded}.',
+            fix="spmd.data.padded(...).",
+        )
     bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
-    if not bounds or any(not isinstance(bound, int) or bound < 1 for bound in bounds) or sorted(set(bounds)) != list(bounds):
-        raise OptionError(f"buckets: lengths {lengths!r}.", fix="increasing whole numbers, such as [16, 32, 64].")
+    if (
+        not bounds
+        or any(not isinstance(bound, int) or bound < 1 for bound in bounds)
+        or sorted(set(bounds)) != list(bounds)
+    ):
+        raise OptionError(
+            f"buckets: lengths {lengths!r}.", fix="increasing whole numbers, such as [16, 32, 64]."
+        )
     if bounds[-1] > field.shape[0]:
-        raise OptionError(f'buckets: a length of {bounds[-1]}, but "{name}" is padded to {field.shape[0]}.', fix="the same for both.")
+        raise OptionError(
+            f'buckets: a length of {bounds[-1]}, but "{name}" is padded to {field.shape[0]}.',
+            fix="the same for both.",
+        )
     return Buckets(records, name, bounds)

@@ -1,4 +1,6 @@
-"""Conversations as text: by a format of `chat_formats.toml`, or by the tokenizer's own template; with the answers in it."""
+"""Conversations as text: by a format of `chat_formats.toml`, or by the tokenizer's own template;
+with the answers in it.
+"""
 
 import dataclasses
 import functools
@@ -30,8 +32,13 @@ class ChatFormat:
     """A format of `chat_formats.toml`, which says what the fields are.
 
     Example:
-      >>> formats()["chatml"].render([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
-      Rendered(text='<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n', answers=[(54, 65)])
+      >>> rendered = formats()["chatml"].render(
+      ...     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+      ... )
+      >>> rendered.text
+      '<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n'
+      >>> rendered.answers
+      [(54, 65)]
     """
 
     start: str
@@ -51,7 +58,11 @@ class ChatFormat:
         """
         text, answers = self.start, []
         for role, content in self._turns(messages):
-            before, written, after = self.assistant if role == "assistant" else ({"system": self.system, "user": self.user}[role], "", "")
+            before, written, after = (
+                self.assistant
+                if role == "assistant"
+                else ({"system": self.system, "user": self.user}[role], "", "")
+            )
             text += before.replace("{content}", content)
             if written:
                 begin, text = len(text), text + written.replace("{content}", content)
@@ -68,16 +79,25 @@ class ChatFormat:
         for number, message in enumerate(messages, 1):
             role, content = message["role"], message["content"]
             if role not in ROLES:
-                raise ValueError(f'message {number} has the role "{role}"; known roles: {join_names(ROLES)}')
+                raise ValueError(
+                    f'message {number} has the role "{role}"; known roles: {join_names(ROLES)}'
+                )
             turns.append((role, content.strip() if self.strip else content))
         if turns[0][0] == "system" and self.join_system is not None and len(turns) > 1:
             (_, system), (role, content), *rest = turns
             turns = [(role, f"{system}{self.join_system}{content}"), *rest]
         if any(role == "system" for role, _ in turns) and self.system is None:
-            where = "other than before the first user's" if self.join_system is not None else "at all"
+            where = (
+                "other than before the first user's" if self.join_system is not None else "at all"
+            )
             raise ValueError(f"the format has no system message {where}")
-        if self.alternate and any(role != ("user", "assistant")[at % 2] for at, (role, _) in enumerate(turns)):
-            raise ValueError(f"the format has user and assistant in turn, and the roles are {join_names(role for role, _ in turns)}")
+        if self.alternate and any(
+            role != ("user", "assistant")[at % 2] for at, (role, _) in enumerate(turns)
+        ):
+            raise ValueError(
+                "the format has user and assistant in turn, and the roles are "
+                f"{join_names(role for role, _ in turns)}"
+            )
         return turns
 
 
@@ -87,15 +107,20 @@ def formats() -> dict[str, ChatFormat]:
     text = resources.files("spmd.data").joinpath("chat_formats.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     return {
-        name: ChatFormat(**{**one, "assistant": tuple(one["assistant"]), "tokens": tuple(one["tokens"])}) for name, one in tables.items()
+        name: ChatFormat(
+            **{**one, "assistant": tuple(one["assistant"]), "tokens": tuple(one["tokens"])}
+        )
+        for name, one in tables.items()
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """The template of a tokenizer's folder, rendered by jinja2 in its sandbox, in a process with little memory and time.
+    """The template of a tokenizer's folder, rendered by jinja2 in its sandbox, in a process with
+    little memory and time.
 
-    `strftime_now` is not defined, so that a text does not depend on the day; templates then take a date of their own.
+    `strftime_now` is not defined, so that a text does not depend on the day; templates then take a
+    date of their own.
 
     Attributes:
       source: the template.
@@ -116,7 +141,9 @@ class ChatTemplate:
             return Renderer(self.source)
         except ValueError as error:
             fix = f"a template of jinja2, or {option('chat')} one of {join_names(formats())}."
-            raise DataError(f"the tokenizer's chat template cannot be read: {error}.", fix=fix) from error
+            raise DataError(
+                f"the tokenizer's chat template cannot be read: {error}.", fix=fix
+            ) from error
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_renderer"}
@@ -125,15 +152,25 @@ class ChatTemplate:
         """The text of a conversation.
 
         Raises:
-          ValueError: the template refuses it, takes too long, or the text up to an answer is no beginning of the complete text.
+          ValueError: the template refuses it, takes too long, or the text up to an answer is no
+            beginning of the complete text.
         """
-        places = [at for at, message in enumerate(messages) if self.answers and message["role"] == "assistant"]
-        parts = [part for at in places for part in ((messages[:at], True), (messages[: at + 1], False))]
+        places = [
+            at
+            for at, message in enumerate(messages)
+            if self.answers and message["role"] == "assistant"
+        ]
+        parts = [
+            part for at in places for part in ((messages[:at], True), (messages[: at + 1], False))
+        ]
         text, *texts = self._texts((messages, False), *parts)
         answers = []
         for at, begin, end in zip(places, texts[::2], texts[1::2], strict=True):
             if not (text.startswith(end) and end.startswith(begin)):
-                why = f"the template writes the conversation up to message {at + 1} in another way than in the complete text"
+                why = (
+                    f"the template writes the conversation up to message {at + 1} in another way "
+                    "than in the complete text"
+                )
                 raise ValueError(f"{why}, so the answer cannot be found in it")
             answers.append((len(begin), len(end)))
         return Rendered(text, answers)
@@ -143,25 +180,43 @@ class ChatTemplate:
         return self._texts((messages, True))[0]
 
     def _texts(self, *parts: tuple[list[Message], bool]) -> list[str]:
-        return self._renderer([{**self.names, "messages": messages, "add_generation_prompt": prompt} for messages, prompt in parts])
+        return self._renderer(
+            [
+                {**self.names, "messages": messages, "add_generation_prompt": prompt}
+                for messages, prompt in parts
+            ]
+        )
 
 
 def messages_of(value: Any, field: str, special: re.Pattern) -> list[Message]:
-    """A list of messages, each with a role and a content, without special tokens, which would end a turn where none ends.
+    """A list of messages, each with a role and a content, without special tokens, which would end a
+    turn where none ends.
 
     Raises:
       ValueError: it is something else.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f'field "{field}" is {"an empty list" if value == [] else type_name(value)}, and should be a list of messages')
+        raise ValueError(
+            f'field "{field}" is {"an empty list" if value == [] else type_name(value)}, and '
+            "should be a list of messages"
+        )
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            has = f"has {join_names(message, 5) or 'nothing'}" if isinstance(message, dict) else f"is {type_name(message)}"
-            raise ValueError(f'message {number} of "{field}" {has}, and should have "role" and "content"')
+            has = (
+                f"has {join_names(message, 5) or 'nothing'}"
+                if isinstance(message, dict)
+                else f"is {type_name(message)}"
+            )
+            raise ValueError(
+                f'message {number} of "{field}" {has}, and should have "role" and "content"'
+            )
         for key in ("role", "content"):
             check_text(message[key], f'"{key}" of message {number}')
             if (token := special.search(message[key])) is not None:
-                raise ValueError(f'"{key}" of message {number} holds "{token[0]}", which would be read as a special token')
+                raise ValueError(
+                    f'"{key}" of message {number} holds "{token[0]}", which would be read as a '
+                    "special token"
+                )
     return value
 
 
@@ -172,5 +227,7 @@ def chat_format(name: str) -> ChatFormat:
       DataError: there is none of this name.
     """
     if name not in formats():
-        raise DataError(f"{option('chat', quoted(name))}.", fix=did_you_mean(str(name), [*formats(), TEMPLATE]))
+        raise DataError(
+            f"{option('chat', quoted(name))}.", fix=did_you_mean(str(name), [*formats(), TEMPLATE])
+        )
     return formats()[name]

@@ -1,4 +1,6 @@
-"""CRC-32C (Castagnoli) of many byte strings at once; a checksum is linear, so words are looked up in tables and combined in pairs."""
+"""CRC-32C (Castagnoli) of many byte strings at once; a checksum is linear, so words are looked up
+in tables and combined in pairs.
+"""
 
 import functools
 
@@ -17,7 +19,8 @@ def crc32c(rows: np.ndarray) -> np.ndarray:
       '0xe3069283'
     """
     count, length = rows.shape
-    padded = np.zeros((count, -(-length // _WORD) * _WORD), np.uint8)  # leading zeros change nothing
+    # leading zeros change nothing
+    padded = np.zeros((count, -(-length // _WORD) * _WORD), np.uint8)
     padded[:, padded.shape[1] - length :] = rows
     pairs = padded.view("<u2").reshape(count, -1, _WORD // 2)
     tables = _tables()
@@ -44,7 +47,9 @@ def _bytes() -> np.ndarray:
     """uint32[256]: the remainder of each byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(POLYNOMIAL), table >> 1).astype(np.uint32)
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(POLYNOMIAL), table >> 1).astype(
+            np.uint32
+        )
     return table
 
 
@@ -84,7 +89,9 @@ def _shift_words(sums: np.ndarray, level: int) -> np.ndarray:
 
 @functools.lru_cache(4096)
 def _initial(length: int) -> np.uint32:
-    """The effect of the register's initial ones, and of its final inversion, on the remainder of `length` bytes."""
+    """The effect of the register's initial ones, and of its final inversion, on the remainder of
+    `length` bytes.
+    """
     words, left = divmod(length, _WORD)
     sums = np.array([0xFFFFFFFF], np.uint32)
     for _ in range(left):

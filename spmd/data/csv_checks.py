@@ -27,17 +27,33 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
     """
     headers = {path: names for path in paths if (names := _header(path, separator)) is not None}
     if not headers:
-        raise DataError(f"all files are empty: {join_names(paths, 3)}.", fix="look at what they were written from.")
+        raise DataError(
+            f"all files are empty: {join_names(paths, 3)}.",
+            fix="look at what they were written from.",
+        )
     first, header = next(iter(headers.items()))
     for path, names in headers.items():
         if twice := repeated(names):
-            raise DataError(f"{path}: its header names {join_names(twice)} twice.", fix="other names, or names=[...] for no header.")
+            raise DataError(
+                f"{path}: its header names {join_names(twice)} twice.",
+                fix="other names, or names=[...] for no header.",
+            )
         if names != header:
-            raise DataError(f"{path} has columns {', '.join(names)}; {first} has {', '.join(header)}.", fix="files of one header.")
-    counted = any(header == [str(at + start) for at in range(len(header))] for start in (0, 1))  # as tables without names are written
-    if not chosen and not (counted and len(header) > 2) and all(is_a(float, name) for name in header):
+            raise DataError(
+                f"{path} has columns {', '.join(names)}; {first} has {', '.join(header)}.",
+                fix="files of one header.",
+            )
+    # as tables without names are written
+    counted = any(header == [str(at + start) for at in range(len(header))] for start in (0, 1))
+    if (
+        not chosen
+        and not (counted and len(header) > 2)
+        and all(is_a(float, name) for name in header)
+    ):
         fix = "names=[...] where there is no header, or columns=[...] where these are names"
-        raise DataError(f"{first}: its header has numbers only: {join_names(header, 5)}.", fix=f"{fix}.")
+        raise DataError(
+            f"{first}: its header has numbers only: {join_names(header, 5)}.", fix=f"{fix}."
+        )
     return header
 
 
@@ -51,7 +67,9 @@ def _header(path: str, separator: str) -> list[str] | None:
             try:
                 return [csv_grammar.unquoted(field).decode("utf-8") for field in fields]
             except UnicodeDecodeError:
-                raise DataError(f"{path}: its header is not UTF-8.", fix="a file in UTF-8.") from None
+                raise DataError(
+                    f"{path}: its header is not UTF-8.", fix="a file in UTF-8."
+                ) from None
     return None
 
 
@@ -63,19 +81,38 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
     """
     for option, value in mappings.items():
         if value is not None and not isinstance(value, Mapping):
-            raise OptionError(f"{option}={value!r} is {type_name(value)}.", fix="a dict, by column.")
+            raise OptionError(
+                f"{option}={value!r} is {type_name(value)}.", fix="a dict, by column."
+            )
     both = sorted(set(mappings["types"] or ()) & set(mappings["categories"] or ()))
     if both:
-        raise OptionError(f"types and categories both name {', '.join(both)}.", fix="categories alone, which are int32.")
+        raise OptionError(
+            f"types and categories both name {', '.join(both)}.",
+            fix="categories alone, which are int32.",
+        )
     for name, words in (mappings["categories"] or {}).items():
-        sound = isinstance(words, Collection) and not isinstance(words, str) and all(isinstance(word, str) for word in words)
+        sound = (
+            isinstance(words, Collection)
+            and not isinstance(words, str)
+            and all(isinstance(word, str) for word in words)
+        )
         if not sound or not words or len(set(words)) < len(words):
-            raise OptionError(f'categories: "{name}" is {words!r}.', fix="a list of words, each once.")
-    groups = [group for group in columns.values() if not isinstance(group, str)] if isinstance(columns, Mapping) else [columns]
+            raise OptionError(
+                f'categories: "{name}" is {words!r}.', fix="a list of words, each once."
+            )
+    groups = (
+        [group for group in columns.values() if not isinstance(group, str)]
+        if isinstance(columns, Mapping)
+        else [columns]
+    )
     for option, value in [("names", names), *(("columns", group) for group in groups)]:
         if value is None:
             continue
-        if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(name, str) for name in value):
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Iterable)
+            or not all(isinstance(name, str) for name in value)
+        ):
             raise OptionError(f"{option}={value!r} is {type_name(value)}.", fix="a list of names.")
         if twice := repeated(value):
             raise OptionError(f"{option}: {join_names(twice)} twice.", fix="each once.")
@@ -90,10 +127,16 @@ def check_names(header: list[str], groups: dict[str, list[str]], options: dict[s
     if not groups or not all(groups.values()):
         raise OptionError("columns names no column.", fix=f"some of {join_names(header)}.")
     known = set(header)
-    for option, names in {"columns": itertools.chain.from_iterable(groups.values()), **options}.items():
+    for option, names in {
+        "columns": itertools.chain.from_iterable(groups.values()),
+        **options,
+    }.items():
         for name in names:
             if name not in known:
-                raise OptionError(f'{option}: there is no column "{name}".', fix=f"{did_you_mean(str(name), header)}")
+                raise OptionError(
+                    f'{option}: there is no column "{name}".',
+                    fix=f"{did_you_mean(str(name), header)}",
+                )
 
 
 def check_default(name: str, default: Any, dtype: np.dtype) -> None:
@@ -105,9 +148,14 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
     part = isinstance(default, float | np.floating) and not default.is_integer()
     if not isinstance(default, NUMBERS) or (dtype.kind != "f" and part):
         fix = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
-        raise OptionError(f'defaults: "{name}" is {default!r}, and the column is {dtype}.', fix=f"{fix}.")
+        raise OptionError(
+            f'defaults: "{name}" is {default!r}, and the column is {dtype}.', fix=f"{fix}."
+        )
     if not holds(dtype, default):
-        raise OptionError(f'defaults: "{name}" is {default!r}, which {dtype} does not hold.', fix=f'types={{"{name}": ...}}.')
+        raise OptionError(
+            f'defaults: "{name}" is {default!r}, which {dtype} does not hold.',
+            fix=f'types={{"{name}": ...}}.',
+        )
 
 
 def is_a(kind: type, text: str) -> bool:

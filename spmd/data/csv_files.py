@@ -24,7 +24,9 @@ BLOCK = 1024  # columns whose types are inferred together
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column that is read: where it stands in a line, what its text becomes, and what stands for a field without text."""
+    """A column that is read: where it stands in a line, what its text becomes, and what stands for
+    a field without text.
+    """
 
     name: str
     at: int
@@ -40,25 +42,45 @@ class Column:
         """
         if not text.strip():
             if self.default is None:
-                raise ValueError(f'column "{self.name}" has no value; defaults={{"{self.name}": ...}} would give it one')
+                raise ValueError(
+                    f'column "{self.name}" has no value; defaults={{"{self.name}": ...}} would '
+                    "give it one"
+                )
             return self.default
         if self.words is not None:
             if text not in self.words:
-                raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is none of {join_names(self.words)}')
+                raise ValueError(
+                    f'column "{self.name}" has {_short(repr(text))}, which is none of '
+                    f"{join_names(self.words)}"
+                )
             return self.words[text]
         try:
             value = float(text) if self.dtype.kind == "f" else int(text)
         except ValueError:
             number = "a number" if self.dtype.kind == "f" else "a whole number"
-            hint = f'; types={{"{self.name}": "float32"}} would read numbers' if self.dtype.kind != "f" and is_a(float, text) else ""
-            raise ValueError(f'column "{self.name}" has {_short(repr(text))}, which is not {number}{hint}') from None
+            hint = (
+                f'; types={{"{self.name}": "float32"}} would read numbers'
+                if self.dtype.kind != "f" and is_a(float, text)
+                else ""
+            )
+            raise ValueError(
+                f'column "{self.name}" has {_short(repr(text))}, which is not {number}{hint}'
+            ) from None
         if isinstance(value, float) and math.isinf(value) and any(map(str.isdigit, text)):
-            raise ValueError(f'column "{self.name}" has {_short(text)}, which no floating number holds')
+            raise ValueError(
+                f'column "{self.name}" has {_short(text)}, which no floating number holds'
+            )
         if not holds(self.dtype, value):
-            kinds = ("float32", "float64") if self.dtype.kind == "f" else ("int64", "uint64", "float32", "float64")
+            kinds = (
+                ("float32", "float64")
+                if self.dtype.kind == "f"
+                else ("int64", "uint64", "float32", "float64")
+            )
             wider = next((kind for kind in kinds if holds(np.dtype(kind), value)), None)
             hint = f'; types={{"{self.name}": "{wider}"}} would' if wider else ""
-            raise ValueError(f'column "{self.name}" has {_short(text)}, which {self.dtype} does not hold{hint}')
+            raise ValueError(
+                f'column "{self.name}" has {_short(text)}, which {self.dtype} does not hold{hint}'
+            )
         return value
 
 
@@ -67,20 +89,40 @@ class CsvFiles(FileFormat):
 
     file_kind = "CSV file"
 
-    def __init__(self, offsets: RecordIndex, separator: str, names: list[str], groups: dict[str, Column | list[Column]]):
+    def __init__(
+        self,
+        offsets: RecordIndex,
+        separator: str,
+        names: list[str],
+        groups: dict[str, Column | list[Column]],
+    ):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
-        self._offsets, self._separator, self._names, self._groups = offsets, separator, names, groups
+        self._offsets, self._separator, self._names, self._groups = (
+            offsets,
+            separator,
+            names,
+            groups,
+        )
         self._blocks: dict[tuple[np.dtype, bool], list[Column]] = {}
-        columns = {column.name: column for group in groups.values() for column in (group if isinstance(group, list) else [group])}
+        columns = {
+            column.name: column
+            for group in groups.values()
+            for column in (group if isinstance(group, list) else [group])
+        }
         for column in columns.values():
             self._blocks.setdefault((column.dtype, column.words is not None), []).append(column)
         self.fields = {name: _field(group) for name, group in groups.items()}
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """Plain numbers of all rows and columns at once; other fields one by one."""
         raw, starts, ends = self._offsets.read(records)
         cells = Cells(raw, starts, ends, self._separator, len(self._names))
-        bad |= {at: f"{count} fields, and there are {len(self._names)} columns" for at, count in cells.odd.items()}
+        bad |= {
+            at: f"{count} fields, and there are {len(self._names)} columns"
+            for at, count in cells.odd.items()
+        }
         columns: dict[str, np.ndarray] = {}
         wrong: dict[int, dict[int, str]] = {}  # by row and column
         for (dtype, worded), block in self._blocks.items():
@@ -90,7 +132,9 @@ class CsvFiles(FileFormat):
                 values, sound = _numbers(dtype, *cells.decimals([column.at for column in block]))
             for at, row in np.argwhere(~sound).tolist():
                 try:
-                    values[at, row] = block[at].value(cells.field(row, block[at].at).decode("utf-8"))
+                    values[at, row] = block[at].value(
+                        cells.field(row, block[at].at).decode("utf-8")
+                    )
                 except ValueError as error:  # also a text that is not UTF-8
                     wrong.setdefault(int(cells.rows[row]), {})[block[at].at] = str(error)
             columns |= zip([column.name for column in block], values, strict=True)
@@ -127,14 +171,17 @@ def csv(
 ) -> Records:
     """Batches of the rows of CSV files, for `fit` or a loop of one's own.
 
-    The files have one header, which names the columns. Types are inferred from the first records: int32, else float32; `print` shows them.
-    Where each record begins is found once, by reading the files through.
+    The files have one header, which names the columns. Types are inferred from the first records:
+    int32, else float32; `print` shows them. Where each record begins is found once, by reading the
+    files through.
 
     Args:
       files: a pattern, a path, or several of them.
       batch_size: rows of a batch, over all processes.
-      columns: which are read, each an array [rows]; or by the name of an array, its column, or several for [rows, columns]. None: all.
-      defaults: by column, what stands for a field without text. Without one such a field is an error.
+      columns: which are read, each an array [rows]; or by the name of an array, its column, or
+        several for [rows, columns]. None: all.
+      defaults: by column, what stands for a field without text. Without one such a field is an
+        error.
       types: by column, a dtype in place of the one that is inferred.
       categories: by column, the words it has; each becomes its number among them, int32.
       names: of the columns, where the files have no header.
@@ -143,56 +190,111 @@ def csv(
       seed: determines the order.
       workers: threads that read and decode ahead; the batches do not depend on their number.
       on_error: "stop", or "skip" to leave out records that cannot be read.
-      index: a folder that stores where records begin, so that the next run need not look for them. None: nothing is written.
+      index: a folder that stores where records begin, so that the next run need not look for them.
+        None: nothing is written.
 
     Returns:
       A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
 
     Raises:
-      DataError: no file, headers that differ, a type that cannot be inferred, a quote that is not closed.
+      DataError: no file, headers that differ, a type that cannot be inferred, a quote that is not
+        closed.
       OptionError: a column that is not there, or an option out of range.
 
     Example:
       >>> import spmd, tempfile, pathlib
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.csv"
       >>> _ = file.write_text("age,height,kind\\n30,1.7,cat\\n,1.5,dog\\n")
-      >>> data = spmd.data.csv(file, batch_size=2, defaults={"age": 0}, categories={"kind": ["cat", "dog"]}, shuffle=False)
+      >>> data = spmd.data.csv(
+      ...     file,
+      ...     batch_size=2,
+      ...     defaults={"age": 0},
+      ...     categories={"kind": ["cat", "dog"]},
+      ...     shuffle=False,
+      ... )
       >>> data
       2 records of 1 CSV file in 1 batches of 2
           age     int32[]
           height  float32[]
           kind    int32[]
-      >>> next(iter(data))
-      {'age': array([30,  0], dtype=int32), 'height': array([1.7, 1.5], dtype=float32), 'kind': array([0, 1], dtype=int32)}
+      >>> batch = next(iter(data))
+      >>> batch["age"], batch["height"]
+      (array([30,  0], dtype=int32), array([1.7, 1.5], dtype=float32))
+      >>> batch["kind"]
+      array([0, 1], dtype=int32)
     """
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
         raise OptionError(f"separator={separator!r}.", fix="one letter, such as ',' or ';'.")
     check_options(columns, names, {"defaults": defaults, "types": types, "categories": categories})
-    options = {"defaults": dict(defaults or {}), "types": dict(types or {}), "categories": dict(categories or {})}
+    options = {
+        "defaults": dict(defaults or {}),
+        "types": dict(types or {}),
+        "categories": dict(categories or {}),
+    }
     paths = find_files(files)
     for path in paths:
         check_uncompressed(path)
-    header = list(names) if names is not None else header_of(paths, separator, chosen=columns is not None)
-    offsets = RecordIndex(paths, lambda path: _scan(path, separator, header=names is None), f"csv 3 {names is None} {separator}", index)
+    header = (
+        list(names)
+        if names is not None
+        else header_of(paths, separator, chosen=columns is not None)
+    )
+    offsets = RecordIndex(
+        paths,
+        lambda path: _scan(path, separator, header=names is None),
+        f"csv 3 {names is None} {separator}",
+        index,
+    )
     if not len(offsets):
-        raise DataError(f"no CSV file has a record below its header: {join_names(paths)}.", fix="look at what they were written from.")
-    sources = columns if isinstance(columns, Mapping) else {name: name for name in (header if columns is None else columns)}
-    groups = {name: [source] if isinstance(source, str) else list(source) for name, source in sources.items()}
+        raise DataError(
+            f"no CSV file has a record below its header: {join_names(paths)}.",
+            fix="look at what they were written from.",
+        )
+    sources = (
+        columns
+        if isinstance(columns, Mapping)
+        else {name: name for name in (header if columns is None else columns)}
+    )
+    groups = {
+        name: [source] if isinstance(source, str) else list(source)
+        for name, source in sources.items()
+    }
     check_names(header, groups, options)
-    read = _columns(offsets, separator, header, dict.fromkeys(itertools.chain.from_iterable(groups.values())), **options)
-    arrays = {name: read[source] if isinstance(source, str) else [read[column] for column in source] for name, source in sources.items()}
+    read = _columns(
+        offsets,
+        separator,
+        header,
+        dict.fromkeys(itertools.chain.from_iterable(groups.values())),
+        **options,
+    )
+    arrays = {
+        name: read[source] if isinstance(source, str) else [read[column] for column in source]
+        for name, source in sources.items()
+    }
     return Records(CsvFiles(offsets, separator, header, arrays), reading)
 
 
 def _columns(
-    offsets: RecordIndex, separator: str, header: list[str], names: Collection[str], *, defaults: dict, types: dict, categories: dict
+    offsets: RecordIndex,
+    separator: str,
+    header: list[str],
+    names: Collection[str],
+    *,
+    defaults: dict,
+    types: dict,
+    categories: dict,
 ) -> dict[str, Column]:
     """What columns are, from the first records and what the user says."""
     cells = Cells(*offsets.read(np.arange(min(LOOKED_AT, len(offsets)))), separator, len(header))
     at = {name: number for number, name in enumerate(header)}
     unknown = [name for name in names if name not in types and name not in categories]
-    dtypes: dict[str, Any] = {**_inferred(cells, {name: at[name] for name in unknown}, offsets.paths[0], wide=len(header)), **types}
+    dtypes: dict[str, Any] = {
+        **_inferred(
+            cells, {name: at[name] for name in unknown}, offsets.paths[0], wide=len(header)
+        ),
+        **types,
+    }
     columns = {}
     for name in names:
         default = defaults.get(name)
@@ -200,24 +302,40 @@ def _columns(
             words = {word: number for number, word in enumerate(categories[name])}
             if default is not None and default not in words:
                 raise OptionError(
-                    f'defaults: "{name}" is {default!r}, which is none of the categories.', fix=did_you_mean(str(default), words)
+                    f'defaults: "{name}" is {default!r}, which is none of the categories.',
+                    fix=did_you_mean(str(default), words),
                 )
-            columns[name] = Column(name, at[name], np.dtype(np.int32), None if default is None else words[default], words)
+            columns[name] = Column(
+                name,
+                at[name],
+                np.dtype(np.int32),
+                None if default is None else words[default],
+                words,
+            )
             continue
         try:
             dtype = np.dtype(dtypes[name])
         except TypeError as error:
-            raise OptionError(f'types: "{name}" is {types[name]!r}: {error}.', fix='such as "float32" or "int32".') from None
+            raise OptionError(
+                f'types: "{name}" is {types[name]!r}: {error}.', fix='such as "float32" or "int32".'
+            ) from None
         if dtype.kind not in "iuf":
-            raise OptionError(f'types: "{name}" is {dtype}: a column is read as integers or floats.', fix='such as "float32" or "int32".')
+            raise OptionError(
+                f'types: "{name}" is {dtype}: a column is read as integers or floats.',
+                fix='such as "float32" or "int32".',
+            )
         if default is not None:
             check_default(name, default, dtype)
         columns[name] = Column(name, at[name], dtype, default)
     return columns
 
 
-def _inferred(cells: Cells, columns: dict[str, int], path: str, *, wide: int) -> dict[str, np.dtype]:
-    """The dtypes of columns by name; a wrong number of fields is reported when the record is read."""
+def _inferred(
+    cells: Cells, columns: dict[str, int], path: str, *, wide: int
+) -> dict[str, np.dtype]:
+    """The dtypes of columns by name; a wrong number of fields is reported when the record is
+    read.
+    """
     names, dtypes = list(columns), {}
     for first in range(0, len(names), BLOCK):
         block = names[first : first + BLOCK]
@@ -230,8 +348,13 @@ def _inferred(cells: Cells, columns: dict[str, int], path: str, *, wide: int) ->
             elif plain[at] and not (sound[at] <= is_integer[at]).all():
                 dtypes[name] = np.dtype(np.float32)
             else:
-                texts = [cells.field(row, columns[name]).decode("utf-8", "replace") for row in range(len(cells.rows))]
-                dtypes[name] = _dtype(name, [text for text in texts if text.strip()], path, alone=wide == 1)
+                texts = [
+                    cells.field(row, columns[name]).decode("utf-8", "replace")
+                    for row in range(len(cells.rows))
+                ]
+                dtypes[name] = _dtype(
+                    name, [text for text in texts if text.strip()], path, alone=wide == 1
+                )
     return dtypes
 
 
@@ -243,14 +366,23 @@ def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
     odd = [text for text in texts if not is_a(float, text)]
     if odd and len(odd) == len(texts):
         words = sorted(set(odd))
-        fix = f'categories={{"{name}": {words!r}}}, columns=[...] without it' if len(words) < 10 else "columns=[...] without it"
+        fix = (
+            f'categories={{"{name}": {words!r}}}, columns=[...] without it'
+            if len(words) < 10
+            else "columns=[...] without it"
+        )
         separators = [letter for letter in ";\t|" if letter in name and alone]
         fix = f"separator={separators[0]!r}" if separators else fix
-        raise DataError(f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).', fix=f"{fix}.")
+        raise DataError(
+            f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).',
+            fix=f"{fix}.",
+        )
     return np.dtype(np.float32)
 
 
-def _numbers(dtype: np.dtype, values: np.ndarray, is_integer: np.ndarray, sound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbers(
+    dtype: np.dtype, values: np.ndarray, is_integer: np.ndarray, sound: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Numbers in a dtype, and which of them it holds."""
     if dtype.kind != "f":
         least, most = limits(dtype)

@@ -1,7 +1,9 @@
-"""Where records and fields of CSV begin and end. Nothing else decides what is valid, so it cannot depend on what is read together.
+"""Where records and fields of CSV begin and end. Nothing else decides what is valid, so it cannot
+depend on what is read together.
 
-A quote opens a field only as its first byte. Inside of quotes, two of them are one, and a single one closes; quotes elsewhere are ordinary
-letters. Records end with \\n, \\r\\n or \\r outside of quotes; lines of nothing but blanks are skipped. All this is as pandas has it.
+A quote opens a field only as its first byte. Inside of quotes, two of them are one, and a single
+one closes; quotes elsewhere are ordinary letters. Records end with \\n, \\r\\n or \\r outside of
+quotes; lines of nothing but blanks are skipped. All this is as pandas has it.
 """
 
 import codecs
@@ -17,7 +19,9 @@ from spmd.errors import DataError
 NEWLINE, RETURN, QUOTE = b'\n\r"'
 
 
-def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def records(
+    path: str, separator: str, chunk: int = CHUNK
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Where records begin and end in a file, int64[n] each: those of `chunk` bytes after the other.
 
     Raises:
@@ -31,7 +35,8 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
     inside, opened = False, at
     while at < size:
         stop = min(at + chunk, size)
-        while stop < size and data[stop - 1] in (QUOTE, RETURN):  # what they mean is decided by what comes next
+        # what they mean is decided by what comes next
+        while stop < size and data[stop - 1] in (QUOTE, RETURN):
             stop += 1
         text = np.asarray(data[at:stop])
         ends = _breaks(text)
@@ -52,7 +57,8 @@ def records(path: str, separator: str, chunk: int = CHUNK) -> Iterator[tuple[np.
             yield starts[filled], ends[filled]
     if inside:
         raise DataError(
-            f"{path}, line {line(path, opened)}: a quote that is never closed.", fix="close it, or write quotes in quotes twice."
+            f"{path}, line {line(path, opened)}: a quote that is never closed.",
+            fix="close it, or write quotes in quotes twice.",
         )
 
 
@@ -78,20 +84,34 @@ class Cells:
         self.rows = np.flatnonzero(complete)
         self.odd = {at: int(counts[at]) for at in np.flatnonzero(~complete).tolist()}
         if self.odd:
-            marks, starts, ends = marks[np.repeat(complete, counts - 1)], starts[complete], ends[complete]
+            marks, starts, ends = (
+                marks[np.repeat(complete, counts - 1)],
+                starts[complete],
+                ends[complete],
+            )
         marks = marks.reshape(len(starts), wide - 1)
         self._begins = np.concatenate([starts[:, None], marks + 1], axis=1)
-        self._stops = np.concatenate([marks, _without_break(self._text, starts, ends)[:, None]], axis=1)
+        self._stops = np.concatenate(
+            [marks, _without_break(self._text, starts, ends)[:, None]], axis=1
+        )
 
     def decimals(self, columns: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The result of `number_parsing.decimals` for some columns, in quotes or not: each [columns, m]."""
-        begins, stops = (np.ascontiguousarray(edges[:, columns].T) for edges in (self._begins, self._stops))
+        """The result of `number_parsing.decimals` for some columns, in quotes or not: each
+        [columns, m].
+        """
+        begins, stops = (
+            np.ascontiguousarray(edges[:, columns].T) for edges in (self._begins, self._stops)
+        )
         if QUOTE in self._raw:
             quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
             quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
             begins, stops = begins + quoted, stops - quoted
         values, is_integer, sound = decimals(self._text, begins.ravel(), stops.ravel())
-        return values.reshape(begins.shape), is_integer.reshape(begins.shape), sound.reshape(begins.shape)
+        return (
+            values.reshape(begins.shape),
+            is_integer.reshape(begins.shape),
+            sound.reshape(begins.shape),
+        )
 
     def lengths(self, columns: Sequence[int]) -> np.ndarray:
         """int64[columns, m]: the bytes of each field."""
@@ -112,7 +132,10 @@ def split(record: bytes, separator: str) -> list[bytes]:
     text, start = np.frombuffer(record, np.uint8), np.zeros(1, np.int64)
     marks = _separators(text, start, separator).tolist()
     stop = int(_without_break(text, start, start + len(record))[0])
-    return [record[first:last] for first, last in zip([0, *(at + 1 for at in marks)], [*marks, stop], strict=True)]
+    return [
+        record[first:last]
+        for first, last in zip([0, *(at + 1 for at in marks)], [*marks, stop], strict=True)
+    ]
 
 
 def unquoted(field: bytes) -> bytes:
@@ -154,7 +177,9 @@ def _separators(text: np.ndarray, starts: np.ndarray, separator: str) -> np.ndar
     marks, quotes = np.flatnonzero(text == ord(separator)), np.flatnonzero(text == QUOTE)
     if not len(quotes):
         return marks
-    return marks[np.searchsorted(_turns(text, quotes, starts, separator, inside=False), marks) % 2 == 0]
+    return marks[
+        np.searchsorted(_turns(text, quotes, starts, separator, inside=False), marks) % 2 == 0
+    ]
 
 
 def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -163,8 +188,11 @@ def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np
     return stops - ((stops > starts) & (text[stops - 1] == RETURN))
 
 
-def _turns(text: np.ndarray, quotes: np.ndarray, starts: np.ndarray, separator: str, *, inside: bool) -> np.ndarray:
-    """Of the quotes, those that open and close, in turn; two in quotes that stand for one close and open again.
+def _turns(
+    text: np.ndarray, quotes: np.ndarray, starts: np.ndarray, separator: str, *, inside: bool
+) -> np.ndarray:
+    """Of the quotes, those that open and close, in turn; two in quotes that stand for one close and
+    open again.
 
     Args:
       quotes: int64[n], where they stand in the text.
@@ -186,7 +214,9 @@ def _turns(text: np.ndarray, quotes: np.ndarray, starts: np.ndarray, separator: 
     return np.array(turns, np.int64)
 
 
-def _not_blank(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, separator: str) -> np.ndarray:
+def _not_blank(
+    text: np.ndarray, starts: np.ndarray, ends: np.ndarray, separator: str
+) -> np.ndarray:
     """bool[n]: lines that hold something."""
     blanks = np.zeros(256, bool)
     blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True

@@ -1,4 +1,6 @@
-"""A hash of data, so that a run is not resumed on other data: of all bytes if they are few, else of evenly spaced blocks."""
+"""A hash of data, so that a run is not resumed on other data: of all bytes if they are few, else of
+evenly spaced blocks.
+"""
 
 import concurrent.futures
 import hashlib
@@ -14,7 +16,9 @@ from spmd.tree import Tree, flatten
 BLOCK = 1 << 14  # bytes that are read at a time
 BLOCKS = 1 << 10  # read at most: 16 MiB
 READERS = 16  # threads that read
-TOGETHER = 16  # blocks that a thread reads at a time, where there are many: handing one over takes longer than reading a small file
+# blocks that a thread reads at a time, where there are many: handing one over takes longer than
+# reading a small file
+TOGETHER = 16
 
 
 def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -> str:
@@ -30,21 +34,31 @@ def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -
             file, first, left = file + 1, first + size, left - size
     digest = hashlib.sha256(repr(list(sizes)).encode())
     together = max(1, min(TOGETHER, len(spans) // READERS))
-    with concurrent.futures.ThreadPoolExecutor(min(READERS, len(spans) or 1), "spmd-contents") as pool:
-        for piece in pool.map(_read, [spans[first : first + together] for first in range(0, len(spans), together)]):
+    with concurrent.futures.ThreadPoolExecutor(
+        min(READERS, len(spans) or 1), "spmd-contents"
+    ) as pool:
+        for piece in pool.map(
+            _read, [spans[first : first + together] for first in range(0, len(spans), together)]
+        ):
             digest.update(piece)
     return digest.hexdigest()[:16]
 
 
 def of_arrays(arrays: Tree) -> dict[str, str]:
-    """By path, a hash of each array [examples, ...]: of its dtype, its shape, and its rows, or a sample with the first and the last."""
+    """By path, a hash of each array [examples, ...]: of its dtype, its shape, and its rows, or a
+    sample with the first and the last.
+    """
     return {path: _of_array(leaf) for path, leaf in flatten(arrays).items()}
 
 
 def _of_array(leaf: np.ndarray) -> str:
     digest = hashlib.sha256(f"{leaf.dtype} {leaf.shape}".encode())
     fit = BLOCKS * BLOCK // max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
-    rows = leaf if fit >= len(leaf) else leaf[np.linspace(0, len(leaf) - 1, max(fit, 2)).astype(np.int64)]
+    rows = (
+        leaf
+        if fit >= len(leaf)
+        else leaf[np.linspace(0, len(leaf) - 1, max(fit, 2)).astype(np.int64)]
+    )
     digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 

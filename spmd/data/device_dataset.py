@@ -1,4 +1,6 @@
-"""Data sets that are small enough to be replicated on every device, so that many steps run in one call without transfers."""
+"""Data sets that are small enough to be replicated on every device, so that many steps run in one
+call without transfers.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,13 +27,15 @@ class Resident:
 def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
     """Keep a data set on the devices for the whole run, and compile many steps into one call.
 
-    For a small model the host is the bottleneck: transferring a batch takes longer than training on it. Every device gets a copy of all
-    arrays; each step picks its rows by number, in the same order as without `resident`. The arithmetic is the same, except for how XLA
-    fuses a longer program.
+    For a small model the host is the bottleneck: transferring a batch takes longer than training on
+    it. Every device gets a copy of all arrays; each step picks its rows by number, in the same
+    order as without `resident`. The arithmetic is the same, except for how XLA fuses a longer
+    program.
 
     Args:
       arrays: dict or tuple of arrays [examples, ...].
-      steps_per_call: steps in one call; checkpoints, evaluations and the end of an epoch shorten a call.
+      steps_per_call: steps in one call; checkpoints, evaluations and the end of an epoch shorten a
+        call.
 
     Returns:
       What `fit(data=...)` takes.
@@ -42,8 +46,12 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
       50
     """
     check_integer(steps_per_call, "steps_per_call")
-    if not jax.tree.leaves(arrays) or not all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)):
-        raise DataError("resident() takes arrays.", fix="a dict or tuple of arrays of shape [rows, ...].")
+    if not jax.tree.leaves(arrays) or not all(
+        hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)
+    ):
+        raise DataError(
+            "resident() takes arrays.", fix="a dict or tuple of arrays of shape [rows, ...]."
+        )
     arrays = as_arrays(arrays, "the data")
     check_leaves(arrays, "the data")
     return Resident(arrays, int(steps_per_call))
@@ -64,8 +72,13 @@ def replicate_arrays(arrays: Tree, mesh: Mesh) -> Tree:
 
 
 def row_indices(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers and weights [batches, size] of batches of resident data. A short batch is padded with its first row, at weight 0."""
-    index, weights = np.zeros((len(batches), size), np.int32), np.ones((len(batches), size), np.float32)
+    """Row numbers and weights [batches, size] of batches of resident data. A short batch is padded
+    with its first row, at weight 0.
+    """
+    index, weights = (
+        np.zeros((len(batches), size), np.int32),
+        np.ones((len(batches), size), np.float32),
+    )
     for row, batch in enumerate(batches):
         index[row, : len(cast(np.ndarray, batch.index))] = cast(np.ndarray, batch.index)
         if batch.weights is not None:

@@ -1,4 +1,6 @@
-"""Features of `tf.train.Example`: their declarations, and a parser without TensorFlow for many records at once."""
+"""Features of `tf.train.Example`: their declarations, and a parser without TensorFlow for many
+records at once.
+"""
 
 import dataclasses
 import numbers
@@ -19,7 +21,9 @@ Spans = list[tuple[int, int]]  # beginnings and ends of payloads in a record
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A feature as `spmd.data.fixed` and `padded` declare it; `fill` is set where its length differs from record to record."""
+    """A feature as `spmd.data.fixed` and `padded` declare it; `fill` is set where its length
+    differs from record to record.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -33,7 +37,9 @@ class Feature:
         return {name: Field(self.shape, self.dtype), **mask}
 
     def store(self, name: str, values: np.ndarray, into: dict[str, np.ndarray], at: Any) -> None:
-        """Numbers [..., count] in rows `at` of the arrays; where lengths differ, filled to the length that all have, with a mask."""
+        """Numbers [..., count] in rows `at` of the arrays; where lengths differ, filled to the
+        length that all have, with a mask.
+        """
         if self.fill is None:
             into[name][at] = values.reshape(*values.shape[:-1], *self.shape)
             return
@@ -45,18 +51,29 @@ class Feature:
 
 def fields_of(features: Mapping[str, Feature]) -> dict[str, Field]:
     """The arrays of several features."""
-    return {name: field for feature, declared in features.items() for name, field in declared.fields(feature).items()}
+    return {
+        name: field
+        for feature, declared in features.items()
+        for name, field in declared.fields(feature).items()
+    }
 
 
-def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Callable[[bytes], Any] | None = None) -> Feature:
+def fixed(
+    shape: tuple[int, ...],
+    dtype: str,
+    default: Any = None,
+    decode: Callable[[bytes], Any] | None = None,
+) -> Feature:
     """A feature that has one shape in all records.
 
-    Bytes are read as consecutive numbers of `dtype` (such as pixels, uint8), or decoded by `decode(bytes)`.
+    Bytes are read as consecutive numbers of `dtype` (such as pixels, uint8), or decoded by
+    `decode(bytes)`.
 
     Args:
       shape: of the feature in one record; () for one number.
       dtype: of its numbers, such as "float32".
-      decode: makes an array of this shape of a record's bytes, such as a compressed image; None: the bytes are the numbers.
+      decode: makes an array of this shape of a record's bytes, such as a compressed image; None:
+        the bytes are the numbers.
       default: for records without this feature; without one they are an error.
 
     Returns:
@@ -67,24 +84,43 @@ def fixed(shape: tuple[int, ...], dtype: str, default: Any = None, decode: Calla
       (28, 28)
     """
     sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
-    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes):
-        fix = f"fixed(({shape},), ...)" if isinstance(shape, int) else "fixed((28, 28), ...), or fixed((), ...) for one number"
-        raise OptionError(f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}.")
+    if not all(
+        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
+        for size in sizes
+    ):
+        fix = (
+            f"fixed(({shape},), ...)"
+            if isinstance(shape, int)
+            else "fixed((28, 28), ...), or fixed((), ...) for one number"
+        )
+        raise OptionError(
+            f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}."
+        )
     feature = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
     if decode is not None and not callable(decode):
-        raise OptionError(f"fixed(decode={decode!r}) is {type_name(decode)}.", fix="a function from bytes to an array.")
+        raise OptionError(
+            f"fixed(decode={decode!r}) is {type_name(decode)}.",
+            fix="a function from bytes to an array.",
+        )
     if default is not None:
         values = np.asarray(default)
-        fits = values.shape in ((), feature.shape) and all(holds(feature.dtype, value) for value in values.ravel().tolist())
+        fits = values.shape in ((), feature.shape) and all(
+            holds(feature.dtype, value) for value in values.ravel().tolist()
+        )
         if not fits:
-            raise OptionError(f"fixed(default={default!r}): {describe(feature)} does not hold it.", fix="a number that it holds.")
+            raise OptionError(
+                f"fixed(default={default!r}): {describe(feature)} does not hold it.",
+                fix="a number that it holds.",
+            )
     return feature
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
-    """A feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask` is True where data is.
+    """A feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask` is True
+    where data is.
 
-    All have one length, since a step is compiled for one shape; a longer feature is an error that names the record.
+    All have one length, since a step is compiled for one shape; a longer feature is an error that
+    names the record.
 
     Args:
       length: numbers of the longest feature.
@@ -102,7 +138,10 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
         raise OptionError(f"padded({length!r}, ...).", fix="a length from 1.")
     feature = Feature((int(length),), _dtype(dtype), fill=fill)
     if not holds(feature.dtype, fill):
-        raise OptionError(f"padded(fill={fill!r}): {feature.dtype} does not hold it.", fix="a number that it holds, such as 0.")
+        raise OptionError(
+            f"padded(fill={fill!r}): {feature.dtype} does not hold it.",
+            fix="a number that it holds, such as 0.",
+        )
     return feature
 
 
@@ -112,31 +151,50 @@ def _dtype(name: str) -> np.dtype:
             raise TypeError
         dtype = np.dtype(name)
     except TypeError:
-        raise OptionError(f"there is no dtype {name!r}.", fix="such as float32, int32 or uint8.") from None
+        raise OptionError(
+            f"there is no dtype {name!r}.", fix="such as float32, int32 or uint8."
+        ) from None
     if dtype.kind not in "iufb":
-        raise OptionError(f"a feature of dtype {dtype} cannot go onto a device.", fix="numbers; decode=... makes them of bytes.")
+        raise OptionError(
+            f"a feature of dtype {dtype} cannot go onto a device.",
+            fix="numbers; decode=... makes them of bytes.",
+        )
     return dtype
 
 
 class Parser:
-    """Reads features from records of equal length; records with the same structure are read together.
+    """Reads features from records of equal length; records with the same structure are read
+    together.
 
     Raises:
       OptionError: what is given are no features, or two of them have one name.
     """
 
     def __init__(self, features: Mapping[str, Feature]):
-        if not isinstance(features, Mapping) or not features or not all(isinstance(feature, Feature) for feature in features.values()):
-            raise OptionError(f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.')
+        if (
+            not isinstance(features, Mapping)
+            or not features
+            or not all(isinstance(feature, Feature) for feature in features.values())
+        ):
+            raise OptionError(
+                f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.'
+            )
         self.features = dict(features)
         for name, feature in self.features.items():
             if feature.fill is not None and f"{name}_mask" in self.features:
-                raise OptionError(f'features: "{name}_mask" is the mask of a padded feature too.', fix="another name for one of them.")
+                raise OptionError(
+                    f'features: "{name}_mask" is the mask of a padded feature too.',
+                    fix="another name for one of them.",
+                )
         self.fields = fields_of(features)
         self._known: dict[int, _Template] = {}  # the last template, by record length
 
-    def read(self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]) -> None:
-        """The features of uint8[n, length], into rows `at` of the arrays; `bad` gets the reason for each that cannot be read."""
+    def read(
+        self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]
+    ) -> None:
+        """The features of uint8[n, length], into rows `at` of the arrays; `bad` gets the reason for
+        each that cannot be read.
+        """
         left = np.arange(len(rows))
         template = self._known.get(rows.shape[1])
         while len(left):
@@ -144,7 +202,11 @@ class Parser:
                 try:
                     template = _Template(rows[left[0]], self.features)
                 except (ValueError, IndexError) as error:
-                    bad[int(at[left[0]])] = str(error) if isinstance(error, ValueError) else "its bytes are no tf.train.Example"
+                    bad[int(at[left[0]])] = (
+                        str(error)
+                        if isinstance(error, ValueError)
+                        else "its bytes are no tf.train.Example"
+                    )
                     left = left[1:]
                     continue
                 self._known[rows.shape[1]] = template
@@ -153,7 +215,14 @@ class Parser:
                 self._read_alike(template, rows[left[fits]], into, at[left[fits]], bad)
             left, template = left[~fits], None
 
-    def _read_alike(self, template: "_Template", rows: np.ndarray, into: dict, at: np.ndarray, bad: dict[int, str]) -> None:
+    def _read_alike(
+        self,
+        template: "_Template",
+        rows: np.ndarray,
+        into: dict,
+        at: np.ndarray,
+        bad: dict[int, str],
+    ) -> None:
         for name, feature in self.features.items():
             try:
                 _read(name, feature, template, rows, into, at, bad)
@@ -171,7 +240,8 @@ class _Template:
         for name, (kind, spans) in self.parts.items():
             for start, end in spans:
                 payload[start:end] = True
-                continued[start:end] = name in features and kind == INTEGERS  # the length of each varint belongs to the structure
+                # the length of each varint belongs to the structure
+                continued[start:end] = name in features and kind == INTEGERS
         self._fixed, self._continued = np.flatnonzero(~payload), np.flatnonzero(continued)
         self._expected, self._continues = record[self._fixed].copy(), record[self._continued] & 0x80
 
@@ -184,7 +254,11 @@ class _Template:
 def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     """Numbers [n, count], or the bytes uint8[n, count]."""
     parts = [rows[:, start:end] for start, end in spans]
-    raw = np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate([np.zeros((len(rows), 0), np.uint8), *parts], axis=1))
+    raw = np.ascontiguousarray(
+        parts[0]
+        if len(parts) == 1
+        else np.concatenate([np.zeros((len(rows), 0), np.uint8), *parts], axis=1)
+    )
     if kind not in (FLOATS, INTEGERS):  # also an empty feature, which need not have a kind
         return raw
     if kind == FLOATS:
@@ -203,7 +277,15 @@ def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
     return np.bitwise_or.reduceat(bits, firsts, axis=1).view(np.int64)
 
 
-def _read(name: str, feature: Feature, template: _Template, rows: np.ndarray, into: dict, at: np.ndarray, bad: dict[int, str]) -> None:
+def _read(
+    name: str,
+    feature: Feature,
+    template: _Template,
+    rows: np.ndarray,
+    into: dict,
+    at: np.ndarray,
+    bad: dict[int, str],
+) -> None:
     """Store one feature of records of one structure.
 
     Raises:
@@ -215,25 +297,32 @@ def _read(name: str, feature: Feature, template: _Template, rows: np.ndarray, in
         into[name][at] = feature.default
         return
     if name not in template.parts:
-        raise ValueError(f'there is no feature "{name}"; it has {", ".join(sorted(template.parts)) or "none"}')
+        raise ValueError(
+            f'there is no feature "{name}"; it has {", ".join(sorted(template.parts)) or "none"}'
+        )
     if kind == BYTES and len(spans) != 1:
         raise ValueError(f'feature "{name}" has {len(spans)} byte strings, and one is read')
     if kind == BYTES and feature.decode is not None:
         for raw, row in zip(values, at.tolist(), strict=True):
             try:
                 value = np.asarray(feature.decode(raw.tobytes()))
-            except Exception as error:  # a user's function may raise anything; the error names the record
+            except Exception as error:
+                # a user's function may raise anything; the error names the record
                 bad[row] = f'decode of "{name}" raises {first_line(error)}'
                 continue
             if value.shape != feature.shape or value.dtype != feature.dtype:
-                bad[row] = f'decode of "{name}" gives {describe(value)}; {describe(feature)} is declared'
+                bad[row] = (
+                    f'decode of "{name}" gives {describe(value)}; {describe(feature)} is declared'
+                )
             else:
                 into[name][row] = value
         return
     if kind == BYTES:
         size = feature.dtype.itemsize
         if values.shape[1] % size:
-            raise ValueError(f'feature "{name}" has {values.shape[1]} bytes, which are no {feature.dtype}')
+            raise ValueError(
+                f'feature "{name}" has {values.shape[1]} bytes, which are no {feature.dtype}'
+            )
         values = values.view(feature.dtype.newbyteorder("<"))
     elif values.shape[1] and (kind == FLOATS) != (feature.dtype.kind == "f"):
         raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
@@ -243,17 +332,23 @@ def _read(name: str, feature: Feature, template: _Template, rows: np.ndarray, in
     if feature.fill is not None and count > size:
         raise ValueError(f'feature "{name}" has {count} numbers, and is padded to {size}')
     if feature.fill is None and count != size:
-        raise ValueError(f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {size}')
+        raise ValueError(
+            f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {size}'
+        )
     feature.store(name, values, into, at)
 
 
-def _within(name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]) -> np.ndarray:
+def _within(
+    name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]
+) -> np.ndarray:
     """Values with 0 in rows that a narrower dtype cannot hold; `bad` gets these rows."""
     least, most = limits(dtype)
     beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
     wrong = np.asarray(beyond.any(axis=1))
     for row in np.flatnonzero(wrong).tolist():
-        bad[int(at[row])] = f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
+        bad[int(at[row])] = (
+            f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
+        )
     return np.where(wrong[:, None], 0, values)
 
 
@@ -276,15 +371,25 @@ def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
                 if number == 1:
                     name = record[begin:stop].decode("utf-8")
                     continue
-                for kind, inner, outer in _message(record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}):
-                    allowed = {(1, 2)} | ({(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set())
-                    spans = [(first, last) for _, first, last in _message(record, inner, outer, allowed)]
+                for kind, inner, outer in _message(
+                    record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}
+                ):
+                    allowed = {(1, 2)} | (
+                        {(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set()
+                    )
+                    spans = [
+                        (first, last) for _, first, last in _message(record, inner, outer, allowed)
+                    ]
             features[name] = (kind, spans)
     return features
 
 
-def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The fields of one message whose number and wire type are allowed: the number, and where the payload begins and ends."""
+def _message(
+    record: bytes, at: int, end: int, allowed: set[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """The fields of one message whose number and wire type are allowed: the number, and where the
+    payload begins and ends.
+    """
     while at < end:
         tag, at = _varint(record, at)
         number, wire = tag >> 3, tag & 7
@@ -299,7 +404,9 @@ def _message(record: bytes, at: int, end: int, allowed: set[tuple[int, int]]) ->
         else:
             raise ValueError("its bytes are no tf.train.Example")
         if at > end:
-            raise ValueError("its bytes are no tf.train.Example: a field is longer than what holds it")
+            raise ValueError(
+                "its bytes are no tf.train.Example: a field is longer than what holds it"
+            )
         if (number, wire) in allowed:
             yield number, start, at
 
@@ -318,7 +425,8 @@ def _varint(record: bytes, at: int) -> tuple[int, int]:
 
 
 def declared_by(record: bytes) -> dict[str, Feature]:
-    """The features of a record as `fixed` declares them: floats float32, integers int64, bytes uint8.
+    """The features of a record as `fixed` declares them: floats float32, integers int64, bytes
+    uint8.
 
     Raises:
       DataError: it is not a `tf.train.Example`, or has no features.
@@ -328,7 +436,13 @@ def declared_by(record: bytes) -> dict[str, Feature]:
     except (ValueError, IndexError):
         parts = {}
     if not parts:
-        raise DataError("the first record is no tf.train.Example with features.", fix="decode=function, which reads such records.")
+        raise DataError(
+            "the first record is no tf.train.Example with features.",
+            fix="decode=function, which reads such records.",
+        )
     dtypes = {BYTES: "uint8", FLOATS: "float32", INTEGERS: "int64"}
     row = np.frombuffer(record, np.uint8)[None]
-    return {name: fixed(_values(row, kind, spans).shape[1:], dtypes[kind]) for name, (kind, spans) in parts.items()}
+    return {
+        name: fixed(_values(row, kind, spans).shape[1:], dtypes[kind])
+        for name, (kind, spans) in parts.items()
+    }

@@ -1,4 +1,6 @@
-"""What a folder's generation_config.json asks for, as `transformers` reads it: tokens that end a text, and how tokens are chosen."""
+"""What a folder's generation_config.json asks for, as `transformers` reads it: tokens that end a
+text, and how tokens are chosen.
+"""
 
 import dataclasses
 import math
@@ -8,20 +10,59 @@ from typing import Any
 from spmd.data.text_files import json_object
 from spmd.errors import DataError, short_repr
 
-FILES = ("generation_config.json", "config.json")  # the first that says something counts, as for `transformers`
+# the first that says something counts, as for `transformers`
+FILES = ("generation_config.json", "config.json")
 
-# Keys of a generation that does not write as `spmd.generate` does, with the values that ask for nothing; null is one for each.
+# Keys of a generation that does not write as `spmd.generate` does, with the values that ask for
+# nothing; null is one for each.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty"), (0,)),
-    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(
+        (
+            "min_length",
+            "min_new_tokens",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "diversity_penalty",
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(
+        (
+            "num_beams",
+            "num_return_sequences",
+            "num_beam_groups",
+            "encoder_repetition_penalty",
+            "guidance_scale",
+        ),
+        (1,),
+    ),
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), (0,)),
     **dict.fromkeys(("typical_p", "top_h"), (1,)),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "force_words_ids", "constraints", "stop_strings"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config"), ()),
+    **dict.fromkeys(
+        (
+            "bad_words_ids",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "force_words_ids",
+            "constraints",
+            "stop_strings",
+        ),
+        ([],),
+    ),
+    **dict.fromkeys(
+        (
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "exponential_decay_length_penalty",
+            "watermarking_config",
+        ),
+        (),
+    ),
     **dict.fromkeys(("token_healing", "remove_invalid_values"), (False,)),
     "sequence_bias": ({}, []),
 }
-DRAWS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # those that greedy choice does not read
+# those that greedy choice does not read
+DRAWS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +71,8 @@ class AskedSampling:
 
     Attributes:
       where: the file that says so.
-      options: arguments of `spmd.generate`; empty if the file asks for the most likely token, as those of `spmd.generate` do.
+      options: arguments of `spmd.generate`; empty if the file asks for the most likely token, as
+        those of `spmd.generate` do.
       unknown: keys with their values that `spmd.generate` has no argument for.
     """
 
@@ -45,20 +87,57 @@ class AskedSampling:
 
 
 def asked_sampling(folder: Path) -> AskedSampling:
-    """What generation_config.json says of the choice of tokens; without one, what an old config.json says.
+    """What generation_config.json says of the choice of tokens; without one, what an old
+    config.json says.
 
     Raises:
       DataError: a file is no JSON object, or an option is out of range.
     """
-    path, content = next(((path, content) for path, content in _contents(folder)), (folder / FILES[0], {}))
-    draws = _value(path, content, "do_sample", False, lambda value: isinstance(value, bool), "true or false")
-    temperature = _value(path, content, "temperature", 1.0, lambda value: _is_number(value) and value >= 0, "a number from 0")
+    path, content = next(
+        ((path, content) for path, content in _contents(folder)), (folder / FILES[0], {})
+    )
+    draws = _value(
+        path, content, "do_sample", False, lambda value: isinstance(value, bool), "true or false"
+    )
+    temperature = _value(
+        path,
+        content,
+        "temperature",
+        1.0,
+        lambda value: _is_number(value) and value >= 0,
+        "a number from 0",
+    )
     options: dict[str, Any] = {}
     if draws and temperature > 0:
-        top_k = _value(path, content, "top_k", 50, lambda value: _is_number(value) and value >= 0 and value == int(value), "a whole number")
-        top_p = _value(path, content, "top_p", 1.0, lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, up to 1")
-        options = {"temperature": temperature, **({"top_k": int(top_k)} if top_k else {}), **({"top_p": top_p} if top_p < 1 else {})}
-    penalty = _value(path, content, "repetition_penalty", 1.0, lambda value: _is_number(value) and value > 0, "a number above 0")
+        top_k = _value(
+            path,
+            content,
+            "top_k",
+            50,
+            lambda value: _is_number(value) and value >= 0 and value == int(value),
+            "a whole number",
+        )
+        top_p = _value(
+            path,
+            content,
+            "top_p",
+            1.0,
+            lambda value: _is_number(value) and 0 < value <= 1,
+            "a number above 0, up to 1",
+        )
+        options = {
+            "temperature": temperature,
+            **({"top_k": int(top_k)} if top_k else {}),
+            **({"top_p": top_p} if top_p < 1 else {}),
+        }
+    penalty = _value(
+        path,
+        content,
+        "repetition_penalty",
+        1.0,
+        lambda value: _is_number(value) and value > 0,
+        "a number above 0",
+    )
     options |= {"repetition_penalty": penalty} if penalty != 1 else {}
     unread = () if draws else DRAWS
     unknown = [
@@ -79,7 +158,10 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         value = content.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise DataError(f"{path}: eos_token_id is {short_repr(value)}.", fix="a token id, or a list of them.")
+            raise DataError(
+                f"{path}: eos_token_id is {short_repr(value)}.",
+                fix="a token id, or a list of them.",
+            )
         if ids:
             return tuple(ids)
     return ()
@@ -92,12 +174,16 @@ def _contents(folder: Path) -> Any:
             yield path, json_object(path)
 
 
-def _value(path: Path, content: dict[str, Any], key: str, default: Any, holds: Any, wanted: str) -> Any:
+def _value(
+    path: Path, content: dict[str, Any], key: str, default: Any, holds: Any, wanted: str
+) -> Any:
     value = content.get(key)
     if value is None:
         return default
     if not holds(value):
-        raise DataError(f"{path}: {key} is {short_repr(value)}.", fix=f"{wanted}; or the file without it.")
+        raise DataError(
+            f"{path}: {key} is {short_repr(value)}.", fix=f"{wanted}; or the file without it."
+        )
     return value
 
 

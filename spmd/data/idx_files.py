@@ -1,4 +1,6 @@
-"""The IDX files of MNIST and its relatives, read from a folder the user has. Nothing is downloaded."""
+"""The IDX files of MNIST and its relatives, read from a folder the user has. Nothing is
+downloaded.
+"""
 
 import gzip
 import math
@@ -17,7 +19,8 @@ _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: "
 def read_idx(path: str | Path) -> np.ndarray:
     """One IDX file, plain or gzipped, as an array in native byte order.
 
-    The format: two zero bytes, a type code, the number of dims, each dim as a big-endian uint32, then the data.
+    The format: two zero bytes, a type code, the number of dims, each dim as a big-endian uint32,
+    then the data.
 
     Raises:
       DataError: not an IDX file, or its length does not match its header.
@@ -27,26 +30,33 @@ def read_idx(path: str | Path) -> np.ndarray:
     try:
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} is a damaged gzip file: {error}.", fix="download it again.") from error
+        raise DataError(
+            f"{path} is a damaged gzip file: {error}.", fix="download it again."
+        ) from error
     if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] not in _TYPES:
         raise DataError(
-            f"{path} is not an IDX file: it starts with {raw[:4].hex(' ')!r}.", fix="one of MNIST's four files, as it was downloaded."
+            f"{path} is not an IDX file: it starts with {raw[:4].hex(' ')!r}.",
+            fix="one of MNIST's four files, as it was downloaded.",
         )
     dtype, ndim = np.dtype(_TYPES[raw[2]]), raw[3]
     if len(raw) < 4 + 4 * ndim:
-        raise DataError(f"{path}: the header of {ndim} dims is truncated.", fix="download it again.")
+        raise DataError(
+            f"{path}: the header of {ndim} dims is truncated.", fix="download it again."
+        )
     shape = struct.unpack(f">{ndim}I", raw[4 : 4 + 4 * ndim])
     data = raw[4 + 4 * ndim :]
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise DataError(
-            f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, the file has {len(data)}.",
+            f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, "
+            f"the file has {len(data)}.",
             fix="download it again.",
         )
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Train and test sets from the four IDX files of MNIST, Fashion-MNIST or KMNIST in `folder`, plain or `.gz`.
+    """Train and test sets from the four IDX files of MNIST, Fashion-MNIST or KMNIST in `folder`,
+    plain or `.gz`.
 
     Args:
       folder: with the four files.
@@ -68,13 +78,20 @@ def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
 
 
 def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
-    images, labels = read_idx(_find(folder, f"{prefix}-images", 3)), read_idx(_find(folder, f"{prefix}-labels", 1))
+    images, labels = (
+        read_idx(_find(folder, f"{prefix}-images", 3)),
+        read_idx(_find(folder, f"{prefix}-labels", 1)),
+    )
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(
-            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; wanted [n, height, width] and [n].",
+            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; "
+            "wanted [n, height, width] and [n].",
             fix="both files of one data set.",
         )
-    return {"image": (images.astype(np.float32) / 255.0)[..., None], "label": labels.astype(np.int32)}
+    return {
+        "image": (images.astype(np.float32) / 255.0)[..., None],
+        "label": labels.astype(np.int32),
+    }
 
 
 def _find(folder: Path, stem: str, ndim: int) -> Path:
@@ -82,4 +99,6 @@ def _find(folder: Path, stem: str, ndim: int) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise DataError(f"{folder} has none of {', '.join(names)}.", fix="the folder with MNIST's four files.")
+    raise DataError(
+        f"{folder} has none of {', '.join(names)}.", fix="the folder with MNIST's four files."
+    )

@@ -22,24 +22,44 @@ class ImageFiles(FileFormat):
     file_kind = "picture"
     together = 1
 
-    def __init__(self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int):
+    def __init__(
+        self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int
+    ):
         import_extra("PIL.Image", "images")
-        self.paths, self.counts, self.sizes = paths, [1] * len(paths), [os.path.getsize(path) for path in paths]
+        self.paths, self.counts, self.sizes = (
+            paths,
+            [1] * len(paths),
+            [os.path.getsize(path) for path in paths],
+        )
         self._labels, self._size, self._channels = labels, size, channels
-        self.fields = {"image": Field((*size, channels), np.dtype(np.float32)), "label": Field((), np.dtype(np.int32))}
+        self.fields = {
+            "image": Field((*size, channels), np.dtype(np.float32)),
+            "label": Field((), np.dtype(np.int32)),
+        }
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """Decoded by Pillow, which lets other threads run meanwhile."""
-        pillow, turn = import_extra("PIL.Image", "images"), import_extra("PIL.ImageOps", "images").exif_transpose
+        pillow, turn = (
+            import_extra("PIL.Image", "images"),
+            import_extra("PIL.ImageOps", "images").exif_transpose,
+        )
         leaves["label"][:] = self._labels[records]
         for at, record in enumerate(records.tolist()):
             try:
                 with pillow.open(self.paths[record]) as opened:
-                    upright = turn(opened)  # as its EXIF data say; a camera stores what it sees, and how it was held
-                    picture = _eight_bits(upright, opened.format, pillow).convert(_MODES[self._channels])
+                    # as its EXIF data say; a camera stores what it sees, and how it was held
+                    upright = turn(opened)
+                    picture = _eight_bits(upright, opened.format, pillow).convert(
+                        _MODES[self._channels]
+                    )
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
-                leaves["image"][at] = np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
-            except Exception as error:  # Pillow raises many kinds, also for files that are truncated
+                leaves["image"][at] = (
+                    np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
+                )
+            except Exception as error:
+                # Pillow raises many kinds, also for files that are truncated
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"
 
     def where(self, record: int) -> str:
@@ -48,7 +68,9 @@ class ImageFiles(FileFormat):
 
 
 def _pictures(folder: Path) -> list[str]:
-    """Pictures in a folder and those below it, without hidden ones, such as those in `.ipynb_checkpoints` and `._1.png` of macOS."""
+    """Pictures in a folder and those below it, without hidden ones, such as those in
+    `.ipynb_checkpoints` and `._1.png` of macOS.
+    """
 
     def fail(error: OSError) -> NoReturn:  # else `os.walk` leaves the folder out
         text = f"{error.filename} cannot be read: {error.strerror}."
@@ -57,17 +79,31 @@ def _pictures(folder: Path) -> list[str]:
     paths: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(parent, name) for name in names if name.lower().endswith(ENDINGS) and not name.startswith(".")]
+        paths += [
+            os.path.join(parent, name)
+            for name in names
+            if name.lower().endswith(ENDINGS) and not name.startswith(".")
+        ]
     return sorted(paths, key=lambda path: path.split(os.sep))
 
 
 def _eight_bits(picture: Any, kind: str | None, pillow: Any) -> Any:
-    """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than 255."""
-    if picture.mode == "I" and kind == "PNG":  # which has 16 bits at most; some versions of Pillow say no more
+    """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than
+    255.
+    """
+    # which has 16 bits at most; some versions of Pillow say no more
+    if picture.mode == "I" and kind == "PNG":
         return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
-        raise ValueError(f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not known")
-    return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if picture.mode.startswith("I;16") else picture
+        raise ValueError(
+            f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not "
+            "known"
+        )
+    return (
+        pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+        if picture.mode.startswith("I;16")
+        else picture
+    )
 
 
 def images(
@@ -81,11 +117,13 @@ def images(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label" int32[rows]. Wants the extra `images`.
+    """Batches of pictures, "image" float32[rows, height, width, channels] from 0 to 1, and "label"
+    int32[rows]. Wants the extra `images`.
 
-    Each folder in `folder` is a class; labels are their numbers in the order of their names, and pictures in folders below belong to them.
-    Folders and files whose names begin with a dot are not read. A picture is turned as its EXIF orientation says. An alpha channel is left
-    out unless `channels` is 4.
+    Each folder in `folder` is a class; labels are their numbers in the order of their names, and
+    pictures in folders below belong to them. Folders and files whose names begin with a dot are not
+    read. A picture is turned as its EXIF orientation says. An alpha channel is left out unless
+    `channels` is 4.
 
     Args:
       folder: with a folder for each class.
@@ -111,23 +149,51 @@ def images(
       >>> batch["image"].shape, batch["label"].tolist()
       ((2, 4, 4, 3), [0, 1])
     """
-    pair = isinstance(size, tuple | list) and len(size) == 2 and all(type(length) is int and length >= 1 for length in size)
+    pair = (
+        isinstance(size, tuple | list)
+        and len(size) == 2
+        and all(type(length) is int and length >= 1 for length in size)
+    )
     if not pair or type(channels) is not int or channels not in _MODES:
-        raise OptionError(f"size={size!r}, channels={channels!r}.", fix="size=(height, width), and channels=1, 3 or 4.")
+        raise OptionError(
+            f"size={size!r}, channels={channels!r}.",
+            fix="size=(height, width), and channels=1, 3 or 4.",
+        )
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     folder = as_path(folder, "folder")
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}.", fix="the path of a folder with a folder for each class.")
+        raise DataError(
+            f"there is no folder {folder}.",
+            fix="the path of a folder with a folder for each class.",
+        )
     entries = list(os.scandir(folder))
-    classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    classes = sorted(
+        entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+    )
     paths = [_pictures(folder / name) for name in classes]
     if not any(paths):
         has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
-        raise DataError(f"{folder} holds no pictures in folders that are classes; {has}.", fix="folder/class/picture.png.")
-    beside = sum(entry.is_file() and entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") for entry in entries)
+        raise DataError(
+            f"{folder} holds no pictures in folders that are classes; {has}.",
+            fix="folder/class/picture.png.",
+        )
+    beside = sum(
+        entry.is_file() and entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".")
+        for entry in entries
+    )
     empty = [name for name, of_class in zip(classes, paths, strict=True) if not of_class]
     if beside or empty:
-        text = "%s: %d pictures stand beside the folders of classes and are not read; classes without a picture: %s."
+        text = (
+            "%s: %d pictures stand beside the folders of classes and are not read; classes without "
+            "a picture: %s."
+        )
         logging.getLogger("spmd").warning(text, folder, beside, ", ".join(empty[:5]) or "none")
-    labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(of_class) for of_class in paths])
-    return Records(ImageFiles(tuple(itertools.chain.from_iterable(paths)), labels, (size[0], size[1]), channels), reading)
+    labels = np.repeat(
+        np.arange(len(classes), dtype=np.int32), [len(of_class) for of_class in paths]
+    )
+    return Records(
+        ImageFiles(
+            tuple(itertools.chain.from_iterable(paths)), labels, (size[0], size[1]), channels
+        ),
+        reading,
+    )

@@ -1,4 +1,6 @@
-"""Host arrays in the dtypes that jax gives them: without `jax_enable_x64`, 64 bits become 32, and what 32 bits do not hold is refused."""
+"""Host arrays in the dtypes that jax gives them: without `jax_enable_x64`, 64 bits become 32, and
+what 32 bits do not hold is refused.
+"""
 
 from typing import Any, NoReturn
 
@@ -35,7 +37,8 @@ def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
 
 
 def raise_out_of_range(leaves: Tree, index: np.ndarray | None, name: str) -> NoReturn:
-    """Raise `DataError` for the first value of the rows `index` of `leaves` (all of them without) that `narrow` refuses.
+    """Raise `DataError` for the first value of the rows `index` of `leaves` (all of them without)
+    that `narrow` refuses.
 
     Args:
       name: whose rows are numbered, such as "the data".
@@ -47,12 +50,21 @@ def raise_out_of_range(leaves: Tree, index: np.ndarray | None, name: str) -> NoR
             continue
         for row in range(len(leaf)) if index is None else index:
             if not _fits(leaf[row]):
-                value, (least, most) = next(value for value in leaf[row].flat if not _fits(value)), limits(dtype)
-                smaller = "an index into a table of the values" if dtype.kind in "iu" else "the values divided by a constant"
+                value, (least, most) = (
+                    next(value for value in leaf[row].flat if not _fits(value)),
+                    limits(dtype),
+                )
+                smaller = (
+                    "an index into a table of the values"
+                    if dtype.kind in "iu"
+                    else "the values divided by a constant"
+                )
                 raise DataError(
-                    f"{path or 'the array'}: row {row} of {name} holds {value}. jax makes {dtype} of {leaf.dtype}, which holds "
+                    f"{path or 'the array'}: row {row} of {name} holds {value}. jax makes {dtype} "
+                    f"of {leaf.dtype}, which holds "
                     f"{least} to {most}.",
-                    fix=f"smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True).",
+                    fix=f"smaller numbers, such as {smaller}; or "
+                    "jax.config.update('jax_enable_x64', True).",
                 )
     raise AssertionError("every value fits")
 

@@ -9,22 +9,27 @@ import numpy as np
 
 NUMBERS: tuple[Any, ...] = (numbers.Real, np.bool_)
 DIGITS = 18  # of decimal numbers that 64 bits hold
-EXACT = 2**53  # whole numbers below it, and powers of ten up to 22, are float64 without rounding: their quotient is rounded once
+# whole numbers below it, and powers of ten up to 22, are float64 without rounding: their quotient
+# is rounded once
+EXACT = 2**53
 _POWERS = 10 ** np.arange(DIGITS + 1, dtype=np.int64)
 _TENS = 10.0 ** np.arange(DIGITS + 1)
 _ZERO, _DOT, _MINUS, _PLUS = (ord(letter) for letter in "0.-+")
 
 
-def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plain decimal numbers (`-12`, `3.25`), each equal to Python's `float` of its text, bit for bit.
+def decimals(
+    text: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Plain decimal numbers (`-12`, `3.25`), each equal to Python's `float` of its text, bit for
+    bit.
 
     Args:
       text: uint8[bytes].
       starts, ends: int64[n]: the bytes of each number.
 
     Returns:
-      float64[n]; bool[n], whether it has no point; and bool[n], whether it was parsed: not if it has an exponent, has more digits than one
-      division rounds exactly, or is not a number.
+      float64[n]; bool[n], whether it has no point; and bool[n], whether it was parsed: not if it
+      has an exponent, has more digits than one division rounds exactly, or is not a number.
 
     Example:
       >>> decimals(np.frombuffer(b"-1.5,20,x", np.uint8), np.array([0, 5, 8]), np.array([4, 7, 9]))
@@ -36,7 +41,11 @@ def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np
     first = text.take(starts, mode="clip")
     minus = (first == _MINUS) & (lengths > 0)
     signed = minus | ((first == _PLUS) & (lengths > 0))
-    number, point, digits = np.zeros(len(lengths), np.int64), np.full(len(lengths), -1), np.zeros(len(lengths), np.int64)
+    number, point, digits = (
+        np.zeros(len(lengths), np.int64),
+        np.full(len(lengths), -1),
+        np.zeros(len(lengths), np.int64),
+    )
     for back in range(min(int(lengths.max()), DIGITS + 2)):  # from the last letter to the first
         letter = text.take(ends - 1 - back, mode="clip")
         digit, inside = letter - np.uint8(_ZERO), back < lengths
@@ -46,7 +55,12 @@ def decimals(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np
         point = np.where(is_point, digits, point)
         digits += is_digit
     is_integer = point < 0
-    sound = (digits + ~is_integer + signed == lengths) & (digits > 0) & (digits <= DIGITS) & (number < EXACT)
+    sound = (
+        (digits + ~is_integer + signed == lengths)
+        & (digits > 0)
+        & (digits <= DIGITS)
+        & (number < EXACT)
+    )
     value = number / _TENS.take(np.maximum(point, 0), mode="clip")
     return np.where(sound, np.where(minus, -value, value), 0.0), is_integer, sound
 
@@ -55,10 +69,21 @@ def holds(dtype: np.dtype, value: Any) -> bool:
     """Whether a dtype holds a number, up to rounding of a float.
 
     Example:
-      >>> [holds(np.dtype(name), x) for name, x in [("int8", 200), ("int8", 1.5), ("float32", 10**400), ("float32", 7), ("bool", 1)]]
+      >>> [
+      ...     holds(np.dtype(name), x)
+      ...     for name, x in [
+      ...         ("int8", 200),
+      ...         ("int8", 1.5),
+      ...         ("float32", 10**400),
+      ...         ("float32", 7),
+      ...         ("bool", 1),
+      ...     ]
+      ... ]
       [False, False, False, True, True]
     """
-    if not isinstance(value, NUMBERS) or (isinstance(value, int) and abs(value) > sys.float_info.max):
+    if not isinstance(value, NUMBERS) or (
+        isinstance(value, int) and abs(value) > sys.float_info.max
+    ):
         return False
     if dtype.kind == "f":
         with np.errstate(over="ignore"):

@@ -7,12 +7,15 @@ import numpy as np
 
 from spmd.errors import OptionError, option
 
-OPEN = 256  # rows with free space that the next document may go to: they hold neighbours in the files, which are read together
+# rows with free space that the next document may go to: they hold neighbours in the files, which
+# are read together
+OPEN = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Pieces of documents in rows of `length` tokens; a piece is a document, or a part of one that is longer than a row.
+    """Pieces of documents in rows of `length` tokens; a piece is a document, or a part of one that
+    is longer than a row.
 
     Attributes:
       document: int64[pieces], ordered by row.
@@ -39,21 +42,27 @@ class Rows:
     def filled_up(self, multiple: int) -> "Rows":
         """With rows without documents, so that `multiple` divides their number."""
         missing = -len(self) % multiple
-        return dataclasses.replace(self, first=np.concatenate([self.first, np.repeat(self.first[-1:], missing)]))
+        return dataclasses.replace(
+            self, first=np.concatenate([self.first, np.repeat(self.first[-1:], missing)])
+        )
 
 
-def pack_documents(lengths: np.ndarray, length: int, *, pack: bool = True, split: bool = True) -> Rows:
+def pack_documents(
+    lengths: np.ndarray, length: int, *, pack: bool = True, split: bool = True
+) -> Rows:
     """Rows of `length` tokens that hold all documents.
 
-    Documents are taken in order. Each goes to the row in which it leaves the least space free (best fit), of the `OPEN` rows that were
-    begun last and are not full. So the rows depend on lengths alone: not on an epoch, on processes or on a position, and a position in
-    an order of rows is a number. In one pass and bounded memory they are nearly as full as those of best fit over all documents
-    in decreasing order (Ding et al. 2024, arXiv:2404.10830).
+    Documents are taken in order. Each goes to the row in which it leaves the least space free (best
+    fit), of the `OPEN` rows that were begun last and are not full. So the rows depend on lengths
+    alone: not on an epoch, on processes or on a position, and a position in an order of rows is a
+    number. In one pass and bounded memory they are nearly as full as those of best fit over all
+    documents in decreasing order (Ding et al. 2024, arXiv:2404.10830).
 
     Args:
       lengths: int64[documents], tokens of each; one of 0 is in no row.
       pack: several documents in a row; False: each has its own.
-      split: documents that are longer than a row continue in others; False: what is beyond is left out.
+      split: documents that are longer than a row continue in others; False: what is beyond is left
+        out.
 
     Example:
       >>> rows = pack_documents(np.array([3, 5, 2, 9]), 6)
@@ -63,7 +72,9 @@ def pack_documents(lengths: np.ndarray, length: int, *, pack: bool = True, split
       ([3, 2, 5, 6, 3], [0, 0, 0, 0, 6], 0.208)
     """
     if length < 2:
-        raise OptionError(f"{option('length', length)}: a row needs a token and the next one.", fix="at least 2.")
+        raise OptionError(
+            f"{option('length', length)}: a row needs a token and the next one.", fix="at least 2."
+        )
     count = -(-lengths // length) if split else (lengths > 0).astype(np.int64)
     document = np.repeat(np.arange(len(lengths)), count)
     start = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * length

@@ -11,7 +11,17 @@ import numpy as np
 from spmd.data.number_parsing import holds
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
-from spmd.errors import DataError, OptionError, did_you_mean, first_line, import_extra, join_names, option, quoted, type_name
+from spmd.errors import (
+    DataError,
+    OptionError,
+    did_you_mean,
+    first_line,
+    import_extra,
+    join_names,
+    option,
+    quoted,
+    type_name,
+)
 
 CACHED = 32  # row groups: more than a window has runs
 MISSING, BEYOND, LENGTH = 1, 2, 3  # problems of a value
@@ -22,7 +32,9 @@ class ParquetFiles(FileFormat):
 
     file_kind, record_kind = "Parquet file", "row"
 
-    def __init__(self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]):
+    def __init__(
+        self, paths: tuple[str, ...], columns: Sequence[str] | None, defaults: Mapping[str, Any]
+    ):
         types = import_extra("pyarrow.types", "parquet")
         self.paths, self.sizes = paths, [os.path.getsize(path) for path in paths]
         files = [opened(path) for path in paths]
@@ -36,32 +48,59 @@ class ParquetFiles(FileFormat):
         schema = files[0].schema_arrow
         for path, file in zip(paths, files, strict=True):
             if not file.schema_arrow.equals(schema):
-                columns_text = f"columns {_schema_text(file.schema_arrow)}; {paths[0]} has {_schema_text(schema)}"
+                columns_text = (
+                    f"columns {_schema_text(file.schema_arrow)}; {paths[0]} has "
+                    f"{_schema_text(schema)}"
+                )
                 raise DataError(f"{path} has {columns_text}.", fix="files of one schema.")
             file.close()
         for name in (*(columns or ()), *defaults):
             if name not in schema.names:
-                raise OptionError(f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}")
+                raise OptionError(
+                    f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}"
+                )
         kinds = {name: schema.field(name).type for name in columns or schema.names}
-        lengths = {name: _list_length(paths, name) for name, kind in kinds.items() if types.is_list(kind) or types.is_large_list(kind)}
-        self.fields = {name: _field(name, kind, types, lengths.get(name)) for name, kind in kinds.items()}
+        lengths = {
+            name: _list_length(paths, name)
+            for name, kind in kinds.items()
+            if types.is_list(kind) or types.is_large_list(kind)
+        }
+        self.fields = {
+            name: _field(name, kind, types, lengths.get(name)) for name, kind in kinds.items()
+        }
         for name, value in defaults.items():
             if name in self.fields and self.fields[name].shape:
                 fix = f"{option('on_error', quoted('skip'))}, which leaves out rows without a value"
-                raise OptionError(f'defaults: column "{name}" holds lists, for which there is no default.', fix=f"{fix}.")
+                raise OptionError(
+                    f'defaults: column "{name}" holds lists, for which there is no default.',
+                    fix=f"{fix}.",
+                )
             if name in self.fields and not holds(self.fields[name].dtype, value):
                 dtype = self.fields[name].dtype
-                raise OptionError(f'defaults: "{name}" is {value!r}, and the column is {dtype}.', fix="a number that it holds.")
-        self._defaults = {name: self.fields[name].dtype.type(value).item() for name, value in defaults.items() if name in self.fields}
+                raise OptionError(
+                    f'defaults: "{name}" is {value!r}, and the column is {dtype}.',
+                    fix="a number that it holds.",
+                )
+        self._defaults = {
+            name: self.fields[name].dtype.type(value).item()
+            for name, value in defaults.items()
+            if name in self.fields
+        }
 
     @functools.cached_property
-    def _row_group(self) -> Callable[[str, int, int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
-        return functools.lru_cache(CACHED)(functools.partial(_read_row_group, fields=self.fields, defaults=self._defaults))
+    def _row_group(
+        self,
+    ) -> Callable[[str, int, int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+        return functools.lru_cache(CACHED)(
+            functools.partial(_read_row_group, fields=self.fields, defaults=self._defaults)
+        )
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_row_group"}
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """Reads the rows of each row group together."""
         groups = np.searchsorted(self._first, records, "right") - 1
         for group in np.unique(groups).tolist():
@@ -70,7 +109,9 @@ class ParquetFiles(FileFormat):
             try:
                 values, wrong = self._row_group(*self._groups[group])
             except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
-                bad |= dict.fromkeys(at.tolist(), f"its row group cannot be read: {first_line(error)}")
+                bad |= dict.fromkeys(
+                    at.tolist(), f"its row group cannot be read: {first_line(error)}"
+                )
                 continue
             for name, field in self.fields.items():
                 leaves[name][at] = values[name][rows]
@@ -80,7 +121,10 @@ class ParquetFiles(FileFormat):
                     LENGTH: f"a list that is not of length {field.shape[0] if field.shape else 0}",
                 }
                 problems = wrong[name][rows]
-                bad |= {int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}' for row in np.flatnonzero(problems)}
+                bad |= {
+                    int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}'
+                    for row in np.flatnonzero(problems)
+                }
 
 
 def opened(path: str) -> Any:
@@ -93,13 +137,18 @@ def opened(path: str) -> Any:
     try:
         return arrow.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:
-        raise DataError(f"{path} is no Parquet file: {str(error).rstrip('.')}.", fix="the file as it was written.") from error
+        raise DataError(
+            f"{path} is no Parquet file: {str(error).rstrip('.')}.",
+            fix="the file as it was written.",
+        ) from error
 
 
 def _read_row_group(
     path: str, group: int, rows: int, *, fields: Mapping[str, Field], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """By column, the values [rows, ...] of a row group, and int[rows]: what is wrong with each, 0 if nothing is."""
+    """By column, the values [rows, ...] of a row group, and int[rows]: what is wrong with each, 0
+    if nothing is.
+    """
     with opened(path) as file:
         table = file.read_row_group(group, columns=list(fields))
     if len(table) != rows:
@@ -111,26 +160,43 @@ def _read_row_group(
             stored, problems = _lists(column, field)
         else:
             missing = np.asarray(column.is_null())
-            filled = column.fill_null(defaults.get(name, field.dtype.type(0).item())) if missing.any() else column
+            filled = (
+                column.fill_null(defaults.get(name, field.dtype.type(0).item()))
+                if missing.any()
+                else column
+            )
             stored = filled.to_numpy(zero_copy_only=False)
             problems = np.where(missing & (name not in defaults), MISSING, 0)
         with np.errstate(over="ignore"):
             values[name] = stored.astype(field.dtype)
-        beyond = np.isinf(values[name]) & np.isfinite(stored) if field.dtype != stored.dtype else np.zeros(stored.shape, bool)
-        wrong[name] = np.where(problems == 0, np.where(beyond.reshape(len(problems), -1).any(axis=1), BEYOND, 0), problems)
+        beyond = (
+            np.isinf(values[name]) & np.isfinite(stored)
+            if field.dtype != stored.dtype
+            else np.zeros(stored.shape, bool)
+        )
+        wrong[name] = np.where(
+            problems == 0,
+            np.where(beyond.reshape(len(problems), -1).any(axis=1), BEYOND, 0),
+            problems,
+        )
     return values, wrong
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of one length [rows, length], and int[rows]: what is wrong with each, 0 if nothing is."""
+    """Lists of one length [rows, length], and int[rows]: what is wrong with each, 0 if nothing
+    is.
+    """
     rows, length = len(column), field.shape[0]
     if not hasattr(column.type, "list_size"):  # lists that are of one length, and do not have to be
         return _equal_lists(column, length)
-    numbers = column.values.slice(column.offset * length, rows * length)  # keeps the places of missing lists, which flatten drops
+    # keeps the places of missing lists, which flatten drops
+    numbers = column.values.slice(column.offset * length, rows * length)
     lack = np.asarray(numbers.is_null())
     missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
     filled = numbers.fill_null(0) if lack.any() else numbers
-    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), np.where(missing, MISSING, 0)
+    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), np.where(
+        missing, MISSING, 0
+    )
 
 
 def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,11 +215,15 @@ def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _schema_text(schema: Any) -> str:
-    return join_names(f"{column.name} {column.type}{'' if column.nullable else ' not null'}" for column in schema)
+    return join_names(
+        f"{column.name} {column.type}{'' if column.nullable else ' not null'}" for column in schema
+    )
 
 
 def _list_length(paths: Sequence[str], name: str) -> int | None:
-    """The length of the lists of a column, in the first row group that has some; None if there are several."""
+    """The length of the lists of a column, in the first row group that has some; None if there are
+    several.
+    """
     compute = import_extra("pyarrow.compute", "parquet")
     for path in paths:
         with opened(path) as file:
@@ -168,14 +238,26 @@ def _list_length(paths: Sequence[str], name: str) -> int | None:
 def _field(name: str, arrow_type: Any, types: Any, length: int | None = None) -> Field:
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):
         if length is None:
-            fix = "lists of one length, at least one of them in the first row group; or columns=[...] without it"
-            raise DataError(f'column "{name}" is {arrow_type}, and its lists are of several lengths.', fix=f"{fix}.")
+            fix = (
+                "lists of one length, at least one of them in the first row group; or "
+                "columns=[...] without it"
+            )
+            raise DataError(
+                f'column "{name}" is {arrow_type}, and its lists are of several lengths.',
+                fix=f"{fix}.",
+            )
         shape, kind = (length,), arrow_type.value_type
     else:
-        shape, kind = ((arrow_type.list_size,), arrow_type.value_type) if types.is_fixed_size_list(arrow_type) else ((), arrow_type)
+        shape, kind = (
+            ((arrow_type.list_size,), arrow_type.value_type)
+            if types.is_fixed_size_list(arrow_type)
+            else ((), arrow_type)
+        )
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
-        raise DataError(f'column "{name}" is {arrow_type}, which cannot be placed on a device.', fix=f"{fix}.")
+        raise DataError(
+            f'column "{name}" is {arrow_type}, which cannot be placed on a device.', fix=f"{fix}."
+        )
     dtype = np.dtype(kind.to_pandas_dtype())
     return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
 
@@ -191,16 +273,18 @@ def parquet(
     workers: int = 0,
     on_error: str = "stop",
 ) -> Records:
-    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Needs the extra `parquet`.
+    """Batches of the rows of Parquet files: columns of numbers, and of lists of one length. Needs
+    the extra `parquet`.
 
-    Entire row groups are read, and 32 are cached. If there are more, a window (`shuffle=10_000`) reads each once in an epoch;
-    shuffle=True reads them repeatedly.
+    Entire row groups are read, and 32 are cached. If there are more, a window (`shuffle=10_000`)
+    reads each once in an epoch; shuffle=True reads them repeatedly.
 
     Args:
       files: a pattern, a path, or several of them.
       batch_size: rows of a batch, over all processes.
       columns: which are read; None: all.
-      defaults: by column of numbers, what stands for a missing value. Without one such a value is an error.
+      defaults: by column of numbers, what stands for a missing value. Without one such a value is
+        an error.
       shuffle, seed, workers, on_error: as in `spmd.data.csv`.
 
     Returns:
@@ -222,5 +306,7 @@ def parquet(
     if columns is not None and (not names or len(set(map(str, names))) < len(names)):
         raise OptionError(f"columns={columns!r}.", fix="a list of names, each once.")
     if defaults is not None and not isinstance(defaults, Mapping):
-        raise OptionError(f"defaults={defaults!r} is {type_name(defaults)}.", fix="a dict, by column.")
+        raise OptionError(
+            f"defaults={defaults!r} is {type_name(defaults)}.", fix="a dict, by column."
+        )
     return Records(ParquetFiles(find_files(files), columns, defaults or {}), reading)

@@ -1,4 +1,6 @@
-"""Reads ahead in a thread: bounded, closed cleanly, and with the reader's errors raised in the caller."""
+"""Reads ahead in a thread: bounded, closed cleanly, and with the reader's errors raised in the
+caller.
+"""
 
 import contextlib
 import logging
@@ -11,18 +13,23 @@ import jax
 
 T = TypeVar("T")
 _END = object()
-JOIN_SECONDS, POLL_SECONDS = 10.0, 0.1  # for a reader to end; and between two looks at a request to stop
+# for a reader to end; and between two looks at a request to stop
+JOIN_SECONDS, POLL_SECONDS = 10.0, 0.1
 
 
 @contextlib.contextmanager
 def prefetch(
-    items: Iterator[Any], function: Callable[[Any], T], depth: int, stops: Callable[[], bool] = lambda: False
+    items: Iterator[Any],
+    function: Callable[[Any], T],
+    depth: int,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Iterator[Iterator[T]]:
     """`map(function, items)`, with up to `depth` results made ahead of time by a thread.
 
-    An error raised while reading is raised again in the caller, with the reader's traceback. On leaving the block the
-    thread is stopped and joined; the iterator is closed in the thread that ran it, and an error it raises then is
-    raised on leaving, unless the block has raised one of its own. While an item is waited for, `stops` is asked whether to end instead.
+    An error raised while reading is raised again in the caller, with the reader's traceback. On
+    leaving the block the thread is stopped and joined; the iterator is closed in the thread that
+    ran it, and an error it raises then is raised on leaving, unless the block has raised one of its
+    own. While an item is waited for, `stops` is asked whether to end instead.
 
     Example:
       >>> with prefetch(iter(range(3)), lambda x: x * x, depth=2) as squares:
@@ -69,7 +76,9 @@ def prefetch(
         thread.join(timeout=JOIN_SECONDS)
         if thread.is_alive():
             logging.getLogger("spmd").warning(
-                "the data's reader is still busy %g s after a request to stop; its thread is left running", JOIN_SECONDS
+                "the data's reader is still busy %g s after a request to stop; its thread is left "
+                "running",
+                JOIN_SECONDS,
             )
     if failed:
         raise failed[0]
@@ -91,7 +100,9 @@ def _drain(results: queue.Queue, stops: Callable[[], bool]) -> Iterator[Any]:
 
 
 def allow_transfers(items: Iterator[T]) -> Iterator[T]:
-    """The same items; the code that reads them may transfer arrays, whatever the transfer guard says."""
+    """The same items; the code that reads them may transfer arrays, whatever the transfer guard
+    says.
+    """
     while True:
         with jax.transfer_guard("allow"):
             try:

@@ -17,11 +17,13 @@ class Prompts:
 
     Args:
       tokenizer: a folder with a tokenizer.json, the path of one, or a `tokenizers.Tokenizer`.
-      chat: a prompt is what a user says, in this format (`spmd.data.text`), and the model answers; None: a prompt is text to continue.
+      chat: a prompt is what a user says, in this format (`spmd.data.text`), and the model answers;
+        None: a prompt is text to continue.
 
     Attributes:
-      stop: ids of the tokens that end a text: the `eos_token_id` of generation_config.json or config.json, else the `eos_token` of
-        tokenizer_config.json; in a chat also the token that ends an answer.
+      stop: ids of the tokens that end a text: the `eos_token_id` of generation_config.json or
+        config.json, else the `eos_token` of tokenizer_config.json; in a chat also the token that
+        ends an answer.
 
     Raises:
       DataError: no tokenizer, an unknown format, or one whose special tokens the tokenizer lacks.
@@ -42,7 +44,11 @@ class Prompts:
         folder, named = self.tokenizer.folder, self.tokenizer.named().get("eos_token")
         ends = () if folder is None else end_tokens(folder)
         by_name = None if ends or named is None else self.tokenizer.id_of(named)
-        self.stop = tuple(dict.fromkeys([*ends, *([] if by_name is None else [by_name]), *self._ends_of_answers()]))
+        self.stop = tuple(
+            dict.fromkeys(
+                [*ends, *([] if by_name is None else [by_name]), *self._ends_of_answers()]
+            )
+        )
 
     def _ends_of_answers(self) -> list[int]:
         """The special token after an answer."""
@@ -52,7 +58,9 @@ class Prompts:
         try:
             rendered = self._chat.form.render(turns)
         except ValueError as error:
-            raise DataError(f"{self.tokenizer.name}: {error}.", fix=f"another {option('chat')} format.") from error
+            raise DataError(
+                f"{self.tokenizer.name}: {error}.", fix=f"another {option('chat')} format."
+            ) from error
         begin, end = rendered.answers[-1]
         tokens = self._chat.reserved.findall(rendered.text[begin:end])
         ids = [self.tokenizer.id_of(token) for token in tokens[:1]]
@@ -67,22 +75,31 @@ class Prompts:
         try:
             text = check_text(prompt, "it")
             if self._chat is not None:
-                turns = messages_of([{"role": "user", "content": text}], "messages", self._chat.reserved)
+                turns = messages_of(
+                    [{"role": "user", "content": text}], "messages", self._chat.reserved
+                )
                 text = self._chat.form.prompt(turns)
             plain = self._ids(text, special=False)
             ids = plain if self._chat is not None else self._ids(text, special=True)
         except ValueError as error:
-            raise DataError(f"prompt {short_repr(prompt)}: {error}.", fix="another prompt.") from error
-        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:  # some tokenizers end every text, which the model is to continue
+            raise DataError(
+                f"prompt {short_repr(prompt)}: {error}.", fix="another prompt."
+            ) from error
+        # some tokenizers end every text, which the model is to continue
+        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:
             ids = ids[:-1]
         if not ids:
-            raise DataError(f"prompt {short_repr(prompt)} has no tokens.", fix="one token at least, such as the one that begins a text.")
+            raise DataError(
+                f"prompt {short_repr(prompt)} has no tokens.",
+                fix="one token at least, such as the one that begins a text.",
+            )
         return ids
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         try:
             return list(self.tokenizer.encode([text], special=special, offsets=False)[0].ids)
-        except Exception as error:  # such as a word that is in no vocabulary without a token for unknown ones
+        except Exception as error:
+            # such as a word that is in no vocabulary without a token for unknown ones
             raise ValueError(f"it cannot be tokenized: {first_line(error)}") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

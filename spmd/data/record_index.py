@@ -23,38 +23,78 @@ from spmd.user_paths import as_path, make_folder
 CHUNK = 1 << 24  # bytes of a file that are scanned at a time
 SAMPLED = 16  # blocks of a file that are hashed to check that an index is for it
 OPEN = 256  # the number of files up to which all are kept open
-_COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz"}
+_COMPRESSED = {
+    b"\x1f\x8b\x08": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+}
 
 Scan = Callable[[str], tuple[np.ndarray, np.ndarray]]
 
 
 def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
-    """The files that match a pattern, a path, or several of them; those of each pattern sorted by name.
+    """The files that match a pattern, a path, or several of them; those of each pattern sorted by
+    name.
 
     Raises:
       DataError: one of them matches no file.
     """
-    patterns = [files] if isinstance(files, str | os.PathLike) else list(files) if isinstance(files, Iterable) else [None]
+    patterns = (
+        [files]
+        if isinstance(files, str | os.PathLike)
+        else list(files)
+        if isinstance(files, Iterable)
+        else [None]
+    )
     if not all(isinstance(pattern, str | os.PathLike) for pattern in patterns):
-        raise OptionError(f"files={files!r} is {type_name(files)}.", fix='a pattern such as "train-*.csv", or a list of paths.')
+        raise OptionError(
+            f"files={files!r} is {type_name(files)}.",
+            fix='a pattern such as "train-*.csv", or a list of paths.',
+        )
     paths: list[str] = []
     for pattern in (str(as_path(pattern, "files")) for pattern in patterns):
-        names = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        names = (
+            [pattern]
+            if os.path.isfile(pattern)
+            else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+        )
         if not names:
             folder = os.path.dirname(pattern) or "."
             entries = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
-            state = "does not exist" if entries is None else f"holds {', '.join(entries)}" if entries else "is empty"
-            raise DataError(f'no file matches "{pattern}".', fix=f"another pattern; the folder {folder} {state}.")
+            state = (
+                "does not exist"
+                if entries is None
+                else f"holds {', '.join(entries)}"
+                if entries
+                else "is empty"
+            )
+            raise DataError(
+                f'no file matches "{pattern}".',
+                fix=f"another pattern; the folder {folder} {state}.",
+            )
         paths += names
     if not paths:
-        raise DataError("no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.')
-    twice = sorted(path for path, times in collections.Counter(map(os.path.abspath, paths)).items() if times > 1)
+        raise DataError(
+            "no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.'
+        )
+    twice = sorted(
+        path
+        for path, times in collections.Counter(map(os.path.abspath, paths)).items()
+        if times > 1
+    )
     if twice:
         more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
-        raise DataError(f"{twice[0]}{more} is given twice, so all its records would be.", fix="each file once.")
+        raise DataError(
+            f"{twice[0]}{more} is given twice, so all its records would be.", fix="each file once."
+        )
     for path in paths:
         if not os.access(path, os.R_OK):
-            raise DataError(f"{path} may not be read by this process.", fix="its permissions, or another pattern.")
+            raise DataError(
+                f"{path} may not be read by this process.",
+                fix="its permissions, or another pattern.",
+            )
     return tuple(paths)
 
 
@@ -64,11 +104,16 @@ def check_uncompressed(path: str) -> None:
         first_bytes = file.read(6)
     for magic, name in _COMPRESSED.items():
         if first_bytes.startswith(magic):
-            raise DataError(f"{path} is compressed ({name}), and records in it cannot be found by number.", fix="unpack it.")
+            raise DataError(
+                f"{path} is compressed ({name}), and records in it cannot be found by number.",
+                fix="unpack it.",
+            )
 
 
 class _OpenFiles(dict[str, int]):
-    """File descriptors by path, opened when they are first used and closed with the object. A copy for another process is empty."""
+    """File descriptors by path, opened when they are first used and closed with the object. A copy
+    for another process is empty.
+    """
 
     _opening = threading.Lock()
 
@@ -81,7 +126,8 @@ class _OpenFiles(dict[str, int]):
     def __reduce__(self) -> tuple:
         return _OpenFiles, ()
 
-    def __del__(self, close: Callable[[int], None] = os.close):  # when Python exits, `os` may be gone
+    # when Python exits, `os` may be gone
+    def __del__(self, close: Callable[[int], None] = os.close):
         for descriptor in self.values():
             close(descriptor)
 
@@ -94,17 +140,28 @@ class RecordIndex:
       scan: returns int64[records] for one file: where each begins, and where it ends.
       kind: the format and options of the scan; part of the key in `cache`.
       cache: a folder that stores the index for later runs; None: it is not stored.
-      fills_file: records must fill a file to its end; if not, the scan warns, and the index is not stored.
+      fills_file: records must fill a file to its end; if not, the scan warns, and the index is not
+        stored.
     """
 
-    def __init__(self, paths: tuple[str, ...], scan: Scan, kind: str, cache: str | Path | None = None, *, fills_file: bool = False):
+    def __init__(
+        self,
+        paths: tuple[str, ...],
+        scan: Scan,
+        kind: str,
+        cache: str | Path | None = None,
+        *,
+        fills_file: bool = False,
+    ):
         if cache is not None:
             make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
         keep = _fills if fills_file else None
         find = functools.partial(cached_scan, cache=cache, kind=kind, scan=scan, keep=keep)
-        with concurrent.futures.ThreadPoolExecutor(min(len(paths), os.cpu_count() or 1), "spmd-index") as pool:
+        with concurrent.futures.ThreadPoolExecutor(
+            min(len(paths), os.cpu_count() or 1), "spmd-index"
+        ) as pool:
             ranges = list(pool.map(find, paths))
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
@@ -121,7 +178,8 @@ class RecordIndex:
         return self.paths[file], int(record - self.first[file]), int(self.starts[record])
 
     def read(self, records: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
-        """The bytes of records in ascending order, and where in them each begins and ends; adjacent ones are read together.
+        """The bytes of records in ascending order, and where in them each begins and ends; adjacent
+        ones are read together.
 
         Args:
           records: int64[n], ascending; at least one.
@@ -140,10 +198,13 @@ class RecordIndex:
         pieces: list[bytes] = []
         try:
             for read in reads:
-                pieces.append(os.pread(*read))  # after an error, their number says which file it was
+                # after an error, their number says which file it was
+                pieces.append(os.pread(*read))
         except OSError as error:
             raise OSError(error.errno, error.strerror, self.paths[runs[len(pieces)]]) from error
-        for at in np.flatnonzero(np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes).tolist():
+        for at in np.flatnonzero(
+            np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes
+        ).tolist():
             pieces[at] = self._rest(int(runs[at]), pieces[at], *reads[at])
         bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
         shift = np.repeat(bases, lasts - firsts + 1)
@@ -151,23 +212,35 @@ class RecordIndex:
 
     def _rest(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
         """The complete piece, if one call returned only a part of it."""
-        while len(piece) < size and (more := os.pread(descriptor, size - len(piece), begin + len(piece))):
+        while len(piece) < size and (
+            more := os.pread(descriptor, size - len(piece), begin + len(piece))
+        ):
             piece += more
         if len(piece) < size:
             path, has = self.paths[file], begin + len(piece)
-            raise DataError(f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.", fix="the file as it was.")
+            raise DataError(
+                f"{path} has {has} bytes, and had {self.sizes[file]} when it was indexed.",
+                fix="the file as it was.",
+            )
         return piece
 
 
 def _fills(path: str, starts: np.ndarray, ends: np.ndarray) -> bool:
-    """Whether records fill a file; one that they do not fill is scanned each time, to warn each time."""
+    """Whether records fill a file; one that they do not fill is scanned each time, to warn each
+    time.
+    """
     return (int(ends[-1]) if len(ends) else 0) == os.path.getsize(path)
 
 
 def cached_scan(
-    path: str, cache: str | Path | None, kind: str, scan: Scan, keep: Callable[[str, np.ndarray, np.ndarray], bool] | None = None
+    path: str,
+    cache: str | Path | None,
+    kind: str,
+    scan: Scan,
+    keep: Callable[[str, np.ndarray, np.ndarray], bool] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The result of a scan, from the file of an earlier run in the folder `cache`; scans again if the data or that file has changed.
+    """The result of a scan, from the file of an earlier run in the folder `cache`; scans again if
+    the data or that file has changed.
 
     Args:
       kind: what else the result depends on: format and options.
@@ -178,7 +251,13 @@ def cached_scan(
         return scan(path)
     folder = as_path(cache, "index")
     stat, log = os.stat(path), logging.getLogger("spmd")
-    facts = [kind, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, data_hash.of_files([path], [stat.st_size], SAMPLED)]
+    facts = [
+        kind,
+        os.path.abspath(path),
+        stat.st_size,
+        stat.st_mtime_ns,
+        data_hash.of_files([path], [stat.st_size], SAMPLED),
+    ]
     index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
     try:
         stored = checksummed_files.read(index)
@@ -192,7 +271,14 @@ def cached_scan(
     if keep is not None and not keep(path, starts, ends):
         return starts, ends
     try:
-        checksummed_files.write(index, json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes())
+        checksummed_files.write(
+            index,
+            json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes(),
+        )
     except OSError as error:
-        log.warning("the index of %s cannot be kept, so the next run looks for its records again: %s.", path, error)
+        log.warning(
+            "the index of %s cannot be kept, so the next run looks for its records again: %s.",
+            path,
+            error,
+        )
     return starts, ends

@@ -1,4 +1,6 @@
-"""Batches of records in files: read by number and ahead of time by several threads, in an order that does not depend on them."""
+"""Batches of records in files: read by number and ahead of time by several threads, in an order
+that does not depend on them.
+"""
 
 import abc
 import collections
@@ -16,11 +18,20 @@ import numpy as np
 
 from spmd.data import data_hash
 from spmd.data.shuffle import RecordOrder
-from spmd.errors import DataError, OptionError, check_integer, did_you_mean, join_names, option, quoted
+from spmd.errors import (
+    DataError,
+    OptionError,
+    check_integer,
+    did_you_mean,
+    join_names,
+    option,
+    quoted,
+)
 
 S = TypeVar("S")
 T = TypeVar("T")
-RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]  # arrays [rows, ...], and bool[rows]: whether a row was readable
+# arrays [rows, ...], and bool[rows]: whether a row was readable
+RecordBatch = tuple[dict[str, np.ndarray], np.ndarray]
 
 AHEAD = 2  # pending tasks for each thread
 BYTES = 1 << 22  # of arrays, up to which small batches are read together
@@ -58,15 +69,24 @@ class FileFormat(abc.ABC):
     together: int = 1024
 
     def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record cannot be read."""
-        leaves = {name: np.zeros((len(records), *field.shape), field.dtype) for name, field in self.fields.items()}
+        """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record
+        cannot be read.
+        """
+        leaves = {
+            name: np.zeros((len(records), *field.shape), field.dtype)
+            for name, field in self.fields.items()
+        }
         bad: dict[int, str] = {}
         self.read_into(leaves, records, bad)
         return leaves, bad
 
     @abc.abstractmethod
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
-        """Fill arrays of zeros, and `bad`, as `read` returns them. Several threads may call it concurrently."""
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
+        """Fill arrays of zeros, and `bad`, as `read` returns them. Several threads may call it
+        concurrently.
+        """
 
     def where(self, record: int) -> str:
         """The file of a record and its position there, for messages."""
@@ -76,7 +96,9 @@ class FileFormat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ReadOptions:
-    """Options that all file formats share, as the functions that read files document them; `workers=0` is the calling thread."""
+    """Options that all file formats share, as the functions that read files document them;
+    `workers=0` is the calling thread.
+    """
 
     batch_size: int
     shuffle: bool | int = True
@@ -87,11 +109,15 @@ class ReadOptions:
     def __post_init__(self):
         for name, least in (("batch_size", 1), ("workers", 0), ("seed", 0)):
             check_integer(getattr(self, name), name, least)
-            object.__setattr__(self, name, int(getattr(self, name)))  # numpy integers cannot be stored as JSON
+            # numpy integers cannot be stored as JSON
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.seed >= 2**63:
             raise OptionError(f"{option('seed', self.seed)}.", fix="a whole number below 2**63.")
         if self.on_error not in ("stop", "skip"):
-            raise OptionError(f"{option('on_error', quoted(self.on_error))}.", fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}")
+            raise OptionError(
+                f"{option('on_error', quoted(self.on_error))}.",
+                fix=f"{did_you_mean(str(self.on_error), ('stop', 'skip'))}",
+            )
         if isinstance(self.shuffle, numbers.Integral) and not isinstance(self.shuffle, bool):
             object.__setattr__(self, "shuffle", int(self.shuffle))
         RecordOrder(0, self.shuffle, self.seed)
@@ -100,9 +126,10 @@ class ReadOptions:
 class Records:
     """Batches of records, from `spmd.data.csv` and the like: for `spmd.fit`, or for your own loop.
 
-    Iterating yields the batches of the first epoch, dicts of arrays [rows, ...]; `epoch(number)` those of any. The last batch of an epoch
-    may be short. A position is two numbers, the epoch and the batches taken from it. They determine the next records, for any number of
-    workers and processes.
+    Iterating yields the batches of the first epoch, dicts of arrays [rows, ...]; `epoch(number)`
+    those of any. The last batch of an epoch may be short. A position is two numbers, the epoch and
+    the batches taken from it. They determine the next records, for any number of workers and
+    processes.
 
     Args:
       format: of the files; `spmd.data.csv` and the like make it.
@@ -127,7 +154,10 @@ class Records:
         self.examples = sum(format.counts)
         if not self.examples:
             paths = join_names(format.paths, 3)
-            raise DataError(f"no {format.file_kind} has a record: {paths}.", fix="look at what they were written from.")
+            raise DataError(
+                f"no {format.file_kind} has a record: {paths}.",
+                fix="look at what they were written from.",
+            )
         self._contents = data_hash.of_files(format.paths, format.sizes)
         self.order = RecordOrder(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
@@ -146,10 +176,18 @@ class Records:
         return self.steps_per_epoch
 
     def __repr__(self) -> str:
-        files = f"{len(self.format.paths)} {self.format.file_kind}{'s' if len(self.format.paths) > 1 else ''}"
-        lines = [f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of {self.batch_size}"]
+        files = (
+            f"{len(self.format.paths)} "
+            f"{self.format.file_kind}{'s' if len(self.format.paths) > 1 else ''}"
+        )
+        lines = [
+            f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of "
+            f"{self.batch_size}"
+        ]
         width = max(map(len, self.fields))
-        return "\n".join([*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())])
+        return "\n".join(
+            [*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())]
+        )
 
     def __iter__(self) -> "Batches":
         return self.epoch(0)
@@ -159,67 +197,129 @@ class Records:
         return Batches(self, number, start)
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data; the contents as a hash (`data_hash.of_files`)."""
+        """What must be equal for a run to resume with the same data; the contents as a hash
+        (`data_hash.of_files`).
+        """
         files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
-        facts = {"examples": self.examples, "files": len(self.format.paths), "records of each file": files, "bytes": sum(self.format.sizes)}
+        facts = {
+            "examples": self.examples,
+            "files": len(self.format.paths),
+            "records of each file": files,
+            "bytes": sum(self.format.sizes),
+        }
         facts["contents"] = self._contents
-        return {**facts, "batch_size": self.batch_size, "shuffle": self.reading.shuffle, "seed": self.reading.seed}
+        return {
+            **facts,
+            "batch_size": self.batch_size,
+            "shuffle": self.reading.shuffle,
+            "seed": self.reading.seed,
+        }
 
-    def read(self, number: int, start: int = 0, local_rows: np.ndarray | None = None) -> Iterator[RecordBatch]:
+    def read(
+        self, number: int, start: int = 0, local_rows: np.ndarray | None = None
+    ) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows]: whether a row was readable.
 
         Args:
-          local_rows: the rows of a full batch to read, ascending; all others are zeros. None: all. Short batches are read entirely.
+          local_rows: the rows of a full batch to read, ascending; all others are zeros. None: all.
+            Short batches are read entirely.
         """
         order, size = self.order.epoch(number), self.batch_size
         parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
         groups = self.group_batches(parts, size if local_rows is None else len(local_rows))
-        return flatten_groups(map_ahead(functools.partial(self.read_batches, local_rows=local_rows), groups, self.reading.workers))
+        return flatten_groups(
+            map_ahead(
+                functools.partial(self.read_batches, local_rows=local_rows),
+                groups,
+                self.reading.workers,
+            )
+        )
 
     def group_batches(self, parts: list[T], size: int) -> Iterator[list[T]]:
-        """Groups of batches of `size` rows that are read together; the first batch is alone, so that it arrives early."""
-        record_bytes = sum(field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values())
+        """Groups of batches of `size` rows that are read together; the first batch is alone, so
+        that it arrives early.
+        """
+        record_bytes = sum(
+            field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values()
+        )
         most = min(self.format.together, BYTES // max(record_bytes, 1)) // max(size, 1)
-        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))  # enough groups for all threads
+        # enough groups for all threads
+        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))
         count, at = 1, 0
         while at < len(parts):
             yield parts[at : at + count]
             at, count = at + count, min(2 * count, most)
 
-    def read_batches(self, parts: list[np.ndarray], local_rows: np.ndarray | None = None) -> list[RecordBatch | Exception]:
-        """Several batches of records int64[n], read together; or for a batch its error, to be raised when it is its turn.
+    def read_batches(
+        self, parts: list[np.ndarray], local_rows: np.ndarray | None = None
+    ) -> list[RecordBatch | Exception]:
+        """Several batches of records int64[n], read together; or for a batch its error, to be
+        raised when it is its turn.
 
-        With each batch comes bool[n]: whether a record was readable; if not, its row is a copy of a readable one, or zeros.
+        With each batch comes bool[n]: whether a record was readable; if not, its row is a copy of a
+        readable one, or zeros.
         """
-        local_parts = [ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows] for ids in parts]
+        local_parts = [
+            ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows]
+            for ids in parts
+        ]
         records = np.concatenate(local_parts)
         ascending = np.argsort(records)
         try:
             leaves, bad = self.format.read(records[ascending])
-        except Exception as error:  # such as a file that has shrunk; read each batch alone to find the one with the error
-            return [error] if len(parts) == 1 else [self.read_batches([ids], local_rows)[0] for ids in parts]
+        except Exception as error:
+            # such as a file that has shrunk; read each batch alone to find the one with the error
+            return (
+                [error]
+                if len(parts) == 1
+                else [self.read_batches([ids], local_rows)[0] for ids in parts]
+            )
         rows = np.empty(len(records), np.int64)
         rows[ascending] = np.arange(len(records))
         batches, at = [], 0
         for ids, local_ids in zip(parts, local_parts, strict=True):
             positions = rows[at : at + len(local_ids)]
             at += len(local_ids)
-            why = {place: bad[row] for place, row in enumerate(positions.tolist()) if row in bad} if bad else {}
+            why = (
+                {place: bad[row] for place, row in enumerate(positions.tolist()) if row in bad}
+                if bad
+                else {}
+            )
             try:
                 batch_leaves = {name: leaf[positions] for name, leaf in leaves.items()}
-                batches.append(self._batch(ids, local_rows if len(local_ids) < len(ids) else None, batch_leaves, why))
+                batches.append(
+                    self._batch(
+                        ids, local_rows if len(local_ids) < len(ids) else None, batch_leaves, why
+                    )
+                )
             except DataError as error:
                 batches.append(error)
         return batches
 
-    def _batch(self, ids: np.ndarray, local_rows: np.ndarray | None, leaves: dict[str, np.ndarray], bad: dict[int, str]) -> RecordBatch:
+    def _batch(
+        self,
+        ids: np.ndarray,
+        local_rows: np.ndarray | None,
+        leaves: dict[str, np.ndarray],
+        bad: dict[int, str],
+    ) -> RecordBatch:
         """One batch of `leaves`, whose rows at `bad` could not be read."""
-        good, rows = np.ones(len(ids), bool), np.arange(len(ids)) if local_rows is None else local_rows
+        good, rows = (
+            np.ones(len(ids), bool),
+            np.arange(len(ids)) if local_rows is None else local_rows,
+        )
         if bad:
             if self.reading.on_error == "stop":
                 record, why = min((int(ids[rows[at]]), why) for at, why in bad.items())
-                more = f" ({len(bad) - 1} more of this batch cannot be read either.)" if len(bad) > 1 else ""
-                fix = f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such records out and counts them"
+                more = (
+                    f" ({len(bad) - 1} more of this batch cannot be read either.)"
+                    if len(bad) > 1
+                    else ""
+                )
+                fix = (
+                    f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such "
+                    "records out and counts them"
+                )
                 raise DataError(f"{self.format.where(record)}: {why}{more}", fix=f"{fix}.")
             sound = next((at for at in range(len(rows)) if at not in bad), None)
             for leaf in leaves.values():
@@ -227,7 +327,9 @@ class Records:
             good[rows[list(bad)]] = False
         if local_rows is None:
             return leaves, good
-        full = {name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+        full = {
+            name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
+        }
         for name, leaf in leaves.items():
             full[name][local_rows] = leaf
         return full, good
@@ -287,7 +389,12 @@ class Batches:
 
     def get_state(self) -> dict[str, Any]:
         """The position, as values that JSON can store."""
-        return {"epoch": self.number, "batch": self.taken, "skipped": self.skipped, "data": self._records.facts()}
+        return {
+            "epoch": self.number,
+            "batch": self.taken,
+            "skipped": self.skipped,
+            "data": self._records.facts(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume from the position of another iterator over the same records.
@@ -299,13 +406,25 @@ class Batches:
             not isinstance(state, dict)
             or set(state) != {"epoch", "batch", "skipped", "data"}
             or not isinstance(state["data"], dict)
-            or not all(type(state[name]) is int and state[name] >= 0 for name in ("epoch", "batch", "skipped"))
+            or not all(
+                type(state[name]) is int and state[name] >= 0
+                for name in ("epoch", "batch", "skipped")
+            )
         ):
-            raise DataError(f"this is no state of records: {state!r:.200}.", fix="what get_state() has given.")
+            raise DataError(
+                f"this is no state of records: {state!r:.200}.", fix="what get_state() has given."
+            )
         facts = self._records.facts()
-        changes = [f"{name} was {was!r}, and is {facts.get(name)!r}" for name, was in state["data"].items() if facts.get(name) != was]
+        changes = [
+            f"{name} was {was!r}, and is {facts.get(name)!r}"
+            for name, was in state["data"].items()
+            if facts.get(name) != was
+        ]
         if changes:
-            raise DataError(f"this state is of other data: {'; '.join(changes)}.", fix="the files and options that it was taken with.")
+            raise DataError(
+                f"this state is of other data: {'; '.join(changes)}.",
+                fix="the files and options that it was taken with.",
+            )
         self.close()
         self._move_to(state["epoch"], state["batch"], state["skipped"])
 
@@ -319,12 +438,18 @@ class Batches:
 def warn_skipped(records: Records, epoch: int, skipped: int) -> None:
     """Warn of records that were skipped in an epoch."""
     if skipped:
-        text = f"epoch %d did without %d of %d records, which could not be read ({option('on_error', quoted('skip'))})."
+        text = (
+            "epoch %d did without %d of %d records, which could not be read "
+            f"({option('on_error', quoted('skip'))})."
+        )
         logging.getLogger("spmd").warning(text, epoch + 1, skipped, records.examples)
 
 
-def map_ahead(function: Callable[[S], T], items: Iterable[S], workers: int) -> Generator[T, None, None]:
-    """`map(function, items)`, computed ahead of time by `workers` threads; an error is raised at its item.
+def map_ahead(
+    function: Callable[[S], T], items: Iterable[S], workers: int
+) -> Generator[T, None, None]:
+    """`map(function, items)`, computed ahead of time by `workers` threads; an error is raised at
+    its item.
 
     Example:
       >>> list(map_ahead(lambda n: n * n, range(5), 3))
@@ -346,7 +471,9 @@ def map_ahead(function: Callable[[S], T], items: Iterable[S], workers: int) -> G
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def flatten_groups(groups: Generator[list[RecordBatch | Exception], None, None]) -> Iterator[RecordBatch]:
+def flatten_groups(
+    groups: Generator[list[RecordBatch | Exception], None, None],
+) -> Iterator[RecordBatch]:
     """The batches of groups, one by one; an error is raised in place of its batch."""
     with contextlib.closing(groups):
         for batch in itertools.chain.from_iterable(groups):

@@ -1,4 +1,6 @@
-"""Reads an epoch's batches, and again from the same batch where reading failed, as on a network file system that was away."""
+"""Reads an epoch's batches, and again from the same batch where reading failed, as on a network
+file system that was away.
+"""
 
 import logging
 import time
@@ -13,15 +15,22 @@ PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before the first attempts; then always 
 
 
 def read_epoch(
-    source: Source, number: int, start: int = 0, position: Any = None, *, retries: int = 0, stops: Callable[[], bool] = lambda: False
+    source: Source,
+    number: int,
+    start: int = 0,
+    position: Any = None,
+    *,
+    retries: int = 0,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Iterator[HostBatch]:
-    """The batches of an epoch from batch `start` on; after an error, the source is opened again at the batch that could not be read.
+    """The batches of an epoch from batch `start` on; after an error, the source is opened again at
+    the batch that could not be read.
 
     Args:
       source: of batches on the host.
       position: the source's state before batch `start`, if it has one.
-      retries: how often in a row; 0: never. An iterable whose error says that its batches are wrong, and an iterator that cannot be
-        opened again, are not read again.
+      retries: how often in a row; 0: never. An iterable whose error says that its batches are
+        wrong, and an iterator that cannot be opened again, are not read again.
       stops: asked during pauses; True, where the run is to stop, ends them.
 
     Raises:
@@ -45,7 +54,9 @@ def read_epoch(
             return
         except Exception as error:
             errors.append(error)
-            if isinstance(source, IterableSource) and (isinstance(error, SpmdError) or not source.can_read_again(position)):
+            if isinstance(source, IterableSource) and (
+                isinstance(error, SpmdError) or not source.can_read_again(position)
+            ):
                 retries = 0  # data of a wrong shape stays so, and an iterator may have moved on
         finally:
             batches.close()  # type: ignore[attr-defined]
@@ -55,8 +66,13 @@ def read_epoch(
                 first.add_note(f"spmd: and when it was read again: {first_line(last)}")
             raise first
         seconds = PAUSES[min(len(errors), len(PAUSES)) - 1]
-        where = f"batch {start + 1} of epoch {number + 1}, or one before it, could not be read ({first_line(last)})"
-        logging.getLogger("spmd").warning("%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries)
+        where = (
+            f"batch {start + 1} of epoch {number + 1}, or one before it, could not be read "
+            f"({first_line(last)})"
+        )
+        logging.getLogger("spmd").warning(
+            "%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries
+        )
         until = time.monotonic() + seconds
         while time.monotonic() < until and not stops():
             time.sleep(0.05)

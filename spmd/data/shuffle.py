@@ -1,4 +1,6 @@
-"""The order of records: a function of the seed and the epoch's number alone, so that a position in it is a number."""
+"""The order of records: a function of the seed and the epoch's number alone, so that a position in
+it is a number.
+"""
 
 import dataclasses
 
@@ -13,9 +15,10 @@ BLOCKS = 16  # runs of neighbouring records in a window
 class RecordOrder:
     """The order of `records` records in each epoch.
 
-    `shuffle` is True (all orders are equally likely), False (the order of the files), or a window W: then runs of W / 16 neighbours come
-    in a random order, and each W consecutive records of it are shuffled. The effect is that of a shuffle queue with `min_after_dequeue`,
-    and files are read in blocks as long as a run; but the position is a number, not the contents of a queue.
+    `shuffle` is True (all orders are equally likely), False (the order of the files), or a window
+    W: then runs of W / 16 neighbours come in a random order, and each W consecutive records of it
+    are shuffled. The effect is that of a shuffle queue with `min_after_dequeue`, and files are read
+    in blocks as long as a run; but the position is a number, not the contents of a queue.
 
     Example:
       >>> RecordOrder(6, False, seed=0).epoch(3).tolist()
@@ -29,14 +32,18 @@ class RecordOrder:
     seed: int
 
     def __post_init__(self):
-        if not isinstance(self.shuffle, bool | int) or (not isinstance(self.shuffle, bool) and self.shuffle < 2):
+        if not isinstance(self.shuffle, bool | int) or (
+            not isinstance(self.shuffle, bool) and self.shuffle < 2
+        ):
             raise OptionError(
                 f"{option('shuffle', repr(self.shuffle))} is {type_name(self.shuffle)}.",
                 fix="True, False, or a window of at least 2 records.",
             )
 
     def epoch(self, number: int) -> np.ndarray:
-        """int64[records]: the record at each position. With True it is the order of arrays with this seed."""
+        """int64[records]: the record at each position. With True it is the order of arrays with
+        this seed.
+        """
         if self.shuffle is False:
             return np.arange(self.records)
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, number], np.uint64)))

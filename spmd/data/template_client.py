@@ -22,7 +22,8 @@ LEAST = (3, 1, 6)  # of jinja2: templates of older ones can leave the sandbox (C
 
 
 class Renderer:
-    """A template, ready to render; its process ends with this one, and is started again after a conversation that ended it.
+    """A template, ready to render; its process ends with this one, and is started again after a
+    conversation that ended it.
 
     Raises:
       MissingExtraError: jinja2 is not installed, or is too old.
@@ -32,8 +33,15 @@ class Renderer:
     def __init__(self, source: str):
         self._home = str(Path(str(import_extra("jinja2", "text").__file__)).parents[1])
         if version() < LEAST:
-            why = f"jinja2 {importlib.metadata.version('jinja2')} is installed, whose sandbox lets templates out."
-            raise MissingExtraError(why, fix=f"{how_to_install('text')}, which installs {'.'.join(map(str, LEAST))} or newer.")
+            why = (
+                f"jinja2 {importlib.metadata.version('jinja2')} is installed, whose sandbox lets "
+                "templates out."
+            )
+            raise MissingExtraError(
+                why,
+                fix=f"{how_to_install('text')}, which installs {'.'.join(map(str, LEAST))} or "
+                "newer.",
+            )
         self._source, self._lock = source, threading.Lock()
         self._process: subprocess.Popen | None = None
         self._owner = 0
@@ -47,7 +55,12 @@ class Renderer:
           ValueError: one fails, or they take too much time or memory.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None or self._owner != os.getpid():  # a fork has its own
+            # a fork has its own
+            if (
+                self._process is None
+                or self._process.poll() is not None
+                or self._owner != os.getpid()
+            ):
                 self._start()
             answer = self._ask(list(calls))
         if "error" in answer:
@@ -57,10 +70,18 @@ class Renderer:
     def _start(self) -> None:
         """Start the process, and let it compile the template."""
         self.close()
-        command = [sys.executable, "-P", template_server.__file__]  # -P: the files beside it hide no module of Python
+        # -P: the files beside it hide no module of Python
+        command = [sys.executable, "-P", template_server.__file__]
         command += [self._home, *map(str, (SECONDS, MOST_MEMORY, MOST_TEXT))]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process, self._owner = subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes), os.getpid()
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+        }
+        self._process, self._owner = (
+            subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes),
+            os.getpid(),
+        )
         answer = self._ask(self._source)
         if "error" in answer:
             self.close()
@@ -77,7 +98,8 @@ class Renderer:
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        except BaseException:  # such as Ctrl-C between a request and its answer, which the next request must not get
+        except BaseException:
+            # such as Ctrl-C between a request and its answer, which the next request must not get
             self.close()
             raise
         if line.endswith("\n"):
@@ -86,7 +108,11 @@ class Renderer:
         if code == -signal.SIGXCPU:
             return {"error": f"no end: it has computed for {SECONDS} seconds"}
         why = f"signal {-code}" if code < 0 else f"code {code}"
-        return {"error": f"no answer: its process, which may use {MOST_MEMORY >> 20} MiB of memory, ended with {why}"}
+        return {
+            "error": f"no answer: its process, which may use {MOST_MEMORY >> 20} MiB of memory, "
+            "ended "
+            f"with {why}"
+        }
 
     def close(self) -> None:
         """End the process, if it is this one's."""
@@ -106,4 +132,7 @@ class Renderer:
 
 def version() -> tuple[int, ...]:
     """Of jinja2: its first three numbers."""
-    return tuple(int(part) if part.isdigit() else 0 for part in importlib.metadata.version("jinja2").split(".")[:3])
+    return tuple(
+        int(part) if part.isdigit() else 0
+        for part in importlib.metadata.version("jinja2").split(".")[:3]
+    )

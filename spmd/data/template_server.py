@@ -1,11 +1,13 @@
-"""A process that renders the chat template of a folder, a program from outside: memory and processor time are limited.
+"""A process that renders the chat template of a folder, a program from outside: memory and
+processor time are limited.
 
     python -P template_server.py FOLDER_OF_JINJA2 SECONDS BYTES CHARACTERS
 
-Limits: seconds of the processor for the template or one conversation, bytes of addresses, characters of one answer. This is run as a
-file and imports nothing of the library. Jinja2's sandbox keeps a template from files and attributes, and not from
-`{{ 10 ** (10 ** 10) }}`, which is computed as early as when the template is compiled. Lines of JSON come and go: first the template,
-answered by an error or nothing, then conversations, each answered by texts or an error.
+Limits: seconds of the processor for the template or one conversation, bytes of addresses,
+characters of one answer. This is run as a file and imports nothing of the library. Jinja2's sandbox
+keeps a template from files and attributes, and not from `{{ 10 ** (10 ** 10) }}`, which is computed
+as early as when the template is compiled. Lines of JSON come and go: first the template, answered
+by an error or nothing, then conversations, each answered by texts or an error.
 """
 
 import json
@@ -19,13 +21,15 @@ def main(home: str, seconds: int, most_memory: int, most_text: int) -> None:
     """Answer until the input ends."""
     sys.path.append(home)  # where jinja2 is
     lower(resource.RLIMIT_CORE, 0)
-    if sys.platform != "darwin":  # which reserves more addresses at the start of a process than that
+    # which reserves more addresses at the start of a process than that
+    if sys.platform != "darwin":
         lower(resource.RLIMIT_AS, most_memory)
     template = None
     for line in sys.stdin:
         request, answer = json.loads(line), {}
         used = resource.getrusage(resource.RUSAGE_SELF)
-        lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)  # above it the system ends this process
+        # above it the system ends this process
+        lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
         try:
             if template is None:
                 template = compiled(request)

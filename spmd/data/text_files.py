@@ -1,4 +1,6 @@
-"""Documents of JSON lines and Parquet files, read by number; what cannot be read is said with its file, line and column."""
+"""Documents of JSON lines and Parquet files, read by number; what cannot be read is said with its
+file, line and column.
+"""
 
 import abc
 import functools
@@ -14,7 +16,17 @@ import numpy as np
 
 from spmd.data.parquet_files import opened
 from spmd.data.record_index import CHUNK, RecordIndex, check_uncompressed, find_files
-from spmd.errors import DataError, OptionError, did_you_mean, first_line, join_names, option, quoted, short_repr, type_name
+from spmd.errors import (
+    DataError,
+    OptionError,
+    did_you_mean,
+    first_line,
+    join_names,
+    option,
+    quoted,
+    short_repr,
+    type_name,
+)
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson", ".json"), (".parquet",)
 NEWLINE = 10
@@ -30,9 +42,14 @@ def json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written.") from error
+        raise DataError(
+            f"{path} cannot be read: {first_line(error)}.", fix="the file as it was written."
+        ) from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds {type_name(content)}.", fix="an object with named fields, as it was written.")
+        raise DataError(
+            f"{path} holds {type_name(content)}.",
+            fix="an object with named fields, as it was written.",
+        )
     return content
 
 
@@ -70,12 +87,19 @@ class JsonLines(Documents):
             check_uncompressed(path)
             _check_no_array(path)
         self._lines = RecordIndex(paths, _scan, "jsonl 1", index)
-        self.paths, self.counts, self.sizes = self._lines.paths, self._lines.counts, self._lines.sizes
+        self.paths, self.counts, self.sizes = (
+            self._lines.paths,
+            self._lines.counts,
+            self._lines.sizes,
+        )
 
     def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
         """The parsed lines."""
         raw, starts, ends = self._lines.read(numbers)
-        return [_parsed(raw[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return [
+            _parsed(raw[start:end])
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
 
     def where(self, number: int) -> str:
         """The file, and the line, from 1."""
@@ -100,7 +124,12 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray]:
     starts = np.concatenate([[mark], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
     few = np.flatnonzero(ends - starts <= 1)
     with open(path, "rb") as file:
-        blank = [line for line in few.tolist() if ends[line] <= starts[line] or os.pread(file.fileno(), 1, int(starts[line])) in b" \t\r"]
+        blank = [
+            line
+            for line in few.tolist()
+            if ends[line] <= starts[line]
+            or os.pread(file.fileno(), 1, int(starts[line])) in b" \t\r"
+        ]
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
@@ -115,17 +144,23 @@ def _parsed(line: bytes) -> dict[str, Any] | ValueError:
         return ValueError("it is nested too deeply to be read")
     except ValueError as error:  # such as a number of thousands of digits
         return ValueError(f"it cannot be read as JSON: {first_line(error)}")
-    return value if isinstance(value, dict) else ValueError(f"it holds {type_name(value)}, not an object with named fields")
+    return (
+        value
+        if isinstance(value, dict)
+        else ValueError(f"it holds {type_name(value)}, not an object with named fields")
+    )
 
 
 def _check_no_array(path: str) -> None:
     with open(path, "rb") as file:
         begin = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
     if begin.startswith(b"["):
-        lines = Path(path).with_name(f"{Path(path).stem}-lines.jsonl")  # never the file itself, which the shell would empty first
+        # never the file itself, which the shell would empty first
+        lines = Path(path).with_name(f"{Path(path).stem}-lines.jsonl")
         raise DataError(
             f"{path} is a JSON array, and documents are read by line.",
-            fix=f"one object a line, as  jq -c '.[]' {shlex.quote(path)} > {shlex.quote(str(lines))}  writes them.",
+            fix=f"one object a line, as  jq -c '.[]' {shlex.quote(path)} > "
+            f"{shlex.quote(str(lines))}  writes them.",
         )
 
 
@@ -135,10 +170,18 @@ class ParquetDocuments(Documents):
     file_kind = "Parquet file"
 
     def __init__(self, paths: tuple[str, ...], fields: Sequence[str]):
-        self.paths, self.sizes, self._fields = paths, [os.path.getsize(path) for path in paths], list(fields)
+        self.paths, self.sizes, self._fields = (
+            paths,
+            [os.path.getsize(path) for path in paths],
+            list(fields),
+        )
         rows_of = [self._rows(path) for path in paths]
         self.counts = [sum(rows) for rows in rows_of]
-        self._groups = [(path, group) for path, rows in zip(paths, rows_of, strict=True) for group in range(len(rows))]
+        self._groups = [
+            (path, group)
+            for path, rows in zip(paths, rows_of, strict=True)
+            for group in range(len(rows))
+        ]
         self._first = np.cumsum([0, *itertools.chain.from_iterable(rows_of)])
 
     def _rows(self, path: str) -> list[int]:
@@ -147,7 +190,9 @@ class ParquetDocuments(Documents):
             names = file.schema_arrow.names
             for field in self._fields:
                 if field not in names:
-                    raise OptionError(f'{path} has no column "{field}".', fix=f"{did_you_mean(field, names)}")
+                    raise OptionError(
+                        f'{path} has no column "{field}".', fix=f"{did_you_mean(field, names)}"
+                    )
             return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
 
     @functools.cached_property
@@ -170,7 +215,9 @@ class ParquetDocuments(Documents):
             try:
                 documents += self._row_group(*self._groups[group]).take(rows).to_pylist()
             except (OSError, ValueError) as error:  # what pyarrow raises for damaged pages
-                documents += itertools.repeat(ValueError(f"its row group cannot be read: {first_line(error)}"), len(rows))
+                documents += itertools.repeat(
+                    ValueError(f"its row group cannot be read: {first_line(error)}"), len(rows)
+                )
         return documents
 
     def where(self, number: int) -> str:
@@ -179,12 +226,16 @@ class ParquetDocuments(Documents):
         return f"{self.paths[file]}, row {number - sum(self.counts[:file])}"
 
 
-def open_documents(files: str | Path | Sequence[str | Path], fields: Sequence[str], index: str | Path | None = None) -> Documents:
-    """The documents of files of one kind, as their names say; where lines begin is stored in the folder `index`, if any.
+def open_documents(
+    files: str | Path | Sequence[str | Path], fields: Sequence[str], index: str | Path | None = None
+) -> Documents:
+    """The documents of files of one kind, as their names say; where lines begin is stored in the
+    folder `index`, if any.
 
     Raises:
       DataError: no file, or one that is not what its name says.
-      OptionError: files of several kinds or an unknown one, or a column that a Parquet file does not have.
+      OptionError: files of several kinds or an unknown one, or a column that a Parquet file does
+        not have.
     """
     paths = find_files(files)
     kinds = {Path(path).suffix.lower() for path in paths}
@@ -193,7 +244,8 @@ def open_documents(files: str | Path | Sequence[str | Path], fields: Sequence[st
     if kinds <= set(PARQUET):
         return ParquetDocuments(paths, fields)
     raise OptionError(
-        f"text of files that end in {join_names(sorted(kinds))}.", fix=f"files of one kind: {', '.join((*JSON_LINES, *PARQUET))}."
+        f"text of files that end in {join_names(sorted(kinds))}.",
+        fix=f"files of one kind: {', '.join((*JSON_LINES, *PARQUET))}.",
     )
 
 
@@ -209,7 +261,9 @@ def text_of(document: dict[str, Any], field: str) -> str:
             "prompt": f"{option('field', quoted('prompt'), quoted('completion'))} reads pairs",
         }
         hint = next((f" ({how})" for name, how in others.items() if name in document), "")
-        raise ValueError(f'it has no field "{field}"; it has {join_names(document, 5) or "none"}{hint}')
+        raise ValueError(
+            f'it has no field "{field}"; it has {join_names(document, 5) or "none"}{hint}'
+        )
     return check_text(document[field], f'field "{field}"')
 
 
@@ -226,5 +280,8 @@ def check_text(value: Any, name: str) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON can name half of a surrogate pair
-            raise ValueError(f"{name} has {value[error.start]!r}, half of a surrogate pair, at character {error.start + 1}") from None
+            raise ValueError(
+                f"{name} has {value[error.start]!r}, half of a surrogate pair, at character "
+                f"{error.start + 1}"
+            ) from None
     return value

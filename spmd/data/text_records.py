@@ -1,4 +1,6 @@
-"""Text for language models: documents are tokenized and packed into rows of one length, which are records like any others."""
+"""Text for language models: documents are tokenized and packed into rows of one length, which are
+records like any others.
+"""
 
 import collections
 import dataclasses
@@ -16,11 +18,24 @@ from spmd.data.record_index import cached_scan
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.data.text_files import Documents, open_documents
 from spmd.data.tokenize import Conversation, Encoder, Tokenizer, Tokens, style_of
-from spmd.errors import SHOWN, DataError, OptionError, Problem, check_integer, did_you_mean, option, quoted, raise_problems, short_repr
+from spmd.errors import (
+    SHOWN,
+    DataError,
+    OptionError,
+    Problem,
+    check_integer,
+    did_you_mean,
+    option,
+    quoted,
+    raise_problems,
+    short_repr,
+)
 from spmd.user_paths import as_path, make_folder
 
 TOGETHER = 1024  # documents that are tokenized in one call, by threads of `tokenizers`
-KEPT = 1 << 24  # tokens of documents longer than a row that are kept, so that each of their rows need not tokenize them again
+# tokens of documents longer than a row that are kept, so that each of their rows need not tokenize
+# them again
+KEPT = 1 << 24
 LONG = ("split", "truncate", "error")
 
 
@@ -41,7 +56,10 @@ class TextOptions:
         object.__setattr__(self, "length", int(self.length))
         for name, known in (("loss_on", ("all", "answers")), ("long", LONG)):
             if getattr(self, name) not in known:
-                raise OptionError(f"{option(name, short_repr(getattr(self, name)))}.", fix=did_you_mean(str(getattr(self, name)), known))
+                raise OptionError(
+                    f"{option(name, short_repr(getattr(self, name)))}.",
+                    fix=did_you_mean(str(getattr(self, name)), known),
+                )
         if not isinstance(self.pack, bool):
             raise OptionError(f"pack={short_repr(self.pack)}.", fix="True or False.")
         if not isinstance(self.eos, bool | str) or self.eos == "":
@@ -59,23 +77,42 @@ class TextRows(FileFormat):
 
     file_kind, record_kind = "file", "row"
 
-    def __init__(self, documents: Documents, encoder: Encoder, options: TextOptions, reading: ReadOptions, index: str | Path | None):
+    def __init__(
+        self,
+        documents: Documents,
+        encoder: Encoder,
+        options: TextOptions,
+        reading: ReadOptions,
+        index: str | Path | None,
+    ):
         self.documents, self.encoder, self.options = documents, encoder, options
-        self.file_kind, self.paths, self.sizes = documents.file_kind, documents.paths, documents.sizes
+        self.file_kind, self.paths, self.sizes = (
+            documents.file_kind,
+            documents.paths,
+            documents.sizes,
+        )
         self._problems: list[Problem] = []
         self._skip = reading.on_error == "skip"
         self.lengths, self.counted = self._measured(index)
         self._report()
-        shortened = np.minimum(self.lengths, options.length) if options.long == "truncate" else self.lengths
-        self.rows = pack_documents(np.maximum(shortened, 0), options.length, pack=options.pack).filled_up(reading.batch_size)
+        shortened = (
+            np.minimum(self.lengths, options.length) if options.long == "truncate" else self.lengths
+        )
+        self.rows = pack_documents(
+            np.maximum(shortened, 0), options.length, pack=options.pack
+        ).filled_up(reading.batch_size)
         self.counts = [len(self.rows)]
         row, ids = (options.length,), np.dtype(np.int32)
-        self.fields = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), Field(row, ids))
+        self.fields = dict.fromkeys(
+            ("tokens", "targets", "segment_ids", "positions"), Field(row, ids)
+        )
         self.fields["mask"] = Field(row, np.dtype(np.float32))
         self._long_documents = _LongDocuments()
 
     def _measured(self, index: str | Path | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of each document, and those that count; from the folder `index` if they are there."""
+        """Tokens of each document, and those that count; from the folder `index` if they are
+        there.
+        """
         ends = np.cumsum([0, *self.documents.counts]).tolist()
         measured = []
         for path, first, end in zip(self.paths, ends, ends[1:], strict=False):
@@ -83,7 +120,9 @@ class TextRows(FileFormat):
             def scan(_: str, first: int = first, end: int = end) -> tuple[np.ndarray, np.ndarray]:
                 return self._scan(first, end)
 
-            measured.append(cached_scan(path, index, f"text 1 {self.encoder.hash}", scan, _all_read))
+            measured.append(
+                cached_scan(path, index, f"text 1 {self.encoder.hash}", scan, _all_read)
+            )
         lengths, counted = (np.concatenate(parts) for parts in zip(*measured, strict=True))
         if self.options.long == "error":
             fix = 'long="split" or long="truncate", or longer rows.'
@@ -94,20 +133,31 @@ class TextRows(FileFormat):
         if not self._skip:
             note = "more may follow" if len(self._problems) >= SHOWN else ""
             raise_problems(
-                DataError, f"documents cannot be used; {option('on_error', quoted('skip'))} would leave them out", self._problems, note
+                DataError,
+                f"documents cannot be used; {option('on_error', quoted('skip'))} would leave them "
+                "out",
+                self._problems,
+                note,
             )
         return lengths, counted
 
     def _scan(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of the documents of one file; after `SHOWN` that cannot be used the rest is not read, unless they are skipped."""
+        """The same of the documents of one file; after `SHOWN` that cannot be used the rest is not
+        read, unless they are skipped.
+        """
         lengths, counted = np.full(end - first, -1, np.int64), np.zeros(end - first, np.int64)
         for begin in range(first, end, TOGETHER):
             numbers = np.arange(begin, min(begin + TOGETHER, end))
-            for number, tokens in zip(numbers.tolist(), self.encoder.encode(self.documents.read(numbers)), strict=True):
+            for number, tokens in zip(
+                numbers.tolist(), self.encoder.encode(self.documents.read(numbers)), strict=True
+            ):
                 if isinstance(tokens, ValueError):
                     self._add_problem(number, f"{tokens}.")
                 else:
-                    lengths[number - first], counted[number - first] = len(tokens.ids), tokens.counts[1:].sum()
+                    lengths[number - first], counted[number - first] = (
+                        len(tokens.ids),
+                        tokens.counts[1:].sum(),
+                    )
             if len(self._problems) >= SHOWN and not self._skip:
                 break
         return lengths, counted
@@ -120,13 +170,27 @@ class TextRows(FileFormat):
         """Warn of documents and tokens that no row holds."""
         log, unread = logging.getLogger("spmd"), int((self.lengths < 0).sum())
         if unread:
-            shown = "; ".join(f"{problem.where}: {problem.why[0]}" for problem in self._problems[:3])
-            text = f"%d of %d documents cannot be used and are left out ({option('on_error', quoted('skip'))}): %s"
+            shown = "; ".join(
+                f"{problem.where}: {problem.why[0]}" for problem in self._problems[:3]
+            )
+            text = (
+                "%d of %d documents cannot be used and are left out "
+                f"({option('on_error', quoted('skip'))}): %s"
+            )
             log.warning(text, unread, len(self.lengths), shown)
         if self.truncated_tokens:
-            text = 'long="truncate": %d of %d tokens, of %d documents, are beyond %d tokens and are left out.'
+            text = (
+                'long="truncate": %d of %d tokens, of %d documents, are beyond %d tokens and are '
+                "left out."
+            )
             total = int(self.lengths[self.lengths > 0].sum())
-            log.warning(text, self.truncated_tokens, total, int((self.lengths > self.options.length).sum()), self.options.length)
+            log.warning(
+                text,
+                self.truncated_tokens,
+                total,
+                int((self.lengths > self.options.length).sum()),
+                self.options.length,
+            )
 
     @property
     def truncated_tokens(self) -> int:
@@ -134,7 +198,9 @@ class TextRows(FileFormat):
         beyond = np.maximum(self.lengths - self.options.length, 0).sum()
         return int(beyond) if self.options.long == "truncate" else 0
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """All documents of these rows are tokenized in one call."""
         del bad  # documents that cannot be read are in no row
         rows = self.rows
@@ -146,7 +212,9 @@ class TextRows(FileFormat):
             for segment, piece in enumerate(of_row, 1):
                 size = int(rows.size[piece])
                 _fill(
-                    {name: leaf[at, begin : begin + size] for name, leaf in leaves.items()}, tokens[rows.document[piece]], rows.start[piece]
+                    {name: leaf[at, begin : begin + size] for name, leaf in leaves.items()},
+                    tokens[rows.document[piece]],
+                    rows.start[piece],
                 )
                 leaves["segment_ids"][at, begin : begin + size] = segment
                 begin += size
@@ -156,13 +224,24 @@ class TextRows(FileFormat):
         kept = self._long_documents.get(documents.tolist())
         missing = documents[~np.isin(documents, list(kept))]
         if len(missing):
-            for number, tokens in zip(missing.tolist(), self.encoder.encode(self.documents.read(missing)), strict=True):
+            for number, tokens in zip(
+                missing.tolist(), self.encoder.encode(self.documents.read(missing)), strict=True
+            ):
                 size = -1 if isinstance(tokens, ValueError) else len(tokens.ids)
                 if isinstance(tokens, ValueError) or size != self.lengths[number]:
-                    why = str(tokens) if isinstance(tokens, ValueError) else f"it had {self.lengths[number]} tokens, and has {size}"
-                    raise DataError(f"{self.documents.where(number)}: {why}.", fix="files and a tokenizer that do not change.")
+                    why = (
+                        str(tokens)
+                        if isinstance(tokens, ValueError)
+                        else f"it had {self.lengths[number]} tokens, and has {size}"
+                    )
+                    raise DataError(
+                        f"{self.documents.where(number)}: {why}.",
+                        fix="files and a tokenizer that do not change.",
+                    )
                 if self.options.long == "truncate":
-                    tokens = Tokens(tokens.ids[: self.options.length], tokens.counts[: self.options.length])
+                    tokens = Tokens(
+                        tokens.ids[: self.options.length], tokens.counts[: self.options.length]
+                    )
                 kept[number] = tokens
                 if len(tokens.ids) > self.options.length:
                     self._long_documents.add(number, tokens)
@@ -176,7 +255,9 @@ def _all_read(path: str, lengths: np.ndarray, counted: np.ndarray) -> bool:
 
 
 def _fill(leaves: dict[str, np.ndarray], document: Tokens, start: int) -> None:
-    """One piece of a document. One that continues in another row has a target for its last token too."""
+    """One piece of a document. One that continues in another row has a target for its last token
+    too.
+    """
     size = len(leaves["tokens"])
     following = document.ids[start + 1 : start + 1 + size]
     leaves["tokens"][:] = document.ids[start : start + size]
@@ -186,7 +267,9 @@ def _fill(leaves: dict[str, np.ndarray], document: Tokens, start: int) -> None:
 
 
 class _LongDocuments:
-    """The tokens of documents that were used last, `KEPT` at most; a copy for another process is empty."""
+    """The tokens of documents that were used last, `KEPT` at most; a copy for another process is
+    empty.
+    """
 
     def __init__(self):
         self._documents: collections.OrderedDict[int, Tokens] = collections.OrderedDict()
@@ -198,7 +281,9 @@ class _LongDocuments:
     def get(self, numbers: list[int]) -> dict[int, Tokens]:
         """Those of `numbers` that are kept."""
         with self._lock:
-            kept = {number: self._documents[number] for number in numbers if number in self._documents}
+            kept = {
+                number: self._documents[number] for number in numbers if number in self._documents
+            }
             for number in kept:
                 self._documents.move_to_end(number)
         return kept
@@ -220,39 +305,64 @@ class TextRecords(Records):
       lengths: int64[documents], tokens of each; -1 of one that was left out, as it cannot be read.
       padding: the share of positions without a token.
       truncated_tokens: how many tokens are in no row, under `long="truncate"`.
-      vocabulary: the largest token id of the tokenizer, plus 1; a model needs as many embeddings at least.
+      vocabulary: the largest token id of the tokenizer, plus 1; a model needs as many embeddings at
+        least.
     """
 
     format: TextRows
 
     def __init__(self, rows: TextRows, reading: ReadOptions):
         if not (rows.lengths > 0).any():
-            raise DataError(f"no {rows.file_kind} has a document: {', '.join(rows.paths[:3])}.", fix="look at what they were written from.")
+            raise DataError(
+                f"no {rows.file_kind} has a document: {', '.join(rows.paths[:3])}.",
+                fix="look at what they were written from.",
+            )
         super().__init__(rows, reading)
         self.rows, self.lengths = rows.rows, rows.lengths
-        self.padding, self.truncated_tokens, self.vocabulary = rows.rows.padding, rows.truncated_tokens, rows.encoder.tokenizer.size
+        self.padding, self.truncated_tokens, self.vocabulary = (
+            rows.rows.padding,
+            rows.truncated_tokens,
+            rows.encoder.tokenizer.size,
+        )
 
     def facts(self) -> dict[str, Any]:
         """What must be equal to resume: also the tokenizer, and what rows are made of."""
         options = dataclasses.asdict(self.format.options)
         options["field"] = list(self.format.encoder.style.fields)
-        facts = {"documents": len(self.lengths), "tokens": int(self.rows.size.sum()), "tokenizer and format": self.format.encoder.hash}
+        facts = {
+            "documents": len(self.lengths),
+            "tokens": int(self.rows.size.sum()),
+            "tokenizer and format": self.format.encoder.hash,
+        }
         return {**super().facts(), **facts, **options}
 
     def __repr__(self) -> str:
         options, files = self.format.options, len(self.format.paths)
         used = self.lengths > 0
         longer, total = int((self.lengths > options.length).sum()), int(self.lengths[used].sum())
-        beyond = f"{self.truncated_tokens:,} tokens are left out" if options.long == "truncate" else "they continue in other rows"
+        beyond = (
+            f"{self.truncated_tokens:,} tokens are left out"
+            if options.long == "truncate"
+            else "they continue in other rows"
+        )
         lines = [
-            f"{int(used.sum()):,} documents of {files} {self.format.file_kind}{'s' * (files > 1)}, {total:,} tokens, "
-            f"in {len(self.rows):,} rows of {options.length:,} and {self.steps_per_epoch:,} batches of {self.batch_size}",
-            f"    padding {self.padding:.1%}; {self.format.counted[used].sum() / total:.1%} of the tokens count in the loss",
+            f"{int(used.sum()):,} documents of {files} {self.format.file_kind}{'s' * (files > 1)}, "
+            f"{total:,} tokens, "
+            f"in {len(self.rows):,} rows of {options.length:,} and {self.steps_per_epoch:,} "
+            f"batches of {self.batch_size}",
+            f"    padding {self.padding:.1%}; {self.format.counted[used].sum() / total:.1%} of the "
+            "tokens count in the loss",
             *([f"    {longer:,} documents are longer than a row: {beyond}"] if longer else []),
-            *([f"    {int((~used).sum()):,} documents are left out, which cannot be used"] if not used.all() else []),
+            *(
+                [f"    {int((~used).sum()):,} documents are left out, which cannot be used"]
+                if not used.all()
+                else []
+            ),
         ]
         width = max(map(len, self.fields))
-        return "\n".join([*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())])
+        return "\n".join(
+            [*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())]
+        )
 
 
 def text(
@@ -273,50 +383,64 @@ def text(
     on_error: str = "stop",
     index: str | Path | None = None,
 ) -> TextRecords:
-    """Batches of tokens of documents in JSON lines or Parquet files, packed into rows of `length`. Needs the extra `text`.
+    """Batches of tokens of documents in JSON lines or Parquet files, packed into rows of `length`.
+    Needs the extra `text`.
 
-    A batch has "tokens", "targets" (the next token of the same document), "segment_ids" (from 1 in each row, 0 on padding) and "positions"
-    (from 0 in each document), int32[rows, length], and "mask" float32[rows, length], 1 where a target counts: for a model
-    `model(tokens, positions=, segment_ids=)` and `spmd.losses.next_token`. A document never sees another one, and its last token has no
-    target, unless the document continues in another row.
+    A batch has "tokens", "targets" (the next token of the same document), "segment_ids" (from 1 in
+    each row, 0 on padding) and "positions" (from 0 in each document), int32[rows, length], and
+    "mask" float32[rows, length], 1 where a target counts: for a model `model(tokens, positions=,
+    segment_ids=)` and `spmd.losses.next_token`. A document never sees another one, and its last
+    token has no target, unless the document continues in another row.
 
-    All documents are read and tokenized once when the files are opened, to pack them and to report all that cannot be used. They are
-    tokenized again when rows are read, so tokens take no memory. Rows are the same in all epochs, in another order in each, for any number
-    of processes. The last batch is filled up with rows of padding.
+    All documents are read and tokenized once when the files are opened, to pack them and to report
+    all that cannot be used. They are tokenized again when rows are read, so tokens take no memory.
+    Rows are the same in all epochs, in another order in each, for any number of processes. The last
+    batch is filled up with rows of padding.
 
     Args:
-      files: a pattern, a path, or several of them, of .jsonl (or .json, .ndjson: one object a line) or .parquet files.
+      files: a pattern, a path, or several of them, of .jsonl (or .json, .ndjson: one object a line)
+        or .parquet files.
       tokenizer: a folder with a tokenizer.json, the path of one, or a `tokenizers.Tokenizer`.
       length: tokens of a row.
       batch_size: rows of a batch, over all processes.
-      field: of text, or two, such as ("prompt", "completion"); None: "text", or with `chat` "messages", a list of {"role", "content"}.
-      chat: the format of conversations, "chatml", "llama3", "mistral" or "gemma"; "template": that of the tokenizer's folder. Of two
-        fields they make a message of the user and one of the assistant.
-      loss_on: "all", or "answers": only the completion, or what the assistant says and the token that ends it.
+      field: of text, or two, such as ("prompt", "completion"); None: "text", or with `chat`
+        "messages", a list of {"role", "content"}.
+      chat: the format of conversations, "chatml", "llama3", "mistral" or "gemma"; "template": that
+        of the tokenizer's folder. Of two fields they make a message of the user and one of the
+        assistant.
+      loss_on: "all", or "answers": only the completion, or what the assistant says and the token
+        that ends it.
       pack: several documents in a row (best fit); False: each has its own.
-      long: what happens to documents of more tokens than a row: "split", which continues them in other rows, "truncate", or "error".
-      eos: whether documents other than conversations end in the folder's `eos_token`; or the token they end in.
+      long: what happens to documents of more tokens than a row: "split", which continues them in
+        other rows, "truncate", or "error".
+      eos: whether documents other than conversations end in the folder's `eos_token`; or the token
+        they end in.
       shuffle: of rows: True, False, or the size of a window.
       seed, workers, on_error: as in `spmd.data.csv`.
-      index: a folder that stores where documents are and how many tokens they have, so that the next run need not tokenize all first.
+      index: a folder that stores where documents are and how many tokens they have, so that the
+        next run need not tokenize all first.
 
     Returns:
-      Batches of rows, as `spmd.data.Records`; `print` shows documents, tokens and rows, and `padding` is the share of positions without a
-      token.
+      Batches of rows, as `spmd.data.Records`; `print` shows documents, tokens and rows, and
+      `padding` is the share of positions without a token.
 
     Raises:
-      DataError: no file or tokenizer; documents that cannot be used, with file, line and reason; an unknown chat format, or one whose
-        special tokens the tokenizer lacks.
+      DataError: no file or tokenizer; documents that cannot be used, with file, line and reason; an
+        unknown chat format, or one whose special tokens the tokenizer lacks.
       OptionError: an option out of range.
       MissingExtraError: `tokenizers`, jinja2 or pyarrow is not installed.
 
     Example:
       >>> import pathlib, spmd, tempfile, tokenizers
-      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3}))
+      >>> words = tokenizers.Tokenizer(
+      ...     tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3})
+      ... )
       >>> words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "a.jsonl"
       >>> _ = file.write_text('{"text": "a b c"}\\n{"text": "c b"}\\n')
-      >>> batch = next(iter(spmd.data.text(file, tokenizer=words, length=8, batch_size=1, eos="<eos>")))
+      >>> batch = next(
+      ...     iter(spmd.data.text(file, tokenizer=words, length=8, batch_size=1, eos="<eos>"))
+      ... )
       >>> batch["tokens"].tolist(), batch["segment_ids"].tolist()
       ([[1, 2, 3, 0, 3, 2, 0, 0]], [[1, 1, 1, 1, 2, 2, 2, 0]])
       >>> batch["targets"].tolist(), batch["mask"].astype(int).tolist()
@@ -328,8 +452,13 @@ def text(
         make_folder(as_path(index, "index"), OptionError)
     reader, answers = Tokenizer(tokenizer), loss_on == "answers"
     style = style_of(field, chat, reader, answers=answers)
-    encoder = Encoder(style, reader, answers=answers, eos=_eos(eos, reader, isinstance(style, Conversation)))
-    return TextRecords(TextRows(open_documents(files, style.fields, index), encoder, options, reading, index), reading)
+    encoder = Encoder(
+        style, reader, answers=answers, eos=_eos(eos, reader, isinstance(style, Conversation))
+    )
+    return TextRecords(
+        TextRows(open_documents(files, style.fields, index), encoder, options, reading, index),
+        reading,
+    )
 
 
 def _eos(eos: bool | str, tokenizer: Tokenizer, conversation: bool) -> str | None:
@@ -341,5 +470,9 @@ def _eos(eos: bool | str, tokenizer: Tokenizer, conversation: bool) -> str | Non
     token = tokenizer.named().get("eos_token")
     if token is None:
         fix = 'eos="</s>" or what it is called; eos=False if documents are to have no end.'
-        raise DataError(f"{tokenizer.name}: no tokenizer_config.json beside it names an eos_token, in which documents end.", fix=fix)
+        raise DataError(
+            f"{tokenizer.name}: no tokenizer_config.json beside it names an eos_token, in which "
+            "documents end.",
+            fix=fix,
+        )
     return token

@@ -1,4 +1,6 @@
-"""Records of TFRecord files of `tf.train.Example`, without TensorFlow; every checksum is verified."""
+"""Records of TFRecord files of `tf.train.Example`, without TensorFlow; every checksum is
+verified.
+"""
 
 import logging
 import mmap
@@ -15,7 +17,8 @@ from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import FileFormat, ReadOptions, Records
 from spmd.errors import DataError, option, quoted
 
-HEAD, TAIL = 12, 4  # bytes around a record: its length and the checksum of that; the checksum of its data
+# bytes around a record: its length and the checksum of that; the checksum of its data
+HEAD, TAIL = 12, 4
 ALIKE = 8  # consecutive records of one length after which many more are tried at once
 TOGETHER = 1 << 16  # records whose heads are checked at a time
 
@@ -29,7 +32,9 @@ class TFRecordFiles(FileFormat):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
         self._offsets, self._parser, self.fields = offsets, parser, parser.fields
 
-    def read_into(self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]) -> None:
+    def read_into(
+        self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
+    ) -> None:
         """Reads records of one length together."""
         raw, starts, ends = self._offsets.read(records)
         lengths = ends - starts
@@ -60,14 +65,16 @@ def tfrecord(
 ) -> Records:
     """Batches of `tf.train.Example` records in TFRecord files, for `fit` or your own loop.
 
-    The beginnings of records are found once, from the lengths before them. Compressed files are not supported.
+    The beginnings of records are found once, from the lengths before them. Compressed files are not
+    supported.
 
     Args:
       files: a pattern, a path, or several of them.
       features: by name, `spmd.data.fixed` or `spmd.data.padded`; other features are ignored.
       batch_size: records of a batch, over all processes.
       shuffle, seed, workers, index: as in `spmd.data.csv`.
-      on_error: "stop", or "skip" to leave out records that cannot be read; of a file whose lengths are damaged, all from there on.
+      on_error: "stop", or "skip" to leave out records that cannot be read; of a file whose lengths
+        are damaged, all from there on.
 
     Returns:
       A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
@@ -77,7 +84,9 @@ def tfrecord(
 
     Example:
       >>> import spmd
-      >>> spmd.data.tfrecord("train-*.tfrecord", features={"label": spmd.data.fixed((), "int32")}, batch_size=128)
+      >>> spmd.data.tfrecord(
+      ...     "train-*.tfrecord", features={"label": spmd.data.fixed((), "int32")}, batch_size=128
+      ... )
       Traceback (most recent call last):
       spmd.errors.DataError: no file matches "train-*.tfrecord".
       ...
@@ -85,24 +94,34 @@ def tfrecord(
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
     skip = on_error == "skip"
     parser = Parser(features)
-    offsets = RecordIndex(find_files(files), lambda path: scan(path, skip=skip), f"tfrecord 2 {skip}", index, fills_file=True)
+    offsets = RecordIndex(
+        find_files(files),
+        lambda path: scan(path, skip=skip),
+        f"tfrecord 2 {skip}",
+        index,
+        fills_file=True,
+    )
     return Records(TFRecordFiles(offsets, parser), reading)
 
 
 def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:
     """uint8[n, length]: all bytes of records of one length."""
     if len(starts) == 1 or (np.diff(starts) == length).all():
-        return np.frombuffer(raw, np.uint8, len(starts) * length, int(starts[0])).reshape(-1, length)
+        return np.frombuffer(raw, np.uint8, len(starts) * length, int(starts[0])).reshape(
+            -1, length
+        )
     view = memoryview(raw)
-    return np.frombuffer(b"".join([view[start : start + length] for start in starts.tolist()]), np.uint8).reshape(-1, length)
+    return np.frombuffer(
+        b"".join([view[start : start + length] for start in starts.tolist()]), np.uint8
+    ).reshape(-1, length)
 
 
 def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Where each record begins and ends, including its length and checksums.
 
     Raises:
-      DataError: the file is truncated, or a length is damaged, so that the next record cannot be found. With `skip` that is a warning,
-        and the rest of the file is left out.
+      DataError: the file is truncated, or a length is damaged, so that the next record cannot be
+        found. With `skip` that is a warning, and the rest of the file is left out.
     """
     size = os.path.getsize(path)
     if not size:
@@ -115,21 +134,37 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     if wrong is None and end == size:
         return starts, ends
     if wrong is None:
-        count, at, why = len(starts), end, f"the file is truncated: {size - end} bytes are left of {size}, and the record there is longer"
+        count, at, why = (
+            len(starts),
+            end,
+            f"the file is truncated: {size - end} bytes are left of {size}, and the record there "
+            "is longer",
+        )
     else:
-        count, at, why = wrong, int(heads[wrong]), "the checksum of its length is not right: where the next record begins is not known"
+        count, at, why = (
+            wrong,
+            int(heads[wrong]),
+            "the checksum of its length is not right: where the next record begins is not known",
+        )
     if not count:
         check_uncompressed(path)
     if not skip:
-        rest = f"the file as it was written, or {option('on_error', quoted('skip'))}, which leaves out all from there on"
+        rest = (
+            f"the file as it was written, or {option('on_error', quoted('skip'))}, which leaves "
+            "out all from there on"
+        )
         fix = rest if count else "a TFRecord file; nothing of this one can be read"
         raise DataError(f"{path}, record {count} (byte {at}): {why}.", fix=f"{fix}.")
-    logging.getLogger("spmd").warning("%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why)
+    logging.getLogger("spmd").warning(
+        "%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why
+    )
     return starts[:count], ends[:count]
 
 
 def _walk(data: mmap.mmap, size: int) -> tuple[np.ndarray, int]:
-    """The beginnings of records, by their lengths, and the end of the last complete one. Equal lengths are tried many at once."""
+    """The beginnings of records, by their lengths, and the end of the last complete one. Equal
+    lengths are tried many at once.
+    """
     pieces: list[np.ndarray] = []
     starts: list[int] = []
     length_at, at, before, alike = struct.Struct("<Q").unpack_from, 0, -1, 0

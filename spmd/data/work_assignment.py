@@ -1,4 +1,5 @@
-"""Assigns rows to the workers that take part in a round: no rows are skipped, and no worker gets two parts.
+"""Assigns rows to the workers that take part in a round: no rows are skipped, and no worker gets
+two parts.
 
 Workers draw from one common queue, as in TF 1.x: the next worker takes the next part of the data.
 """
@@ -21,8 +22,9 @@ from spmd.wire.server.events import Events
 
 @dataclasses.dataclass
 class Position:
-    """A run's position in the data: the epoch, batches taken from it, and the reader's state if it has one; and where rows are assigned to
-    workers, the number of assigned parts, and of workers."""
+    """A run's position in the data: the epoch, batches taken from it, and the reader's state if it
+    has one; and where rows are assigned to workers, the number of assigned parts, and of workers.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -31,7 +33,11 @@ class Position:
     workers: int = 0
 
     def __post_init__(self):
-        wrong = [name for name in ("epoch", "batch", "parts", "workers") if type(value := getattr(self, name)) is not int or value < 0]
+        wrong = [
+            name
+            for name in ("epoch", "batch", "parts", "workers")
+            if type(value := getattr(self, name)) is not int or value < 0
+        ]
         if wrong:
             raise ValueError(f"position: {', '.join(wrong)}")
 
@@ -66,22 +72,29 @@ def epoch_batches(
     retries: int = 0,
     stops: Callable[[], bool] = lambda: False,
 ) -> Iterator[HostBatch]:
-    """The batches of an epoch, from `at` on, which is step `step` of the run; rows are assigned to workers if only some take part.
-    `retries` and `stops` are those of `read_epoch`.
+    """The batches of an epoch, from `at` on, which is step `step` of the run; rows are assigned to
+    workers if only some take part. `retries` and `stops` are those of `read_epoch`.
 
     Raises:
-      DataError: parts of this epoch were assigned to another number of workers, or full batches are taken now; or no rows would be used,
-        because a remainder is dropped.
+      DataError: parts of this epoch were assigned to another number of workers, or full batches are
+        taken now; or no rows would be used, because a remainder is dropped.
     """
     drop = clock is not None and clock.declared.drop_remainder
     if clock is not None and clock.assigns_rows and at.workers in (0, clock.workers):
         at.parts = at.parts or at.batch * clock.workers  # of a run that took full batches
         return assign_rows(
-            read_epoch(source, at.epoch, retries=retries, stops=stops), clock, step, source.batch_size, at.parts, pad=pad, drop=drop
+            read_epoch(source, at.epoch, retries=retries, stops=stops),
+            clock,
+            step,
+            source.batch_size,
+            at.parts,
+            pad=pad,
+            drop=drop,
         )
     if at.parts:
         raise DataError(
-            f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to {at.workers} workers; this layout "
+            f"the run was in epoch {at.epoch + 1}, of which {at.parts} parts had been assigned to "
+            f"{at.workers} workers; this layout "
             "would lose rows or take them twice.",
             fix="resume with the layout it had, until an epoch ends.",
         )
@@ -92,7 +105,8 @@ def epoch_batches(
 def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
     """Batches up to the first that is not full."""
     for number, batch in enumerate(batches):
-        rows = batch.rows * (jax.process_count() if batch.index is None else 1)  # of an iterable each process has its part
+        # of an iterable each process has its part
+        rows = batch.rows * (jax.process_count() if batch.index is None else 1)
         if rows < size:
             if first and number == 0:
                 raise _no_full_batch(rows, size)
@@ -104,35 +118,49 @@ def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> It
 def _check_last(batches: Iterator[HostBatch], rows: int, size: int) -> None:
     if next(batches, None) is not None:
         raise DataError(
-            f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with drop_remainder = true: "
+            f"a batch of {rows} rows, where {size} were expected, in the middle of an epoch, with "
+            "drop_remainder = true: "
             "all batches after it would be dropped too.",
             fix="batches of one size but for the last, or drop_remainder = false.",
         )
 
 
 def _no_full_batch(rows: int, size: int) -> DataError:
-    why = f"an epoch begins with {rows} rows of {size}, and drop_remainder = true: nothing is left to train on."
+    why = (
+        f"an epoch begins with {rows} rows of {size}, and drop_remainder = true: nothing is left "
+        "to train on."
+    )
     return DataError(why, fix="larger batches, or drop_remainder = false.")
 
 
-def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None) -> None:
-    """Check, before a run under a parameter server begins, that its data can be assigned to workers.
+def check_source(
+    source: Source, clock: Events | None, *, pad: bool, steps: int | None, epochs: int | None
+) -> None:
+    """Check, before a run under a parameter server begins, that its data can be assigned to
+    workers.
 
     Raises:
-      DataError: a last batch that is not full, where padding cannot be left out and not all workers count; or batches of several processes
-        that would have to be assigned to workers.
+      DataError: a last batch that is not full, where padding cannot be left out and not all workers
+        count; or batches of several processes that would have to be assigned to workers.
       OptionError: a trace of times that ends before the run.
     """
     if clock is None:
         return
     if clock.assigns_rows and jax.process_count() > 1 and not isinstance(source, ArraySource):
         raise DataError(
-            f"rows are assigned to {clock.workers} workers, but each of {jax.process_count()} processes reads batches of its own.",
+            f"rows are assigned to {clock.workers} workers, but each of {jax.process_count()} "
+            "processes reads batches of its own.",
             fix="arrays, which every process can index.",
         )
     drop = clock.declared.drop_remainder
     part = source.batch_size // clock.workers if clock.assigns_rows else source.batch_size
-    if not drop and not pad and clock.masked and isinstance(source, ArraySource) and source.examples % part:
+    if (
+        not drop
+        and not pad
+        and clock.masked
+        and isinstance(source, ArraySource)
+        and source.examples % part
+    ):
         raise _padded_part(source.examples, part)
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
@@ -140,14 +168,18 @@ def check_source(source: Source, clock: Events | None, *, pad: bool, steps: int 
         if not clock.assigns_rows:
             steps, parts = parts * epochs, None
     ahead = 1 if clock.assigns_rows else 0  # rows of the next round are assigned while one runs
-    clock.check_trace_length(None if steps is None else steps + ahead, parts, epochs or 1, drop=drop)
+    clock.check_trace_length(
+        None if steps is None else steps + ahead, parts, epochs or 1, drop=drop
+    )
 
 
 def _padded_part(rows: int, part: int) -> DataError:
     return DataError(
-        f"{rows} rows are split into parts of {part}, and the last is not full: neither a loss with one number for all its rows nor "
+        f"{rows} rows are split into parts of {part}, and the last is not full: neither a loss "
+        "with one number for all its rows nor "
         "batch statistics can leave out its padding.",
-        fix="a loss with one value per example and no batch statistics, or a number of rows that it divides.",
+        fix="a loss with one value per example and no batch statistics, or a number of rows that "
+        "it divides.",
     )
 
 
@@ -161,7 +193,14 @@ class _Part:
 
 
 def assign_rows(
-    batches: Iterator[HostBatch], clock: Events, step: int, size: int, skip: int, *, pad: bool, drop: bool = False
+    batches: Iterator[HostBatch],
+    clock: Events,
+    step: int,
+    size: int,
+    skip: int,
+    *,
+    pad: bool,
+    drop: bool = False,
 ) -> Iterator[HostBatch]:
     """Batches of `size` rows, in which every worker that takes part has rows until the data ends.
 
@@ -198,7 +237,9 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
     for batch in batches:
         if batch.weights is not None:
             fix = f"{option('on_error', quoted('stop'))}."
-            raise DataError("records were skipped, but rows are assigned to workers in full parts.", fix=fix)
+            raise DataError(
+                "records were skipped, but rows are assigned to workers in full parts.", fix=fix
+            )
         for first in range(0, batch.rows, unit):
             rows = min(unit, batch.rows - first)
             if rows < unit and drop:
@@ -210,27 +251,46 @@ def _parts(batches: Iterator[HostBatch], unit: int, *, pad: bool, drop: bool) ->
 
 
 def _assembled(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
-    """One batch with every worker's part at its position. Workers without a part get copies of some row, which are ignored."""
+    """One batch with every worker's part at its position. Workers without a part get copies of some
+    row, which are ignored.
+    """
     turn = np.where(has_rows, np.cumsum(has_rows) - 1, 0)
     rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
     weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
     count = sum(lot.rows for lot in lots)
     if lots[0].batch.index is not None:
-        index = np.concatenate([lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)])
+        index = np.concatenate(
+            [lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)]
+        )
         return HostBatch(lots[0].batch.leaves, count, index, None, has_rows, weights)
 
     def join(*leaves: Any) -> np.ndarray:
-        return np.concatenate([np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)])
+        return np.concatenate(
+            [np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)]
+        )
 
-    return HostBatch(jax.tree.map(join, *(lots[at].batch.leaves for at in turn)), count, None, None, has_rows, weights)
+    return HostBatch(
+        jax.tree.map(join, *(lots[at].batch.leaves for at in turn)),
+        count,
+        None,
+        None,
+        has_rows,
+        weights,
+    )
 
 
 def check_participation(clock: Events | None, step: int, batch: Batch) -> None:
     """Raise if rows of workers that are busy in this round would be lost silently."""
-    if clock is None or not clock.assigns_rows or batch.has_rows is not None or clock.round(step).takes.all():
+    if (
+        clock is None
+        or not clock.assigns_rows
+        or batch.has_rows is not None
+        or clock.round(step).takes.all()
+    ):
         return
     absent = int((~clock.round(step).takes).sum())
     raise OptionError(
-        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and their rows of the batch would be lost.",
+        f"step {step + 1}: {absent} of {clock.workers} workers take no part in this round, and "
+        "their rows of the batch would be lost.",
         fix="fit(), or trainer.steps(), which assign rows to those that do.",
     )

@@ -1,1 +1,3 @@
-"""Several processes: detect the cluster, wait for each other, check that all agree, and watch for failures."""
+"""Several processes: detect the cluster, wait for each other, check that all agree, and watch for
+failures.
+"""

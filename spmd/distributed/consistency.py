@@ -1,4 +1,6 @@
-"""Before anything is compiled, all processes check that they are about to run the same program with the same options."""
+"""Before anything is compiled, all processes check that they are about to run the same program with
+the same options.
+"""
 
 import base64
 import contextlib
@@ -26,15 +28,17 @@ _call_numbers = itertools.count()
 def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
     """Compare facts with those of all other processes; does nothing in a single process.
 
-    All processes call it, in the same order. Each publishes its facts, and a hash of them, through the coordination service. Process 0
-    reads the hashes, and the facts of the first process whose hash differs.
+    All processes call it, in the same order. Each publishes its facts, and a hash of them, through
+    the coordination service. Process 0 reads the hashes, and the facts of the first process whose
+    hash differs.
 
     Args:
       facts: what must be the same, by name.
       timeout: seconds until all must have called it.
 
     Raises:
-      ClusterError: in all processes, with the same text: which facts differ, in which process, and both values.
+      ClusterError: in all processes, with the same text: which facts differ, in which process, and
+        both values.
       RendezvousTimeout: some process did not call it in time.
     """
     if not coordination.is_initialized():
@@ -42,25 +46,33 @@ def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
     path = f"agree/{next(_call_numbers)}"
     rank, size, _ = coordination.process_info()
     text = json.dumps(dict(facts), sort_keys=True)
-    coordination.put(f"{path}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode())
+    coordination.put(
+        f"{path}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode()
+    )
     coordination.put(f"{path}/hash/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
         absent, verdict = _verdict(path, size, facts, timeout)
         coordination.put(f"{path}/verdict", json.dumps([absent, verdict]))
     else:
         try:
-            absent, verdict = json.loads(coordination.get(f"{path}/verdict", timeout + EXTRA_SECONDS))
+            absent, verdict = json.loads(
+                coordination.get(f"{path}/verdict", timeout + EXTRA_SECONDS)
+            )
         except TimeoutError:
             absent, verdict = True, f"process 0 did not arrive within {timeout:g} s"
     if absent:
         fix = "the log of that process; a longer timeout if it was only slow."
         raise RendezvousTimeout(f"the consistency check failed: {verdict}", fix=fix)
     if verdict:
-        raise ClusterError(f"the processes do not agree: {verdict}", fix="the same script, files, options and environment everywhere.")
+        raise ClusterError(
+            f"the processes do not agree: {verdict}",
+            fix="the same script, files, options and environment everywhere.",
+        )
 
 
 def gather_texts(text: str, timeout: float = 1800.0) -> list[str]:
-    """The texts of all processes, by rank; all processes call it, in the same order, and get the same.
+    """The texts of all processes, by rank; all processes call it, in the same order, and get the
+    same.
 
     Raises:
       RendezvousTimeout: some process did not call it in time.
@@ -72,11 +84,15 @@ def gather_texts(text: str, timeout: float = 1800.0) -> list[str]:
     try:
         return [coordination.get(f"{path}/{other}", timeout) for other in range(size)]
     except TimeoutError as error:
-        raise RendezvousTimeout(f"a process did not arrive within {timeout:g} s: {error}.", fix="the log of that process.") from None
+        raise RendezvousTimeout(
+            f"a process did not arrive within {timeout:g} s: {error}.",
+            fix="the log of that process.",
+        ) from None
 
 
 def first_nonempty(text: str, timeout: float = 1800.0) -> str:
-    """The first text that is not "", by rank; all processes call it, in the same order, and get the same.
+    """The first text that is not "", by rank; all processes call it, in the same order, and get the
+    same.
 
     Raises:
       RendezvousTimeout: some process did not call it in time.
@@ -85,13 +101,21 @@ def first_nonempty(text: str, timeout: float = 1800.0) -> str:
 
 
 def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failure: str) -> Result:
-    """Call a function in all processes; if it fails in one, raise an `error` in all: its text, or `failure` and the system's message."""
+    """Call a function in all processes; if it fails in one, raise an `error` in all: its text, or
+    `failure` and the system's message.
+    """
     result, raised = None, None
     try:
         result = action()
     except (SpmdError, OSError) as cause:
         raised = cause
-    text = "" if raised is None else str(raised) if isinstance(raised, SpmdError) else f"{failure}: {raised}"
+    text = (
+        ""
+        if raised is None
+        else str(raised)
+        if isinstance(raised, SpmdError)
+        else f"{failure}: {raised}"
+    )
     first_error = first_nonempty(text)
     if isinstance(raised, error) and str(raised) == first_error:
         raise raised
@@ -100,8 +124,11 @@ def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failu
     return cast(Result, result)
 
 
-def from_first_process(action: Callable[[Callable[[], None]], str], doing: str, timeout: float = 1800.0) -> str:
-    """The text that `action` returns in process 0, in all processes; all call it, in the same order. The others wait, and say so.
+def from_first_process(
+    action: Callable[[Callable[[], None]], str], doing: str, timeout: float = 1800.0
+) -> str:
+    """The text that `action` returns in process 0, in all processes; all call it, in the same
+    order. The others wait, and say so.
 
     Args:
       action: run in process 0 only; it calls its argument whenever it has advanced.
@@ -147,11 +174,15 @@ def from_first_process(action: Callable[[Callable[[], None]], str], doing: str, 
 
 
 def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
-    """In process 0: whether a process is missing; and which one, or what differs ("" if nothing does)."""
+    """In process 0: whether a process is missing; and which one, or what differs ("" if nothing
+    does).
+    """
     hashes, deadline = {}, time.monotonic() + timeout
     for rank in range(size):
         try:
-            hashes[rank] = coordination.get(f"{path}/hash/{rank}", max(0.0, deadline - time.monotonic()))
+            hashes[rank] = coordination.get(
+                f"{path}/hash/{rank}", max(0.0, deadline - time.monotonic())
+            )
         except TimeoutError:
             return True, f"process {rank} did not arrive within {timeout:g} s"
     others = [rank for rank in range(size) if hashes[rank] != hashes[0]]
@@ -164,10 +195,13 @@ def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> 
         return printable(facts.get(name, "nothing"), 300)
 
     lines = [
-        f"\n    {name} is {shown(facts, name)} in process 0, and {shown(other_facts, name)} in process {others[0]}"
+        f"\n    {name} is {shown(facts, name)} in process 0, and {shown(other_facts, name)} in "
+        f"process {others[0]}"
         for name in dict.fromkeys([*facts, *other_facts])
         if facts.get(name) != other_facts.get(name)
     ]
-    also = f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
+    also = (
+        f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
+    )
     more = f"\n    and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
     return False, "".join(lines[:MAX_SHOWN]) + more + also

@@ -1,7 +1,8 @@
-"""JAX's coordination service. Everything private to JAX that concerns several processes is in this file.
+"""JAX's coordination service. Everything private to JAX that concerns several processes is in this
+file.
 
-The service runs in process 0 and stores short texts by path; all processes see the same ones. Tested with each supported release of JAX
-(`tests/distributed/test_coordination.py`).
+The service runs in process 0 and stores short texts by path; all processes see the same ones.
+Tested with each supported release of JAX (`tests/distributed/test_coordination.py`).
 """
 
 import os
@@ -19,7 +20,8 @@ from spmd.errors import ClusterError
 
 ROOT = "spmd/"
 MAX_WAIT_MS = 1000  # of one call, which cannot be interrupted
-HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300  # seconds: without a heartbeat to the service; and for all to reach their end
+# seconds: without a heartbeat to the service; and for all to reach their end
+HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300
 
 
 def is_initialized() -> bool:
@@ -28,12 +30,15 @@ def is_initialized() -> bool:
 
 
 def backends_initialized() -> bool:
-    """Whether JAX has looked for devices already; it never sees those of processes that join later."""
+    """Whether JAX has looked for devices already; it never sees those of processes that join
+    later.
+    """
     return xla_bridge.backends_are_initialized()
 
 
 def initialize(world: World, address: str, timeout: float, local_address: str) -> None:
-    """Start the service (in process 0, at that address only), and connect to it. Python keeps handling SIGTERM.
+    """Start the service (in process 0, at that address only), and connect to it. Python keeps
+    handling SIGTERM.
 
     Gloo, by which CPUs communicate, listens at `local_address`.
     """
@@ -70,13 +75,16 @@ class _Jaxlib:
 def _listen_at(address: str) -> None:
     """Let Gloo listen at an address, since JAX's own choice is that of the host's name.
 
-    Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other names do not resolve.
+    Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other
+    names do not resolve.
     """
     xla_bridge._jax = _Jaxlib(address)  # type: ignore[attr-defined]
 
 
 def _use_no_proxy(host: str) -> None:
-    """Let gRPC connect to the service directly: it uses the proxy of $https_proxy even for 127.0.0.1, and hangs silently."""
+    """Let gRPC connect to the service directly: it uses the proxy of $https_proxy even for
+    127.0.0.1, and hangs silently.
+    """
     hosts = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # as gRPC reads them
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [hosts, host]))
     jax.config.update("jax_check_proxy_envs", False)  # no warning that the proxy may make it hang
@@ -100,7 +108,8 @@ class _Writer:
 def write_programs_in_every_process() -> None:
     """Let every process write to JAX's compilation cache.
 
-    JAX lets only process 0 write. On CPUs the others would never find a program: there its key depends on the process.
+    JAX lets only process 0 write. On CPUs the others would never find a program: there its key
+    depends on the process.
     """
     compiler.distributed = types.SimpleNamespace(global_state=_Writer())  # type: ignore[attr-defined]
 
@@ -120,7 +129,9 @@ def get(path: str, timeout: float) -> str:
     while True:
         remaining = deadline - time.monotonic()
         try:
-            return _client().blocking_key_value_get(ROOT + path, max(1, min(MAX_WAIT_MS, int(1000 * remaining))))
+            return _client().blocking_key_value_get(
+                ROOT + path, max(1, min(MAX_WAIT_MS, int(1000 * remaining)))
+            )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -156,5 +167,7 @@ def exit_now(code: int) -> NoReturn:
 def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
-        raise ClusterError("this process is not part of a cluster.", fix="spmd.join() first, or `spmd launch`.")
+        raise ClusterError(
+            "this process is not part of a cluster.", fix="spmd.join() first, or `spmd launch`."
+        )
     return client

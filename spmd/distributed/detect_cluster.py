@@ -1,4 +1,6 @@
-"""This process's rank, the number of processes and the address of process 0, from the environment that launchers set."""
+"""This process's rank, the number of processes and the address of process 0, from the environment
+that launchers set.
+"""
 
 import dataclasses
 import ipaddress
@@ -44,7 +46,10 @@ class World:
             raise ClusterError(f"{self.source}: process {self.rank} of {self.size}.", fix=f"{fix}.")
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ClusterError(f'{self.source}: "{self.address}" is not an address.', fix="HOST:PORT, such as 10.0.0.1:61440.")
+            raise ClusterError(
+                f'{self.source}: "{self.address}" is not an address.',
+                fix="HOST:PORT, such as 10.0.0.1:61440.",
+            )
 
     @property
     def host(self) -> str:
@@ -57,23 +62,33 @@ class World:
         return int(self.address.rpartition(":")[2])
 
     def __str__(self) -> str:
-        devices = "" if self.local_devices is None else f", devices {', '.join(map(str, self.local_devices))} of this host"
-        return f"process {self.rank} of {self.size} ({self.source}), process 0 at {self.address}{devices}"
+        devices = (
+            ""
+            if self.local_devices is None
+            else f", devices {', '.join(map(str, self.local_devices))} of this host"
+        )
+        return (
+            f"process {self.rank} of {self.size} ({self.source}), process 0 at "
+            f"{self.address}{devices}"
+        )
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     """Read the environment that launchers set; None: this is the only process.
 
-    Tried in this order: `spmd launch` (SPMD_PROCESSES, SPMD_PROCESS, SPMD_COORDINATOR), also for an Indexed Job of Kubernetes (with
-    JOB_COMPLETION_INDEX instead of SPMD_PROCESS); JAX's own (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); torchrun and
-    Open MPI, which may start processes inside a SLURM step that is not theirs; SLURM, in a step of `srun`; PyTorch's variables
-    set by hand (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK).
+    Tried in this order: `spmd launch` (SPMD_PROCESSES, SPMD_PROCESS, SPMD_COORDINATOR), also for an
+    Indexed Job of Kubernetes (with JOB_COMPLETION_INDEX instead of SPMD_PROCESS); JAX's own
+    (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID); torchrun and Open MPI, which may
+    start processes inside a SLURM step that is not theirs; SLURM, in a step of `srun`; PyTorch's
+    variables set by hand (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK).
 
     Raises:
       ClusterError: variables are missing, are not numbers, or contradict each other.
 
     Example:
-      >>> world = detect({"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "127.0.0.1:4000"})
+      >>> world = detect(
+      ...     {"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "127.0.0.1:4000"}
+      ... )
       >>> print(world)
       process 1 of 2 (spmd launch), process 0 at 127.0.0.1:4000
     """
@@ -88,41 +103,79 @@ def _spmd(environ: Mapping[str, str]) -> World | None:
     if "SPMD_PROCESSES" not in environ:
         return None
     is_pod = "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ
-    source, rank_name = ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
-    local_rank, local_size = (_optional_number(environ, name, source) for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES"))
+    source, rank_name = (
+        ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
+    )
+    local_rank, local_size = (
+        _optional_number(environ, name, source)
+        for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES")
+    )
     rank, size = _number(environ, rank_name, source), _number(environ, "SPMD_PROCESSES", source)
-    return World(rank, size, _required(environ, "SPMD_COORDINATOR", source), source, local_rank, local_size)
+    return World(
+        rank, size, _required(environ, "SPMD_COORDINATOR", source), source, local_rank, local_size
+    )
 
 
 def _jax(environ: Mapping[str, str]) -> World | None:
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     if not all(name in environ for name in names):
         return None
-    return World(_number(environ, names[2], "JAX"), _number(environ, names[1], "JAX"), environ[names[0]], "JAX's variables")
+    return World(
+        _number(environ, names[2], "JAX"),
+        _number(environ, names[1], "JAX"),
+        environ[names[0]],
+        "JAX's variables",
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> World | None:
     """A task of a step; outside of `srun` there is none, even inside a job."""
-    if not all(name in environ for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")):
+    if not all(
+        name in environ
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+    ):
         return None
     source = f"SLURM job {environ['SLURM_JOB_ID']}"
     if environ.get("SLURM_HET_SIZE", "1") != "1":
         raise ClusterError(
-            f"{source} has {environ['SLURM_HET_SIZE']} components, for which SLURM's variables do not say where process 0 is.",
-            fix="a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each task.",
+            f"{source} has {environ['SLURM_HET_SIZE']} components, for which SLURM's variables do "
+            "not say where process 0 is.",
+            fix="a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and "
+            "SPMD_COORDINATOR=HOST:PORT in each task.",
         )
     job, step = _number(environ, "SLURM_JOB_ID", source), _number(environ, "SLURM_STEP_ID", source)
-    rank, size = _number(environ, "SLURM_PROCID", source), _number(environ, "SLURM_STEP_NUM_TASKS", source)
-    local_rank, node = _number(environ, "SLURM_LOCALID", source), _number(environ, "SLURM_NODEID", source)
+    rank, size = (
+        _number(environ, "SLURM_PROCID", source),
+        _number(environ, "SLURM_STEP_NUM_TASKS", source),
+    )
+    local_rank, node = (
+        _number(environ, "SLURM_LOCALID", source),
+        _number(environ, "SLURM_NODEID", source),
+    )
     per_node = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     local_size = per_node[node] if node < len(per_node) else per_node[-1]
-    host = "127.0.0.1" if local_size == size else environ.get("SPMD_BIND") or _first_node(environ["SLURM_STEP_NODELIST"])
+    host = (
+        "127.0.0.1"
+        if local_size == size
+        else environ.get("SPMD_BIND") or _first_node(environ["SLURM_STEP_NODELIST"])
+    )
     devices = None if _has_own_gpus(environ) else _share(environ, local_rank, local_size)
-    return World(rank, size, f"{host}:{FIRST_PORT + (job + step) % PORTS}", source, local_rank, local_size, devices, f"{job}.{step}")
+    return World(
+        rank,
+        size,
+        f"{host}:{FIRST_PORT + (job + step) % PORTS}",
+        source,
+        local_rank,
+        local_size,
+        devices,
+        f"{job}.{step}",
+    )
 
 
 def _has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has bound GPUs to each task; other resources of a task say nothing about its GPUs."""
+    """Whether SLURM has bound GPUs to each task; other resources of a task say nothing about its
+    GPUs.
+    """
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return per_task or environ.get("SLURM_GPU_BIND", "none").rpartition(",")[2] != "none"
 
@@ -132,7 +185,10 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
         return None
     source, mpi = "Open MPI", "OMPI_COMM_WORLD"
     rank, size = _number(environ, f"{mpi}_RANK", source), _number(environ, f"{mpi}_SIZE", source)
-    local_rank, local_size = _number(environ, f"{mpi}_LOCAL_RANK", source), _number(environ, f"{mpi}_LOCAL_SIZE", source)
+    local_rank, local_size = (
+        _number(environ, f"{mpi}_LOCAL_RANK", source),
+        _number(environ, f"{mpi}_LOCAL_SIZE", source),
+    )
     address = environ.get("SPMD_COORDINATOR")
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "").split(".")[0]
     if address is None and local_size != size:
@@ -141,7 +197,16 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
             fix="mpirun -x SPMD_COORDINATOR=HOST:PORT, the first host's address and a free port.",
         )
     port = FIRST_PORT + sum(name.encode()) % PORTS
-    return World(rank, size, address or f"127.0.0.1:{port}", source, local_rank, local_size, _share(environ, local_rank, local_size), name)
+    return World(
+        rank,
+        size,
+        address or f"127.0.0.1:{port}",
+        source,
+        local_rank,
+        local_size,
+        _share(environ, local_rank, local_size),
+        name,
+    )
 
 
 def _torchrun(environ: Mapping[str, str]) -> World | None:
@@ -152,21 +217,38 @@ def _torch(environ: Mapping[str, str]) -> World | None:
     if not all(name in environ for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
         return None
     source = "WORLD_SIZE and RANK"
-    local_rank, local_size = (_optional_number(environ, name, source) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    devices = None if local_rank is None or local_size is None else _share(environ, local_rank, local_size)
+    local_rank, local_size = (
+        _optional_number(environ, name, source) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    devices = (
+        None
+        if local_rank is None or local_size is None
+        else _share(environ, local_rank, local_size)
+    )
     address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    return World(_number(environ, "RANK", source), _number(environ, "WORLD_SIZE", source), address, source, local_rank, local_size, devices)
+    return World(
+        _number(environ, "RANK", source),
+        _number(environ, "WORLD_SIZE", source),
+        address,
+        source,
+        local_rank,
+        local_size,
+        devices,
+    )
 
 
 def _share(environ: Mapping[str, str], local_rank: int, local_size: int) -> tuple[int, ...] | None:
-    """This process's equal share of the GPUs that all processes of a host see; None if each sees only its own, or none are visible."""
+    """This process's equal share of the GPUs that all processes of a host see; None if each sees
+    only its own, or none are visible.
+    """
     visible = 0 if local_size == 1 else len(visible_gpus(environ))
     if visible < local_size:
         return None
     if visible % local_size:
         raise ClusterError(
             f"{visible} GPUs cannot be shared equally by {local_size} processes of a host.",
-            fix="as many processes as GPUs; or CUDA_VISIBLE_DEVICES with a multiple of the processes.",
+            fix="as many processes as GPUs; or CUDA_VISIBLE_DEVICES with a multiple of the "
+            "processes.",
         )
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
@@ -179,26 +261,36 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
       ClusterError: nvidia-smi exists but fails.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))  # for CUDA, -1 ends the list
+        names = [
+            name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()
+        ]
+        # for CUDA, -1 ends the list
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
     tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if tool is None:
         return []
     try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            [tool, "-L"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise ClusterError(
-            f"nvidia-smi -L fails: {printable(str(output).strip(), 300)}", fix="set CUDA_VISIBLE_DEVICES to the GPUs to use."
+            f"nvidia-smi -L fails: {printable(str(output).strip(), 300)}",
+            fix="set CUDA_VISIBLE_DEVICES to the GPUs to use.",
         ) from None
-    return [str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))]
+    return [
+        str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))
+    ]
 
 
 def free_port(address: str) -> int:
     """A port of this host that no process listens on."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
+    ) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
@@ -221,7 +313,9 @@ def _optional_number(environ: Mapping[str, str], name: str, source: str) -> int 
 
 def _required(environ: Mapping[str, str], name: str, source: str) -> str:
     if not environ.get(name):
-        raise ClusterError(f"{source}: {name} is not set.", fix="set it in every process, or unset the others.")
+        raise ClusterError(
+            f"{source}: {name} is not set.", fix="set it in every process, or unset the others."
+        )
     return environ[name]
 
 
@@ -235,7 +329,9 @@ def _counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ClusterError(f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.", fix="such as 4(x2),2.")
+            raise ClusterError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.", fix="such as 4(x2),2."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -260,14 +356,20 @@ def resolve_address(world: World) -> str:
     try:
         resolved = socket.getaddrinfo(world.host, world.port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise RendezvousTimeout(f"{world}: the host {world.host!r} does not resolve: {error}.", fix="use its IP address.") from error
+        raise RendezvousTimeout(
+            f"{world}: the host {world.host!r} does not resolve: {error}.",
+            fix="use its IP address.",
+        ) from error
     address = ipaddress.ip_address(str(resolved).partition("%")[0])
     if address.is_unspecified:
-        raise ClusterError(f"{world}: {address} stands for all interfaces.", fix="the address of one interface.")
+        raise ClusterError(
+            f"{world}: {address} stands for all interfaces.", fix="the address of one interface."
+        )
     other_hosts = world.local_size is not None and world.local_size < world.size
     if address.is_loopback and other_hosts and world.host != str(address):
         raise ClusterError(
             f"{world}: {world.host} is {address} here, which other hosts cannot reach.",
-            fix="SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that host on the cluster's network.",
+            fix="SPMD_BIND=ADDRESS (SLURM) or SPMD_COORDINATOR=ADDRESS:PORT, an address of that "
+            "host on the cluster's network.",
         )
     return str(address)

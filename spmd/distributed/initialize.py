@@ -23,24 +23,29 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 _joined: World | None = None
 
 
-def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTimeouts | None = None) -> World | None:
+def join(
+    world: World | None = None, *, timeout: float = 300.0, limits: StallTimeouts | None = None
+) -> World | None:
     """Connect this process to those that train with it; does nothing in a single process.
 
-    Processes wait for each other (`distributed/rendezvous.py`), JAX's coordination service starts in process 0, and a watchdog runs from
-    then on (`distributed/watchdog.py`). `fit` calls it. A script that uses JAX before `fit`, for example for the number of devices or to
-    build a model, calls it first. Calling it again does nothing.
+    Processes wait for each other (`distributed/rendezvous.py`), JAX's coordination service starts
+    in process 0, and a watchdog runs from then on (`distributed/watchdog.py`). `fit` calls it. A
+    script that uses JAX before `fit`, for example for the number of devices or to build a model,
+    calls it first. Calling it again does nothing.
 
     Args:
-      world: the place of this process; None: read from the environment of `spmd launch`, SLURM, Kubernetes, Open MPI, and others
-        (`spmd.distributed.detect_cluster.detect`).
+      world: the place of this process; None: read from the environment of `spmd launch`, SLURM,
+        Kubernetes, Open MPI, and others (`spmd.distributed.detect_cluster.detect`).
       timeout: seconds until all processes must have arrived.
-      limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800 s for any other phase.
+      limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800
+        s for any other phase.
 
     Returns:
       The place of this process; None if it is the only one.
 
     Raises:
-      ClusterError: the processes do not agree; or JAX has looked for devices already; or this process has joined with another rank.
+      ClusterError: the processes do not agree; or JAX has looked for devices already; or this
+        process has joined with another rank.
       RendezvousTimeout: some processes did not arrive in time.
 
     Example:
@@ -51,11 +56,18 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
     global _joined
     if _joined is not None:
         if world is not None and world != _joined:
-            raise ClusterError(f"this process has joined as {_joined}, and cannot join as {world}.", fix="one spmd.join() in a process.")
+            raise ClusterError(
+                f"this process has joined as {_joined}, and cannot join as {world}.",
+                fix="one spmd.join() in a process.",
+            )
         if limits is not None:
             watchdog.current().timeouts = limits
         return _joined
-    limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ") if limits is None else limits
+    limits = (
+        StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ")
+        if limits is None
+        else limits
+    )
     if coordination.is_initialized():  # by the user's own jax.distributed.initialize
         rank, size, address = coordination.process_info()
         _joined = world or World(rank, size, address, "jax.distributed")
@@ -69,11 +81,14 @@ def join(world: World | None = None, *, timeout: float = 300.0, limits: StallTim
     world = world if is_given or "SPMD_TOKEN" in os.environ else with_token(world, log)
     if coordination.backends_initialized():
         raise ClusterError(
-            f"{world}: JAX has looked for devices already, so it cannot see those of other processes.",
+            f"{world}: JAX has looked for devices already, so it cannot see those of other "
+            "processes.",
             fix="spmd.join() at the top of the script, before the first array.",
         )
     log(str(world))
-    info = ProcessInfo(world.rank, world.size, f"{socket.gethostname()} (process id {os.getpid()})", _facts())
+    info = ProcessInfo(
+        world.rank, world.size, f"{socket.gethostname()} (process id {os.getpid()})", _facts()
+    )
     address, links = wait_for_all(world, info, timeout=timeout, log=log)
     coordination.initialize(world, address, timeout, local_address(links))
     watchdog.start(world.rank, world.size, limits, log, links)
@@ -87,18 +102,22 @@ def job_token() -> str:
 
 
 def was_restarted() -> bool:
-    """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a run resumes from its checkpoint."""
+    """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a
+    run resumes from its checkpoint.
+    """
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
 def was_requeued() -> bool:
-    """Whether a scheduler has started the launcher itself again, so that earlier attempts had another launcher."""
+    """Whether a scheduler has started the launcher itself again, so that earlier attempts had
+    another launcher.
+    """
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def attempt_times() -> list[float]:
-    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and the start of this one. Empty without it,
-    and if they are not such times.
+    """Seconds since 1970, from `spmd launch`: its start, then start and end of each attempt, and
+    the start of this one. Empty without it, and if they are not such times.
 
     An attempt ends with its first failure, as far as that is known, or with its last process.
     """
@@ -110,7 +129,9 @@ def attempt_times() -> list[float]:
 
 
 def grace_seconds() -> float:
-    """Seconds to save and exit after SIGTERM, from `spmd launch --grace`; infinity where that is not known."""
+    """Seconds to save and exit after SIGTERM, from `spmd launch --grace`; infinity where that is
+    not known.
+    """
     try:
         return float(os.environ.get("SPMD_GRACE", "inf"))
     except ValueError:
@@ -118,7 +139,9 @@ def grace_seconds() -> float:
 
 
 def shrink_factor() -> int:
-    """By what factor the number of processes has shrunk since `spmd launch` began, rounded up: 1 unless a host did not come back."""
+    """By what factor the number of processes has shrunk since `spmd launch` began, rounded up: 1
+    unless a host did not come back.
+    """
     return -(-int(os.environ.get("SPMD_FULL", "1")) // jax.process_count())
 
 

@@ -1,6 +1,8 @@
-"""A connection between process 0 and each other process, which carries nothing: it shows that a host is lost.
+"""A connection between process 0 and each other process, which carries nothing: it shows that a
+host is lost.
 
-The kernels ask each other whether they are there, so a process that is stopped, or blocked by code that holds the GIL, is not lost.
+The kernels ask each other whether they are there, so a process that is stopped, or blocked by code
+that holds the GIL, is not lost.
 """
 
 import contextlib
@@ -11,12 +13,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-IDLE, PROBES = 5, 3  # seconds between two questions of the kernel, and how many without an answer mean that the other host is lost
-LOST_SECONDS = IDLE * (1 + PROBES)  # less than JAX's heartbeat, whose end aborts all processes without naming one
+# seconds between two questions of the kernel, and how many without an answer mean that the other
+# host is lost
+IDLE, PROBES = 5, 3
+# less than JAX's heartbeat, whose end aborts all processes without naming one
+LOST_SECONDS = IDLE * (1 + PROBES)
 
-REPEATS = 5  # times that the kernel has sent something again before it counts as unanswered: 6 s or more with Linux's defaults
+# times that the kernel has sent something again before it counts as unanswered: 6 s or more with
+# Linux's defaults
+REPEATS = 5
 
-Links = Mapping[int, tuple[str, socket.socket]]  # by rank: what the other process is called, and the connection
+# by rank: what the other process is called, and the connection
+Links = Mapping[int, tuple[str, socket.socket]]
 
 
 def keep(connection: socket.socket) -> socket.socket:
@@ -30,7 +38,9 @@ def keep(connection: socket.socket) -> socket.socket:
 
 
 def lost(links: Links) -> list[str]:
-    """The processes whose host does not answer any more. One that has ended is not lost: its host says so."""
+    """The processes whose host does not answer any more. One that has ended is not lost: its host
+    says so.
+    """
     names = []
     for name, connection in links.values():
         try:
@@ -42,18 +52,26 @@ def lost(links: Links) -> list[str]:
 
 
 def local_address(links: Links) -> str:
-    """The address of this host by which other processes reach it; that to another host, if there is one."""
-    pairs = [(connection.getsockname()[0], connection.getpeername()[0]) for _, connection in links.values()]
+    """The address of this host by which other processes reach it; that to another host, if there is
+    one.
+    """
+    pairs = [
+        (connection.getsockname()[0], connection.getpeername()[0])
+        for _, connection in links.values()
+    ]
     return next((own for own, other in pairs if own != other), pairs[0][0])
 
 
 def unanswered() -> list[str]:
-    """Addresses of hosts that acknowledge nothing of what this process sends them, over any TCP connection; [] where it is not Linux.
+    """Addresses of hosts that acknowledge nothing of what this process sends them, over any TCP
+    connection; [] where it is not Linux.
 
-    Two processes of which neither is process 0 have none of the connections above, but those of their collectives.
+    Two processes of which neither is process 0 have none of the connections above, but those of
+    their collectives.
     """
     hosts = set()
-    with contextlib.suppress(OSError):  # without the files of Linux, or with all descriptors in use, a report of a stall says less
+    # without the files of Linux, or with all descriptors in use, a report of a stall says less
+    with contextlib.suppress(OSError):
         own = _open_files()
         for table in ("tcp", "tcp6"):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
@@ -73,7 +91,11 @@ def _open_files() -> set[str]:
 
 
 def _address(words: str) -> str:
-    """An address from the kernel's tables: numbers of 32 bits in the order of bytes of this machine, as hexadecimal digits."""
+    """An address from the kernel's tables: numbers of 32 bits in the order of bytes of this
+    machine, as hexadecimal digits.
+    """
     numbers = [int(words[first : first + 8], 16) for first in range(0, len(words), 8)]
-    address = ipaddress.ip_address(b"".join(number.to_bytes(4, sys.byteorder) for number in numbers))
+    address = ipaddress.ip_address(
+        b"".join(number.to_bytes(4, sys.byteorder) for number in numbers)
+    )
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,4 +1,6 @@
-"""Lines of JSON between processes of a job, each with a proof that its sender knows the job's token."""
+"""Lines of JSON between processes of a job, each with a proof that its sender knows the job's
+token.
+"""
 
 import contextlib
 import hmac
@@ -11,13 +13,21 @@ MAX_LINE_BYTES = 65536
 
 
 def proof_of(token: str, nonce: str, message: dict[str, Any]) -> str:
-    """Proves that the sender knows the token, which is never sent; because of the nonce it is valid for one exchange only."""
-    return hmac.new(token.encode(), f"{nonce} {json.dumps(message, sort_keys=True)}".encode(), "sha256").hexdigest()
+    """Proves that the sender knows the token, which is never sent; because of the nonce it is valid
+    for one exchange only.
+    """
+    return hmac.new(
+        token.encode(), f"{nonce} {json.dumps(message, sort_keys=True)}".encode(), "sha256"
+    ).hexdigest()
 
 
 def is_proof(proof: object, token: str, nonce: str, message: dict[str, Any]) -> bool:
-    """Whether a proof, of which a stranger may have chosen every character, is that of a message."""
-    return hmac.compare_digest(str(proof).encode(errors="replace"), proof_of(token, nonce, message).encode())
+    """Whether a proof, of which a stranger may have chosen every character, is that of a
+    message.
+    """
+    return hmac.compare_digest(
+        str(proof).encode(errors="replace"), proof_of(token, nonce, message).encode()
+    )
 
 
 def receive_message(connection: socket.socket, deadline: float) -> dict[str, Any] | None:

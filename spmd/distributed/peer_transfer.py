@@ -1,7 +1,9 @@
-"""Sends bytes from one process of a job to another over TCP. Both sides first prove that they know the job's token.
+"""Sends bytes from one process of a job to another over TCP. Both sides first prove that they know
+the job's token.
 
-The receiver listens at one address, sends a nonce, and reads one line of JSON: what is to be sent, and the proof. Without a proof it closes
-the connection and reads nothing more. A transfer has a time limit, and a bounded number of them run at once.
+The receiver listens at one address, sends a nonce, and reads one line of JSON: what is to be sent,
+and the proof. Without a proof it closes the connection and reads nothing more. A transfer has a
+time limit, and a bounded number of them run at once.
 """
 
 import contextlib
@@ -17,7 +19,8 @@ from spmd.distributed.messages import is_proof, proof_of, receive_message, send_
 from spmd.errors import printable
 
 GREETING_SECONDS = 5.0  # for the lines before and after the bytes
-BASE_SECONDS, SLOWEST = 10.0, 4 << 20  # a transfer may take this long, and a second for as many bytes
+# a transfer may take this long, and a second for as many bytes
+BASE_SECONDS, SLOWEST = 10.0, 4 << 20
 MAX_CONNECTIONS = 8  # at once
 ACCEPT_AGAIN = 0.1  # seconds after an error
 
@@ -34,15 +37,19 @@ class Receiver:
     Args:
       host: IP address to listen on; no other interface is reachable.
       token: the job's secret.
-      receive: called in a thread with the sender's message, which has "bytes", and a function that reads them. What it raises is
-        sent to the peer, as the reason of a refusal.
+      receive: called in a thread with the sender's message, which has "bytes", and a function that
+        reads them. What it raises is sent to the peer, as the reason of a refusal.
 
     Attributes:
       address: "host:port" to send to.
     """
 
     def __init__(self, host: str, token: str, receive: Callable[[dict[str, Any], Read], None]):
-        self._token, self._receive, self._slots = token, receive, threading.Semaphore(MAX_CONNECTIONS)
+        self._token, self._receive, self._slots = (
+            token,
+            receive,
+            threading.Semaphore(MAX_CONNECTIONS),
+        )
         self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -61,17 +68,21 @@ class Receiver:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if self._closed.wait(ACCEPT_AGAIN):  # else there were too many open files, for example
+                # else there were too many open files, for example
+                if self._closed.wait(ACCEPT_AGAIN):
                     return
                 continue
             if self._slots.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="spmd receive", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="spmd receive", daemon=True
+                ).start()
             else:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, contextlib.suppress(OSError, ValueError, RecursionError):  # a stranger may send anything
+            # a stranger may send anything
+            with connection, contextlib.suppress(OSError, ValueError, RecursionError):
                 self._answer(connection)
         finally:
             self._slots.release()
@@ -96,7 +107,10 @@ class Receiver:
         self._send_answer(connection, theirs, answer)
 
     def _send_answer(self, connection: socket.socket, nonce: str, text: str) -> None:
-        send_message(connection, {"answer": text, "proof": proof_of(self._token, f"answer {nonce}", {"answer": text})})
+        send_message(
+            connection,
+            {"answer": text, "proof": proof_of(self._token, f"answer {nonce}", {"answer": text})},
+        )
 
 
 def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]) -> int:
@@ -117,8 +131,14 @@ def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]
     host, _, port = address.rpartition(":")
     nonce, deadline = secrets.token_hex(16), time.monotonic() + _seconds(message["bytes"])
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=GREETING_SECONDS) as connection:
-            challenge = str((receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}).get("nonce"))
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=GREETING_SECONDS
+        ) as connection:
+            challenge = str(
+                (receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}).get(
+                    "nonce"
+                )
+            )
             message = {**message, "nonce": nonce}
             send_message(connection, {**message, "proof": proof_of(token, challenge, message)})
             _check_answer(connection, token, nonce, "send", GREETING_SECONDS)
@@ -127,17 +147,27 @@ def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]
                 connection.settimeout(max(deadline - time.monotonic(), 0.01))
                 connection.sendall(part)
                 sent += memoryview(part).nbytes
-            _check_answer(connection, token, nonce, "received", max(deadline - time.monotonic(), 0.0) + GREETING_SECONDS)
+            _check_answer(
+                connection,
+                token,
+                nonce,
+                "received",
+                max(deadline - time.monotonic(), 0.0) + GREETING_SECONDS,
+            )
             return sent
     except (OSError, ValueError) as error:
         raise TransferError(f"{address}: {error or type(error).__name__}") from error
 
 
-def _check_answer(connection: socket.socket, token: str, nonce: str, expected: str, seconds: float) -> None:
+def _check_answer(
+    connection: socket.socket, token: str, nonce: str, expected: str, seconds: float
+) -> None:
     answer = receive_message(connection, time.monotonic() + seconds) or {}
     proof, text = answer.pop("proof", ""), str(answer.get("answer"))
     if not is_proof(proof, token, f"answer {nonce}", answer):
-        raise TransferError(f"{connection.getpeername()[0]}: it does not know this job's token, or is gone")
+        raise TransferError(
+            f"{connection.getpeername()[0]}: it does not know this job's token, or is gone"
+        )
     if text != expected:
         raise TransferError(printable(text, 300))
 
@@ -158,7 +188,9 @@ def _fill(connection: socket.socket, buffer: memoryview, deadline: float) -> Non
 def local_address(peer: str) -> str:
     """This host's IP address on the network of a peer, "host:port"; no packet is sent."""
     host, _, port = peer.rpartition(":")
-    kind, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    kind, _, _, _, address = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -1,7 +1,9 @@
-"""Records that processes leave for their launcher, in the folder $SPMD_REPORT: failures and heartbeats.
+"""Records that processes leave for their launcher, in the folder $SPMD_REPORT: failures and
+heartbeats.
 
-A process writes `RANK.json` when it fails, and `life.RANK.json` every second: the time, what it was doing, and how it left, if it has. A
-process that is frozen or killed writes nothing more, so its last heartbeat says when that was. `launch/failure_cause.py` reads them.
+A process writes `RANK.json` when it fails, and `life.RANK.json` every second: the time, what it was
+doing, and how it left, if it has. A process that is frozen or killed writes nothing more, so its
+last heartbeat says when that was. `launch/failure_cause.py` reads them.
 """
 
 import contextlib
@@ -12,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 HEARTBEAT_SECONDS = 1.0
-# Kinds of failures: an error of this process; no progress in its own code; another process did not arrive, or broke a transfer.
+# Kinds of failures: an error of this process; no progress in its own code; another process did not
+# arrive, or broke a transfer.
 ERROR, STALL, WAIT = "error", "stall", "wait"
 
 

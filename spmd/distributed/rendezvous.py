@@ -1,9 +1,12 @@
-"""The rendezvous: before JAX starts, all processes connect to one port and check that they belong together.
+"""The rendezvous: before JAX starts, all processes connect to one port and check that they belong
+together.
 
-JAX's coordination service does not name a missing process, accepts processes that expect different numbers of others, and lets a second
-process with the same rank end the entire job. So process 0 listens at an address that all know, each of the others sends one line of JSON
-about itself, and all get the same answer: what is wrong, or the address (with a fresh port) of JAX's service. The connections carry
-nothing else; while a run lasts, they show whether the other host is there (`links.py`).
+JAX's coordination service does not name a missing process, accepts processes that expect different
+numbers of others, and lets a second process with the same rank end the entire job. So process 0
+listens at an address that all know, each of the others sends one line of JSON about itself, and all
+get the same answer: what is wrong, or the address (with a fresh port) of JAX's service. The
+connections carry nothing else; while a run lasts, they show whether the other host is there
+(`links.py`).
 """
 
 import contextlib
@@ -19,7 +22,13 @@ from typing import Any
 
 from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
 from spmd.distributed.links import Links, keep
-from spmd.distributed.messages import MAX_LINE_BYTES, is_proof, proof_of, receive_message, send_message
+from spmd.distributed.messages import (
+    MAX_LINE_BYTES,
+    is_proof,
+    proof_of,
+    receive_message,
+    send_message,
+)
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 MAX_SILENT = 64  # connections, besides one for each process, that may be open without a message
@@ -30,7 +39,9 @@ FIX = "the same command, software and number of processes everywhere."
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """What a process sends about itself: rank, number of processes, name for people, and facts that must be the same everywhere."""
+    """What a process sends about itself: rank, number of processes, name for people, and facts that
+    must be the same everywhere.
+    """
 
     rank: int
     size: int
@@ -38,11 +49,14 @@ class ProcessInfo:
     facts: dict[str, str]
 
 
-def wait_for_all(world: World, info: ProcessInfo, *, timeout: float, log: Callable[[str], None]) -> tuple[str, Links]:
+def wait_for_all(
+    world: World, info: ProcessInfo, *, timeout: float, log: Callable[[str], None]
+) -> tuple[str, Links]:
     """Wait for all other processes: process 0 listens, the others connect to it.
 
     Returns:
-      "host:port" for JAX's coordination service; and the connections, of process 0 with all others, and of these with it.
+      "host:port" for JAX's coordination service; and the connections, of process 0 with all others,
+      and of these with it.
 
     Raises:
       ClusterError: two processes of the same rank; different numbers of processes, or facts.
@@ -57,7 +71,9 @@ def wait_for_all(world: World, info: ProcessInfo, *, timeout: float, log: Callab
 
 
 def _own_address(world: World, timeout: float, log: Callable[[str], None]) -> str:
-    """Process 0's own address, once its name resolves: Kubernetes registers the names of pods while they start."""
+    """Process 0's own address, once its name resolves: Kubernetes registers the names of pods while
+    they start.
+    """
     began = logged_at = time.monotonic()
     while True:
         try:
@@ -79,16 +95,25 @@ class _Server:
         self.world, self.address = world, address
         self.infos: dict[int, ProcessInfo] = {0: info}
         self.buffers: dict[socket.socket, bytearray] = {}  # of connections whose line is incomplete
-        self.waiting: dict[socket.socket, int] = {}  # the rank of each connection that waits for the answer
+        # the rank of each connection that waits for the answer
+        self.waiting: dict[socket.socket, int] = {}
         self.nonces: dict[socket.socket, str] = {}  # for the proofs of the answers
         self.rejected = 0  # connections that did not know the token
         self.problem, self.timed_out = "", False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self.listener = socket.create_server((address, world.port), family=family, backlog=max(16, world.size))
+            self.listener = socket.create_server(
+                (address, world.port), family=family, backlog=max(16, world.size)
+            )
         except OSError as error:
-            problem = f"{world}: cannot listen on port {world.port} of {address}: {os.strerror(error.errno or 0)}."
-            raise RendezvousTimeout(problem, fix="another port; or end the process that has it, which may be an earlier run.") from error
+            problem = (
+                f"{world}: cannot listen on port {world.port} of {address}: "
+                f"{os.strerror(error.errno or 0)}."
+            )
+            raise RendezvousTimeout(
+                problem,
+                fix="another port; or end the process that has it, which may be an earlier run.",
+            ) from error
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
@@ -107,13 +132,21 @@ class _Server:
         while len(self.infos) < self.world.size and not self.problem:
             self._poll(0.2)
             now = time.monotonic()
-            missing = ", ".join(str(rank) for rank in range(self.world.size) if rank not in self.infos)
+            missing = ", ".join(
+                str(rank) for rank in range(self.world.size) if rank not in self.infos
+            )
             if now - began >= timeout:
                 self.timed_out = True
-                self.problem = f"processes [{missing}] of {self.world.size} did not arrive within {timeout:g} s{self._rejections()}"
+                self.problem = (
+                    f"processes [{missing}] of {self.world.size} did not arrive within {timeout:g} "
+                    f"s{self._rejections()}"
+                )
             elif now - logged_at >= LOG_SECONDS:
                 logged_at = now
-                log(f"waiting for processes [{missing}] ({now - began:.0f} s of {timeout:g}){self._rejections()}")
+                log(
+                    f"waiting for processes [{missing}] ({now - began:.0f} s of "
+                    f"{timeout:g}){self._rejections()}"
+                )
         if self.problem:
             self._refuse()
             kind = RendezvousTimeout if self.timed_out else ClusterError
@@ -121,18 +154,31 @@ class _Server:
         service = join_address(self.address, free_port(self.address))
         for connection in self.waiting:
             self._answer(connection, {"go": service})
-        links = {rank: (f"process {rank} on {self.infos[rank].name}", keep(connection)) for connection, rank in self.waiting.items()}
+        links = {
+            rank: (f"process {rank} on {self.infos[rank].name}", keep(connection))
+            for connection, rank in self.waiting.items()
+        }
         self.waiting = {}
         return service, links
 
     def _rejections(self) -> str:
-        return f"; {self.rejected} connections did not know this job's token" if self.rejected else ""
+        return (
+            f"; {self.rejected} connections did not know this job's token" if self.rejected else ""
+        )
 
     def _answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        send_message(connection, {**message, "proof": proof_of(self.world.token, f"answer {self.nonces[connection]}", message)})
+        send_message(
+            connection,
+            {
+                **message,
+                "proof": proof_of(self.world.token, f"answer {self.nonces[connection]}", message),
+            },
+        )
 
     def _refuse(self) -> None:
-        """Send the problem to all connected processes, and to those that connect in the next seconds."""
+        """Send the problem to all connected processes, and to those that connect in the next
+        seconds.
+        """
         deadline = time.monotonic() + (LINGER if len(self.infos) < self.world.size else 0.0)
         while True:
             for connection in list(self.waiting):
@@ -160,7 +206,8 @@ class _Server:
             return
         connection.setblocking(False)
         if len(self.buffers) >= self.world.size + MAX_SILENT:
-            self._drop(next(iter(self.buffers)))  # the one that has been silent for longest; a process of this job connects again
+            # the one that has been silent for longest; a process of this job connects again
+            self._drop(next(iter(self.buffers)))
         self.buffers[connection] = bytearray()
         self.selector.register(connection, selectors.EVENT_READ)
 
@@ -172,7 +219,8 @@ class _Server:
         except OSError:
             received = b""
         buffer = self.buffers.get(connection)
-        if not received or buffer is None or len(buffer) + len(received) > MAX_LINE_BYTES:  # closed, or it sends too much
+        # closed, or it sends too much
+        if not received or buffer is None or len(buffer) + len(received) > MAX_LINE_BYTES:
             self._drop(connection)
             return
         buffer += received
@@ -193,8 +241,16 @@ class _Server:
             message = json.loads(line)
             proof, nonce = message.pop("proof"), str(message.pop("nonce"))
             proved = is_proof(proof, self.world.token, nonce, message)
-            facts = {printable(str(name), 100): printable(str(value), 300) for name, value in message["facts"].items()}
-            info = ProcessInfo(int(message["rank"]), int(message["size"]), printable(str(message["name"]), 300), facts)
+            facts = {
+                printable(str(name), 100): printable(str(value), 300)
+                for name, value in message["facts"].items()
+            }
+            info = ProcessInfo(
+                int(message["rank"]),
+                int(message["size"]),
+                printable(str(message["name"]), 300),
+                facts,
+            )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             proved, info, nonce = False, None, ""
         if info is None or not proved:  # not of this job: it gets no answer, and changes nothing
@@ -209,19 +265,30 @@ class _Server:
     def _mismatch(self, info: ProcessInfo) -> str:
         first = self.infos[0]
         if info.size != self.world.size:
-            return f"process {info.rank} on {info.name} expects {info.size} processes, and process 0 on {first.name} {self.world.size}"
+            return (
+                f"process {info.rank} on {info.name} expects {info.size} processes, and process 0 "
+                f"on {first.name} {self.world.size}"
+            )
         if info.rank in self.infos:
-            return f"process {info.rank} exists twice: on {self.infos[info.rank].name} and on {info.name}"
+            return (
+                f"process {info.rank} exists twice: on {self.infos[info.rank].name} and on "
+                f"{info.name}"
+            )
         if not 0 <= info.rank < self.world.size:
             return f"process {info.rank} on {info.name} is not one of {self.world.size}"
         for fact in dict.fromkeys([*first.facts, *info.facts]):
             expected, other = first.facts.get(fact, "none"), info.facts.get(fact, "none")
             if expected != other:
-                return f"{fact} is {expected} in process 0 on {first.name}, and {other} in process {info.rank} on {info.name}"
+                return (
+                    f"{fact} is {expected} in process 0 on {first.name}, and {other} in process "
+                    f"{info.rank} on {info.name}"
+                )
         return ""
 
 
-def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str], None]) -> tuple[str, Links]:
+def _connect(
+    world: World, info: ProcessInfo, timeout: float, log: Callable[[str], None]
+) -> tuple[str, Links]:
     """Register with process 0 as soon as it listens, and wait for the answer."""
     began = logged_at = time.monotonic()
     message = dataclasses.asdict(info)
@@ -231,19 +298,32 @@ def _connect(world: World, info: ProcessInfo, timeout: float, log: Callable[[str
         if remaining <= 0:
             raise RendezvousTimeout(
                 f"{world}: no answer from process 0 at {world.address} in {timeout:g} s.",
-                fix="is it started, and is that its address; may this host reach it; and do both know the same token (SPMD_TOKEN)?",
+                fix="is it started, and is that its address; may this host reach it; and do both "
+                "know the same token (SPMD_TOKEN)?",
             )
         with contextlib.ExitStack() as closing, contextlib.suppress(OSError):
-            connection = closing.enter_context(socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0)))
-            send_message(connection, {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)})
-            answer = receive_message(connection, began + timeout + LINGER) or {}  # process 0 knows who is missing, and has its timeout
+            connection = closing.enter_context(
+                socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0))
+            )
+            send_message(
+                connection,
+                {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)},
+            )
+            # process 0 knows who is missing, and has its timeout
+            answer = receive_message(connection, began + timeout + LINGER) or {}
             proof = answer.pop("proof", "")
-            if is_proof(proof, world.token, f"answer {nonce}", answer):  # else it is from a process that does not know the token
+            # else it is from a process that does not know the token
+            if is_proof(proof, world.token, f"answer {nonce}", answer):
                 if "go" not in answer:
-                    raise ClusterError(f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX)
+                    raise ClusterError(
+                        f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX
+                    )
                 closing.pop_all()
                 return str(answer["go"]), {0: (f"process 0 at {world.address}", keep(connection))}
         time.sleep(min(0.2, max(remaining, 0.0)))
         if time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
-            log(f"waiting for process 0 at {world.address} ({logged_at - began:.0f} s of {timeout:g})")
+            log(
+                f"waiting for process 0 at {world.address} ({logged_at - began:.0f} s of "
+                f"{timeout:g})"
+            )

@@ -1,4 +1,6 @@
-"""Check that replicas are equal: each device computes checksums of its shards, which are compared over the mesh."""
+"""Check that replicas are equal: each device computes checksums of its shards, which are compared
+over the mesh.
+"""
 
 import functools
 import operator
@@ -15,57 +17,94 @@ from spmd.xla import shard_map
 
 MAX_SHOWN = 8  # arrays in an error
 SMALL = 65536  # words; shards up to this size are concatenated, which costs a negligible copy
-FAST_COMPILE = {"xla_backend_optimization_level": 0}  # it runs seldom: a third of the time to compile, four times that to run
+# it runs seldom: a third of the time to compile, four times that to run
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 def check_replicas(state: Tree, when: str) -> None:
     """Compare all replicas of every shard of every array.
 
-    Each device reads its shards once and sends 4 bytes for all arrays with the same sharding; only if these differ, it repeats that with
-    4 bytes for each array. A checksum is a sum over all 32-bit words, each mixed with its index by an invertible function: a single
-    differing word is always found, and replicas that differ in more words escape with probability 2^-32.
+    Each device reads its shards once and sends 4 bytes for all arrays with the same sharding; only
+    if these differ, it repeats that with 4 bytes for each array. A checksum is a sum over all
+    32-bit words, each mixed with its index by an invertible function: a single differing word is
+    always found, and replicas that differ in more words escape with probability 2^-32.
 
     Args:
       state: arrays on one mesh.
       when: when the check runs, for the error.
 
     Raises:
-      ClusterError: in all processes: which arrays differ, and on which processes and devices they differ from the majority.
+      ClusterError: in all processes: which arrays differ, and on which processes and devices they
+        differ from the majority.
     """
-    leaves: dict[str, Any] = {path: leaf for path, leaf in flatten(state).items() if isinstance(leaf, jax.Array) and leaf.size}
+    leaves: dict[str, Any] = {
+        path: leaf
+        for path, leaf in flatten(state).items()
+        if isinstance(leaf, jax.Array) and leaf.size
+    }
     if not leaves:
         return
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
-    groups = {spec: tuple(index for index, other in enumerate(specs) if other == spec) for spec in specs}
+    groups = {
+        spec: tuple(index for index, other in enumerate(specs) if other == spec) for spec in specs
+    }
     differing_groups = _differing(leaves, tuple(groups.values()))
     if not differing_groups:
         return
-    differing = _differing(leaves, tuple((index,) for index in range(len(leaves)))) or differing_groups
+    differing = (
+        _differing(leaves, tuple((index,) for index in range(len(leaves)))) or differing_groups
+    )
     devices = next(iter(leaves.values())).sharding.mesh.devices.reshape(-1)
     lines = []
     for path, positions in list(differing.items())[:MAX_SHOWN]:
         processes = sorted({devices[position].process_index for position in positions})
-        lines.append(f"    {path}: devices {', '.join(map(str, positions))} of the mesh (process {', '.join(map(str, processes))})")
-    lines += [f"    and {len(differing) - MAX_SHOWN} more arrays"] if len(differing) > MAX_SHOWN else []
+        lines.append(
+            f"    {path}: devices {', '.join(map(str, positions))} of the mesh (process "
+            f"{', '.join(map(str, processes))})"
+        )
+    lines += (
+        [f"    and {len(differing) - MAX_SHOWN} more arrays"] if len(differing) > MAX_SHOWN else []
+    )
     raise ClusterError(
-        "\n".join([f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most others:", *lines]),
-        fix="the same seed, weights and data everywhere; if they were equal before, replace a device or host that computes wrongly.",
+        "\n".join(
+            [
+                f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most "
+                "others:",
+                *lines,
+            ]
+        ),
+        fix="the same seed, weights and data everywhere; if they were equal before, replace a "
+        "device or host that computes wrongly.",
     )
 
 
-def _differing(leaves: dict[str, Any], columns: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]:
-    """The mesh positions that differ from the majority, by the names of the arrays of each column in which replicas differ."""
+def _differing(
+    leaves: dict[str, Any], columns: tuple[tuple[int, ...], ...]
+) -> dict[str, list[int]]:
+    """The mesh positions that differ from the majority, by the names of the arrays of each column
+    in which replicas differ.
+    """
     arrays = list(leaves.items())
     mesh = arrays[0][1].sharding.mesh
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
     with jax.transfer_guard("allow"):
-        table = np.asarray(_checksum_function(mesh, specs, columns)(*leaves.values()))  # [devices, columns]
-    positions_of = {column: _minority(arrays[column[0]][1], mesh, table[:, index]) for index, column in enumerate(columns)}
-    return {" or ".join(arrays[index][0] for index in column): positions for column, positions in positions_of.items() if positions}
+        # [devices, columns]
+        table = np.asarray(_checksum_function(mesh, specs, columns)(*leaves.values()))
+    positions_of = {
+        column: _minority(arrays[column[0]][1], mesh, table[:, index])
+        for index, column in enumerate(columns)
+    }
+    return {
+        " or ".join(arrays[index][0] for index in column): positions
+        for column, positions in positions_of.items()
+        if positions
+    }
 
 
 def _minority(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
-    """Mesh positions whose checksum differs from that of most replicas of the same shard; in a tie, from that of the first."""
+    """Mesh positions whose checksum differs from that of most replicas of the same shard; in a tie,
+    from that of the first.
+    """
     index_of = leaf.sharding.devices_indices_map(leaf.shape)
     replicas: dict[str, list[int]] = {}
     for position, device in enumerate(mesh.devices.reshape(-1)):
@@ -74,33 +113,49 @@ def _minority(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
     for positions in replicas.values():
         values = [int(sums[position]) for position in positions]
         majority = max(dict.fromkeys(values), key=values.count)
-        minority += [position for position, value in zip(positions, values, strict=True) if value != majority]
+        minority += [
+            position for position, value in zip(positions, values, strict=True) if value != majority
+        ]
     return sorted(minority)
 
 
 @functools.lru_cache(maxsize=8)
-def _checksum_function(mesh: Mesh, specs: tuple[PartitionSpec, ...], columns: tuple[tuple[int, ...], ...]) -> Any:
-    """The compiled function: takes the arrays, returns replicated checksums [devices, columns]; a column covers some of the arrays."""
+def _checksum_function(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], columns: tuple[tuple[int, ...], ...]
+) -> Any:
+    """The compiled function: takes the arrays, returns replicated checksums [devices, columns]; a
+    column covers some of the arrays.
+    """
 
     def sums(*shards: jax.Array) -> jax.Array:
-        return jnp.stack([_checksum([_words(shards[index]) for index in column]) for column in columns])[None]
+        return jnp.stack(
+            [_checksum([_words(shards[index]) for index in column]) for column in columns]
+        )[None]
 
     table = shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh.axis_names))
-    return jax.jit(table, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=FAST_COMPILE)
+    return jax.jit(
+        table, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=FAST_COMPILE
+    )
 
 
 def _checksum(vectors: list[jax.Array]) -> jax.Array:
     """uint32[]: the sum of all words, each mixed with its index.
 
-    Compiling a kernel for each vector would take long, so all small vectors share one, and so do large vectors of the same size.
+    Compiling a kernel for each vector would take long, so all small vectors share one, and so do
+    large vectors of the same size.
     """
     small = [vector for vector in vectors if vector.size <= SMALL]
     by_size: dict[int, list[jax.Array]] = {}
-    for vector in [*([jnp.concatenate(small)] if small else []), *(vector for vector in vectors if vector.size > SMALL)]:
+    for vector in [
+        *([jnp.concatenate(small)] if small else []),
+        *(vector for vector in vectors if vector.size > SMALL),
+    ]:
         by_size.setdefault(vector.size, []).append(vector)
     total, first = jnp.uint32(0), 0
     for size, vectors_of_size in by_size.items():
-        starts = [np.uint32((first + index * size) % 2**32) for index in range(len(vectors_of_size))]
+        starts = [
+            np.uint32((first + index * size) % 2**32) for index in range(len(vectors_of_size))
+        ]
         indices = [jnp.arange(size, dtype=jnp.uint32) + start for start in starts]
         mixed = list(map(_mix, vectors_of_size, indices))
         total += jnp.sum(functools.reduce(operator.add, mixed), dtype=jnp.uint32)
@@ -109,7 +164,9 @@ def _checksum(vectors: list[jax.Array]) -> jax.Array:
 
 
 def _mix(words: jax.Array, indices: jax.Array) -> jax.Array:
-    """uint32[n]: the finalizer of MurmurHash3 (Appleby, 2011; public domain) of each word and its index; every step is invertible."""
+    """uint32[n]: the finalizer of MurmurHash3 (Appleby, 2011; public domain) of each word and its
+    index; every step is invertible.
+    """
     mixed = words ^ (indices * np.uint32(0x9E3779B9))
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
@@ -125,5 +182,7 @@ def _words(shard: jax.Array) -> jax.Array:
     if shard.dtype == bool or shard.dtype.itemsize < 1:
         words = shard.astype(jnp.uint8)
     else:
-        words = jax.lax.bitcast_convert_type(shard, {1: jnp.uint8, 2: jnp.uint16}.get(shard.dtype.itemsize, jnp.uint32))
+        words = jax.lax.bitcast_convert_type(
+            shard, {1: jnp.uint8, 2: jnp.uint16}.get(shard.dtype.itemsize, jnp.uint32)
+        )
     return words.reshape(-1).astype(jnp.uint32)

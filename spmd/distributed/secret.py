@@ -1,4 +1,6 @@
-"""A secret that a user's processes share, on all hosts with the same home folder, and that other users of these hosts cannot read."""
+"""A secret that a user's processes share, on all hosts with the same home folder, and that other
+users of these hosts cannot read.
+"""
 
 import contextlib
 import dataclasses
@@ -13,27 +15,38 @@ from pathlib import Path
 from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
 
-FILE = ".spmd/secret"  # in the home folder: 32 random bytes, created once, readable only by their owner
+# in the home folder: 32 random bytes, created once, readable only by their owner
+FILE = ".spmd/secret"
 SIZE = 32
 
 
 def with_token(world: World, log: Callable[[str], None], home: Path | None = None) -> World:
     """Add a token that other users cannot guess, for a job whose launcher has set none.
 
-    The token is derived from the user's secret, so processes that share a home folder know it: those on one host, or in a SLURM job.
-    Elsewhere home folders may differ, and process 0 logs a warning.
+    The token is derived from the user's secret, so processes that share a home folder know it:
+    those on one host, or in a SLURM job. Elsewhere home folders may differ, and process 0 logs a
+    warning.
 
     Raises:
       ClusterError: another user could read the secret, or has created it.
     """
-    one_host = world.local_size == world.size or world.host in ("localhost", "::1") or world.host.startswith("127.")
+    one_host = (
+        world.local_size == world.size
+        or world.host in ("localhost", "::1")
+        or world.host.startswith("127.")
+    )
     shared_home = one_host or world.source.startswith("SLURM")
     secret = user_secret(Path.home() if home is None else home) if shared_home else None
     if secret is None:
         if world.rank == 0:
-            log(f"anyone who reaches {world.address} can end this job at its start; to prevent it, set a random SPMD_TOKEN everywhere")
+            log(
+                f"anyone who reaches {world.address} can end this job at its start; to prevent it, "
+                "set a random SPMD_TOKEN everywhere"
+            )
         return world
-    token = hmac.new(secret, f"{world.token} {world.address} {world.size}".encode(), hashlib.sha256).hexdigest()
+    token = hmac.new(
+        secret, f"{world.token} {world.address} {world.size}".encode(), hashlib.sha256
+    ).hexdigest()
     return dataclasses.replace(world, token=token)
 
 
@@ -63,12 +76,19 @@ def _read(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ClusterError(f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; a new one is created.") from None
+        raise ClusterError(
+            f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; a new one is created."
+        ) from None
     with open(descriptor, "rb") as stream:
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode) or info.st_mode & 0o077:
-            raise ClusterError(f"{path} is not private to this user: others may know it.", fix=f"rm {path}; a new one is created.")
+            raise ClusterError(
+                f"{path} is not private to this user: others may know it.",
+                fix=f"rm {path}; a new one is created.",
+            )
         secret = stream.read()
     if len(secret) != SIZE:
-        raise ClusterError(f"{path} has {len(secret)} bytes, not {SIZE}.", fix=f"rm {path}; a new one is created.")
+        raise ClusterError(
+            f"{path} has {len(secret)} bytes, not {SIZE}.", fix=f"rm {path}; a new one is created."
+        )
     return secret

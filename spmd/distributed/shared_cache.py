@@ -1,7 +1,7 @@
 """Several processes use a cache of compiled programs only where all of them see the same folder.
 
-If one loaded a program that another has to compile, the two could wait for each other: XLA:GPU can divide its measurements of kernels
-among the processes that compile.
+If one loaded a program that another has to compile, the two could wait for each other: XLA:GPU can
+divide its measurements of kernels among the processes that compile.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ OFF = "off"  # not a problem: chosen in one process, so for all
 
 
 def agree_on_folder(folder: Path | None) -> Path | None:
-    """The folder, if all processes see the same one and may use it; else None in all, and a warning of process 0. All processes call it."""
+    """The folder, if all processes see the same one and may use it; else None in all, and a warning
+    of process 0. All processes call it.
+    """
     if not coordination.is_initialized():
         return folder
     rank, token, part, problem = coordination.process_info()[0], None, None, ""
@@ -39,25 +41,44 @@ def agree_on_folder(folder: Path | None) -> Path | None:
                 token = part / f".process-0-{secrets.token_hex(8)}"
                 token.touch()
     except OSError as error:
-        token, problem = None, f"process {rank} cannot use {folder}: {explain_os_error(folder or Path(), error)}"
+        token, problem = (
+            None,
+            f"process {rank} cannot use {folder}: {explain_os_error(folder or Path(), error)}",
+        )
     common = first_nonempty("" if token is None else str(token))
-    if common and not problem and part is not None and not (Path(common).parent == part and os.path.exists(common)):
+    if (
+        common
+        and not problem
+        and part is not None
+        and not (Path(common).parent == part and os.path.exists(common))
+    ):
         theirs = Path(common).parent
         problem = f"process {rank} does not see the folder of process 0, {theirs}"
         if theirs != part and theirs.parent == part.parent:
-            problem = f"process {rank} has another kind of device than process 0 ({part.name}, and not {theirs.name})"
+            problem = (
+                f"process {rank} has another kind of device than process 0 ({part.name}, and not "
+                f"{theirs.name})"
+            )
     verdict = first_nonempty(problem)
     if token is not None:
         with contextlib.suppress(OSError):
             token.unlink()
     if verdict == OFF and problem != OFF:
-        text = "process %d keeps and loads no compiled programs: another process has turned that off (compile_cache=False, or JAX's cache)."
+        text = (
+            "process %d keeps and loads no compiled programs: another process has turned that off "
+            "(compile_cache=False, or JAX's cache)."
+        )
         logging.getLogger("spmd").warning(text, rank)
     if verdict and verdict != OFF and rank == 0:
         if verdict == misordered():
             note_misordered(folder)
         else:
-            log_once(Path(), verdict, f"no compiled programs are kept or loaded: {verdict}. compile_cache= chooses another folder.")
+            log_once(
+                Path(),
+                verdict,
+                f"no compiled programs are kept or loaded: {verdict}. compile_cache= chooses "
+                "another folder.",
+            )
     if not verdict and backend == "cpu":
         coordination.write_programs_in_every_process()
     return None if verdict else folder

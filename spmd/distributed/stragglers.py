@@ -1,4 +1,6 @@
-"""Processes that wait for their data while the others do not; every step is as slow as the slowest process."""
+"""Processes that wait for their data while the others do not; every step is as slow as the slowest
+process.
+"""
 
 import statistics
 import time
@@ -24,16 +26,28 @@ class StragglerMonitor:
         now, previous_waits = time.monotonic(), self._waits
         self._waits = {rank: float(beat["waited"]) for rank, beat in beats.items()}
         seconds, self._compared_at = now - self._compared_at, now
-        shares = {rank: (waited - previous_waits[rank]) / seconds for rank, waited in self._waits.items() if rank in previous_waits}
+        shares = {
+            rank: (waited - previous_waits[rank]) / seconds
+            for rank, waited in self._waits.items()
+            if rank in previous_waits
+        }
         for rank, share in stragglers(shares).items():
-            yield f"process {rank} waits for data {share:.0%} of the time and slows down the others, which do not"
+            yield (
+                f"process {rank} waits for data {share:.0%} of the time and slows down the others, "
+                "which do not"
+            )
 
 
 def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
-    """The processes whose share of time waiting for data is large while that of most others is not, by rank.
+    """The processes whose share of time waiting for data is large while that of most others is not,
+    by rank.
 
     >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
     ({1: 0.64}, {})
     """
-    typical = statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
-    return {rank: share for rank, share in sorted(shares.items()) if share > max(MIN_SHARE, 2 * typical)}
+    typical = (
+        statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
+    )
+    return {
+        rank: share for rank, share in sorted(shares.items()) if share > max(MIN_SHARE, 2 * typical)
+    }

@@ -7,7 +7,8 @@ from spmd.errors import OptionError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class StallTimeouts:
-    """Seconds without progress, by phase, after which a run of several processes counts as stalled. `math.inf`: never.
+    """Seconds without progress, by phase, after which a run of several processes counts as stalled.
+    `math.inf`: never.
 
     Args:
       compile: until the first step is done.
@@ -29,18 +30,28 @@ class StallTimeouts:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise OptionError(f"stall limit {field.name}={value!r}.", fix="a positive number of seconds; inf for never.")
+                raise OptionError(
+                    f"stall limit {field.name}={value!r}.",
+                    fix="a positive number of seconds; inf for never.",
+                )
 
     @staticmethod
     def parse(text: str, where: str = "") -> "StallTimeouts":
-        """Read "step=120,save=inf"; phases that are not named keep their defaults. `where` begins the errors."""
+        """Read "step=120,save=inf"; phases that are not named keep their defaults. `where` begins
+        the errors.
+        """
         phases, seconds = [field.name for field in dataclasses.fields(StallTimeouts)], {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             phase, _, value = (part.strip() for part in word.partition("="))
             if phase not in phases:
-                raise OptionError(f'{where}stall limit "{word}".', fix=f"{did_you_mean(phase, phases)}")
+                raise OptionError(
+                    f'{where}stall limit "{word}".', fix=f"{did_you_mean(phase, phases)}"
+                )
             try:
                 seconds[phase] = float(value)
             except ValueError:
-                raise OptionError(f'{where}stall limit "{word}": "{value}" is not a number.', fix=f"{phase}=120, in seconds.") from None
+                raise OptionError(
+                    f'{where}stall limit "{word}": "{value}" is not a number.',
+                    fix=f"{phase}=120, in seconds.",
+                ) from None
         return StallTimeouts(**seconds)

@@ -1,4 +1,6 @@
-"""Data that each process reads for itself must end in all processes after the same number of batches; otherwise the run fails."""
+"""Data that each process reads for itself must end in all processes after the same number of
+batches; otherwise the run fails.
+"""
 
 import itertools
 import json
@@ -14,11 +16,15 @@ T = TypeVar("T")
 _call_numbers = itertools.count()
 
 
-def require_equal_counts(items: Iterable[T], data_name: str, timeout: float = 1800.0) -> Iterator[T]:
-    """Yield the same batches; after the last one, wait until the data has ended in all other processes too.
+def require_equal_counts(
+    items: Iterable[T], data_name: str, timeout: float = 1800.0
+) -> Iterator[T]:
+    """Yield the same batches; after the last one, wait until the data has ended in all other
+    processes too.
 
-    All processes call it in the same order, and iterate in the thread that trains. A process with extra batches blocks in a collective
-    that the others never join, so it cannot report here: the heartbeat of its watchdog says how many batches it has taken.
+    All processes call it in the same order, and iterate in the thread that trains. A process with
+    extra batches blocks in a collective that the others never join, so it cannot report here: the
+    heartbeat of its watchdog says how many batches it has taken.
 
     Args:
       items: this process's part of each batch.
@@ -47,26 +53,45 @@ def _wait_for_all(number: int, count: int, data_name: str, timeout: float) -> No
     coordination.put(f"even/{number}/{rank}", str(count))
     pause, deadline = 0.001, time.monotonic() + timeout
     while True:
-        ended = {int(other): int(text) for other, text in coordination.read_dir(f"even/{number}/").items()}
+        ended = {
+            int(other): int(text)
+            for other, text in coordination.read_dir(f"even/{number}/").items()
+        }
         ahead = {} if pause < watchdog.POLL_SECONDS else _processes_ahead(number, count)
         for other, other_count in sorted((ended | ahead).items()):
             if other_count != count:
-                counts = {rank: str(count), other: f"{other_count} or more" if other in ahead else str(other_count)}
-                listed = ", ".join(f"{batches} in process {process}" for process, batches in sorted(counts.items()))
+                counts = {
+                    rank: str(count),
+                    other: f"{other_count} or more" if other in ahead else str(other_count),
+                }
+                listed = ", ".join(
+                    f"{batches} in process {process}" for process, batches in sorted(counts.items())
+                )
                 raise DataError(
                     f"{data_name} has a different number of batches in each process: {listed}.",
-                    fix="the same number in each, by leaving out rows at the end; or arrays, which every process can index.",
+                    fix="the same number in each, by leaving out rows at the end; or arrays, which "
+                    "every process can index.",
                 )
         if len(ended) == size:
             del watchdog.current().batches_taken[number]
             return
         if time.monotonic() > deadline:
-            raise RendezvousTimeout(f"{data_name} has not ended in all processes after {timeout:g} s.", fix="the logs of the others.")
+            raise RendezvousTimeout(
+                f"{data_name} has not ended in all processes after {timeout:g} s.",
+                fix="the logs of the others.",
+            )
         time.sleep(pause)
         pause = min(2 * pause, watchdog.POLL_SECONDS)
 
 
 def _processes_ahead(number: int, count: int) -> dict[int, int]:
     """By rank, the batches taken so far by processes that have taken more than `count`."""
-    beats = {int(rank): json.loads(text)["taken"] for rank, text in coordination.read_dir("beat/").items()}
-    return {rank: taken[str(number)] for rank, taken in beats.items() if taken.get(str(number), 0) > count}
+    beats = {
+        int(rank): json.loads(text)["taken"]
+        for rank, text in coordination.read_dir("beat/").items()
+    }
+    return {
+        rank: taken[str(number)]
+        for rank, taken in beats.items()
+        if taken.get(str(number), 0) > count
+    }

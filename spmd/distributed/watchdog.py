@@ -1,9 +1,11 @@
-"""The watchdog: no process waits forever for one that has failed, and all processes stop after the same step.
+"""The watchdog: no process waits forever for one that has failed, and all processes stop after the
+same step.
 
-Each of several processes runs a thread that polls the coordination service four times a second. A process that fails publishes its
-error there and exits without JAX's barrier; all others print the error and exit too. A process that makes no progress for longer than
-its phase allows prints its threads' stacks and the last known state of every process. A single process has the same interface and no
-thread.
+Each of several processes runs a thread that polls the coordination service four times a second. A
+process that fails publishes its error there and exits without JAX's barrier; all others print the
+error and exit too. A process that makes no progress for longer than its phase allows prints its
+threads' stacks and the last known state of every process. A single process has the same interface
+and no thread.
 """
 
 import atexit
@@ -25,19 +27,31 @@ import jax
 from spmd.distributed import coordination
 from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
 from spmd.distributed.links import LOST_SECONDS, Links, lost, unanswered
-from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT, format_error, report_to_launcher
+from spmd.distributed.records import (
+    ERROR,
+    HEARTBEAT_SECONDS,
+    STALL,
+    WAIT,
+    format_error,
+    report_to_launcher,
+)
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
-EXIT_SECONDS = 3.0  # the longest that a failing process, and process 0, which hosts the service, stays so that others can read the error
+# the longest that a failing process, and process 0, which hosts the service, stays so that others
+# can read the error
+EXIT_SECONDS = 3.0
 SIGTERM_REASON = "asked to end"  # why a run stopped that has received SIGTERM
 STOP_TIMEOUT = 30.0  # seconds for all processes to report at which step they can stop
-PEER_DONE_TIMEOUT = 10.0  # seconds without progress after another process has finished its script: it will not join the collective
+# seconds without progress after another process has finished its script: it will not join the
+# collective
+PEER_DONE_TIMEOUT = 10.0
 NOTHING_TO_SAVE = "before there was anything to save"
 MAX_ERROR_CHARS = 4000  # of an error that is published
-STALL_FACTOR = 10.0  # a step stalls only after this multiple of the mean step time, where that is more than the timeout
+# a step stalls only after this multiple of the mean step time, where that is more than the timeout
+STALL_FACTOR = 10.0
 
 
 class Watchdog:
@@ -52,15 +66,24 @@ class Watchdog:
         self.has_trained = False  # whether this run has made a step, which can be saved
         self._leaving = False  # whether this process has received SIGTERM and had nothing to save
         self.requested_stop_reason = ""  # of a requested stop, even if the run has not acted on it
-        self.batches_taken: dict[int, int] = {}  # by the number of the iterator (`distributed/uneven_batches.py`)
+        # by the number of the iterator (`distributed/uneven_batches.py`)
+        self.batches_taken: dict[int, int] = {}
         self.data_wait_seconds = 0.0  # seconds that the run has waited for data
-        self.local_stop_reason: str | None = None  # why this process leaves its run, if it decided that alone
-        self._in_local_work = False  # reading data or in a user's callback, which needs no other process
-        self._progress = ("script", 0, time.monotonic())  # phase, step, time of the last progress: one tuple, so that reads are atomic
+        # why this process leaves its run, if it decided that alone
+        self.local_stop_reason: str | None = None
+        # reading data or in a user's callback, which needs no other process
+        self._in_local_work = False
+        # phase, step, time of the last progress: one tuple, so that reads are atomic
+        self._progress = ("script", 0, time.monotonic())
 
     def begin_run(self, step: int) -> None:
         """A run starts, or resumes, at a step."""
-        self.stop_reason, self.requested_stop_reason, self.run_started, self.local_stop_reason = "", "", True, None
+        self.stop_reason, self.requested_stop_reason, self.run_started, self.local_stop_reason = (
+            "",
+            "",
+            True,
+            None,
+        )
         self.has_trained = False
         if self.rank == 0:
             report_to_launcher("began", {"step": step}, overwrite=False)
@@ -100,16 +123,22 @@ class Watchdog:
         return self._progress[1]
 
     def request_stop(self, reason: str) -> None:
-        """Ask the run to stop, for example on a signal, or from a callback that only this process runs."""
+        """Ask the run to stop, for example on a signal, or from a callback that only this process
+        runs.
+        """
         self.stop_reason = self.requested_stop_reason = self.requested_stop_reason or reason
 
     def leave(self) -> None:
-        """This process has received SIGTERM and has nothing to save; say so. All exit with code 143."""
+        """This process has received SIGTERM and has nothing to save; say so. All exit with code
+        143.
+        """
         self._leaving, text = True, f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
         write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
-        """Whether a run that was asked to stop does so here: after this step, or before this batch of the evaluation after it."""
+        """Whether a run that was asked to stop does so here: after this step, or before this batch
+        of the evaluation after it.
+        """
         del step, batch
         return bool(self.stop_reason)
 
@@ -125,7 +154,10 @@ class Watchdog:
         self._write_failure(format_error(error)[:MAX_ERROR_CHARS], failure_kind(error), code)
 
     def _write_failure(self, text: str, kind: str, code: int) -> None:
-        report_to_launcher(f"{self.rank}", {"step": self.step, "phase": self.phase, "kind": kind, "error": text, "code": code})
+        report_to_launcher(
+            f"{self.rank}",
+            {"step": self.step, "phase": self.phase, "kind": kind, "error": text, "code": code},
+        )
 
 
 class ClusterWatchdog(Watchdog):
@@ -133,20 +165,34 @@ class ClusterWatchdog(Watchdog):
 
     leaves_together = True
 
-    def __init__(self, rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None], links: Links | None = None):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeouts: StallTimeouts,
+        log: Callable[[str], None],
+        links: Links | None = None,
+    ):
         super().__init__()
         self._links = links or {}
         self.rank, self.size, self.timeouts, self._log = rank, size, timeouts, log
         self._run_count, self._acknowledged_runs, self._exiting = 0, 0, threading.Lock()
         self._mean_step_seconds, self._step_count = 0.0, 0
-        self._newest_point = (0, 0)  # points are (step, batch of the evaluation after it), in the order of the run
-        self._mark: tuple[int, int] | None = None  # the point that this process had reached when it saw the request to stop
-        self._last_mark: tuple[int, int] | None = None  # the furthest mark: all stop at the first point after it
-        self._peer_done_at: float | None = None  # when this process first saw that another had finished
+        # points are (step, batch of the evaluation after it), in the order of the run
+        self._newest_point = (0, 0)
+        # the point that this process had reached when it saw the request to stop
+        self._mark: tuple[int, int] | None = None
+        # the furthest mark: all stop at the first point after it
+        self._last_mark: tuple[int, int] | None = None
+        # when this process first saw that another had finished
+        self._peer_done_at: float | None = None
         self._warned_peer_done, self._left, self._heartbeat_at = False, False, -math.inf
         self._stragglers = StragglerMonitor()
         self._poll_seconds, self._finished = POLL_SECONDS * max(1.0, size / 500), threading.Event()
-        self._threads = [threading.Thread(target=target, name="spmd watchdog", daemon=True) for target in (self._poll, self._check_stall)]
+        self._threads = [
+            threading.Thread(target=target, name="spmd watchdog", daemon=True)
+            for target in (self._poll, self._check_stall)
+        ]
 
     def start(self) -> None:
         """Start the threads; from now on an uncaught error in this process reaches the others."""
@@ -183,39 +229,52 @@ class ClusterWatchdog(Watchdog):
         self._run_count += 1  # last: from now on the thread sees this run
 
     def record_progress(self, phase: str, step: int) -> None:
-        """Note progress, and measure the time between steps, or between calls that run many steps."""
+        """Note progress, and measure the time between steps, or between calls that run many
+        steps.
+        """
         previous, _, progress_at = self._progress
         if phase == previous == "step":
             self._step_count += 1
-            self._mean_step_seconds += (time.monotonic() - progress_at - self._mean_step_seconds) / min(self._step_count, 50)
+            self._mean_step_seconds += (
+                time.monotonic() - progress_at - self._mean_step_seconds
+            ) / min(self._step_count, 50)
         super().record_progress(phase, step)
 
     def request_stop(self, reason: str) -> None:
-        """Ask all processes to stop; the thread publishes the request, which this process then sees like the others."""
+        """Ask all processes to stop; the thread publishes the request, which this process then sees
+        like the others.
+        """
         self.requested_stop_reason = self.requested_stop_reason or reason
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
         """Whether all processes stop here.
 
-        All processes ask at the same points, in the same order. Each process's thread, which never waits for a device, publishes the
-        point that its run had reached. All stop at the first point after the furthest of these marks, so a process that is past its own
-        mark can wait for the other threads.
+        All processes ask at the same points, in the same order. Each process's thread, which never
+        waits for a device, publishes the point that its run had reached. All stop at the first
+        point after the furthest of these marks, so a process that is past its own mark can wait for
+        the other threads.
 
         Raises:
           TimeoutError: some process did not publish its mark within `STOP_TIMEOUT` seconds.
         """
-        point = self._newest_point = max(self._newest_point, (step, batch))  # after an evaluation the step's own point is behind
+        # after an evaluation the step's own point is behind
+        point = self._newest_point = max(self._newest_point, (step, batch))
         if not self.stop_reason:
             return False
         while self._mark is None:
             time.sleep(0.01)
         if self._last_mark is None and point > self._mark:
-            marks = [json.loads(coordination.get(f"stop/{self._run_count}/{rank}", STOP_TIMEOUT)) for rank in range(self.size)]
+            marks = [
+                json.loads(coordination.get(f"stop/{self._run_count}/{rank}", STOP_TIMEOUT))
+                for rank in range(self.size)
+            ]
             self._last_mark = max((int(step), int(batch)) for step, batch in marks)
         return self._last_mark is not None and point > self._last_mark
 
     def _sync_stop(self, messages: Mapping[str, str]) -> None:
-        """Publish a request to stop; acknowledge those of others, for this run and those before it."""
+        """Publish a request to stop; acknowledge those of others, for this run and those before
+        it.
+        """
         current = f"stop/{self._run_count}"
         if self.requested_stop_reason and self._run_count and current not in messages:
             coordination.put(f"now/{current}", self.requested_stop_reason)
@@ -232,11 +291,15 @@ class ClusterWatchdog(Watchdog):
                 self._acknowledged_runs = run
 
     def report_failure(self, error: BaseException, code: int = FAILED) -> None:
-        """Publish the error and exit; after a broken transfer, first give the process that caused it time to publish its own."""
+        """Publish the error and exit; after a broken transfer, first give the process that caused
+        it time to publish its own.
+        """
         if isinstance(error, jax.errors.JaxRuntimeError):
-            time.sleep(3 * self._poll_seconds)  # the thread exits with what another process has published
+            # the thread exits with what another process has published
+            time.sleep(3 * self._poll_seconds)
         with self._exiting:
-            self._force_exit_after(3 * EXIT_SECONDS, code)  # first: what follows may hang, for example in the file system
+            # first: what follows may hang, for example in the file system
+            self._force_exit_after(3 * EXIT_SECONDS, code)
             super().report_failure(error, code)
             self._publish_failure(format_error(error))
             self._exit(code)
@@ -249,14 +312,20 @@ class ClusterWatchdog(Watchdog):
             self._exit(TERMINATED)
 
     def _publish_failure(self, text: str) -> None:
-        record = {"host": socket.gethostname(), "phase": self.phase, "step": self.step, "error": text[:MAX_ERROR_CHARS]}
+        record = {
+            "host": socket.gethostname(),
+            "phase": self.phase,
+            "step": self.step,
+            "error": text[:MAX_ERROR_CHARS],
+        }
         try:
             coordination.put(f"now/fail/{self.rank}", json.dumps(record))
         except Exception as error:  # without the service, no process can read it
             self._log(f"cannot report the failure to the other processes: {type(error).__name__}")
 
     def _exit(self, code: int, *, wait: bool = True) -> NoReturn:
-        """Exit; the process that failed first waits until all others have read why, since a broken connection would hide the reason.
+        """Exit; the process that failed first waits until all others have read why, since a broken
+        connection would hide the reason.
 
         Process 0, which hosts the service, acknowledges first and always exits last.
         """
@@ -286,7 +355,12 @@ class ClusterWatchdog(Watchdog):
                 return  # the user has shut it down
             try:
                 phase, step, progress_at = self._progress
-                beat = {"phase": phase, "step": step, "since": round(time.monotonic() - progress_at, 2), "at": time.time()}
+                beat = {
+                    "phase": phase,
+                    "step": step,
+                    "since": round(time.monotonic() - progress_at, 2),
+                    "at": time.time(),
+                }
                 beat |= {"taken": dict(self.batches_taken), "waited": self.data_wait_seconds}
                 beat |= {"unanswered": unanswered() if beat["since"] > LOST_SECONDS else []}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
@@ -295,32 +369,47 @@ class ClusterWatchdog(Watchdog):
                     self._leave_all()
                 self._handle_messages(messages)
                 if self.rank == 0 and phase == "step" and self._stragglers.due():
-                    beats = {int(rank): json.loads(text) for rank, text in coordination.read_dir("beat/").items()}
+                    beats = {
+                        int(rank): json.loads(text)
+                        for rank, text in coordination.read_dir("beat/").items()
+                    }
                     for line in self._stragglers.warnings(beats):
                         self._log(line)
                 unreachable_since = None
             except Exception as error:
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() - unreachable_since > EXIT_SECONDS:
-                    self._log(f"process 0, which hosts the coordination service, is gone: {printable(str(error), 300)}")
+                    self._log(
+                        "process 0, which hosts the coordination service, is gone: "
+                        f"{printable(str(error), 300)}"
+                    )
                     self._exit(PEER, wait=False)
 
     def _check_stall(self) -> None:
-        """Detect a stall, in a thread that uses no service: a frozen process 0 neither answers nor closes its connections."""
+        """Detect a stall, in a thread that uses no service: a frozen process 0 neither answers nor
+        closes its connections.
+        """
         while not self._finished.wait(self._poll_seconds):
             phase, _, progress_at = self._progress
             if time.monotonic() - self._heartbeat_at >= HEARTBEAT_SECONDS:
                 self._heartbeat()
             if names := lost(self._links):
-                self._report_lost(f"{', '.join(names)}: no answer for {LOST_SECONDS} s; that host, or the network to it, is lost")
+                self._report_lost(
+                    f"{', '.join(names)}: no answer for {LOST_SECONDS} s; that host, or the "
+                    "network to it, is lost"
+                )
             timeout = self._timeout(phase)
             if (idle := time.monotonic() - progress_at) > timeout:
                 gone = _gone(unanswered())
-                message = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
+                message = (
+                    f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
+                )
                 self._abort(f"stalled in {phase} (limit {timeout:g} s){gone}", STALLED, message)
 
     def _report_lost(self, text: str) -> NoReturn:
-        """Report a host that is lost, and exit; JAX would abort this process a little later, without naming it."""
+        """Report a host that is lost, and exit; JAX would abort this process a little later,
+        without naming it.
+        """
         with self._exiting:
             self._force_exit_after(2 * EXIT_SECONDS, PEER)
             self._log(text)
@@ -335,12 +424,25 @@ class ClusterWatchdog(Watchdog):
         """Write a heartbeat for the launcher; the last one says how this process has left."""
         if not self._left:
             self._left, self._heartbeat_at = bool(end), time.monotonic()
-            record = {"phase": self.phase, "step": self.step, "since": time.monotonic() - self._progress[2], "busy": self._in_local_work}
-            report_to_launcher(f"life.{self.rank}", {**record, "stopped": self.local_stop_reason, "end": end})
+            record = {
+                "phase": self.phase,
+                "step": self.step,
+                "since": time.monotonic() - self._progress[2],
+                "busy": self._in_local_work,
+            }
+            report_to_launcher(
+                f"life.{self.rank}", {**record, "stopped": self.local_stop_reason, "end": end}
+            )
 
     def _handle_messages(self, messages: Mapping[str, str]) -> None:
-        """Act on a failure of another process, on one that has finished, and on a request to stop."""
-        failures = {int(key.removeprefix("fail/")): json.loads(text) for key, text in messages.items() if key.startswith("fail/")}
+        """Act on a failure of another process, on one that has finished, and on a request to
+        stop.
+        """
+        failures = {
+            int(key.removeprefix("fail/")): json.loads(text)
+            for key, text in messages.items()
+            if key.startswith("fail/")
+        }
         others = {rank: record for rank, record in failures.items() if rank != self.rank}
         if others:
             with self._exiting:  # unless this process is about to exit for its own error
@@ -350,10 +452,15 @@ class ClusterWatchdog(Watchdog):
                     when = f"at step {int(record['step'])} ({printable(record['phase'], 20)})"
                     self._log(f"{where} failed {when}: {printable(record['error'])}")
                 self._exit(PEER, wait=False)
-        if leaving := sorted(key.removeprefix("leave/") for key in messages if key.startswith("leave/")):
+        if leaving := sorted(
+            key.removeprefix("leave/") for key in messages if key.startswith("leave/")
+        ):
             with self._exiting:
                 self._force_exit_after(2 * EXIT_SECONDS, TERMINATED)
-                self._log(f"process {', '.join(leaving)} received SIGTERM {NOTHING_TO_SAVE}; this process ends with code {TERMINATED}")
+                self._log(
+                    f"process {', '.join(leaving)} received SIGTERM {NOTHING_TO_SAVE}; this "
+                    f"process ends with code {TERMINATED}"
+                )
                 self._exit(TERMINATED, wait=False)
         done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
         if done and self.rank not in done:
@@ -361,10 +468,16 @@ class ClusterWatchdog(Watchdog):
         self._sync_stop(messages)
 
     def _check_peer_done(self, text: str) -> None:
-        """Abort if this process waits, inside a run, for processes that have finished; outside a run it may have more to do alone."""
+        """Abort if this process waits, inside a run, for processes that have finished; outside a
+        run it may have more to do alone.
+        """
         (phase, _, progress_at), now = self._progress, time.monotonic()
         self._peer_done_at = self._peer_done_at or now
-        if now - max(self._peer_done_at, progress_at) < PEER_DONE_TIMEOUT or phase in ("step", "save"):  # a run's end may have local work
+        # a run's end may have local work
+        if now - max(self._peer_done_at, progress_at) < PEER_DONE_TIMEOUT or phase in (
+            "step",
+            "save",
+        ):
             return
         if phase == "script":
             if not self._warned_peer_done:
@@ -378,21 +491,32 @@ class ClusterWatchdog(Watchdog):
             return math.inf
         if phase != "step" or math.isinf(self.timeouts.step):
             return float(getattr(self.timeouts, phase))
-        return max(self.timeouts.step, STALL_FACTOR * self._mean_step_seconds if self._step_count else self.timeouts.compile)
+        return max(
+            self.timeouts.step,
+            STALL_FACTOR * self._mean_step_seconds if self._step_count else self.timeouts.compile,
+        )
 
     def _abort(self, text: str, code: int, message: str = "") -> None:
-        """Log the reason, the stacks of all threads and the state of every process; publish the failure, and exit."""
+        """Log the reason, the stacks of all threads and the state of every process; publish the
+        failure, and exit.
+        """
         with self._exiting:
             self._force_exit_after(2 * EXIT_SECONDS, code)
             self._log(f"{message or text}; the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
-            self._write_failure(text, STALL if code == STALLED and self._in_local_work else WAIT, code)
+            self._write_failure(
+                text, STALL if code == STALLED and self._in_local_work else WAIT, code
+            )
             now = time.time()
-            for rank, beat in sorted((int(rank), json.loads(value)) for rank, value in coordination.read_dir("beat/").items()):
+            for rank, beat in sorted(
+                (int(rank), json.loads(value))
+                for rank, value in coordination.read_dir("beat/").items()
+            ):
                 where = f"process {rank}: step {beat['step']}, {printable(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
                 self._log(
-                    f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, {age:.1f} s ago{_gone(beat['unanswered'])}"
+                    f"{where}, last progress {beat['since']:.1f} s before its last heartbeat, "
+                    f"{age:.1f} s ago{_gone(beat['unanswered'])}"
                 )
             self._publish_failure(text)
             self._exit(code)
@@ -417,8 +541,16 @@ def current() -> Watchdog:
     return _current
 
 
-def start(rank: int, size: int, timeouts: StallTimeouts, log: Callable[[str], None], links: Links | None = None) -> None:
-    """Watch this process, one of several, from now on; `links`: its connections to others, which show that a host is lost."""
+def start(
+    rank: int,
+    size: int,
+    timeouts: StallTimeouts,
+    log: Callable[[str], None],
+    links: Links | None = None,
+) -> None:
+    """Watch this process, one of several, from now on; `links`: its connections to others, which
+    show that a host is lost.
+    """
     global _current
     watchdog = ClusterWatchdog(rank, size, timeouts, log, links)
     watchdog.start()
@@ -429,12 +561,16 @@ def failure_kind(error: BaseException) -> str:
     """Whether an error may be the consequence of a failure in another process."""
     while error.__cause__ is not None:  # such as a callback's
         error = error.__cause__
-    transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+    transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(
+        error
+    )
     return WAIT if transfer or isinstance(error, TimeoutError | RendezvousTimeout) else ERROR
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for an error: that of SystemExit, or one that says whether a restart could help."""
+    """The exit code for an error: that of SystemExit, or one that says whether a restart could
+    help.
+    """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, ClusterError):
@@ -443,7 +579,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a line from a signal handler, which may interrupt print itself; a terminal that has been closed shows nothing."""
+    """Write a line from a signal handler, which may interrupt print itself; a terminal that has
+    been closed shows nothing.
+    """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 

@@ -1,4 +1,6 @@
-"""Ensembles: several trained models whose predictions are combined, in one compiled program or by threads with a deadline."""
+"""Ensembles: several trained models whose predictions are combined, in one compiled program or by
+threads with a deadline.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +15,14 @@ from jax.sharding import Mesh
 
 from spmd.data.batches import check_leaves
 from spmd.data.sources import as_source, is_arrays
-from spmd.errors import DataError, EnsembleError, OptionError, check_integer, did_you_mean, type_name
+from spmd.errors import (
+    DataError,
+    EnsembleError,
+    OptionError,
+    check_integer,
+    did_you_mean,
+    type_name,
+)
 from spmd.inference import uncertainty
 from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, forward_of, to_host
 from spmd.inference.loader import ExportedModel, load_exported
@@ -36,7 +45,8 @@ class Evaluation:
     """Metrics of an ensemble and its members; printed, a table.
 
     Attributes:
-      ensemble: log loss, accuracy, expected calibration error, mean entropy of its probabilities and mean disagreement of members, in nats.
+      ensemble: log loss, accuracy, expected calibration error, mean entropy of its probabilities
+        and mean disagreement of members, in nats.
       members: the same for each member by name, without the disagreement.
     """
 
@@ -66,16 +76,21 @@ class Calibration:
 
 
 class Ensemble:
-    """Several classifiers whose predictions are combined. Each returns logits [rows, ..., classes] for the same inputs.
+    """Several classifiers whose predictions are combined. Each returns logits [rows, ..., classes]
+    for the same inputs.
 
-    `predict` runs all members in one compiled program: members that differ only in their weights are stacked and sharded over a mesh axis
-    `net`, the others run one after the other. `ask` runs each member in a thread, with a deadline.
+    `predict` runs all members in one compiled program: members that differ only in their weights
+    are stacked and sharded over a mesh axis `net`, the others run one after the other. `ask` runs
+    each member in a thread, with a deadline.
 
     Args:
-      members: a list, or a dict by name, of: what `fit` returned; an exported model, or its folder; a pair (trainer, state), or
-        (trainer, folder of checkpoints); or, for `ask` only, a function of the inputs that returns logits, which may call another machine.
-      combine: "mean" of probabilities; softmax of the mean "logits"; or shares of "vote"s, one for each member.
-      mesh: "net=4": over 4 devices; None: one device for each member of the largest stack, as far as there are any.
+      members: a list, or a dict by name, of: what `fit` returned; an exported model, or its folder;
+        a pair (trainer, state), or (trainer, folder of checkpoints); or, for `ask` only, a function
+        of the inputs that returns logits, which may call another machine.
+      combine: "mean" of probabilities; softmax of the mean "logits"; or shares of "vote"s, one for
+        each member.
+      mesh: "net=4": over 4 devices; None: one device for each member of the largest stack, as far
+        as there are any.
 
     Raises:
       EnsembleError: members take different inputs, do not return logits, or return different ones.
@@ -85,12 +100,26 @@ class Ensemble:
       >>> import optax, spmd
       >>> data = {"x": np.eye(4, dtype=np.float32).repeat(4, 0), "y": np.arange(4).repeat(4)}
       >>> def train(size):
-      ...     model = spmd.FunctionalModel(lambda key: {"w": size * np.eye(4, dtype=np.float32)}, lambda params, x: x @ params["w"])
-      ...     return spmd.fit(model, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
+      ...     model = spmd.FunctionalModel(
+      ...         lambda key: {"w": size * np.eye(4, dtype=np.float32)},
+      ...         lambda params, x: x @ params["w"],
+      ...     )
+      ...     return spmd.fit(
+      ...         model,
+      ...         data,
+      ...         loss=spmd.losses.cross_entropy,
+      ...         optimizer=optax.sgd(0.1),
+      ...         batch_size=8,
+      ...         steps=1,
+      ...     )
       >>> ensemble = Ensemble([train(1), train(2)])
       >>> ensemble
       Ensemble of 2: mean; 2 members stacked over net=2
-      >>> ensemble.predict(data["x"]).shape, ensemble.members(data["x"]).shape, ensemble.evaluate(data).ensemble["accuracy"]
+      >>> (
+      ...     ensemble.predict(data["x"]).shape,
+      ...     ensemble.members(data["x"]).shape,
+      ...     ensemble.evaluate(data).ensemble["accuracy"],
+      ... )
       ((16, 4), (2, 16, 4), 1.0)
       >>> with ensemble:
       ...     ensemble.ask(data["x"]).members
@@ -98,12 +127,24 @@ class Ensemble:
     """
 
     @outside_of_mesh()
-    def __init__(self, members: Sequence[Any] | Mapping[str, Any], *, combine: str = "mean", mesh: str | Mesh | None = None):
+    def __init__(
+        self,
+        members: Sequence[Any] | Mapping[str, Any],
+        *,
+        combine: str = "mean",
+        mesh: str | Mesh | None = None,
+    ):
         if combine not in COMBINE:
             raise OptionError(f"combine={combine!r}.", fix=f"{did_you_mean(str(combine), COMBINE)}")
         if not isinstance(members, Mapping | Sequence) or isinstance(members, str):
-            raise OptionError(f"members is {type_name(members)}.", fix="a list of members, or a dict by name.")
-        named = dict(members) if isinstance(members, Mapping) else {str(at): member for at, member in enumerate(members)}
+            raise OptionError(
+                f"members is {type_name(members)}.", fix="a list of members, or a dict by name."
+            )
+        named = (
+            dict(members)
+            if isinstance(members, Mapping)
+            else {str(at): member for at, member in enumerate(members)}
+        )
         if not named:
             raise OptionError("an ensemble without members.", fix="at least one.")
         self.combine, self.temperature = combine, 1.0
@@ -124,7 +165,11 @@ class Ensemble:
         return len(self._members)
 
     def __repr__(self) -> str:
-        parts = [f"{len(group.nets)} members stacked over net={self._mesh.size}" for group in self._groups if len(group.nets) > 1]
+        parts = [
+            f"{len(group.nets)} members stacked over net={self._mesh.size}"
+            for group in self._groups
+            if len(group.nets) > 1
+        ]
         single = sum(len(group.nets) == 1 for group in self._groups)
         functions = len(self) - len(self._nets)
         parts += [f"{single} run separately"] if single else []
@@ -138,7 +183,8 @@ class Ensemble:
 
     @outside_of_mesh()
     def predict(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
-        """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the fitted temperature, after `calibrate`.
+        """Combined probabilities of every row, float32[rows, ..., classes], on the host; at the
+        fitted temperature, after `calibrate`.
 
         Args:
           inputs: arrays [rows, ...], as the members take them.
@@ -154,11 +200,13 @@ class Ensemble:
         """
         if self.temperature == 1.0:
             return self._in_chunks(inputs, batch_size, lambda probabilities, _: probabilities)
-        return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)  # float32 would underflow before
+        # float32 would underflow before
+        return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)
 
     @outside_of_mesh()
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
-        """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the order of `names`.
+        """Each member's probabilities, float32[members, rows, ..., classes], on the host, in the
+        order of `names`.
 
         Args:
           inputs: arrays [rows, ...], as the members take them.
@@ -171,9 +219,11 @@ class Ensemble:
 
     @outside_of_mesh()
     def uncertainty(self, inputs: Tree, *, batch_size: int = 256) -> dict[str, np.ndarray]:
-        """Uncertainty float64[rows, ...], in nats: the "entropy" of the prediction, and the "disagreement" of the members.
+        """Uncertainty float64[rows, ...], in nats: the "entropy" of the prediction, and the
+        "disagreement" of the members.
 
-        Disagreement is the part of the entropy that more training data would remove; the rest is noise in the data.
+        Disagreement is the part of the entropy that more training data would remove; the rest is
+        noise in the data.
 
         Args:
           inputs: arrays [rows, ...], as the members take them.
@@ -191,29 +241,38 @@ class Ensemble:
         """Metrics of the ensemble and of each member on data.
 
         Args:
-          data: a pair (inputs, labels), or a dict as `spmd.losses.cross_entropy` takes it; or an iterable of batches.
+          data: a pair (inputs, labels), or a dict as `spmd.losses.cross_entropy` takes it; or an
+            iterable of batches.
           batch_size: rows per call.
 
         Returns:
           Log loss, accuracy, calibration error and entropy; printed, a table.
 
         Raises:
-          DataError: it is not clear which arrays are inputs and which labels, or labels do not fit the logits.
+          DataError: it is not clear which arrays are inputs and which labels, or labels do not fit
+            the logits.
           OptionError: a `batch_size` below 1.
         """
         check_integer(batch_size, "batch_size")
-        batches = [(self._logits(inputs, batch_size), np.asarray(labels)) for inputs, labels in _pairs(data)]
+        batches = [
+            (self._logits(inputs, batch_size), np.asarray(labels))
+            for inputs, labels in _pairs(data)
+        ]
         logits = np.concatenate([batch_logits for batch_logits, _ in batches], axis=1)
         labels = np.concatenate([batch_labels for _, batch_labels in batches])
         _check_labels(labels, logits)
         ensemble = _metrics(self._log_probabilities(logits), labels)
         ensemble["disagreement"] = float(uncertainty.disagreement(logits).mean())
         members = zip(self.names, uncertainty.log_softmax(logits), strict=True)
-        return Evaluation(ensemble, {name: _metrics(log_probabilities, labels) for name, log_probabilities in members})
+        return Evaluation(
+            ensemble,
+            {name: _metrics(log_probabilities, labels) for name, log_probabilities in members},
+        )
 
     @outside_of_mesh()
     def calibrate(self, inputs: Tree, labels: Any, *, batch_size: int = 256) -> Calibration:
-        """Fit a temperature to held-out data; `predict`, `evaluate`, `uncertainty` and `ask` use it from then on.
+        """Fit a temperature to held-out data; `predict`, `evaluate`, `uncertainty` and `ask` use it
+        from then on.
 
         Args:
           inputs: arrays [rows, ...], as the members take them.
@@ -225,27 +284,45 @@ class Ensemble:
 
         Raises:
           DataError: other inputs or labels than the members take.
-          EnsembleError: the ensemble counts votes, so a true class may have probability 0; or a true class has probability 0.
+          EnsembleError: the ensemble counts votes, so a true class may have probability 0; or a
+            true class has probability 0.
           OptionError: a `batch_size` below 1.
         """
         if self.combine == "vote":
-            raise EnsembleError("no temperature changes a share of 0 votes.", fix='combine="mean" or "logits".')
+            raise EnsembleError(
+                "no temperature changes a share of 0 votes.", fix='combine="mean" or "logits".'
+            )
         logits, labels = self._logits(inputs, batch_size), np.asarray(labels)
         _check_labels(labels, logits)
         uncalibrated = uncertainty.log_combined(logits, self.combine)
-        impossible = int(np.isneginf(np.take_along_axis(uncalibrated, labels[..., None], axis=-1)).sum())
+        impossible = int(
+            np.isneginf(np.take_along_axis(uncalibrated, labels[..., None], axis=-1)).sum()
+        )
         if impossible:
-            why = f"{impossible} of {labels.size} labels have probability 0, so the log loss is infinite at any temperature."
-            raise EnsembleError(why, fix="members that give these classes finite logits, or rows without them.")
+            why = (
+                f"{impossible} of {labels.size} labels have probability 0, so the log loss is "
+                "infinite at any temperature."
+            )
+            raise EnsembleError(
+                why, fix="members that give these classes finite logits, or rows without them."
+            )
         self.temperature = uncertainty.fit_temperature(uncalibrated, labels)
-        before, after = (_metrics(log_probabilities, labels) for log_probabilities in (uncalibrated, self._log_probabilities(logits)))
+        before, after = (
+            _metrics(log_probabilities, labels)
+            for log_probabilities in (uncalibrated, self._log_probabilities(logits))
+        )
         names = ("log loss", "calibration error")
-        return Calibration(self.temperature, *({name: metrics[name] for name in names} for metrics in (before, after)))
+        return Calibration(
+            self.temperature,
+            *({name: metrics[name] for name in names} for metrics in (before, after)),
+        )
 
     def ask(self, inputs: Tree, *, deadline: float | None = None) -> Answer:
-        """Run each member in its own thread, on a device of its own, and combine the answers that arrive in time.
+        """Run each member in its own thread, on a device of its own, and combine the answers that
+        arrive in time.
 
-        The first call compiles each member's program for this number of rows, so make it without a deadline.
+        The first call compiles each member's program for this number of rows, so make it without a
+        deadline.
 
         Args:
           inputs: arrays [rows, ...], as the members take them.
@@ -255,23 +332,46 @@ class Ensemble:
           The combined probabilities, and who was late or failed.
 
         Raises:
-          EnsembleError: no member answered in time (the error lists late members and exceptions), or the ensemble was closed meanwhile.
+          EnsembleError: no member answered in time (the error lists late members and exceptions),
+            or the ensemble was closed meanwhile.
         """
-        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0):
-            raise OptionError(f"deadline={deadline!r}.", fix="a positive number of seconds, or None.")
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0
+        ):
+            raise OptionError(
+                f"deadline={deadline!r}.", fix="a positive number of seconds, or None."
+            )
         if deadline is not None and deadline > MAX_DEADLINE:
-            raise OptionError(f"deadline={deadline!r}: at most {MAX_DEADLINE:.0e} seconds.", fix="None, which waits for all.")
-        rows = check_inputs(inputs, self._nets[0].inputs) if self._nets else check_leaves(inputs, "the inputs")
+            raise OptionError(
+                f"deadline={deadline!r}: at most {MAX_DEADLINE:.0e} seconds.",
+                fix="None, which waits for all.",
+            )
+        rows = (
+            check_inputs(inputs, self._nets[0].inputs)
+            if self._nets
+            else check_leaves(inputs, "the inputs")
+        )
         with self._starting:
             if self._workers is None:
-                functions = {name: self._worker_function(at, member) for at, (name, member) in enumerate(self._members.items())}
+                functions = {
+                    name: self._worker_function(at, member)
+                    for at, (name, member) in enumerate(self._members.items())
+                }
                 self._workers = Workers(functions)
             workers = self._workers
         logits, late, failed, seconds = workers.ask(inputs, rows, deadline)
-        return Answer(np.exp(self._log_probabilities(np.stack(list(logits.values())))), tuple(logits), late, failed, seconds)
+        return Answer(
+            np.exp(self._log_probabilities(np.stack(list(logits.values())))),
+            tuple(logits),
+            late,
+            failed,
+            seconds,
+        )
 
     def close(self, seconds: float = 5.0) -> None:
-        """End the threads of `ask`; wait up to `seconds` for members that are still running. `ask` starts new threads."""
+        """End the threads of `ask`; wait up to `seconds` for members that are still running. `ask`
+        starts new threads.
+        """
         with self._starting:
             workers, self._workers = self._workers, None
         if workers is not None:
@@ -284,23 +384,40 @@ class Ensemble:
         self.close()
 
     def _log_probabilities(self, logits: np.ndarray) -> np.ndarray:
-        return uncertainty.with_temperature(uncertainty.log_combined(logits, self.combine), self.temperature)
+        return uncertainty.with_temperature(
+            uncertainty.log_combined(logits, self.combine), self.temperature
+        )
 
     def _logits(self, inputs: Tree, batch_size: int) -> np.ndarray:
-        return self._in_chunks(inputs, batch_size, lambda _, logits: logits.swapaxes(0, 1)).swapaxes(0, 1)
+        return self._in_chunks(
+            inputs, batch_size, lambda _, logits: logits.swapaxes(0, 1)
+        ).swapaxes(0, 1)
 
-    def _in_chunks(self, inputs: Tree, batch_size: int, output: Callable[[jax.Array, jax.Array], jax.Array]) -> np.ndarray:
-        """`output(combined probabilities, members' logits)` [rows, ...], on the host, a chunk of rows at a time."""
+    def _in_chunks(
+        self, inputs: Tree, batch_size: int, output: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> np.ndarray:
+        """`output(combined probabilities, members' logits)` [rows, ...], on the host, a chunk of
+        rows at a time.
+        """
         check_integer(batch_size, "batch_size")
         if len(self._nets) < len(self):
-            functions = [name for name, member in self._members.items() if not isinstance(member, Net)]
-            raise EnsembleError(f"members that are functions cannot be compiled: {', '.join(functions)}.", fix="ensemble.ask(x).")
+            functions = [
+                name for name, member in self._members.items() if not isinstance(member, Net)
+            ]
+            raise EnsembleError(
+                f"members that are functions cannot be compiled: {', '.join(functions)}.",
+                fix="ensemble.ask(x).",
+            )
         rows = check_inputs(inputs, self._nets[0].inputs)
 
         def call(chunk: Tree) -> np.ndarray:
             return np.asarray(output(*self._stacked(chunk)))
 
-        return concatenated(call_in_chunks(call, jax.tree.map(np.asarray, inputs), rows, batch=self._batch, most=batch_size))
+        return concatenated(
+            call_in_chunks(
+                call, jax.tree.map(np.asarray, inputs), rows, batch=self._batch, most=batch_size
+            )
+        )
 
     def _worker_function(self, at: int, member: Any) -> Callable[[Tree], Any]:
         """The member as a function for a thread, with its weights on a device of its own."""
@@ -315,7 +432,9 @@ class Ensemble:
         def answer(inputs: Tree) -> np.ndarray:
             inputs = jax.tree.map(np.asarray, inputs)
             rows = len(jax.tree.leaves(inputs)[0])
-            chunks = call_in_chunks(lambda chunk: call(arrays(), chunk), inputs, rows, batch=member.batch, most=rows)
+            chunks = call_in_chunks(
+                lambda chunk: call(arrays(), chunk), inputs, rows, batch=member.batch, most=rows
+            )
             return concatenated(np.asarray(logits).astype(np.float32) for logits in chunks)
 
         return answer
@@ -326,17 +445,36 @@ def _member(name: str, member: Any) -> Net | Callable[[Tree], Any]:
     if isinstance(member, str | Path):
         member = load_exported(member)
     if isinstance(member, ExportedModel):
-        return Net(name, member.program.call, member.arrays, member.inputs, member.batch, str(member.program.mlir_module()))
-    pair = (member.trainer, member.state) if hasattr(member, "trainer") and hasattr(member, "state") else member
+        return Net(
+            name,
+            member.program.call,
+            member.arrays,
+            member.inputs,
+            member.batch,
+            str(member.program.mlir_module()),
+        )
+    pair = (
+        (member.trainer, member.state)
+        if hasattr(member, "trainer") and hasattr(member, "state")
+        else member
+    )
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
         if not isinstance(state, State | str | Path | Checkpoint):
-            raise OptionError(f"member {name} is a trainer and {type_name(state)}.", fix="(trainer, state), or (trainer, folder).")
-        forward = forward_of(trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state)
+            raise OptionError(
+                f"member {name} is a trainer and {type_name(state)}.",
+                fix="(trainer, state), or (trainer, folder).",
+            )
+        forward = forward_of(
+            trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state
+        )
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(member):
         return member
-    fix = "a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of checkpoints), or a function."
+    fix = (
+        "a Result of fit, an exported model or its folder, (trainer, state), (trainer, a folder of "
+        "checkpoints), or a function."
+    )
     raise OptionError(f"member {name} is {type_name(member)}.", fix=fix)
 
 
@@ -349,8 +487,15 @@ def _mesh(mesh: str | Mesh | None, largest: int) -> Mesh:
         return make_mesh({NET: count}, devices=devices[:count])
     spec = MeshSpec.parse(mesh)
     if spec.names != (NET,):
-        raise OptionError(f'mesh="{spec}": members need one axis, "{NET}".', fix=f'mesh="{NET}={min(largest, len(devices))}".')
-    return mesh if isinstance(mesh, Mesh) else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
+        raise OptionError(
+            f'mesh="{spec}": members need one axis, "{NET}".',
+            fix=f'mesh="{NET}={min(largest, len(devices))}".',
+        )
+    return (
+        mesh
+        if isinstance(mesh, Mesh)
+        else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
+    )
 
 
 def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
@@ -368,14 +513,23 @@ def _split(batch: Any) -> tuple[Tree, Any]:
     try:
         return cross_entropy.split(batch)
     except DataError as error:
-        raise DataError(f"inputs and labels: {error.message.splitlines()[0]}", fix="a pair (inputs, labels).") from None
+        raise DataError(
+            f"inputs and labels: {error.message.splitlines()[0]}", fix="a pair (inputs, labels)."
+        ) from None
 
 
 def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:
     classes = logits.shape[-1]
-    if labels.shape != logits.shape[1:-1] or labels.dtype.kind not in "iu" or not ((labels >= 0) & (labels < classes)).all():
+    if (
+        labels.shape != logits.shape[1:-1]
+        or labels.dtype.kind not in "iu"
+        or not ((labels >= 0) & (labels < classes)).all()
+    ):
         expected = f"integers {list(logits.shape[1:-1])} from 0 to {classes - 1}"
-        raise DataError(f"the labels are {describe(labels)}; the members' logits have {classes} classes.", fix=f"{expected}.")
+        raise DataError(
+            f"the labels are {describe(labels)}; the members' logits have {classes} classes.",
+            fix=f"{expected}.",
+        )
 
 
 def _metrics(log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -17,7 +17,14 @@ import jax.export
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
-from spmd.inference.weights import Stored, Writer, dequantize, quantize, should_quantize, stored_shape
+from spmd.inference.weights import (
+    Stored,
+    Writer,
+    dequantize,
+    quantize,
+    should_quantize,
+    stored_shape,
+)
 from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.output_files import open_output, publish
 from spmd.run.manifest import write_manifest
@@ -42,7 +49,8 @@ class ExportReport:
       arrays: how each array is stored, and its quantization error.
       weights_bytes: size of the weights' file.
       exact_bytes: size of the original arrays.
-      before, after: loss and metrics of the exact and of the written weights on `check`; empty without it.
+      before, after: loss and metrics of the exact and of the written weights on `check`; empty
+        without it.
     """
 
     folder: Path
@@ -56,13 +64,23 @@ class ExportReport:
         count, low = len(self.arrays), sum(stored.int8 for stored in self.arrays)
         how = f", {low} of them as int8" if low else ""
         exact = format_bytes(self.exact_bytes)
-        holds = f"for {exact} of exact weights" if low else f"with {exact} of weights and a header for each array"
-        lines = [f"{self.folder}: {count} arrays{how}, a file of {format_bytes(self.weights_bytes)} {holds}"]
+        holds = (
+            f"for {exact} of exact weights"
+            if low
+            else f"with {exact} of weights and a header for each array"
+        )
+        lines = [
+            f"{self.folder}: {count} arrays{how}, a file of {format_bytes(self.weights_bytes)} "
+            f"{holds}"
+        ]
         worst = max(self.arrays, key=lambda stored: stored.relative_error, default=None)
         if low and worst is not None:
             lines.append(f"  largest error: {worst.path}, {worst.relative_error:.2%} of its norm")
         width = max(map(len, self.before), default=0)
-        lines += [f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}" for name, value in self.before.items()]
+        lines += [
+            f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}"
+            for name, value in self.before.items()
+        ]
         return "\n".join(lines)
 
 
@@ -78,22 +96,26 @@ def export(
     inputs: Tree = None,
     check: Any = None,
 ) -> ExportReport:
-    """Write a trained model's forward pass, in evaluation mode, and its weights to a folder that `load_exported` reads without its code.
+    """Write a trained model's forward pass, in evaluation mode, and its weights to a folder that
+    `load_exported` reads without its code.
 
-    The folder has `program.bin` (StableHLO, by `jax.export`; weights are its arguments), `weights.npz`, `model.json` (inputs, outputs,
-    versions, the layout it was trained under), and a manifest. Sharded arrays are gathered to the host one at a time and written in full.
-    The folder appears once it is complete. All processes must call this; process 0 writes.
+    The folder has `program.bin` (StableHLO, by `jax.export`; weights are its arguments),
+    `weights.npz`, `model.json` (inputs, outputs, versions, the layout it was trained under), and a
+    manifest. Sharded arrays are gathered to the host one at a time and written in full. The folder
+    appears once it is complete. All processes must call this; process 0 writes.
 
     Args:
       trainer: the trainer of the state.
       state: the state to export; `fit(...).export(folder)` exports its last state.
       folder: is created; a folder that is not empty is an error.
-      weights: "exact"; or "int8": matrices and kernels as int8 with a scale for each output channel, a quarter of the bytes. The program
-        converts them back to their dtype.
-      platforms: the platforms of the program, of "cpu", "cuda", "rocm", "tpu"; None: this process's platform.
-      batch: a fixed number of rows, for a model that cannot be traced with a symbolic one (the program is then called in chunks); None:
-        any number.
-      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model with.
+      weights: "exact"; or "int8": matrices and kernels as int8 with a scale for each output
+        channel, a quarter of the bytes. The program converts them back to their dtype.
+      platforms: the platforms of the program, of "cpu", "cuda", "rocm", "tpu"; None: this process's
+        platform.
+      batch: a fixed number of rows, for a model that cannot be traced with a symbolic one (the
+        program is then called in chunks); None: any number.
+      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model
+        with.
       check: data on which loss and metrics are measured before and after; for "int8".
 
     Returns:
@@ -106,8 +128,12 @@ def export(
 
     Example:
       >>> import numpy as np, optax, spmd, tempfile
-      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
-      >>> trainer = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1))
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"]
+      ... )
+      >>> trainer = spmd.Trainer(
+      ...     model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)
+      ... )
       >>> state = trainer.init({"x": np.ones((8, 4), np.float32), "y": np.ones((8, 1), np.float32)})
       >>> report = export(trainer, state, tempfile.mkdtemp() + "/model")
       >>> spmd.load_exported(report.folder).predict(np.ones((3, 4), np.float32)).shape
@@ -116,14 +142,27 @@ def export(
     if weights not in KINDS:
         raise OptionError(f"weights={weights!r}.", fix=f"{did_you_mean(str(weights), KINDS)}")
     if check is not None and weights == "exact":
-        raise OptionError('check=... with weights="exact": exact weights have no error to measure.', fix='omit it, or weights="int8".')
+        raise OptionError(
+            'check=... with weights="exact": exact weights have no error to measure.',
+            fix='omit it, or weights="int8".',
+        )
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise OptionError(f"batch={batch!r}.", fix="a positive number of rows, or None for any number.")
+        raise OptionError(
+            f"batch={batch!r}.", fix="a positive number of rows, or None for any number."
+        )
     chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
     import_extra("flatbuffers", "export")
-    raise_everywhere(lambda: check_free(target, ExportError) if jax.process_index() == 0 else None, ExportError, WHAT)
+    raise_everywhere(
+        lambda: check_free(target, ExportError) if jax.process_index() == 0 else None,
+        ExportError,
+        WHAT,
+    )
     forward = forward_of(trainer, state, inputs)
-    int8 = {path for path, leaf in forward.named if weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked)}
+    int8 = {
+        path
+        for path, leaf in forward.named
+        if weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked)
+    }
     exported = _exported(forward, int8, chosen, batch)
     about = {
         "format": FORMAT,
@@ -140,7 +179,11 @@ def export(
     }
     before = trainer.evaluate(state, check) if check is not None else {}
     arrays, size = _write(target, forward, int8, exported, about)
-    after = trainer.evaluate(_state_as_written(trainer, state, forward, int8), check) if check is not None else {}
+    after = (
+        trainer.evaluate(_state_as_written(trainer, state, forward, int8), check)
+        if check is not None
+        else {}
+    )
     exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
     return ExportReport(target, tuple(arrays), size, exact, before, after)
 
@@ -158,18 +201,30 @@ def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
     return chosen
 
 
-def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...], batch: int | None) -> jax.export.Exported:
+def _exported(
+    forward: Forward, int8: Collection[str], platforms: tuple[str, ...], batch: int | None
+) -> jax.export.Exported:
     """The program, which takes the arrays as they are stored.
 
     Raises:
-      ExportError: jax cannot export it; if it can with a fixed number of rows, the fix names one that works.
+      ExportError: jax cannot export it; if it can with a fixed number of rows, the fix names one
+        that works.
     """
-    stored = [stored_shape(leaf, int8=path in int8, stacked=path in forward.stacked) for path, leaf in forward.named]
+    stored = [
+        stored_shape(leaf, int8=path in int8, stacked=path in forward.stacked)
+        for path, leaf in forward.named
+    ]
     dtypes = [(path in int8, leaf.dtype) for path, leaf in forward.named]
 
     def function(arrays: list, inputs: Tree) -> Tree:
         pairs = zip(arrays, dtypes, strict=True)
-        return forward.function([dequantize(array[0], array[1], dtype) if is_int8 else array for array, (is_int8, dtype) in pairs], inputs)
+        return forward.function(
+            [
+                dequantize(array[0], array[1], dtype) if is_int8 else array
+                for array, (is_int8, dtype) in pairs
+            ],
+            inputs,
+        )
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
@@ -181,18 +236,26 @@ def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...
         )
     symbol = batch if batch is not None else jax.export.symbolic_shape("rows")[0]
     try:
-        exported = jax.export.export(jax.jit(function), platforms=platforms)(stored, with_rows(forward.inputs, symbol))
+        exported = jax.export.export(jax.jit(function), platforms=platforms)(
+            stored, with_rows(forward.inputs, symbol)
+        )
         exported.serialize()
     except SpmdError:
         raise
     except Exception as error:
-        on_platforms = f"the model cannot be exported for {', '.join(platforms)}: {first_line(error)}"
+        on_platforms = (
+            f"the model cannot be exported for {', '.join(platforms)}: {first_line(error)}"
+        )
         if batch is not None:
-            raise ExportError(on_platforms, fix="a model without what this names; or other platforms.") from error
+            raise ExportError(
+                on_platforms, fix="a model without what this names; or other platforms."
+            ) from error
         try:
             _exported(forward, int8, platforms, rows)
         except ExportError:
-            raise ExportError(on_platforms, fix="a model without what this names; or other platforms.") from error
+            raise ExportError(
+                on_platforms, fix="a model without what this names; or other platforms."
+            ) from error
         why = f"the model cannot be exported for any number of rows: {first_line(error)}"
         fix = f"batch={rows}, or another number: the program is then called in chunks of that size."
         raise ExportError(why, fix=fix) from error
@@ -201,7 +264,10 @@ def _exported(forward: Forward, int8: Collection[str], platforms: tuple[str, ...
 
 def _shapes(tree: Tree) -> dict[str, list]:
     """Dtype and dims of every leaf; dim 0, the rows, is null."""
-    return {path: [str(leaf.dtype), None, *map(int, leaf.shape[1:])] for path, leaf in flatten(tree).items()}
+    return {
+        path: [str(leaf.dtype), None, *map(int, leaf.shape[1:])]
+        for path, leaf in flatten(tree).items()
+    }
 
 
 def _versions() -> dict[str, str]:
@@ -213,10 +279,19 @@ def _versions() -> dict[str, str]:
 
 
 def _write(
-    target: Path, forward: Forward, int8: Collection[str], exported: jax.export.Exported, about: dict[str, Any]
+    target: Path,
+    forward: Forward,
+    int8: Collection[str],
+    exported: jax.export.Exported,
+    about: dict[str, Any],
 ) -> tuple[list[Stored], int]:
-    """Write the folder, by process 0, with the shards of all processes; how each array is stored, and the bytes of the weights."""
-    working, writes = target.with_name(f".{target.name}.{os.getpid()}.tmp"), jax.process_index() == 0
+    """Write the folder, by process 0, with the shards of all processes; how each array is stored,
+    and the bytes of the weights.
+    """
+    working, writes = (
+        target.with_name(f".{target.name}.{os.getpid()}.tmp"),
+        jax.process_index() == 0,
+    )
     arrays: list[Stored] = []
     failed: list[Exception] = []
 
@@ -226,15 +301,22 @@ def _write(
         return Writer(working / WEIGHTS if writes else None)
 
     def finish() -> str:
-        return _finish(target, working, exported, {**about, "arrays": arrays}, failed) if writes else ""
+        return (
+            _finish(target, working, exported, {**about, "arrays": arrays}, failed)
+            if writes
+            else ""
+        )
 
     try:
         writer = raise_everywhere(begin, ExportError, WHAT)
         for path, leaf in forward.named:
-            values = to_host(leaf)  # in all processes, even after one has failed, since this is collective
+            # in all processes, even after one has failed, since this is collective
+            values = to_host(leaf)
             try:
                 if not failed:
-                    arrays.append(writer.add(path, values, int8=path in int8, stacked=path in forward.stacked))
+                    arrays.append(
+                        writer.add(path, values, int8=path in int8, stacked=path in forward.stacked)
+                    )
             except (OSError, SpmdError) as error:
                 failed.append(error)
         try:
@@ -248,12 +330,21 @@ def _write(
     return arrays, int(first_nonempty(size))
 
 
-def _finish(target: Path, working: Path, exported: jax.export.Exported, about: dict[str, Any], failed: list[Exception]) -> str:
+def _finish(
+    target: Path,
+    working: Path,
+    exported: jax.export.Exported,
+    about: dict[str, Any],
+    failed: list[Exception],
+) -> str:
     """Write the rest of the folder and rename it; the bytes of the weights."""
     for error in failed:
         raise error
     about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
-    for name, content in ((PROGRAM, exported.serialize()), (ABOUT, json.dumps(about, indent=1).encode())):
+    for name, content in (
+        (PROGRAM, exported.serialize()),
+        (ABOUT, json.dumps(about, indent=1).encode()),
+    ):
         with open_output(working / name) as file:
             file.write(content)
     write_manifest(working)
@@ -262,7 +353,9 @@ def _finish(target: Path, working: Path, exported: jax.export.Exported, about: d
     return str((target / WEIGHTS).stat().st_size)
 
 
-def _state_as_written(trainer: Trainer, state: State, forward: Forward, int8: Collection[str]) -> State:
+def _state_as_written(
+    trainer: Trainer, state: State, forward: Forward, int8: Collection[str]
+) -> State:
     """The state with the weights that were written, with the original shardings."""
     placed = trainer.placed
     values = {path: leaf for path, leaf in forward.named if path in int8}
@@ -275,8 +368,12 @@ def _state_as_written(trainer: Trainer, state: State, forward: Forward, int8: Co
 
     variables = placed.variables(state)
     unpacked = map_paths(as_written, {"params": variables.params, "frozen": variables.frozen})
-    packed = unpacked["params"] if placed.packing is None else placed.packing.pack(unpacked["params"])
+    packed = (
+        unpacked["params"] if placed.packing is None else placed.packing.pack(unpacked["params"])
+    )
     frozen = unpacked["frozen"] if placed.order is None else placed.order.pack(unpacked["frozen"])
     trees = (packed, frozen), (state.params, state.frozen)
-    params, frozen = jax.tree.map(lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), *trees)
+    params, frozen = jax.tree.map(
+        lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), *trees
+    )
     return dataclasses.replace(state, params=params, frozen=frozen)

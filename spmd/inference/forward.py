@@ -1,4 +1,6 @@
-"""A model's forward pass as a function of its arrays and inputs, in evaluation mode, without a mesh."""
+"""A model's forward pass as a function of its arrays and inputs, in evaluation mode, without a
+mesh.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -47,11 +49,13 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     """The forward pass of a trained model.
 
     Args:
-      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model with.
+      inputs: an example of the model's inputs, or their shapes; None: what the loss calls the model
+        with.
 
     Raises:
       ExportError: two arrays have the same path, or the inputs have no rows.
-      OptionError: it is not clear what the loss calls the model with, or a step has consumed the state.
+      OptionError: it is not clear what the loss calls the model with, or a step has consumed the
+        state.
     """
     check_alive(state)
     placed = trainer.placed
@@ -59,18 +63,27 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     leaves, tree = jax.tree_util.tree_flatten(variables)
     paths = tuple(flatten(variables))
     if len(paths) != len(leaves):
-        raise ExportError(f"{len(leaves)} arrays of the model have {len(paths)} paths.", fix="no key with a slash in it.")
+        raise ExportError(
+            f"{len(leaves)} arrays of the model have {len(paths)} paths.",
+            fix="no key with a slash in it.",
+        )
     dtype = compute_dtype(placed.config.precision)
 
     def function(arrays: list, inputs: Tree) -> Tree:
         computed = cast_variables(jax.tree.unflatten(tree, arrays), dtype)
         with parallel_scope(UNSHARDED):
-            return placed.given.bind(computed, Call(training=False, dtype=dtype, products=placed.products))(inputs)
+            return placed.given.bind(
+                computed, Call(training=False, dtype=dtype, products=placed.products)
+            )(inputs)
 
     shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
     check_leaves(shapes, "the inputs")
     return Forward(
-        function, paths, leaves, shapes, frozenset(f"{of}/{path}" for path in placed.given.stacks() for of in ("params", "frozen"))
+        function,
+        paths,
+        leaves,
+        shapes,
+        frozenset(f"{of}/{path}" for path in placed.given.stacks() for of in ("params", "frozen")),
     )
 
 
@@ -90,7 +103,9 @@ class _CallRecorder:
 
 
 def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
-    """Shapes of what the loss calls the model with, if that is one array or tree with all rows of the batch."""
+    """Shapes of what the loss calls the model with, if that is one array or tree with all rows of
+    the batch.
+    """
     calls: list[Tree] = []
     fix = "inputs=, an example of the model's inputs, or their shapes."
     if placed.sample is None:
@@ -99,22 +114,36 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
     def loss(variables: Variables, sample: Tree) -> None:
         model = placed.given.bind(variables, Call(training=False))
         with parallel_scope(UNSHARDED):
-            placed.objective.for_training().call(_CallRecorder(model, calls), sample, jax.random.key(0))
+            placed.objective.for_training().call(
+                _CallRecorder(model, calls), sample, jax.random.key(0)
+            )
 
     try:
         jax.eval_shape(loss, variables, placed.sample)
     except Exception as error:
-        raise OptionError(f"the model's inputs cannot be found by tracing the loss: {type(error).__name__}.", fix=fix) from error
+        raise OptionError(
+            f"the model's inputs cannot be found by tracing the loss: {type(error).__name__}.",
+            fix=fix,
+        ) from error
     rows = jax.tree.leaves(placed.sample)[0].shape[0]
-    all_rows = calls and all(jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call)) for call in calls)
+    all_rows = calls and all(
+        jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call))
+        for call in calls
+    )
     if not all_rows or any(flatten(call) != flatten(calls[0]) for call in calls):
-        how = f"{len(calls)} times, not always with one array or tree of all rows" if calls else "never as model(x)"
+        how = (
+            f"{len(calls)} times, not always with one array or tree of all rows"
+            if calls
+            else "never as model(x)"
+        )
         raise OptionError(f"the model's inputs are not clear: the loss calls it {how}.", fix=fix)
     return calls[0]
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """A full array on the host. If several processes hold shards of it, all of them must call this."""
+    """A full array on the host. If several processes hold shards of it, all of them must call
+    this.
+    """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if not leaf.is_fully_replicated:
@@ -126,19 +155,33 @@ def check_inputs(inputs: Tree, wanted: Tree) -> int:
     """The number of rows of inputs that match `wanted` in everything else.
 
     Raises:
-      DataError: another tree, other shapes or dtypes, or no rows; with the actual and the expected inputs.
+      DataError: another tree, other shapes or dtypes, or no rows; with the actual and the expected
+        inputs.
     """
     expected = describe_tree(with_rows(wanted, "rows"))
     if isinstance(inputs, list) and not isinstance(wanted, list):
-        raise DataError(f"the inputs are a list; the model takes {expected}.", fix="numpy.asarray(inputs, ...), with that dtype.")
+        raise DataError(
+            f"the inputs are a list; the model takes {expected}.",
+            fix="numpy.asarray(inputs, ...), with that dtype.",
+        )
     rows = check_leaves(inputs, "the inputs")
     actual = describe_tree(inputs)
     if jax.tree.structure(inputs) != jax.tree.structure(wanted):
-        raise DataError(f"the inputs are {actual}; the model takes {expected}, in that kind of tree.", fix=f"{expected}.")
+        raise DataError(
+            f"the inputs are {actual}; the model takes {expected}, in that kind of tree.",
+            fix=f"{expected}.",
+        )
     for path, want in flatten(wanted).items():
         leaf = flatten(inputs)[path]
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype or np.shape(leaf)[1:] != want.shape[1:]:
-            fix = f"astype({str(want.dtype)!r})" if np.shape(leaf)[1:] == want.shape[1:] else "rows of that shape"
+        if (
+            jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype
+            or np.shape(leaf)[1:] != want.shape[1:]
+        ):
+            fix = (
+                f"astype({str(want.dtype)!r})"
+                if np.shape(leaf)[1:] == want.shape[1:]
+                else "rows of that shape"
+            )
             raise DataError(f"the inputs are {actual}; the model takes {expected}.", fix=f"{fix}.")
     if rows == 0:
         raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
@@ -150,10 +193,14 @@ def describe_tree(tree: Tree) -> str:
     return ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
 
 
-def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, *, batch: int | None, most: int) -> Iterator[Tree]:
-    """Call a function on some rows at a time: on `batch` rows if that is fixed, else on all, or on `most` if there are more.
+def call_in_chunks(
+    function: Callable[[Tree], Tree], inputs: Tree, rows: int, *, batch: int | None, most: int
+) -> Iterator[Tree]:
+    """Call a function on some rows at a time: on `batch` rows if that is fixed, else on all, or on
+    `most` if there are more.
 
-    Of several chunks the last is padded with copies of the last row. The outputs have the rows of the inputs, without padding.
+    Of several chunks the last is padded with copies of the last row. The outputs have the rows of
+    the inputs, without padding.
     """
     size = batch or most
     pad = batch is not None or rows > size
@@ -164,7 +211,9 @@ def call_in_chunks(function: Callable[[Tree], Tree], inputs: Tree, rows: int, *,
         yield jax.tree.map(lambda x: x if x.shape[0] == count else x[:count], function(chunk))
 
 
-def concatenated(chunks: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate) -> Tree:
+def concatenated(
+    chunks: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate
+) -> Tree:
     """Chunks of rows, concatenated."""
     first, *rest = chunks
     return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *rest) if rest else first

@@ -1,4 +1,6 @@
-"""Text from a language model, token by token: one compiled program that reads the prompts and then writes until all rows have ended."""
+"""Text from a language model, token by token: one compiled program that reads the prompts and then
+writes until all rows have ended.
+"""
 
 import dataclasses
 import functools
@@ -32,8 +34,12 @@ from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.tree import Tree
 
-UNIT = 16  # lengths are rounded up to multiples of this, so that prompts of like lengths use the same program
-MODEL_FIX = "a module of spmd.pretrained.load, or one with  init_cache(rows, length, dtype)  and  model(tokens, positions=, cache=)."
+# lengths are rounded up to multiples of this, so that prompts of like lengths use the same program
+UNIT = 16
+MODEL_FIX = (
+    "a module of spmd.pretrained.load, or one with  init_cache(rows, length, dtype)  and  "
+    "model(tokens, positions=, cache=)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +49,11 @@ class Sampling:
     Attributes:
       temperature: divides the logits.
       top_k: only the so many most likely tokens are drawn; None: all.
-      top_p: only the most likely tokens that together have this probability are drawn (Holtzman et al., arXiv:1904.09751); None: all.
-      repetition_penalty: logits of tokens that the text has already, the prompt included, are divided by it, and negative ones multiplied,
-        before all else, also at temperature 0 (Keskar et al., arXiv:1909.05858); 1: they stay.
+      top_p: only the most likely tokens that together have this probability are drawn (Holtzman et
+        al., arXiv:1904.09751); None: all.
+      repetition_penalty: logits of tokens that the text has already, the prompt included, are
+        divided by it, and negative ones multiplied, before all else, also at temperature 0 (Keskar
+        et al., arXiv:1909.05858); 1: they stay.
 
     >>> Sampling(0.7, top_k=50).greedy, Sampling().greedy
     (False, True)
@@ -59,17 +67,21 @@ class Sampling:
     def __post_init__(self):
         if not _is_number(self.temperature) or self.temperature < 0:
             raise OptionError(
-                f"{option('temperature', short_repr(self.temperature))}.", fix="a number from 0; 0 takes the most likely token."
+                f"{option('temperature', short_repr(self.temperature))}.",
+                fix="a number from 0; 0 takes the most likely token.",
             )
         check_integer(self.top_k, "top_k", optional=True)
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise OptionError(f"{option('top_p', short_repr(self.top_p))}.", fix="a probability above 0, up to 1.")
+            raise OptionError(
+                f"{option('top_p', short_repr(self.top_p))}.", fix="a probability above 0, up to 1."
+            )
         if not _is_number(self.repetition_penalty) or self.repetition_penalty <= 0:
             why = f"{option('repetition_penalty', short_repr(self.repetition_penalty))}."
             raise OptionError(why, fix="a number above 0; 1 changes nothing.")
         if self.greedy and (self.top_k is not None or self.top_p is not None):
             raise OptionError(
-                "top_k and top_p do nothing at temperature 0, which takes the most likely token.", fix=f"{option('temperature', 1.0)}."
+                "top_k and top_p do nothing at temperature 0, which takes the most likely token.",
+                fix=f"{option('temperature', 1.0)}.",
             )
 
     @property
@@ -77,14 +89,19 @@ class Sampling:
         """Whether nothing is drawn."""
         return self.temperature == 0
 
-    def choose(self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+    def choose(
+        self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None
+    ) -> jax.Array:
         """Tokens int32[rows] from logits float32[rows, vocab], each drawn with its row's key.
 
-        `seen`: bool[rows, vocab], tokens that the text has already, which `repetition_penalty` is for.
+        `seen`: bool[rows, vocab], tokens that the text has already, which `repetition_penalty` is
+        for.
         """
         if seen is not None:
             penalty = self.repetition_penalty
-            logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+            logits = jnp.where(
+                seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits
+            )
         if self.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
@@ -94,20 +111,23 @@ class Sampling:
         if self.top_p is not None:
             ordered = jnp.sort(logits, axis=-1, descending=True)
             probabilities = jax.nn.softmax(ordered, axis=-1)
-            kept = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p  # the most likely one always is
+            # the most likely one always is
+            kept = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p
             least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 class Generator:
-    """A language model ready to write; its program is compiled at the first call, and again for longer prompts.
+    """A language model ready to write; its program is compiled at the first call, and again for
+    longer prompts.
 
     Args:
-      model: a result of `fit`, or a module with a cache of keys and values, such as `spmd.pretrained.load` gives; or a `Trainer`, of which
-        each call names a `state`.
-      mesh, layout: as for `fit`; rows are sharded over the layout's data axes, keys and values of heads over the axis of `kv_heads` in
-        its `[axes]`. None: those of the result; for a module, the mesh on which its arrays lie, and no layout: the compiler chooses.
+      model: a result of `fit`, or a module with a cache of keys and values, such as
+        `spmd.pretrained.load` gives; or a `Trainer`, of which each call names a `state`.
+      mesh, layout: as for `fit`; rows are sharded over the layout's data axes, keys and values of
+        heads over the axis of `kv_heads` in its `[axes]`. None: those of the result; for a module,
+        the mesh on which its arrays lie, and no layout: the compiler chooses.
 
     Raises:
       OptionError: the model has no cache.
@@ -115,9 +135,20 @@ class Generator:
     Example:
       >>> from spmd.pretrained.decoder import Decoder
       >>> from spmd.pretrained.decoder_config import DecoderConfig, LayerKind
-      >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(),))
+      >>> config = DecoderConfig(
+      ...     vocab=10,
+      ...     width=8,
+      ...     heads=2,
+      ...     kv_heads=1,
+      ...     head_dim=4,
+      ...     mlp_width=16,
+      ...     layers=(LayerKind(),),
+      ... )
       >>> write = Generator(Decoder(config, rngs=nnx.Rngs(0)))
-      >>> write([[1, 2]], max_new_tokens=3)[0].shape, write([[3]], max_new_tokens=3, temperature=0.5)[0].shape
+      >>> (
+      ...     write([[1, 2]], max_new_tokens=3)[0].shape,
+      ...     write([[3]], max_new_tokens=3, temperature=0.5)[0].shape,
+      ... )
       ((3,), (3,))
     """
 
@@ -136,20 +167,38 @@ class Generator:
             trainer = getattr(model, "trainer", model)
             placed = getattr(trainer, "placed", trainer)
             if not isinstance(placed, PlacedModel):
-                raise OptionError(f"model={short_repr(model)} is {type_name(model)}.", fix=f"a result of fit, {MODEL_FIX}")
-            self._placed_model, self._given, abstract = placed, placed.given, placed.abstract_variables
+                raise OptionError(
+                    f"model={short_repr(model)} is {type_name(model)}.",
+                    fix=f"a result of fit, {MODEL_FIX}",
+                )
+            self._placed_model, self._given, abstract = (
+                placed,
+                placed.given,
+                placed.abstract_variables,
+            )
             used_mesh, used_layout = placed.mesh, placed.resolved.layout
-            self._products, self._dtype = {"products": placed.products}, compute_dtype(placed.config.precision)
+            self._products, self._dtype = (
+                {"products": placed.products},
+                compute_dtype(placed.config.precision),
+            )
             if hasattr(model, "state"):
                 self._variables = self._of_state(model.state)
         module = _shown(self._given, abstract)
         if not hasattr(module, "init_cache"):
-            raise OptionError(f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX)
+            raise OptionError(
+                f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX
+            )
         self._mesh: Mesh | None = used_mesh if mesh is None else make_mesh(mesh)
         self._layout = used_layout if layout is None else Layout.load(layout)
         config = getattr(module, "config", None)
-        self._vocab, self._longest = getattr(config, "vocab", None), getattr(config, "learned_positions", None)
-        self._made_for, origin = getattr(config, "max_positions", None), getattr(module, ORIGIN, None)
+        self._vocab, self._longest = (
+            getattr(config, "vocab", None),
+            getattr(config, "learned_positions", None),
+        )
+        self._made_for, origin = (
+            getattr(config, "max_positions", None),
+            getattr(module, ORIGIN, None),
+        )
         self._asked = None if origin is None else asked_sampling(origin.folder)
         self._said: set[str] = set()
         self._run = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
@@ -158,7 +207,8 @@ class Generator:
         """The model's arrays in a state of its run."""
         if self._placed_model is None:
             raise OptionError(
-                "state= is for a generator of a run, and this one is of a module.", fix="Generator(trainer), or leave it out."
+                "state= is for a generator of a run, and this one is of a module.",
+                fix="Generator(trainer), or leave it out.",
             )
         check_alive(state)
         return self._placed_model.variables(state)
@@ -167,16 +217,27 @@ class Generator:
     def _parallel(self) -> ParallelConfig:
         layout = self._layout or Layout()
         on_mesh = self._mesh is not None and self._layout is not None
-        data = tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape) if on_mesh and self._mesh is not None else ()
+        data = (
+            tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape)
+            if on_mesh and self._mesh is not None
+            else ()
+        )
         # Without a layout, arrays may be sharded in any way, and XLA cannot partition a kernel.
         implementation = layout.attention.implementation if self._layout else "as_written"
-        return with_calls(ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation))
+        return with_calls(
+            ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation)
+        )
 
     def _bind(self, variables: Variables) -> Any:
-        return self._given.bind(cast_variables(variables, self._dtype), Call(training=False, dtype=self._dtype, **self._products))
+        return self._given.bind(
+            cast_variables(variables, self._dtype),
+            Call(training=False, dtype=self._dtype, **self._products),
+        )
 
     def _sharded(self, cache: Tree) -> Tree:
-        """A cache [layers, rows, length, kv_heads, head_dim]: rows over the data axes, heads over those of `kv_heads`."""
+        """A cache [layers, rows, length, kv_heads, head_dim]: rows over the data axes, heads over
+        those of `kv_heads`.
+        """
         parallel = self._parallel
         if parallel.mesh is None:
             return cache
@@ -184,7 +245,11 @@ class Generator:
         heads = tuple(axis for axis in entry_axes(named.get("kv_heads")) if axis in mesh.shape)
 
         def shard(leaf: jax.Array) -> jax.Array:
-            by_head = heads if heads and leaf.shape[3] % math.prod(mesh.shape[axis] for axis in heads) == 0 else None
+            by_head = (
+                heads
+                if heads and leaf.shape[3] % math.prod(mesh.shape[axis] for axis in heads) == 0
+                else None
+            )
             spec = PartitionSpec(None, parallel.data or None, None, by_head, None)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
@@ -202,7 +267,9 @@ class Generator:
         new: int,
         length: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens int32[rows, new] that follow the prompts [rows, longest], and how many each row has before it ended."""
+        """Tokens int32[rows, new] that follow the prompts [rows, longest], and how many each row
+        has before it ended.
+        """
         rows = prompt.shape[0]
         by_row = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
 
@@ -218,25 +285,42 @@ class Generator:
             number, token, done, counts, written, seen, cache = state
             logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
-            token = jnp.where(done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys, seen))
+            token = jnp.where(
+                done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys, seen)
+            )
             seen = None if seen is None else seen.at[jnp.arange(rows), token].set(True)
             written = jax.lax.dynamic_update_index_in_dim(written, token, number, 1)
             counts, done = counts + ~done, done | (token[:, None] == stop).any(axis=1)
             return number + 1, token, done, counts, written, seen, self._sharded(cache)
 
         trees = (variables.params, variables.frozen)
-        params = [leaf for leaf in jax.tree.leaves(trees, is_leaf=is_quantized) if not is_quantized(leaf)]
+        params = [
+            leaf for leaf in jax.tree.leaves(trees, is_leaf=is_quantized) if not is_quantized(leaf)
+        ]
         dtype = self._dtype or jnp.result_type(*(leaf.dtype for leaf in params))
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
         cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))
-        logits, cache = step(prompt, positions, cache)  # the logits' values are not used, so they are not computed
+        # the logits' values are not used, so they are not computed
+        logits, cache = step(prompt, positions, cache)
         seen = None
         if sampling.repetition_penalty != 1:
             of_text = positions < lengths[:, None]
-            seen = jnp.zeros((rows, logits.shape[-1]), bool).at[jnp.arange(rows)[:, None], prompt].max(of_text)
+            seen = (
+                jnp.zeros((rows, logits.shape[-1]), bool)
+                .at[jnp.arange(rows)[:, None], prompt]
+                .max(of_text)
+            )
         last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
         none = jnp.zeros(rows, jnp.int32)
-        start = jnp.zeros((), jnp.int32), last, lengths < 0, none, jnp.zeros((rows, new), jnp.int32), seen, self._sharded(cache)
+        start = (
+            jnp.zeros((), jnp.int32),
+            last,
+            lengths < 0,
+            none,
+            jnp.zeros((rows, new), jnp.int32),
+            seen,
+            self._sharded(cache),
+        )
         _, _, _, counts, written, *_ = jax.lax.while_loop(continues, write, start)
         return written, counts
 
@@ -255,21 +339,32 @@ class Generator:
     ) -> list[np.ndarray]:
         """The tokens that follow each prompt; arguments, results and errors as of `generate`.
 
-        `state`: one of the run that this generator is for, in place of the result's; the program stays the same.
+        `state`: one of the run that this generator is for, in place of the result's; the program
+        stays the same.
         """
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         check_integer(max_new_tokens, "max_new_tokens")
         check_integer(seed, "seed", 0)
         variables = self._variables if state is None else self._of_state(state)
         if variables is None:
-            raise OptionError("a generator of a trainer has no state.", fix="state=trainer.init(), or one that a step returned.")
+            raise OptionError(
+                "a generator of a trainer has no state.",
+                fix="state=trainer.init(), or one that a step returned.",
+            )
         prompts = _prompts(tokens, self._vocab)
         ends = _stop_tokens(stop, self._vocab)
         longest = max(map(len, prompts))
         if self._longest is not None and longest + max_new_tokens > self._longest:
-            why = f"a prompt of {longest} tokens and {option('max_new_tokens', max_new_tokens)} need {longest + max_new_tokens} positions"
+            why = (
+                f"a prompt of {longest} tokens and {option('max_new_tokens', max_new_tokens)} need "
+                f"{longest + max_new_tokens} positions"
+            )
             room = self._longest - longest
-            fix = f"{option('max_new_tokens', room)}, or shorter prompts." if room > 0 else "shorter prompts."
+            fix = (
+                f"{option('max_new_tokens', room)}, or shorter prompts."
+                if room > 0
+                else "shorter prompts."
+            )
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
         self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
@@ -281,22 +376,43 @@ class Generator:
             prompt[number, : len(row)] = row
         lengths = np.array([len(row) for row in rows], np.int32)
         by_row = (self._placed(x, self._parallel.data) for x in (prompt, lengths))
-        stops, key = (self._placed(x, ()) for x in (ends, np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))))
+        stops, key = (
+            self._placed(x, ())
+            for x in (
+                ends,
+                np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))),
+            )
+        )
         run = functools.partial(self._run, sampling=sampling, new=max_new_tokens, length=length)
-        written, counts = run(variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32"))
+        written, counts = run(
+            variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32")
+        )
         written, counts = to_host(written), to_host(counts)
         return [written[number, : counts[number]] for number in range(len(prompts))]
 
     def _report(self, sampling: Sampling, length: int) -> None:
-        """Warn, once, of what the model's folder asks for and this call does not do, and of texts longer than the model was made for."""
+        """Warn, once, of what the model's folder asks for and this call does not do, and of texts
+        longer than the model was made for.
+        """
         if self._made_for is not None and length > self._made_for:
             self._warn(
-                f"texts of up to {length} tokens with the prompt, and config.json says that the model was made for {self._made_for}."
+                f"texts of up to {length} tokens with the prompt, and config.json says that the "
+                f"model was made for {self._made_for}."
             )
         if self._asked is not None and self._asked.unknown:
-            self._warn(f"{self._asked.where}: not applied, for there is no such option: {', '.join(self._asked.unknown)}.")
-        if self._asked is not None and self._asked.options and Sampling(**self._asked.options) != sampling:
-            self._warn(f"{self._asked.where} asks for {self._asked.text}, which is not used unless a call has it.")
+            self._warn(
+                f"{self._asked.where}: not applied, for there is no such option: "
+                f"{', '.join(self._asked.unknown)}."
+            )
+        if (
+            self._asked is not None
+            and self._asked.options
+            and Sampling(**self._asked.options) != sampling
+        ):
+            self._warn(
+                f"{self._asked.where} asks for {self._asked.text}, which is not used unless a call "
+                "has it."
+            )
 
     def _warn(self, text: str) -> None:
         if text not in self._said:
@@ -328,15 +444,18 @@ def generate(
 ) -> list[np.ndarray]:
     """The tokens that a language model writes after each prompt.
 
-    Prompts and new tokens are one compiled program: the prompts are read at once, then tokens are written one after the other with a
-    cache of keys and values, until all rows have ended. What a row draws depends on the seed, its number and its text alone, not on the
-    mesh. For several calls make a `spmd.Generator` once, which keeps the program.
+    Prompts and new tokens are one compiled program: the prompts are read at once, then tokens are
+    written one after the other with a cache of keys and values, until all rows have ended. What a
+    row draws depends on the seed, its number and its text alone, not on the mesh. For several calls
+    make a `spmd.Generator` once, which keeps the program.
 
     Args:
       model: a result of `fit`, or a module with a cache, such as `spmd.pretrained.load` gives.
-      tokens: prompts: a list of lists of token ids, which may differ in length, or int[rows, length]. In all processes the same.
+      tokens: prompts: a list of lists of token ids, which may differ in length, or int[rows,
+        length]. In all processes the same.
       max_new_tokens: at most so many tokens are written to each row.
-      temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
+      temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is
+        drawn.
       top_k, top_p: limits of what is drawn (`Sampling`).
       repetition_penalty: above 1, tokens that a text has already are less likely (`Sampling`).
       seed: of the draws.
@@ -347,25 +466,44 @@ def generate(
       For each prompt the new tokens, int32[up to max_new_tokens], on the host.
 
     Raises:
-      OptionError: an option is out of range, a token of `stop` is not in the vocabulary, or the model has no cache.
-      DataError: a prompt is empty, has ids that are not in the vocabulary, or is too long for the model.
+      OptionError: an option is out of range, a token of `stop` is not in the vocabulary, or the
+        model has no cache.
+      DataError: a prompt is empty, has ids that are not in the vocabulary, or is too long for the
+        model.
 
     Example:
       >>> from spmd.pretrained.decoder import Decoder
       >>> from spmd.pretrained.decoder_config import DecoderConfig, LayerKind
-      >>> config = DecoderConfig(vocab=10, width=8, heads=2, kv_heads=1, head_dim=4, mlp_width=16, layers=(LayerKind(),) * 2)
+      >>> config = DecoderConfig(
+      ...     vocab=10,
+      ...     width=8,
+      ...     heads=2,
+      ...     kv_heads=1,
+      ...     head_dim=4,
+      ...     mlp_width=16,
+      ...     layers=(LayerKind(),) * 2,
+      ... )
       >>> model = Decoder(config, rngs=nnx.Rngs(0))
       >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
       [5, 5]
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
-    return Generator(model, mesh=mesh, layout=layout)(tokens, max_new_tokens=max_new_tokens, seed=seed, stop=stop, **options)
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    return Generator(model, mesh=mesh, layout=layout)(
+        tokens, max_new_tokens=max_new_tokens, seed=seed, stop=stop, **options
+    )
 
 
 def _shown(given: Model, variables: Variables) -> Any:
     """The model without values in its arrays, to ask it what it has."""
     models = []
-    jax.eval_shape(lambda values: models.append(given.bind(values, Call(training=False))), variables)
+    jax.eval_shape(
+        lambda values: models.append(given.bind(values, Call(training=False))), variables
+    )
     return models[0]
 
 
@@ -373,7 +511,8 @@ def _mesh_of(variables: Variables) -> Mesh | None:
     """The mesh on which arrays lie; None for one device."""
     for leaf in jax.tree.leaves(variables):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            return leaf.sharding.mesh  # type: ignore[return-value]  # of arrays it is no abstract one
+            # of arrays it is no abstract one
+            return leaf.sharding.mesh  # type: ignore[return-value]
     return None
 
 
@@ -397,23 +536,40 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise DataError(f"tokens[{number}]={short_repr(row)} is no list of token ids.", fix=fix)
         if ids.size == 0:
-            raise DataError(f"tokens[{number}] is empty.", fix="one token at least, such as the one that begins a text.")
+            raise DataError(
+                f"tokens[{number}] is empty.",
+                fix="one token at least, such as the one that begins a text.",
+            )
         bad = ids[(ids < 0) | (ids >= (vocab or 2**31))]
         if bad.size:
-            raise DataError(f"tokens[{number}] has id {bad[0]}; the model has {vocab} tokens, from 0.", fix="the tokenizer of this model.")
+            raise DataError(
+                f"tokens[{number}] has id {bad[0]}; the model has {vocab} tokens, from 0.",
+                fix="the tokenizer of this model.",
+            )
         prompts.append(ids.astype(np.int32))
     return prompts
 
 
 def _stop_tokens(stop: Sequence[int], vocab: int | None) -> np.ndarray:
-    """Ids as int32[count], with one that no token has: an array without elements is not what a program wants."""
+    """Ids as int32[count], with one that no token has: an array without elements is not what a
+    program wants.
+    """
     if isinstance(stop, str | bytes) or not isinstance(stop, Sequence | np.ndarray):
-        raise OptionError(f"{option('stop', short_repr(stop))}.", fix="a list of token ids, such as [2].")
+        raise OptionError(
+            f"{option('stop', short_repr(stop))}.", fix="a list of token ids, such as [2]."
+        )
     for token in stop:
         check_integer(token, "stop", 0)
         if vocab is not None and token >= vocab:
-            fix = "stop=[...] (--stop) with tokens of this model; the default is the eos_token_id of its folder."
-            raise OptionError(f"stop has id {token}; the model has {vocab} tokens, from 0, and would never end a text with it.", fix=fix)
+            fix = (
+                "stop=[...] (--stop) with tokens of this model; the default is the eos_token_id of "
+                "its folder."
+            )
+            raise OptionError(
+                f"stop has id {token}; the model has {vocab} tokens, from 0, and would never end a "
+                "text with it.",
+                fix=fix,
+            )
     return np.array([-1, *stop], np.int32)
 
 

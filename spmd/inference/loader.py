@@ -13,7 +13,13 @@ import numpy as np
 
 from spmd.errors import ExportError, OptionError, check_integer, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
-from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, describe_tree, with_rows
+from spmd.inference.forward import (
+    call_in_chunks,
+    check_inputs,
+    concatenated,
+    describe_tree,
+    with_rows,
+)
 from spmd.inference.weights import Stored, read_arrays
 from spmd.output_files import read_bytes
 from spmd.run.manifest import find_damage, read_json
@@ -28,7 +34,12 @@ def _texts(value: Any) -> bool:
 
 def _shapes(value: Any) -> bool:
     def is_shape(shape: Any) -> bool:
-        return isinstance(shape, list) and len(shape) > 1 and isinstance(shape[0], str) and all(type(size) is int for size in shape[2:])
+        return (
+            isinstance(shape, list)
+            and len(shape) > 1
+            and isinstance(shape[0], str)
+            and all(type(size) is int for size in shape[2:])
+        )
 
     return isinstance(value, dict) and all(map(is_shape, value.values()))
 
@@ -46,20 +57,31 @@ REQUIRED: dict[str, Callable[[Any], bool]] = {  # keys of model.json, with check
 
 @dataclasses.dataclass(frozen=True)
 class ExportedModel:
-    """A model loaded by `load_exported`: `model(x)` returns arrays on the device, `model.predict(x)` numpy arrays.
+    """A model loaded by `load_exported`: `model(x)` returns arrays on the device,
+    `model.predict(x)` numpy arrays.
 
     Attributes:
       folder: where it was loaded from.
-      about: its `model.json`: inputs, outputs, versions, how each array is stored, the layout it was trained under.
+      about: its `model.json`: inputs, outputs, versions, how each array is stored, the layout it
+        was trained under.
       inputs: shapes of its inputs; dim 0 is rows, of any size.
       arrays: its weights, on the device: arrays, or pairs of int8 and scales.
       program: the exported program: `program.call(arrays, inputs)` returns outputs.
 
     Example:
       >>> import optax, spmd, tempfile
-      >>> model = spmd.FunctionalModel(lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"])
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": np.ones((4, 1), np.float32)}, lambda params, x: x @ params["w"]
+      ... )
       >>> data = {"x": np.ones((32, 4), np.float32), "y": np.full((32, 1), 4.0, np.float32)}
-      >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=3)
+      >>> result = spmd.fit(
+      ...     model,
+      ...     data,
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch_size=8,
+      ...     steps=3,
+      ... )
       >>> exported = spmd.load_exported(result.export(tempfile.mkdtemp() + "/model").folder)
       >>> exported
       ExportedModel(float32[rows, 4] -> float32[rows, 1]; weights exact, for cpu)
@@ -75,9 +97,14 @@ class ExportedModel:
 
     def __repr__(self) -> str:
         outputs = jax.tree.unflatten(self.program.out_tree, self.program.out_avals)
-        inputs, outputs = (describe_tree(with_rows(tree, "rows")) for tree in (self.inputs, outputs))
+        inputs, outputs = (
+            describe_tree(with_rows(tree, "rows")) for tree in (self.inputs, outputs)
+        )
         rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
-        return f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for {', '.join(self.about['platforms'])})"
+        return (
+            f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for "
+            f"{', '.join(self.about['platforms'])})"
+        )
 
     @property
     def batch(self) -> int | None:
@@ -91,17 +118,21 @@ class ExportedModel:
     def __call__(self, inputs: Tree) -> Tree:
         """The model's outputs [rows, ...], on the device, for numpy or jax arrays [rows, ...].
 
-        It is compiled once for each number of rows; a program for a fixed number of rows is called in chunks.
+        It is compiled once for each number of rows; a program for a fixed number of rows is called
+        in chunks.
 
         Raises:
           DataError: another tree, other shapes or dtypes, or no rows.
         """
         rows = check_inputs(inputs, self.inputs)
         call = functools.partial(self._call, self.arrays)
-        return concatenated(call_in_chunks(call, inputs, rows, batch=self.batch, most=rows), jnp.concatenate)
+        return concatenated(
+            call_in_chunks(call, inputs, rows, batch=self.batch, most=rows), jnp.concatenate
+        )
 
     def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
-        """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for any number of rows.
+        """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for
+        any number of rows.
 
         Args:
           inputs: arrays [rows, ...], as the model takes them.
@@ -122,7 +153,8 @@ class ExportedModel:
 
 @trims_tracebacks
 def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
-    """Load a model written by `export`, without the model's code; nothing in the folder is executed as Python.
+    """Load a model written by `export`, without the model's code; nothing in the folder is executed
+    as Python.
 
     Args:
       folder: that `export` wrote.
@@ -132,7 +164,8 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
       An `ExportedModel`: `model(x)` gives arrays on the device, `model.predict(x)` numpy arrays.
 
     Raises:
-      ExportError: there is no such folder, or it is damaged, of a later format, or not for this platform.
+      ExportError: there is no such folder, or it is damaged, of a later format, or not for this
+        platform.
       MissingExtraError: flatbuffers, of the extra `export`, is missing.
 
     Example:
@@ -147,28 +180,44 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     import_extra("flatbuffers", "export")
     place = as_path(folder, "folder")
     if not place.is_dir():
-        raise ExportError(f"{place}: there is no such folder.", fix="the folder that result.export(...) wrote.")
+        raise ExportError(
+            f"{place}: there is no such folder.", fix="the folder that result.export(...) wrote."
+        )
     about = _about(place)
     why = find_damage(place)
     if why is not None:
         raise _damaged(place, why)
     if device is not None and not isinstance(device, jax.Device):
         raise OptionError(f"device={device!r} is {type_name(device)}.", fix="one of jax.devices().")
-    platform = jax.export.default_export_platform() if device is None else {"gpu": "cuda"}.get(device.platform, device.platform)
+    platform = (
+        jax.export.default_export_platform()
+        if device is None
+        else {"gpu": "cuda"}.get(device.platform, device.platform)
+    )
     if platform not in about["platforms"]:
-        fix = f"export(..., platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
-        raise ExportError(f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.", fix=f"{fix}.")
+        fix = (
+            "export(..., "
+            f"platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
+        )
+        raise ExportError(
+            f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.",
+            fix=f"{fix}.",
+        )
     try:
         program = jax.export.deserialize(bytearray(read_bytes(place / PROGRAM)))
     except Exception as error:
         fix = f"jax {about['versions']['jax']}, with which it was written"
-        raise ExportError(f"jax {jax.__version__} cannot read the program in {folder}: {error}", fix=f"{fix}.") from error
+        raise ExportError(
+            f"jax {jax.__version__} cannot read the program in {folder}: {error}", fix=f"{fix}."
+        ) from error
     try:
         stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
         arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
         inputs = _inputs(program, arrays, about["batch"])
     except Exception as error:
-        raise _damaged(place, f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}") from error
+        raise _damaged(
+            place, f"{WEIGHTS} does not hold what {ABOUT} says: {type(error).__name__}: {error}"
+        ) from error
     return ExportedModel(place, about, inputs, arrays, program)
 
 
@@ -181,7 +230,10 @@ def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) 
     (expected, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
     if jax.tree.map(describe, expected) != jax.tree.map(describe, arrays):
         raise ValueError("the program takes other arrays")
-    rows = {leaf.shape[0] if isinstance(leaf.shape[0], int) else None for leaf in jax.tree.leaves(inputs)}
+    rows = {
+        leaf.shape[0] if isinstance(leaf.shape[0], int) else None
+        for leaf in jax.tree.leaves(inputs)
+    }
     if rows != {batch}:
         raise ValueError(f"the program takes another number of rows than {batch}")
     # dim 0 may be a symbol: 1 stands for any
@@ -198,10 +250,15 @@ def _about(place: Path) -> dict[str, Any]:
         about = read_json(place / ABOUT)
         version = int(about["format"])
         missing = [name for name in REQUIRED if name not in about] if version == FORMAT else []
-        wrong = [name for name, is_valid in REQUIRED.items() if not (missing or is_valid(about[name]))] if version == FORMAT else []
+        wrong = (
+            [name for name, is_valid in REQUIRED.items() if not (missing or is_valid(about[name]))]
+            if version == FORMAT
+            else []
+        )
     except FileNotFoundError:
         raise ExportError(
-            f"{place} is not an exported model: it has no {ABOUT}.", fix="the folder that result.export(...) wrote."
+            f"{place} is not an exported model: it has no {ABOUT}.",
+            fix="the folder that result.export(...) wrote.",
         ) from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise _damaged(place, f"{ABOUT} cannot be read: {type(error).__name__}") from error
@@ -211,9 +268,14 @@ def _about(place: Path) -> dict[str, Any]:
         raise _damaged(place, f"{ABOUT}: {wrong[0]} is {short_repr(about[wrong[0]])}")
     if version != FORMAT:
         fix = "the version of spmd that wrote it, or a later one."
-        raise ExportError(f"the exported model in {place} has format {version}; this version reads {FORMAT}.", fix=fix)
+        raise ExportError(
+            f"the exported model in {place} has format {version}; this version reads {FORMAT}.",
+            fix=fix,
+        )
     return about
 
 
 def _damaged(place: Path, why: str) -> ExportError:
-    return ExportError(f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy.")
+    return ExportError(
+        f"the exported model in {place} is damaged: {why}.", fix="export it again, or another copy."
+    )

@@ -1,4 +1,6 @@
-"""Several models as one compiled program: equal ones are stacked and sharded over the mesh axis `net`, others run one after the other."""
+"""Several models as one compiled program: equal ones are stacked and sharded over the mesh axis
+`net`, others run one after the other.
+"""
 
 import dataclasses
 import hashlib
@@ -42,7 +44,9 @@ class Net:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Members that are the same function of arrays of the same shapes; if `vectorised`, one call computes them all."""
+    """Members that are the same function of arrays of the same shapes; if `vectorised`, one call
+    computes them all.
+    """
 
     nets: tuple[Net, ...]
     places: tuple[int, ...]
@@ -56,8 +60,14 @@ def common_batch(nets: Sequence[Net]) -> int | None:
       EnsembleError: they take different inputs, or different fixed numbers of rows.
     """
     fixed = {net.batch for net in nets if net.batch is not None}
-    shapes = [{path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()} for net in nets]
-    differs = any(other != shapes[0] for other in shapes) or len({jax.tree.structure(net.inputs) for net in nets}) > 1
+    shapes = [
+        {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()}
+        for net in nets
+    ]
+    differs = (
+        any(other != shapes[0] for other in shapes)
+        or len({jax.tree.structure(net.inputs) for net in nets}) > 1
+    )
     if differs or len(fixed) > 1:
         problems = [Problem(net.name, [f"takes {describe_tree(net.inputs)}"]) for net in nets]
         raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
@@ -68,7 +78,8 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
     """The members, grouped by those that differ only in their weights.
 
     Raises:
-      EnsembleError: a member does not return logits [rows, ..., classes], or other ones than the first.
+      EnsembleError: a member does not return logits [rows, ..., classes], or other ones than the
+        first.
       ExportError: a member fails on its inputs.
     """
     places_by_program: dict[tuple, list[int]] = {}
@@ -77,18 +88,32 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
         inputs = with_rows(net.inputs, rows)
         jaxpr = traced(net.function, net.arrays, inputs)
         outputs.append([describe(out) for out in jaxpr.out_avals])
-        plain = len(jaxpr.out_avals) == 1 and jaxpr.out_avals[0].ndim >= 2 and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
-        convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))  # an exported program cannot be vectorised
+        plain = (
+            len(jaxpr.out_avals) == 1
+            and jaxpr.out_avals[0].ndim >= 2
+            and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
+        )
+        # an exported program cannot be vectorised
+        convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))
         if not plain or outputs[-1] != outputs[0]:
-            wanted = f"the first returns {outputs[0][0]}" if plain else "expected one array of logits [rows, ..., classes]"
+            wanted = (
+                f"the first returns {outputs[0][0]}"
+                if plain
+                else "expected one array of logits [rows, ..., classes]"
+            )
             raise EnsembleError(
                 f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {wanted}.",
                 fix="a model with one row of outputs for each of inputs.",
             )
         text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
         shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
-        places_by_program.setdefault((hashlib.sha256(text.encode()).hexdigest(), shapes), []).append(at)
-    return [Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]]) for places in places_by_program.values()]
+        places_by_program.setdefault(
+            (hashlib.sha256(text.encode()).hexdigest(), shapes), []
+        ).append(at)
+    return [
+        Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]])
+        for places in places_by_program.values()
+    ]
 
 
 class Stacked:
@@ -101,7 +126,9 @@ class Stacked:
         self._program = jax.jit(self._both, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, inputs: Tree) -> tuple[jax.Array, jax.Array]:
-        """Combined probabilities float32[rows, ..., classes], and all logits float32[members, rows, ..., classes]."""
+        """Combined probabilities float32[rows, ..., classes], and all logits float32[members, rows,
+        ..., classes].
+        """
         return self._program(self._arrays, jax.tree.map(np.asarray, inputs))
 
     def text(self, inputs: Tree) -> str:
@@ -109,9 +136,14 @@ class Stacked:
         return self._program.lower(self._arrays, inputs).compile().as_text() or ""
 
     def _placed(self, group: Group) -> Any:
-        """The group's arrays on the mesh: each device has those of its members; the arrays of a single member are replicated."""
+        """The group's arrays on the mesh: each device has those of its members; the arrays of a
+        single member are replicated.
+        """
         if len(group.nets) == 1:
-            return jax.device_put(jax.tree.map(to_host, group.nets[0].arrays), NamedSharding(self._mesh, PartitionSpec()))
+            return jax.device_put(
+                jax.tree.map(to_host, group.nets[0].arrays),
+                NamedSharding(self._mesh, PartitionSpec()),
+            )
         padding = -len(group.nets) % self._mesh.size  # their outputs are not used
         nets = [*group.nets, *[group.nets[-1]] * padding]
         sharding = NamedSharding(self._mesh, PartitionSpec(NET))
@@ -122,7 +154,9 @@ class Stacked:
         return jax.tree.map(stack, *[net.arrays for net in nets])
 
     def _both(self, arrays: list, inputs: Tree) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.concatenate([self._logits(*group, inputs) for group in zip(self._groups, arrays, strict=True)])[self._order]
+        logits = jnp.concatenate(
+            [self._logits(*group, inputs) for group in zip(self._groups, arrays, strict=True)]
+        )[self._order]
         return combined(logits, self._combine), logits
 
     def _logits(self, group: Group, arrays: Any, inputs: Tree) -> jax.Array:
@@ -135,9 +169,15 @@ class Stacked:
         def each(local_arrays: Any, inputs: Tree) -> jax.Array:
             if group.vectorised:
                 return jax.vmap(function, in_axes=(0, None))(local_arrays, inputs)
-            # vmap would make grouped convolutions, which are slower, and the partitioner gathers them
+            # vmap would make grouped convolutions, which are slower, and the partitioner gathers
+            # them
             count = jax.tree.leaves(local_arrays)[0].shape[0]
-            return jnp.stack([function(jax.tree.map(lambda leaf: leaf[at], local_arrays), inputs) for at in range(count)])
+            return jnp.stack(
+                [
+                    function(jax.tree.map(lambda leaf: leaf[at], local_arrays), inputs)
+                    for at in range(count)
+                ]
+            )
 
         specs = (PartitionSpec(NET), PartitionSpec())
         run = shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET))
@@ -149,7 +189,9 @@ def combined(logits: jax.Array, combine: str) -> jax.Array:
     if combine == "logits":
         return jax.nn.softmax(logits.mean(axis=0))
     if combine == "vote":
-        return jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32).mean(axis=0)
+        return jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32).mean(
+            axis=0
+        )
     return jax.nn.softmax(logits).mean(axis=0)
 
 
@@ -157,8 +199,18 @@ def table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> st
     """A table of numbers by name; missing ones are left blank."""
     names = max(map(len, rows), default=0)
     widths = [max(len(column), 8) for column in columns]
-    lines = ["  ".join([" " * names, *(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))])]
+    lines = [
+        "  ".join(
+            [
+                " " * names,
+                *(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)),
+            ]
+        )
+    ]
     for name, row in rows.items():
-        cells = [f"{row[c]:>{w}.4f}" if c in row else " " * w for c, w in zip(columns, widths, strict=True)]
+        cells = [
+            f"{row[c]:>{w}.4f}" if c in row else " " * w
+            for c, w in zip(columns, widths, strict=True)
+        ]
         lines.append("  ".join([f"{name:{names}}", *cells]).rstrip())
     return "\n".join(lines)

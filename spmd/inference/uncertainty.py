@@ -1,4 +1,5 @@
-"""Combined predictions of several models, their uncertainty and metrics: arithmetic on the host, in float64.
+"""Combined predictions of several models, their uncertainty and metrics: arithmetic on the host, in
+float64.
 
 Logits are [members, ..., classes], probabilities [..., classes], labels integers [...].
 """
@@ -17,7 +18,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
-    """Combined log probabilities: from the mean of probabilities, softmax of mean logits, or shares of votes.
+    """Combined log probabilities: from the mean of probabilities, softmax of mean logits, or shares
+    of votes.
 
     Example:
       >>> votes = np.array([[[2.0, 0.0]], [[0.0, 1.0]], [[5.0, 0.0]]])
@@ -27,7 +29,8 @@ def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
     if combine == "logits":
         return log_softmax(logits.astype(np.float64).mean(axis=0))
     if combine == "mean":
-        return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))  # probabilities may underflow
+        # probabilities may underflow
+        return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))
     with np.errstate(divide="ignore"):
         return np.log(np.eye(logits.shape[-1])[logits.argmax(axis=-1)].mean(axis=0))
 
@@ -39,12 +42,16 @@ def entropy(probabilities: np.ndarray) -> np.ndarray:
 
 
 def disagreement(logits: np.ndarray) -> np.ndarray:
-    """Mutual information of the class and the member, in nats: entropy of the mean of probabilities, less the mean of entropies.
+    """Mutual information of the class and the member, in nats: entropy of the mean of
+    probabilities, less the mean of entropies.
 
-    0 if all members agree, however uncertain. Source: Houlsby et al. 2011, arXiv:1112.5745, equation 2.
+    0 if all members agree, however uncertain. Source: Houlsby et al. 2011, arXiv:1112.5745,
+    equation 2.
     """
     probabilities = np.exp(log_softmax(logits))
-    return np.maximum(entropy(probabilities.mean(axis=0)) - entropy(probabilities).mean(axis=0), 0.0)
+    return np.maximum(
+        entropy(probabilities.mean(axis=0)) - entropy(probabilities).mean(axis=0), 0.0
+    )
 
 
 def log_loss(logs: np.ndarray, labels: np.ndarray) -> float:
@@ -58,11 +65,15 @@ def accuracy(logs: np.ndarray, labels: np.ndarray) -> float:
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """Expected calibration error: |confidence - accuracy|, averaged over 15 equal bins of confidence, weighted by their rows.
+    """Expected calibration error: |confidence - accuracy|, averaged over 15 equal bins of
+    confidence, weighted by their rows.
 
     Source: Guo et al. 2017, arXiv:1706.04599, equation 3.
     """
-    confidence, correct = probabilities.max(axis=-1).ravel(), (probabilities.argmax(axis=-1) == labels).ravel()
+    confidence, correct = (
+        probabilities.max(axis=-1).ravel(),
+        (probabilities.argmax(axis=-1) == labels).ravel(),
+    )
     at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
@@ -74,12 +85,17 @@ def with_temperature(logs: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
-    """The temperature with the lowest log loss, from 0.02 to 50, by bisection: the loss is convex in 1 / temperature."""
+    """The temperature with the lowest log loss, from 0.02 to 50, by bisection: the loss is convex
+    in 1 / temperature.
+    """
 
     def slope(inverse: float) -> float:
         weights = np.exp(log_softmax(logs * inverse))
-        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)  # probability 0 adds nothing
-        return float((expected - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean())
+        # probability 0 adds nothing
+        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)
+        return float(
+            (expected - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean()
+        )
 
     low, high = 1 / FLATTEST, 1 / SHARPEST
     for _ in range(60):

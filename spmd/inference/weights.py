@@ -26,7 +26,8 @@ class Stored:
       path: its name.
       dtype, shape: those of the model's array.
       int8: whether it is stored as int8, with scales.
-      max_error, relative_error: max |w - stored|, and |w - stored| / |w|, norms over the whole array; 0 if it is stored exactly.
+      max_error, relative_error: max |w - stored|, and |w - stored| / |w|, norms over the whole
+        array; 0 if it is stored exactly.
     """
 
     path: str
@@ -38,13 +39,15 @@ class Stored:
 
 
 def quantize(values: np.ndarray, *, stacked: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize an array [..., channels] to int8 with a float32 scale for each channel: symmetric, to nearest.
+    """Quantize an array [..., channels] to int8 with a float32 scale for each channel: symmetric,
+    to nearest.
 
     Args:
       stacked: dim 0 is layers, each with its own scales.
 
     Returns:
-      int8 of the same shape, and float32 scales that broadcast against it; the error is at most half a scale.
+      int8 of the same shape, and float32 scales that broadcast against it; the error is at most
+      half a scale.
 
     Example:
       >>> numbers, scales = quantize(np.array([[1.0, 0.0], [-0.5, 0.0]], np.float32))
@@ -63,8 +66,11 @@ def dequantize(numbers: Any, scales: Any, dtype: Any) -> Any:
 
 
 def should_quantize(path: str, leaf: Any, *, stacked: bool = False) -> bool:
-    """Whether `weights="int8"` applies to this array: a floating-point parameter with input and output channels."""
-    of_codes = path.startswith("frozen/") and path.endswith(("/codes", "/scales"))  # in 8 or 4 bits already
+    """Whether `weights="int8"` applies to this array: a floating-point parameter with input and
+    output channels.
+    """
+    # in 8 or 4 bits already
+    of_codes = path.startswith("frozen/") and path.endswith(("/codes", "/scales"))
     return (
         path.startswith(("params/", "frozen/"))
         and not of_codes
@@ -74,7 +80,9 @@ def should_quantize(path: str, leaf: Any, *, stacked: bool = False) -> bool:
 
 
 class Writer:
-    """A file of weights, written one array at a time; with None it writes nothing and only computes errors."""
+    """A file of weights, written one array at a time; with None it writes nothing and only computes
+    errors.
+    """
 
     def __init__(self, path: Path | None):
         self._opened = None if path is None else open_output(path)
@@ -102,7 +110,10 @@ class Writer:
             return stored
         if not np.isfinite(values.astype(np.float32)).all():
             fix = "a state from before the loss diverged, or weights='exact'"
-            raise ExportError(f"{path} {describe(values)} holds numbers that are not finite and have no scale.", fix=f"{fix}.")
+            raise ExportError(
+                f"{path} {describe(values)} holds numbers that are not finite and have no scale.",
+                fix=f"{fix}.",
+            )
         numbers, scales = quantize(values, stacked=stacked)
         self._put(path, numbers)
         self._put(SCALES + path, scales)
@@ -110,24 +121,35 @@ class Writer:
         error = np.abs(dequantize(numbers, scales, values.dtype).astype(np.float64) - exact)
         norm = float(np.linalg.norm(exact))
         relative = float(np.linalg.norm(error)) / norm if norm else 0.0
-        return dataclasses.replace(stored, max_error=float(error.max(initial=0.0)), relative_error=relative)
+        return dataclasses.replace(
+            stored, max_error=float(error.max(initial=0.0)), relative_error=relative
+        )
 
     def _put(self, name: str, values: np.ndarray) -> None:
-        """In numpy's .npz format; dtypes that numpy does not know (bfloat16) as integers of their size."""
+        """In numpy's .npz format; dtypes that numpy does not know (bfloat16) as integers of their
+        size.
+        """
         if self._file is None:
             return
         plain = values if values.dtype.kind in "biufc" else values.view(f"u{values.dtype.itemsize}")
-        entry = zipfile.ZipInfo(f"{name}.npy")  # without a date, so that equal weights give equal files
+        # without a date, so that equal weights give equal files
+        entry = zipfile.ZipInfo(f"{name}.npy")
         with self._file.open(entry, "w", force_zip64=True) as file:
-            np.lib.format.write_array(file, np.ascontiguousarray(plain).reshape(plain.shape), allow_pickle=False)
+            np.lib.format.write_array(
+                file, np.ascontiguousarray(plain).reshape(plain.shape), allow_pickle=False
+            )
 
 
 def read_arrays(path: Path, stored: list[Stored], place: Callable[[np.ndarray], Any]) -> list[Any]:
-    """The arrays of a file as an exported function takes them, through `place`: an array, or a pair of int8 and scales."""
+    """The arrays of a file as an exported function takes them, through `place`: an array, or a pair
+    of int8 and scales.
+    """
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         for entry in file.zip.infolist():  # compressed, a small file could unpack to any size
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{printable(entry.filename, 200)} is compressed, which no export is")
+                raise ValueError(
+                    f"{printable(entry.filename, 200)} is compressed, which no export is"
+                )
 
         def read(entry: Stored) -> Any:
             values = file[entry.path]

@@ -1,4 +1,6 @@
-"""Members of an ensemble in threads: all run at once, and the answers that arrive before the deadline count."""
+"""Members of an ensemble in threads: all run at once, and the answers that arrive before the
+deadline count.
+"""
 
 import dataclasses
 import logging
@@ -61,7 +63,9 @@ class _Request:
 
 
 class _Worker:
-    """A thread that runs one member on one request after the other, without those that are over, until it gets None."""
+    """A thread that runs one member on one request after the other, without those that are over,
+    until it gets None.
+    """
 
     def __init__(self, name: str, function: Callable[[Tree], Any]):
         self.name, self._function = name, function
@@ -89,8 +93,11 @@ class Workers:
         self._workers = [_Worker(name, function) for name, function in functions.items()]
         self._busy, self._lifetime, self._closed = threading.Lock(), threading.Lock(), False
 
-    def ask(self, inputs: Tree, rows: int, deadline: float | None) -> tuple[dict[str, np.ndarray], tuple[str, ...], dict[str, str], float]:
-        """Logits by name, the names of late members, the errors of the others, and seconds; one request at a time.
+    def ask(
+        self, inputs: Tree, rows: int, deadline: float | None
+    ) -> tuple[dict[str, np.ndarray], tuple[str, ...], dict[str, str], float]:
+        """Logits by name, the names of late members, the errors of the others, and seconds; one
+        request at a time.
 
         Raises:
           EnsembleError: no member answered, or the threads were ended before.
@@ -98,27 +105,47 @@ class Workers:
         began = time.monotonic()
         names = tuple(worker.name for worker in self._workers)
         if not self._busy.acquire(timeout=-1 if deadline is None else deadline):
-            raise EnsembleError(f"another request was still running after {deadline:g} s.", fix="a longer deadline.")
+            raise EnsembleError(
+                f"another request was still running after {deadline:g} s.", fix="a longer deadline."
+            )
         try:
             request = _Request(inputs, names)
             with self._lifetime:  # all workers get it before `close`, or none does
                 if self._closed:
-                    raise EnsembleError("closed before this request was sent.", fix="ask again, which starts new threads.")
+                    raise EnsembleError(
+                        "closed before this request was sent.",
+                        fix="ask again, which starts new threads.",
+                    )
                 for worker in self._workers:
                     worker.requests.put(request)
-            results = request.wait(None if deadline is None else max(0.0, deadline - (time.monotonic() - began)))
+            results = request.wait(
+                None if deadline is None else max(0.0, deadline - (time.monotonic() - began))
+            )
         finally:
             self._busy.release()
-        failed = {name: f"{type(result).__name__}: {result}" for name, result in results.items() if isinstance(result, BaseException)}
+        failed = {
+            name: f"{type(result).__name__}: {result}"
+            for name, result in results.items()
+            if isinstance(result, BaseException)
+        }
         logits = {name: results[name] for name in names if name in results and name not in failed}
         for name, array in list(logits.items()):
             if _fits(array, rows) and (invalid := _invalid_rows(array)):
-                failed[name] = f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} rows without finite numbers"
+                failed[name] = (
+                    f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} "
+                    "rows without finite numbers"
+                )
                 del logits[name]
-        shape = Counter(array.shape for array in logits.values() if _fits(array, rows)).most_common(1)
+        shape = Counter(array.shape for array in logits.values() if _fits(array, rows)).most_common(
+            1
+        )
         for name, array in list(logits.items()):
             if not shape or array.shape != shape[0][0] or not _fits(array, rows):
-                expected = f"the others {list(shape[0][0])}" if shape else f"expected logits [{rows}, ..., classes]"
+                expected = (
+                    f"the others {list(shape[0][0])}"
+                    if shape
+                    else f"expected logits [{rows}, ..., classes]"
+                )
                 failed[name] = f"it returned {describe(array)}; {expected}"
                 del logits[name]
         late = tuple(name for name in names if name not in results)
@@ -133,7 +160,9 @@ class Workers:
         return logits, late, failed, time.monotonic() - began
 
     def close(self, seconds: float) -> None:
-        """End all threads; log a warning for those that are still running a request, after which they end."""
+        """End all threads; log a warning for those that are still running a request, after which
+        they end.
+        """
         until = time.monotonic() + seconds
         with self._lifetime:
             self._closed = True
@@ -143,7 +172,10 @@ class Workers:
             worker.thread.join(max(0.0, until - time.monotonic()))
         busy = [worker.name for worker in self._workers if worker.thread.is_alive()]
         if busy:
-            logging.getLogger("spmd").warning("members that are still running an earlier request, and end after it: %s", ", ".join(busy))
+            logging.getLogger("spmd").warning(
+                "members that are still running an earlier request, and end after it: %s",
+                ", ".join(busy),
+            )
 
 
 def _invalid_rows(logits: np.ndarray) -> int:

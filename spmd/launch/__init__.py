@@ -1,9 +1,11 @@
-"""Launch processes: the command line, and, from Python, functions that run in several processes of this machine.
+"""Launch processes: the command line, and, from Python, functions that run in several processes of
+this machine.
 
-`spmd.launch.run(function, processes=2)` starts processes for one call; `spmd.launch.local(processes=2)` keeps them for many.
+`spmd.launch.run(function, processes=2)` starts processes for one call;
+`spmd.launch.local(processes=2)` keeps them for many.
 
-The launchers of `spmd launch` are `local_launcher.py`, `ssh_launcher.py`, `slurm.py`, `srun.py` and `kubernetes.py`. To add one, add its
-options and its call to `launch_command.py`.
+The launchers of `spmd launch` are `local_launcher.py`, `ssh_launcher.py`, `slurm.py`, `srun.py` and
+`kubernetes.py`. To add one, add its options and its call to `launch_command.py`.
 """
 
 import importlib

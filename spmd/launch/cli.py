@@ -1,4 +1,5 @@
-"""The `spmd` command: layouts, plans, search, profiles, calibration, processes, benchmarks of data, fine-tuning, generation, a doctor.
+"""The `spmd` command: layouts, plans, search, profiles, calibration, processes, benchmarks of data,
+fine-tuning, generation, a doctor.
 
     spmd layouts
     spmd layouts show fsdp
@@ -24,13 +25,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import LayoutError, OptionError, SpmdError, did_you_mean, options_of_command, user_line
+from spmd.errors import (
+    LayoutError,
+    OptionError,
+    SpmdError,
+    did_you_mean,
+    options_of_command,
+    user_line,
+)
 from spmd.launch import doctor_command
 from spmd.launch.doctor_checks import spmd_version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 for success, 2 for an error, without a traceback; `launch` returns that of the job."""
+    """Run one command and return its exit code: 0 for success, 2 for an error, without a traceback;
+    `launch` returns that of the job.
+    """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     separator = argv.index("--") if "--" in argv else len(argv)
     parser = _parser(argv[:1])
@@ -53,13 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line_of(error: SpmdError) -> str:
-    """The line in the user's files where the cause of an error was raised, since no traceback is shown."""
+    """The line in the user's files where the cause of an error was raised, since no traceback is
+    shown.
+    """
     place = user_line(error.__cause__) if error.__cause__ else ""
     return "" if place in str(error) else place
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the nearest command for one that there is not, and gives the names of its options in `flags`."""
+    """Suggests the nearest command for one that there is not, and gives the names of its options in
+    `flags`.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, rest = super().parse_known_args(args, namespace)
@@ -69,13 +83,19 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:
-            raise argparse.ArgumentError(None, f'there is no command "{value}": {did_you_mean(str(value), action.choices)}')
+            raise argparse.ArgumentError(
+                None, f'there is no command "{value}": {did_you_mean(str(value), action.choices)}'
+            )
         super()._check_value(action, value)
 
 
 def _parser(first: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands; `first` is the one that was given: the doctor does not need the others, which import jax."""
-    parser = _Parser(prog="spmd", description="Train Flax models on many devices, sharded by a layout file.")
+    """The parser of all commands; `first` is the one that was given: the doctor does not need the
+    others, which import jax.
+    """
+    parser = _Parser(
+        prog="spmd", description="Train Flax models on many devices, sharded by a layout file."
+    )
     parser.add_argument("--version", action="version", version=f"spmd {spmd_version()}")
     top = parser.add_subparsers(required=True, metavar="COMMAND")
     if list(first) != ["doctor"]:
@@ -98,20 +118,45 @@ def _add_commands(top: Any) -> None:
     layouts = top.add_parser("layouts", help="list, show and check layouts")
     layouts.set_defaults(run=_list)
     commands = layouts.add_subparsers(metavar="COMMAND")
-    show = commands.add_parser("show", help="print a shipped layout", description="Print a shipped layout, to read or to copy.")
+    show = commands.add_parser(
+        "show",
+        help="print a shipped layout",
+        description="Print a shipped layout, to read or to copy.",
+    )
     show.add_argument("name", metavar="NAME", help="a name that `spmd layouts` lists")
     show.set_defaults(run=_show)
     check = commands.add_parser(
         "check",
         help="apply a layout to a model's shapes",
-        description="Print how every parameter of a model would be sharded, and by which rule. Nothing is allocated.",
+        description="Print how every parameter of a model would be sharded, and by which rule. "
+        "Nothing is "
+        "allocated.",
     )
     check.add_argument("layout", metavar="LAYOUT", help="a shipped name or a TOML file")
-    check.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that makes the model, imported from here")
-    check.add_argument("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's)")
-    check.add_argument("--batch", metavar="x=float32[8,28,28,1]", help="arrays of one batch; required for a linen module")
+    check.add_argument(
+        "--model",
+        required=True,
+        metavar="MODULE:FACTORY",
+        help="a function that makes the model, imported from here",
+    )
+    check.add_argument(
+        "--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's)"
+    )
+    check.add_argument(
+        "--batch",
+        metavar="x=float32[8,28,28,1]",
+        help="arrays of one batch; required for a linen module",
+    )
     check.set_defaults(run=_check)
-    for command in (plan_command, calibrate_command, profile_command, launch_command, data_command, finetune_command, generate_command):
+    for command in (
+        plan_command,
+        calibrate_command,
+        profile_command,
+        launch_command,
+        data_command,
+        finetune_command,
+        generate_command,
+    ):
         command.add_to(top)
 
 
@@ -128,7 +173,9 @@ def _show(options: argparse.Namespace) -> str:
 
     known = shipped()
     if options.name not in known:
-        raise LayoutError(f'no layout "{options.name}" is shipped.', fix=shipped_layout_hint(options.name))
+        raise LayoutError(
+            f'no layout "{options.name}" is shipped.', fix=shipped_layout_hint(options.name)
+        )
     return known[options.name].read_text(encoding="utf-8").rstrip()
 
 
@@ -155,7 +202,9 @@ def _check(options: argparse.Namespace) -> str:
     resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks(), kept)
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
-    mesh_axes = MeshAxes(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes)
+    mesh_axes = MeshAxes(
+        AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.names)), resolved.data_axes
+    )
     return "\n".join([summary(resolved), *notes(GradientSync(resolved, mesh_axes))])
 
 
@@ -168,7 +217,10 @@ def _mesh(text: str | None, layout: Any) -> Any:
     mesh = MeshSpec.parse(text if text is not None else dict(layout.mesh))
     if -1 in mesh.sizes.values():
         example = ",".join(f"{name}={8 if size == -1 else size}" for name, size in mesh.axes)
-        raise OptionError(f"mesh {mesh}: -1 stands for the remaining devices, and a check uses none.", fix=f"--mesh {example}.")
+        raise OptionError(
+            f"mesh {mesh}: -1 stands for the remaining devices, and a check uses none.",
+            fix=f"--mesh {example}.",
+        )
     return mesh
 
 
@@ -176,7 +228,10 @@ def _imported(target: str) -> Any:
     """Import `module:attribute`, also from the current folder."""
     name, colon, attribute = target.partition(":")
     if not (colon and name and attribute):
-        raise OptionError(f'--model "{target}" is not MODULE:FACTORY.', fix="such as  --model models:gpt  for  def gpt()  in models.py.")
+        raise OptionError(
+            f'--model "{target}" is not MODULE:FACTORY.',
+            fix="such as  --model models:gpt  for  def gpt()  in models.py.",
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -186,11 +241,19 @@ def _imported(target: str) -> Any:
             raise  # the module exists, but one of its imports fails: the traceback says where
         raise OptionError(
             f'--model "{target}": there is no module "{error.name}" in this folder or this Python.',
-            fix="run it from the folder that holds it, or use its full name: package.module:factory.",
+            fix="run it from the folder that holds it, or use its full name: "
+            "package.module:factory.",
         ) from error
     if not hasattr(module, attribute):
-        names = [word for word, value in vars(module).items() if not word.startswith("_") and not inspect.ismodule(value)]
-        raise OptionError(f'--model "{target}": module "{name}" has no "{attribute}".', fix=f"{did_you_mean(attribute, names)}")
+        names = [
+            word
+            for word, value in vars(module).items()
+            if not word.startswith("_") and not inspect.ismodule(value)
+        ]
+        raise OptionError(
+            f'--model "{target}": module "{name}" has no "{attribute}".',
+            fix=f"{did_you_mean(attribute, names)}",
+        )
     return getattr(module, attribute)
 
 
@@ -209,7 +272,10 @@ def _batch(text: str) -> dict[str, Any]:
         try:
             leaves[name] = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
         except TypeError as error:
-            raise OptionError(f'--batch "{text}": there is no dtype "{dtype}".', fix="such as float32, bfloat16 or int32.") from error
+            raise OptionError(
+                f'--batch "{text}": there is no dtype "{dtype}".',
+                fix="such as float32, bfloat16 or int32.",
+            ) from error
     return leaves
 
 
@@ -239,7 +305,10 @@ def _inputs(batch: dict[str, Any] | None) -> Any:
     from spmd.train.metrics import INPUTS
 
     if batch is None:
-        raise OptionError("the shapes of a linen module depend on its input.", fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.')
+        raise OptionError(
+            "the shapes of a linen module depend on its input.",
+            fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.',
+        )
     known = [name for name in INPUTS if name in batch]
     inputs = known if len(known) == 1 else list(batch)
     if len(inputs) != 1:

@@ -1,4 +1,6 @@
-"""`spmd data bench FILES`: how fast files are read as batches, and whether a device would wait for them."""
+"""`spmd data bench FILES`: how fast files are read as batches, and whether a device would wait for
+them.
+"""
 
 import argparse
 import itertools
@@ -15,35 +17,71 @@ _ARRAY = re.compile(r"\s*([\w/.]+)\s*=\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 
 def add_to(commands: Any) -> None:
     """Declare `spmd data bench`."""
-    data = commands.add_parser("data", help="measure how fast data is read", description="Measure how fast data is read.")
+    data = commands.add_parser(
+        "data", help="measure how fast data is read", description="Measure how fast data is read."
+    )
     inner = data.add_subparsers(required=True, metavar="COMMAND")
     parser = inner.add_parser(
         "bench",
         help="read files as training would, and print the speed",
-        description="Read FILES in batches, as training would, and print records and bytes per second. No device is used.",
+        description="Read FILES in batches, as training would, and print records and bytes per "
+        "second. No "
+        "device is used.",
     )
     parser.add_argument(
         "files",
         nargs="+",
         metavar="FILES",
-        help=".csv, .tfrecord, .array_record or, with --tokenizer, .jsonl and .parquet files; quote patterns",
+        help=".csv, .tfrecord, .array_record or, with --tokenizer, .jsonl and .parquet files; "
+        "quote "
+        "patterns",
     )
-    parser.add_argument("--batch-size", type=int, required=True, metavar="ROWS", help="records in a batch")
-    parser.add_argument("--features", metavar="x=float32[784],y=int32[]", help="features of tf.train.Example (default: the first record's)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="of text: where its tokenizer.json is")
+    parser.add_argument(
+        "--batch-size", type=int, required=True, metavar="ROWS", help="records in a batch"
+    )
+    parser.add_argument(
+        "--features",
+        metavar="x=float32[784],y=int32[]",
+        help="features of tf.train.Example (default: the first record's)",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="of text: where its tokenizer.json is"
+    )
     parser.add_argument("--length", type=int, metavar="TOKENS", help="of text: tokens of a row")
-    parser.add_argument("--field", action="append", metavar="NAME", help="of text: what to read (default: text, or messages with --chat)")
+    parser.add_argument(
+        "--field",
+        action="append",
+        metavar="NAME",
+        help="of text: what to read (default: text, or messages with --chat)",
+    )
     parser.add_argument("--chat", metavar="FORMAT", help="of text: the format of conversations")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads that read ahead (default: 0)")
-    parser.add_argument("--shuffle", default="true", metavar="true|false|N", help="all records, none, or a window (default: true)")
-    parser.add_argument("--batches", type=int, metavar="N", help="stop after N batches (default: one epoch)")
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="duration of a step: also print whether the device would wait")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="threads that read ahead (default: 0)"
+    )
+    parser.add_argument(
+        "--shuffle",
+        default="true",
+        metavar="true|false|N",
+        help="all records, none, or a window (default: true)",
+    )
+    parser.add_argument(
+        "--batches", type=int, metavar="N", help="stop after N batches (default: one epoch)"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="duration of a step: also print whether the device would wait",
+    )
     parser.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> str:
     if options.batches is not None and options.batches < 2:
-        raise OptionError(f"--batches {options.batches} is too few.", fix="at least 2: the first starts the threads and is not counted.")
+        raise OptionError(
+            f"--batches {options.batches} is too few.",
+            fix="at least 2: the first starts the threads and is not counted.",
+        )
     if options.step_ms is not None and not 0 < options.step_ms < float("inf"):
         raise OptionError(f"--step-ms {options.step_ms:g}.", fix="a positive number.")
     began = time.perf_counter()
@@ -53,22 +91,31 @@ def _bench(options: argparse.Namespace) -> str:
     began = time.perf_counter()
     rows = len(next(iter(next(batches).values())))
     first, waits, records, last = time.perf_counter() - began, [], 0, time.perf_counter()
-    for batch in itertools.islice(batches, None if options.batches is None else options.batches - 1):
+    for batch in itertools.islice(
+        batches, None if options.batches is None else options.batches - 1
+    ):
         now = time.perf_counter()
         waits.append(now - last)
         last, records = now, records + len(next(iter(batch.values())))
     batches.close()
     if not waits:
-        raise OptionError(f"there is only one batch, of {rows} records.", fix="a smaller --batch-size.")
+        raise OptionError(
+            f"there is only one batch, of {rows} records.", fix="a smaller --batch-size."
+        )
     seconds, batch_ms = sum(waits), 1000 * sum(waits) / len(waits)
     record_bytes = sum(data.format.sizes) / data.examples
     lines = [
         repr(data),
         f"found in {scan_seconds:.2f} s; the first batch after {1000 * first:.1f} ms",
-        f"{records / seconds:,.0f} records/s, {records / seconds * record_bytes / 1e6:,.1f} MB/s of files, "
+        f"{records / seconds:,.0f} records/s, {records / seconds * record_bytes / 1e6:,.1f} MB/s "
+        "of files, "
         f"{len(waits) / seconds:,.1f} batches/s ({len(waits)} batches, {options.workers} workers)",
     ]
-    return "\n".join(lines if options.step_ms is None else [*lines, _compare_with_step(batch_ms, options.step_ms, options.workers)])
+    return "\n".join(
+        lines
+        if options.step_ms is None
+        else [*lines, _compare_with_step(batch_ms, options.step_ms, options.workers)]
+    )
 
 
 def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
@@ -76,14 +123,19 @@ def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
 
     >>> _compare_with_step(2.0, 10.0, 0)
     'a step of 10 ms: the device does not wait; a batch takes 2.00 ms, 20 % of a step'
-    >>> _compare_with_step(20.0, 10.0, 1)
-    'a step of 10 ms: the device waits 50 % of the time, since a batch takes 20.00 ms: raise --workers 1, or use larger steps'
+    >>> print(_compare_with_step(20.0, 10.0, 1).replace(": ", ":\\n"))
+    a step of 10 ms:
+    the device waits 50 % of the time, since a batch takes 20.00 ms:
+    raise --workers 1, or use larger steps
     """
     share = batch_ms / step_ms if batch_ms <= step_ms else 1 - step_ms / batch_ms
     part, each = f"{100 * share:.0f} %", f"a batch takes {batch_ms:.2f} ms"
     if batch_ms <= step_ms:
         return f"a step of {step_ms:g} ms: the device does not wait; {each}, {part} of a step"
-    return f"a step of {step_ms:g} ms: the device waits {part} of the time, since {each}: raise --workers {workers}, or use larger steps"
+    return (
+        f"a step of {step_ms:g} ms: the device waits {part} of the time, since {each}: raise "
+        f"--workers {workers}, or use larger steps"
+    )
 
 
 def _records(options: argparse.Namespace) -> Any:
@@ -99,26 +151,52 @@ def _records(options: argparse.Namespace) -> Any:
     suffixes = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if options.tokenizer is not None or options.length is not None:
         if options.tokenizer is None or options.length is None:
-            raise OptionError("text needs both --tokenizer and --length.", fix="such as --tokenizer FOLDER --length 2048.")
+            raise OptionError(
+                "text needs both --tokenizer and --length.",
+                fix="such as --tokenizer FOLDER --length 2048.",
+            )
         how = {"batch_size": options.batch_size, "shuffle": shuffle, "workers": options.workers}
-        return data.text(paths, tokenizer=options.tokenizer, length=options.length, field=options.field, chat=options.chat, **how)
+        return data.text(
+            paths,
+            tokenizer=options.tokenizer,
+            length=options.length,
+            field=options.field,
+            chat=options.chat,
+            **how,
+        )
     if suffixes == {"csv"}:
         if options.features is not None:
-            raise OptionError("--features is for tf.train.Example; CSV files have columns.", fix="leave it out.")
-        return data.csv(paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
+            raise OptionError(
+                "--features is for tf.train.Example; CSV files have columns.", fix="leave it out."
+            )
+        return data.csv(
+            paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers
+        )
     if suffixes == {"tfrecord"} or suffixes == {"array_record"}:
         kind = data.tfrecord if suffixes == {"tfrecord"} else data.array_record
         declared = declared_arrays("--features", options.features or "", "x=float32[784]")
-        features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(paths, *suffixes)
-        return kind(paths, features=features, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers)
+        features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(
+            paths, *suffixes
+        )
+        return kind(
+            paths,
+            features=features,
+            batch_size=options.batch_size,
+            shuffle=shuffle,
+            workers=options.workers,
+        )
     raise OptionError(
         f"files that end in {', '.join(sorted(suffixes))}.",
-        fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and --length.",
+        fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and "
+        "--length.",
     )
 
 
-def declared_arrays(option: str, text: str, example: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each array that an option declares, as NAME=DTYPE[SIZES]; the example is for the error.
+def declared_arrays(
+    option: str, text: str, example: str
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each array that an option declares, as NAME=DTYPE[SIZES]; the
+    example is for the error.
 
     >>> list(declared_arrays("--features", "x=float32[28,28], y=int32[]", "x=float32[784]"))
     [('x', 'float32', (28, 28)), ('y', 'int32', ())]
@@ -127,7 +205,10 @@ def declared_arrays(option: str, text: str, example: str) -> Iterator[tuple[str,
     while start < len(text):
         match = _ARRAY.match(text, start)
         if match is None:
-            raise OptionError(f'{option}: "{text[start:].strip()}" is not NAME=DTYPE[SIZES].', fix=f"such as {example}.")
+            raise OptionError(
+                f'{option}: "{text[start:].strip()}" is not NAME=DTYPE[SIZES].',
+                fix=f"such as {example}.",
+            )
         name, dtype, sizes = match.groups()
         yield name, dtype, tuple(int(size) for size in sizes.split(",") if size.strip())
         start = match.end()
@@ -139,11 +220,16 @@ def _first(paths: tuple[str, ...], kind: str) -> dict[str, Any]:
 
     path = next((path for path in paths if os.path.getsize(path)), None)
     if path is None:
-        raise DataError(f"all files are empty: {', '.join(paths[:3])}.", fix="check the program that wrote them.")
+        raise DataError(
+            f"all files are empty: {', '.join(paths[:3])}.",
+            fix="check the program that wrote them.",
+        )
     try:
         return declared_by(_first_record(path, kind))
     except DataError as error:
-        raise DataError(f"{path}: {error}", fix="give --features, or another kind of file.") from error
+        raise DataError(
+            f"{path}: {error}", fix="give --features, or another kind of file."
+        ) from error
 
 
 def _first_record(path: str, kind: str) -> bytes:
@@ -153,9 +239,12 @@ def _first_record(path: str, kind: str) -> bytes:
     if kind == "array_record":
         try:
             return import_extra("grain", "data").sources.ArrayRecordDataSource(path)[0]
-        except (RuntimeError, ValueError, IndexError) as error:  # raised for files of other kinds, damaged and empty files
+        except (RuntimeError, ValueError, IndexError) as error:
+            # raised for files of other kinds, damaged and empty files
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"its first record cannot be read: {why}.", fix="the file as it was written.") from error
+            raise DataError(
+                f"its first record cannot be read: {why}.", fix="the file as it was written."
+            ) from error
     starts, ends = scan(path)
     with open(path, "rb") as file:
         file.seek(int(starts[0]) + HEAD)

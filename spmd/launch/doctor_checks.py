@@ -1,4 +1,6 @@
-"""What `spmd doctor` looks at. Nothing here imports jax, so that an installation whose jax does not import can be examined too."""
+"""What `spmd doctor` looks at. Nothing here imports jax, so that an installation whose jax does not
+import can be examined too.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -23,7 +25,14 @@ from spmd.errors import Problem, how_to_install, pip_install
 
 PACKAGE = Path(__file__).parents[1]
 PROJECT = PACKAGE.parent / "pyproject.toml"  # of a checkout
-SETTINGS = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE", "SPMD_CACHE", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+SETTINGS = (
+    "JAX_PLATFORMS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_ENABLE_COMPILATION_CACHE",
+    "SPMD_CACHE",
+    "XLA_FLAGS",
+    "CUDA_VISIBLE_DEVICES",
+)
 COMMAND_SECONDS = 10.0  # for git, for nvidia-smi, and for the resolver
 WRITTEN = 32 << 20  # bytes
 LEAST_FREE = 2 << 30  # bytes
@@ -33,8 +42,15 @@ PROBE = """
 import json, os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
-found = [[d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit", 0)] for d in jax.local_devices()]
-print(json.dumps({"devices": [{"platform": p, "kind": k, "bytes": b} for p, k, b in found]}), flush=True)
+devices = [
+    {
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "bytes": (device.memory_stats() or {}).get("bytes_limit", 0),
+    }
+    for device in jax.local_devices()
+]
+print(json.dumps({"devices": devices}), flush=True)
 from spmd.program_cache import activate, folder
 chosen = jax.config.jax_compilation_cache_dir if activate.user_chose() else None
 path = folder.choose_folder(None, None) if chosen is None else None
@@ -42,7 +58,8 @@ part = path and folder.machine_folder(path)
 enabled = jax.config.jax_enable_compilation_cache and bool(chosen or part)
 unsafe = folder.distrust(*filter(None, [path, part])) if enabled else ""
 wrong = {"version": bool(folder.misordered()), "one_cpu_device": folder.loads_wrongly()}
-print(json.dumps({"folder": str(chosen or path or ""), "enabled": enabled, "unsafe": unsafe, **wrong}))
+cache = {"folder": str(chosen or path or ""), "enabled": enabled, "unsafe": unsafe, **wrong}
+print(json.dumps(cache))
 """
 
 
@@ -55,10 +72,18 @@ class Output:
 
 
 def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -> Output:
-    """Run a command, and kill it with its descendants after `limit` seconds; what it wrote before is kept."""
+    """Run a command, and kill it with its descendants after `limit` seconds; what it wrote before
+    is kept.
+    """
     try:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, cwd=cwd
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            cwd=cwd,
         )
     except OSError as error:
         return Output("", error.strerror or str(error))
@@ -84,19 +109,33 @@ def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -
 def machine() -> dict[str, Any]:
     """The system, its processors and its memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count(), "bytes": memory}
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "bytes": memory,
+    }
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of this package with its state in git, and of what it requires; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "spmd": spmd_version() + _checkout()}
-    return found | {_name(requirement): _version(_name(requirement)) for requirement in requirements()[""]}
+    """Of Python, of this package with its state in git, and of what it requires; None: not
+    installed.
+    """
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "spmd": spmd_version() + _checkout(),
+    }
+    return found | {
+        _name(requirement): _version(_name(requirement)) for requirement in requirements()[""]
+    }
 
 
 def spmd_version() -> str:
     """This package's version: of the checkout, or of what is installed."""
     return (
-        tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"] if PROJECT.exists() else importlib.metadata.version("spmd")
+        tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
+        if PROJECT.exists()
+        else importlib.metadata.version("spmd")
     )
 
 
@@ -109,11 +148,15 @@ def _checkout() -> str:
     if commit.failure or changed.failure:
         return ", a checkout that git cannot read"
     count = len(changed.text.splitlines())
-    return f", a checkout at {commit.text.strip()}" + (f", {count} file{'s' * (count != 1)} changed" if count else "")
+    return f", a checkout at {commit.text.strip()}" + (
+        f", {count} file{'s' * (count != 1)} changed" if count else ""
+    )
 
 
 def requirements() -> dict[str, list[str]]:
-    """What this package requires by extra, "" for what it always does: of the checkout, or of what is installed."""
+    """What this package requires by extra, "" for what it always does: of the checkout, or of what
+    is installed.
+    """
     if PROJECT.exists():
         declared = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
         return {"": declared["dependencies"], **declared["optional-dependencies"]}
@@ -146,8 +189,14 @@ def extras() -> dict[str, dict[str, Any]]:
     declared = requirements()
     return {
         extra: {
-            "packages": [_name(requirement) for requirement in declared[extra] if _name(requirement) != "spmd"],
-            "missing": sorted({name for name in _brought(declared[extra], declared) if _version(name) is None}),
+            "packages": [
+                _name(requirement)
+                for requirement in declared[extra]
+                if _name(requirement) != "spmd"
+            ],
+            "missing": sorted(
+                {name for name in _brought(declared[extra], declared) if _version(name) is None}
+            ),
             "install": pip_install(extra),
         }
         for extra in declared
@@ -166,7 +215,14 @@ def _brought(listed: Sequence[str], declared: Mapping[str, Sequence[str]]) -> It
                 yield from _brought(declared[extra], declared)
             elif _version(name) is not None:
                 lines = importlib.metadata.requires(name) or ()
-                yield from _brought([line for line in lines if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)], declared)
+                yield from _brought(
+                    [
+                        line
+                        for line in lines
+                        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)
+                    ],
+                    declared,
+                )
 
 
 def is_allowed(version: str, requirement: str) -> bool:
@@ -177,7 +233,11 @@ def is_allowed(version: str, requirement: str) -> bool:
     """
     numbers = _numbers(version)
     bounds = re.findall(r"(>=|<|==)([\d.]+)", requirement)
-    tests = {">=": lambda bound: numbers >= bound, "<": lambda bound: numbers < bound, "==": lambda bound: numbers == bound}
+    tests = {
+        ">=": lambda bound: numbers >= bound,
+        "<": lambda bound: numbers < bound,
+        "==": lambda bound: numbers == bound,
+    }
     return all(tests[sign](_numbers(bound)) for sign, bound in bounds)
 
 
@@ -186,7 +246,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def devices_and_cache(limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The devices that JAX sees, and the folder of compiled programs; with `failure` where it could not be found out."""
+    """The devices that JAX sees, and the folder of compiled programs; with `failure` where it could
+    not be found out.
+    """
     output = run_bounded([sys.executable, "-c", PROBE], limit)
     lines = [json.loads(line) for line in output.text.splitlines() if line.startswith("{")]
     failures = [{"failure": output.failure}] * (2 - len(lines))
@@ -195,7 +257,9 @@ def devices_and_cache(limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _folder_state(folder: str) -> dict[str, Any]:
-    """How much is in a folder, and whether it, or the first of its parents that exists, can be written to."""
+    """How much is in a folder, and whether it, or the first of its parents that exists, can be
+    written to.
+    """
     if not folder:
         return {}
     sizes = []
@@ -205,20 +269,34 @@ def _folder_state(folder: str) -> dict[str, Any]:
                 sizes.append(os.stat(os.path.join(root, name)).st_size)
             except OSError:  # another process has removed it
                 continue
-    there = next(parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists())
-    return {"entries": len(sizes), "bytes": sum(sizes), "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK)}
+    there = next(
+        parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists()
+    )
+    return {
+        "entries": len(sizes),
+        "bytes": sum(sizes),
+        "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+    }
 
 
 def drivers() -> dict[str, Any]:
     """The GPUs that NVIDIA's driver knows; without its command nothing."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": []}
-    output = run_bounded(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], COMMAND_SECONDS)
-    return {"gpus": [] if output.failure else output.text.strip().splitlines(), "failure": output.failure}
+    output = run_bounded(
+        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
+        COMMAND_SECONDS,
+    )
+    return {
+        "gpus": [] if output.failure else output.text.strip().splitlines(),
+        "failure": output.failure,
+    }
 
 
 def network() -> dict[str, str]:
-    """Whether processes of this machine can connect, and whether its name resolves; "" or what is wrong."""
+    """Whether processes of this machine can connect, and whether its name resolves; "" or what is
+    wrong.
+    """
     failures = {"loopback": "", "host_name": f"no answer within {COMMAND_SECONDS:g} s"}
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -251,7 +329,11 @@ def disk(folder: Path) -> dict[str, Any]:
             seconds = time.perf_counter() - started
     except OSError as error:
         return {"folder": str(folder.absolute()), "failure": error.strerror or str(error)}
-    return {"folder": str(folder.absolute()), "free": shutil.disk_usage(folder).free, "bytes_per_second": WRITTEN / seconds}
+    return {
+        "folder": str(folder.absolute()),
+        "free": shutil.disk_usage(folder).free,
+        "bytes_per_second": WRITTEN / seconds,
+    }
 
 
 def examine(folder: Path, limit: float) -> dict[str, Any]:
@@ -272,7 +354,12 @@ def examine(folder: Path, limit: float) -> dict[str, Any]:
 
 def problems(found: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with an examined installation, each with a fix."""
-    return [*_of_packages(found["versions"]), *_of_devices(found), *_of_network(found["network"]), *_of_folders(found)]
+    return [
+        *_of_packages(found["versions"]),
+        *_of_devices(found),
+        *_of_network(found["network"]),
+        *_of_folders(found),
+    ]
 
 
 def _of_packages(installed: Mapping[str, str | None]) -> Iterator[Problem]:
@@ -280,21 +367,42 @@ def _of_packages(installed: Mapping[str, str | None]) -> Iterator[Problem]:
         name = _name(requirement)
         version = installed.get(name)
         if version is None:
-            yield Problem(name, ["it is required, and not installed."], f"pip install '{requirement}'.")
+            yield Problem(
+                name, ["it is required, and not installed."], f"pip install '{requirement}'."
+            )
         elif not is_allowed(version, requirement):
-            yield Problem(f"{name} {version}", [f"{requirement} is required."], f"pip install '{requirement}'.")
+            yield Problem(
+                f"{name} {version}",
+                [f"{requirement} is required."],
+                f"pip install '{requirement}'.",
+            )
 
 
 def _of_devices(found: Mapping[str, Any]) -> Iterator[Problem]:
-    devices, gpus, platforms = found["devices"], found["drivers"]["gpus"], found["environment"].get("JAX_PLATFORMS", "")
+    devices, gpus, platforms = (
+        found["devices"],
+        found["drivers"]["gpus"],
+        found["environment"].get("JAX_PLATFORMS", ""),
+    )
     if why := found["drivers"].get("failure"):
-        yield Problem("nvidia-smi", [why], "the driver does not work: restart the machine, or install the driver again.")
+        yield Problem(
+            "nvidia-smi",
+            [why],
+            "the driver does not work: restart the machine, or install the driver again.",
+        )
     if why := devices.get("failure"):
         if found["versions"]["jax"] is not None:
             yield Problem("JAX finds no devices", [why], WAYS_OUT)
     elif gpus and not any(device["platform"] in ("gpu", "cuda") for device in devices["devices"]):
-        why = f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses {devices['devices'][0]['platform']}."
-        fix = f"unset JAX_PLATFORMS, which is {platforms}." if platforms else f"{how_to_install('cuda')}."
+        why = (
+            f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses "
+            f"{devices['devices'][0]['platform']}."
+        )
+        fix = (
+            f"unset JAX_PLATFORMS, which is {platforms}."
+            if platforms
+            else f"{how_to_install('cuda')}."
+        )
         yield Problem("JAX uses no GPU", [why], fix)
 
 
@@ -310,23 +418,37 @@ def _of_network(failures: Mapping[str, str]) -> Iterator[Problem]:
 def _of_folders(found: Mapping[str, Any]) -> Iterator[Problem]:
     disk, cache = found["disk"], found["cache"]
     if why := disk.get("failure"):
-        yield Problem(f"{disk['folder']} cannot be written to", [why], "fit(checkpoint=...) in another folder; --folder examines it.")
+        yield Problem(
+            f"{disk['folder']} cannot be written to",
+            [why],
+            "fit(checkpoint=...) in another folder; --folder examines it.",
+        )
     elif disk["free"] < LEAST_FREE:
         why = f"{gib(disk['free'])} are free, and checkpoints need space."
-        yield Problem(disk["folder"], [why], "remove what is not needed, or use another folder; --folder examines it.")
+        yield Problem(
+            disk["folder"],
+            [why],
+            "remove what is not needed, or use another folder; --folder examines it.",
+        )
     if cache.get("enabled") and cache["unsafe"]:
         fix = (
-            "none is needed: results are right, and only starts take longer; jaxlib before 0.11.2 loads programs."
+            "none is needed: results are right, and only starts take longer; jaxlib before 0.11.2 "
+            "loads programs."
             if cache["version"]
             else "SPMD_CACHE names another folder."
         )
         yield Problem("no compiled programs are kept or loaded", [f"{cache['unsafe']}."], fix)
     elif cache.get("enabled") and not cache["writable"]:
-        yield Problem(f"{cache['folder']} cannot be written to", ["so no compiled programs are kept."], "SPMD_CACHE names another folder.")
+        yield Problem(
+            f"{cache['folder']} cannot be written to",
+            ["so no compiled programs are kept."],
+            "SPMD_CACHE names another folder.",
+        )
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB, or in MiB where that reads better; `spmd.tree`, which formats them elsewhere, imports jax.
+    """Bytes in GiB, or in MiB where that reads better; `spmd.tree`, which formats them elsewhere,
+    imports jax.
 
     >>> gib(3 << 30), gib(5 << 20)
     ('3.0 GiB', '5.0 MiB')

@@ -1,4 +1,6 @@
-"""Find the process that failed first, from the times in the records that processes leave (`spmd.distributed.records`)."""
+"""Find the process that failed first, from the times in the records that processes leave
+(`spmd.distributed.records`).
+"""
 
 import contextlib
 import dataclasses
@@ -10,13 +12,16 @@ from spmd.distributed.exit_codes import FAILED
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
 
 ALL = -1  # instead of a rank: all processes, when only their launcher (srun) has an exit code
-QUIET = 1.5 * HEARTBEAT_SECONDS  # a last heartbeat this much older than another's failure precedes it
+# a last heartbeat this much older than another's failure precedes it
+QUIET = 1.5 * HEARTBEAT_SECONDS
 ABORTED = -6  # JAX aborts a process whose coordination service is gone
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A reported failure: its time, step, phase, kind (`spmd.distributed.records`), error text and exit code."""
+    """A reported failure: its time, step, phase, kind (`spmd.distributed.records`), error text and
+    exit code.
+    """
 
     at: float
     rank: int
@@ -29,8 +34,9 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """The last heartbeat of a process: its time, step, phase, the time of the last progress, whether it did work that needs no other
-    process, why it left its run alone, how it ended."""
+    """The last heartbeat of a process: its time, step, phase, the time of the last progress,
+    whether it did work that needs no other process, why it left its run alone, how it ended.
+    """
 
     at: float
     rank: int
@@ -43,14 +49,35 @@ class Heartbeat:
 
 
 def failures(records: Iterable[Mapping[str, Any]]) -> list[Failure]:
-    """The reported failures, root causes first: errors, then processes without progress, then those that only waited; each by time."""
+    """The reported failures, root causes first: errors, then processes without progress, then those
+    that only waited; each by time.
+    """
     reported = []
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            details = int(record["step"]), str(record.get("phase", "")), str(record.get("kind", ERROR)), str(record["error"])
-            reported.append(Failure(float(record["at"]), int(record["name"]), *details, int(record.get("code", FAILED))))
+            details = (
+                int(record["step"]),
+                str(record.get("phase", "")),
+                str(record.get("kind", ERROR)),
+                str(record["error"]),
+            )
+            reported.append(
+                Failure(
+                    float(record["at"]),
+                    int(record["name"]),
+                    *details,
+                    int(record.get("code", FAILED)),
+                )
+            )
     order = (ERROR, STALL, WAIT)
-    return sorted(reported, key=lambda failure: (order.index(failure.kind) if failure.kind in order else 0, failure.at, failure.rank))
+    return sorted(
+        reported,
+        key=lambda failure: (
+            order.index(failure.kind) if failure.kind in order else 0,
+            failure.at,
+            failure.rank,
+        ),
+    )
 
 
 def heartbeats(records: Iterable[Mapping[str, Any]]) -> dict[int, Heartbeat]:
@@ -60,14 +87,23 @@ def heartbeats(records: Iterable[Mapping[str, Any]]) -> dict[int, Heartbeat]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if str(record["name"]).startswith("life."):
                 at, rank = float(record["at"]), int(record["name"].removeprefix("life."))
-                step, phase, since = int(record["step"]), str(record["phase"]), at - float(record["since"])
+                step, phase, since = (
+                    int(record["step"]),
+                    str(record["phase"]),
+                    at - float(record["since"]),
+                )
                 stopped = None if record["stopped"] is None else str(record["stopped"])
-                last[rank] = Heartbeat(at, rank, step, phase, since, bool(record["busy"]), stopped, str(record["end"]))
+                last[rank] = Heartbeat(
+                    at, rank, step, phase, since, bool(record["busy"]), stopped, str(record["end"])
+                )
     return last
 
 
-def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartbeat], first: Mapping[int, int]) -> tuple[int, str] | None:
-    """A process that caused the failures of others without reporting one: its rank, and a description.
+def unreported_cause(
+    failed: list[Failure], last_heartbeats: Mapping[int, Heartbeat], first: Mapping[int, int]
+) -> tuple[int, str] | None:
+    """A process that caused the failures of others without reporting one: its rank, and a
+    description.
 
     Args:
       failed: the reported failures (`failures`).
@@ -77,13 +113,26 @@ def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartb
     Returns:
       None if a reported failure, or an exit by a signal, is the cause.
     """
-    by_signal = {rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL}
+    by_signal = {
+        rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL
+    }
     unfinished = [beat for beat in last_heartbeats.values() if beat.end != "done"]
-    late = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done" and unfinished}  # later reports follow from that
+    # later reports follow from that
+    late = {
+        beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done" and unfinished
+    }
     primary = [failure for failure in failed if failure.at < late.get(failure.rank, math.inf)]
     reported = {failure.rank for failure in primary}
-    others = [beat for rank, beat in last_heartbeats.items() if rank not in reported and rank not in by_signal]
-    aborted = [last_heartbeats[rank].at for rank, code in first.items() if code == ABORTED and rank in last_heartbeats]
+    others = [
+        beat
+        for rank, beat in last_heartbeats.items()
+        if rank not in reported and rank not in by_signal
+    ]
+    aborted = [
+        last_heartbeats[rank].at
+        for rank, code in first.items()
+        if code == ABORTED and rank in last_heartbeats
+    ]
     began = min([failure.at for failure in failed] or aborted, default=math.inf)
     if began == math.inf:
         return None
@@ -96,30 +145,61 @@ def unreported_cause(failed: list[Failure], last_heartbeats: Mapping[int, Heartb
     if not signs or min(signs)[0] > killed:
         return None
     at, rank, text = min(signs)
-    return rank, f"process {rank} {text}" + (f", {began - at:.0f} s before another failed" if began - at >= 1 else "")
+    return rank, f"process {rank} {text}" + (
+        f", {began - at:.0f} s before another failed" if began - at >= 1 else ""
+    )
 
 
-def _silent(others: Iterable[Heartbeat], first: Mapping[int, int], began: float) -> Iterator[tuple[float, int, str]]:
-    """Processes that exited or stopped their heartbeats without a report, before the first reported failure."""
+def _silent(
+    others: Iterable[Heartbeat], first: Mapping[int, int], began: float
+) -> Iterator[tuple[float, int, str]]:
+    """Processes that exited or stopped their heartbeats without a report, before the first reported
+    failure.
+    """
     for beat in others:
         if beat.end:
             continue
         heard = f"last heartbeat in {beat.phase} after step {beat.step}"
         if first.get(beat.rank) == 0:
             yield beat.at, beat.rank, f"ended with code 0 before the end of its script, {heard}"
-        elif beat.at + (0 if ALL in first else QUIET) < began:  # srun does not say how its processes ended
-            yield beat.at, beat.rank, f"was killed, stopped, or blocked by code that holds the GIL, {heard}"
+        elif beat.at + (0 if ALL in first else QUIET) < began:
+            # srun does not say how its processes ended
+            yield (
+                beat.at,
+                beat.rank,
+                f"was killed, stopped, or blocked by code that holds the GIL, {heard}",
+            )
 
 
-def _left(others: Iterable[Heartbeat], failed: list[Failure], began: float) -> Iterator[tuple[float, int, str]]:
+def _left(
+    others: Iterable[Heartbeat], failed: list[Failure], began: float
+) -> Iterator[tuple[float, int, str]]:
     """Processes that were not in the phase in which others waited for them."""
     phases = {failure.phase for failure in failed} - {"script"}
     for beat in others:
         if beat.end == "done":  # the others have not, since there is a failure
-            yield beat.at, beat.rank, f"finished its script after step {beat.step}, and others did not"
+            yield (
+                beat.at,
+                beat.rank,
+                f"finished its script after step {beat.step}, and others did not",
+            )
         elif beat.stopped is not None and beat.phase != "step":
-            yield beat.since, beat.rank, f"left its run alone after step {beat.step} (info.stop: {beat.stopped})"
+            yield (
+                beat.since,
+                beat.rank,
+                f"left its run alone after step {beat.step} (info.stop: {beat.stopped})",
+            )
         elif phases and beat.phase not in phases:
-            yield beat.since, beat.rank, f"was in {beat.phase} after step {beat.step}, others waited for it in {min(phases)}"
+            yield (
+                beat.since,
+                beat.rank,
+                f"was in {beat.phase} after step {beat.step}, others waited for it in "
+                f"{min(phases)}",
+            )
         elif beat.busy and beat.since + QUIET < began:
-            yield beat.since, beat.rank, f"made no progress in {beat.phase} after step {beat.step}, without waiting for others"
+            yield (
+                beat.since,
+                beat.rank,
+                f"made no progress in {beat.phase} after step {beat.step}, without waiting for "
+                "others",
+            )

@@ -1,6 +1,8 @@
-"""`spmd finetune FOLDER --data FILES --out FOLDER`: train an open model on text, and write it as it came.
+"""`spmd finetune FOLDER --data FILES --out FOLDER`: train an open model on text, and write it as it
+came.
 
-It calls what `docs/pretrained.md` shows in Python. All that can be checked is checked before weights are read.
+It calls what `docs/pretrained.md` shows in Python. All that can be checked is checked before
+weights are read.
 """
 
 import argparse
@@ -15,8 +17,14 @@ from spmd.user_paths import as_path, check_free
 
 LENGTH = 2048  # tokens of a row, where the model has as many positions
 WARMUP = 0.03  # of all steps
-RATE, ADAPTER_RATE = 2e-5, 2e-4  # a low-rank adapter learns at higher rates than the weights beside it
-NEEDS = {"save_every": "checkpoint", "eval_every": "eval_data", "sample_every": "sample", "max_new_tokens": "sample"}
+# a low-rank adapter learns at higher rates than the weights beside it
+RATE, ADAPTER_RATE = 2e-5, 2e-4
+NEEDS = {
+    "save_every": "checkpoint",
+    "eval_every": "eval_data",
+    "sample_every": "sample",
+    "max_new_tokens": "sample",
+}
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ends
 
 
@@ -25,54 +33,176 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "finetune",
         help="train an open model on text, and write it as it came",
-        description="Train the model of FOLDER (config.json, safetensors files, tokenizer.json) on text, sharded by a layout, with AdamW "
-        "and a learning rate that rises and then falls as a cosine; then write a folder with the same names, shapes and dtypes.",
-        epilog="Several processes:  spmd launch --processes 8 -m spmd finetune FOLDER --data my.jsonl --out tuned",
+        description="Train the model of FOLDER (config.json, safetensors files, tokenizer.json) on "
+        "text, "
+        "sharded by a layout, with AdamW "
+        "and a learning rate that rises and then falls as a cosine; then write a folder with the "
+        "same names, shapes and dtypes.",
+        epilog="Several processes:  spmd launch --processes 8 -m spmd finetune FOLDER --data "
+        "my.jsonl "
+        "--out tuned",
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="a model as it was published")
-    add("--data", nargs="+", required=True, metavar="FILES", help="JSON lines or Parquet files; quote patterns")
-    add("--out", required=True, metavar="FOLDER", help="where to write the model; is not there yet, or empty")
-    add("--layout", default="fsdp", metavar="LAYOUT", help="a shipped name or a TOML file (default: fsdp)")
-    add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's, or all devices on data)")
-    add("--adapters", metavar="FILE", help="a TOML file with [[adapters]] and [train]: train these alone, and write them as PEFT does")
-    add("--merge", action="store_true", help="write the model with its adapters merged into its weights instead")
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILES",
+        help="JSON lines or Parquet files; quote patterns",
+    )
+    add(
+        "--out",
+        required=True,
+        metavar="FOLDER",
+        help="where to write the model; is not there yet, or empty",
+    )
+    add(
+        "--layout",
+        default="fsdp",
+        metavar="LAYOUT",
+        help="a shipped name or a TOML file (default: fsdp)",
+    )
+    add(
+        "--mesh",
+        metavar="data=4,model=2",
+        help="axis sizes (default: the layout's, or all devices on data)",
+    )
+    add(
+        "--adapters",
+        metavar="FILE",
+        help="a TOML file with [[adapters]] and [train]: train these alone, and write them as PEFT "
+        "does",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="write the model with its adapters merged into its weights instead",
+    )
     _add_text_options(parser.add_argument_group("text"))
     _add_run_options(parser.add_argument_group("training"))
     group = parser.add_argument_group("samples, evaluation and checkpoints")
     add = group.add_argument
-    add("--sample", action="append", metavar="PROMPT", help="let the model write on from it during training; repeatable")
-    add("--sample-every", type=int, metavar="STEPS", help="steps between samples (default: a tenth of the run)")
+    add(
+        "--sample",
+        action="append",
+        metavar="PROMPT",
+        help="let the model write on from it during training; repeatable",
+    )
+    add(
+        "--sample-every",
+        type=int,
+        metavar="STEPS",
+        help="steps between samples (default: a tenth of the run)",
+    )
     add("--max-new-tokens", type=int, metavar="TOKENS", help="of a sample (default: 50)")
-    add("--eval-data", nargs="+", metavar="FILES", help="evaluate on these, at the end of each epoch")
+    add(
+        "--eval-data",
+        nargs="+",
+        metavar="FILES",
+        help="evaluate on these, at the end of each epoch",
+    )
     add("--eval-every", type=int, metavar="N", help="evaluate every N steps instead")
-    add("--checkpoint", metavar="FOLDER", help="save here; the same command resumes from the newest checkpoint")
-    add("--save-every", type=int, metavar="STEPS", help="steps between checkpoints (default: once per epoch)")
+    add(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="save here; the same command resumes from the newest checkpoint",
+    )
+    add(
+        "--save-every",
+        type=int,
+        metavar="STEPS",
+        help="steps between checkpoints (default: once per epoch)",
+    )
     parser.set_defaults(run=_finetune)
 
 
 def _add_text_options(group: Any) -> None:
     add = group.add_argument
-    add("--length", type=int, metavar="TOKENS", help=f"of a row (default: {LENGTH}, or the model's positions if they are fewer)")
-    add("--field", action="append", metavar="NAME", help="what to read, or twice: prompt and answer (default: text; messages with --chat)")
-    add("--chat", metavar="FORMAT", help="the format of conversations: chatml, llama3, mistral, gemma; template: the folder's own")
-    add("--on-error", default="stop", metavar="stop|skip", help="what happens to documents that cannot be used (default: stop)")
-    add("--loss-on", default="all", metavar="all|answers", help="which tokens count in the loss (default: all)")
+    add(
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help=f"of a row (default: {LENGTH}, or the model's positions if they are fewer)",
+    )
+    add(
+        "--field",
+        action="append",
+        metavar="NAME",
+        help="what to read, or twice: prompt and answer (default: text; messages with --chat)",
+    )
+    add(
+        "--chat",
+        metavar="FORMAT",
+        help="the format of conversations: chatml, llama3, mistral, gemma; template: the folder's "
+        "own",
+    )
+    add(
+        "--on-error",
+        default="stop",
+        metavar="stop|skip",
+        help="what happens to documents that cannot be used (default: stop)",
+    )
+    add(
+        "--loss-on",
+        default="all",
+        metavar="all|answers",
+        help="which tokens count in the loss (default: all)",
+    )
 
 
 def _add_run_options(group: Any) -> None:
     add = group.add_argument
-    add("--batch-size", type=int, default=8, metavar="ROWS", help="rows of an update, over all devices (default: 8)")
+    add(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="ROWS",
+        help="rows of an update, over all devices (default: 8)",
+    )
     add("--epochs", type=int, metavar="N", help="how often to read the data (default: once)")
     add("--steps", type=int, metavar="N", help="updates, in place of --epochs")
     rates = f"the highest one (default: {RATE:g}, with adapters {ADAPTER_RATE:g})"
     add("--learning-rate", type=float, metavar="RATE", help=rates)
-    add("--warmup", type=int, metavar="STEPS", help=f"steps until it is reached (default: {WARMUP:.0%} of all)".replace("%", "%%"))
-    add("--weight-decay", type=float, default=0.0, metavar="RATE", help="of matrices and adapters, not of norms and biases (default: 0)")
-    add("--clip-norm", type=float, default=1.0, metavar="NORM", help="the largest global norm of a gradient (default: 1)")
-    add("--precision", default="bfloat16", metavar="DTYPE", help="of forward and backward pass (default: bfloat16)")
-    add("--dtype", default="float32", metavar="DTYPE", help="of the parameters in training (default: float32)")
-    add("--accumulate", type=int, default=1, metavar="N", help="microbatches of an update (default: 1)")
+    add(
+        "--warmup",
+        type=int,
+        metavar="STEPS",
+        help=f"steps until it is reached (default: {WARMUP:.0%} of all)".replace("%", "%%"),
+    )
+    add(
+        "--weight-decay",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="of matrices and adapters, not of norms and biases (default: 0)",
+    )
+    add(
+        "--clip-norm",
+        type=float,
+        default=1.0,
+        metavar="NORM",
+        help="the largest global norm of a gradient (default: 1)",
+    )
+    add(
+        "--precision",
+        default="bfloat16",
+        metavar="DTYPE",
+        help="of forward and backward pass (default: bfloat16)",
+    )
+    add(
+        "--dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="of the parameters in training (default: float32)",
+    )
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="microbatches of an update (default: 1)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the order of the data (default: 0)")
 
 
@@ -100,7 +230,10 @@ def _finetune(options: argparse.Namespace) -> str | int:
         eval_data = _data(options, options.eval_data, length, shuffle=False)
     steps = options.steps or data.steps_per_epoch * (options.epochs or 1)
     if options.warmup is not None and options.warmup >= steps:
-        raise OptionError(f"--warmup {options.warmup} of {steps} steps leaves no step to learn.", fix=f"--warmup {steps // 10}.")
+        raise OptionError(
+            f"--warmup {options.warmup} of {steps} steps leaves no step to learn.",
+            fix=f"--warmup {steps // 10}.",
+        )
     samples = _samples(options, steps)  # which encodes the prompts
     if jax.process_index() == 0:
         print(f"{data!r}\n{steps:,} steps", flush=True)
@@ -120,15 +253,23 @@ def _finetune(options: argparse.Namespace) -> str | int:
         accumulate=options.accumulate,
         seed=options.seed,
         callbacks=samples,
-        checkpoint=None if options.checkpoint is None else Checkpoint(options.checkpoint, every=options.save_every),
+        checkpoint=None
+        if options.checkpoint is None
+        else Checkpoint(options.checkpoint, every=options.save_every),
         resume=options.checkpoint is not None,
     )
     if result.stop_reason is not None:
         again = "nothing was saved" if options.checkpoint is None else "the same command resumes"
-        print(f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not written, {again}", file=sys.stderr)
+        print(
+            f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not "
+            f"written, {again}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     if layout.adapters and not options.merge:
-        pretrained.save_adapters(result, out, base_model=str(as_path(options.folder, "FOLDER").absolute()))
+        pretrained.save_adapters(
+            result, out, base_model=str(as_path(options.folder, "FOLDER").absolute())
+        )
     else:
         pretrained.save(result, out, merged=options.merge)
     return f"{out}: {_ended(result)}" if jax.process_index() == 0 else 0
@@ -138,29 +279,51 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
     """The layout with the two tables of `--adapters`.
 
     Raises:
-      OptionError: the file has other tables or no adapter, the layout has such tables as well, or there is nothing to merge.
+      OptionError: the file has other tables or no adapter, the layout has such tables as well, or
+        there is nothing to merge.
     """
     from spmd.layout.schema import Layout
 
     if options.adapters is not None:
         path = as_path(options.adapters, "adapters")
         given = Layout.load(path)
-        alone = Layout(given.description, train=given.train, adapters=given.adapters, use_when=given.use_when)
+        alone = Layout(
+            given.description, train=given.train, adapters=given.adapters, use_when=given.use_when
+        )
         if given != alone or not given.adapters:
-            why = "it has no [[adapters]]." if not given.adapters else "it has other tables than [train] and [[adapters]]."
-            raise OptionError(f"--adapters {path}: {why}", fix="[[adapters]] and [train] here, and all other tables in that of --layout.")
+            why = (
+                "it has no [[adapters]]."
+                if not given.adapters
+                else "it has other tables than [train] and [[adapters]]."
+            )
+            raise OptionError(
+                f"--adapters {path}: {why}",
+                fix="[[adapters]] and [train] here, and all other tables in that of --layout.",
+            )
         if layout.adapters or layout.train != Layout().train:
-            raise OptionError(f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.", fix="one of the two files.")
+            raise OptionError(
+                f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.",
+                fix="one of the two files.",
+            )
         source = f"{layout.source} with {given.source}"
-        layout = dataclasses.replace(layout, train=given.train, adapters=given.adapters, source=source)
+        layout = dataclasses.replace(
+            layout, train=given.train, adapters=given.adapters, source=source
+        )
     if options.merge and not layout.adapters:
         raise OptionError("--merge without adapters.", fix="--adapters FILE, or leave it out.")
     return layout
 
 
 def _ended(result: Any) -> str:
-    losses, evaluated = result.history["loss"] if len(result.history) else [], result.history.evaluations
-    shown = [f"{name} {value:.4g}" for name, value in (evaluated[-1].items() if evaluated else ()) if name.startswith("eval_")]
+    losses, evaluated = (
+        result.history["loss"] if len(result.history) else [],
+        result.history.evaluations,
+    )
+    shown = [
+        f"{name} {value:.4g}"
+        for name, value in (evaluated[-1].items() if evaluated else ())
+        if name.startswith("eval_")
+    ]
     trained = [f"loss {losses[0]:.4g} to {losses[-1]:.4g}"] if losses else []
     step = int(result.state.step)
     resumed = [f"resumed from step {step - len(losses)}"] if len(losses) < step else []
@@ -172,15 +335,29 @@ def _check_options(options: argparse.Namespace) -> None:
     problems = []
     for name, needed in NEEDS.items():
         if getattr(options, name) is not None and getattr(options, needed) is None:
-            problems.append(Problem(_flag(name), [f"it does nothing without {_flag(needed)}."], f"{_flag(needed)}, or leave it out."))
+            problems.append(
+                Problem(
+                    _flag(name),
+                    [f"it does nothing without {_flag(needed)}."],
+                    f"{_flag(needed)}, or leave it out.",
+                )
+            )
     if options.epochs is not None and options.steps is not None:
-        problems.append(Problem("--epochs and --steps", ["both set the length of the run."], "one of them."))
+        problems.append(
+            Problem("--epochs and --steps", ["both set the length of the run."], "one of them.")
+        )
     least = {"batch_size": 1, "accumulate": 1, "seed": 0, "warmup": 0, "length": 2}
     for name in ("batch_size", "accumulate", "seed", "length", "epochs", "steps", "warmup", *NEEDS):
         value = getattr(options, name)
         if value is not None and value < least.get(name, 1):
-            problems.append(Problem(f"{_flag(name)} {value}", [], f"a whole number from {least.get(name, 1)}."))
-    for name, smallest in (("learning_rate", "above 0"), ("clip_norm", "above 0"), ("weight_decay", "from 0")):
+            problems.append(
+                Problem(f"{_flag(name)} {value}", [], f"a whole number from {least.get(name, 1)}.")
+            )
+    for name, smallest in (
+        ("learning_rate", "above 0"),
+        ("clip_norm", "above 0"),
+        ("weight_decay", "from 0"),
+    ):
         value = getattr(options, name)
         if value is None:
             continue
@@ -190,18 +367,34 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
-    """Folders to be written that are in the model's folder, or a file that is read; and a checkpoint in --out."""
+    """Folders to be written that are in the model's folder, or a file that is read; and a
+    checkpoint in --out.
+    """
     folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "out").resolve()
-    read = {"data": options.data, "eval_data": options.eval_data or [], "adapters": [options.adapters] if options.adapters else []}
-    files = {as_path(text, name).resolve(): _flag(name) for name, texts in read.items() for text in texts}
+    read = {
+        "data": options.data,
+        "eval_data": options.eval_data or [],
+        "adapters": [options.adapters] if options.adapters else [],
+    }
+    files = {
+        as_path(text, name).resolve(): _flag(name) for name, texts in read.items() for text in texts
+    }
     for name, text in (("out", options.out), ("checkpoint", options.checkpoint)):
         path, flag = out if text is None else as_path(text, name).resolve(), _flag(name)
         if folder in (path, *path.parents):
-            yield Problem(f"{flag} {text}", [f"it is in the model's folder, {options.folder}, which stays as it is."], "another folder.")
+            yield Problem(
+                f"{flag} {text}",
+                [f"it is in the model's folder, {options.folder}, which stays as it is."],
+                "another folder.",
+            )
         elif path in files:
             yield Problem(f"{flag} {text}", [f"it is a file of {files[path]}."], "another folder.")
         elif flag == "--checkpoint" and text is not None and out in (path, *path.parents):
-            yield Problem(f"{flag} {text}", ["it is in --out, which is empty until the model is written."], "another folder.")
+            yield Problem(
+                f"{flag} {text}",
+                ["it is in --out, which is empty until the model is written."],
+                "another folder.",
+            )
 
 
 def _flag(name: str) -> str:
@@ -209,7 +402,8 @@ def _flag(name: str) -> str:
 
 
 def _check_folder(options: argparse.Namespace, layout: Any) -> int:
-    """Compare config, headers, tokenizer, layout, mesh and batch with one another; returns the length of rows.
+    """Compare config, headers, tokenizer, layout, mesh and batch with one another; returns the
+    length of rows.
 
     Raises:
       SpmdError: they do not fit.
@@ -227,7 +421,13 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     from spmd.pretrained.adapters import adapted_modules, check_only_adapters
     from spmd.pretrained.architectures import find
     from spmd.pretrained.decoder_config import DecoderConfig
-    from spmd.pretrained.folders import ADAPTER_CONFIG, CONFIG, Outline, has_adapters_alone, read_config
+    from spmd.pretrained.folders import (
+        ADAPTER_CONFIG,
+        CONFIG,
+        Outline,
+        has_adapters_alone,
+        read_config,
+    )
     from spmd.pretrained.safetensors_files import open_files
     from spmd.train.model_setup import PlacedModel, TrainConfig, check_numbers
 
@@ -235,7 +435,10 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     path = as_path(options.folder, "FOLDER")
     if has_adapters_alone(path):
         named = printable(AdapterConfig(read_config(path, ADAPTER_CONFIG)).base_model, 200)
-        fix = f"spmd finetune MODEL, with the model that they are for{named and f', {named}'}; load_adapters in Python trains them on."
+        fix = (
+            f"spmd finetune MODEL, with the model that they are for{named and f', {named}'}; "
+            "load_adapters in Python trains them on."
+        )
         raise PretrainedError(f"{path} has adapters and no model.", fix=fix)
     mesh = make_mesh(options.mesh if options.mesh is not None else dict(layout.mesh) or None)
     outline = Outline.of(path, mesh=mesh, layout=layout)
@@ -248,17 +451,34 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
         raise OptionError(why, fix=f"--length {positions}; longer texts continue in other rows.")
     size = Tokenizer(path).size
     if size > decoder.vocab:
-        why = f"{path / 'tokenizer.json'} has ids up to {size - 1}, and the model {decoder.vocab} tokens, from 0."
+        why = (
+            f"{path / 'tokenizer.json'} has ids up to {size - 1}, and the model {decoder.vocab} "
+            "tokens, from 0."
+        )
         raise PretrainedError(why, fix="the tokenizer of this model.")
     row = jax.ShapeDtypeStruct((options.batch_size, length), np.dtype("int32"))
     fields = ("tokens", "targets", "segment_ids", "positions", "mask")
-    check_batch(dict.fromkeys(fields, row), outline.layout or layout, MeshSpec.parse(mesh), options.accumulate)
+    check_batch(
+        dict.fromkeys(fields, row),
+        outline.layout or layout,
+        MeshSpec.parse(mesh),
+        options.accumulate,
+    )
     outline.match(open_files(path))
-    run = TrainConfig(outline.model, next_token, _optimizer(options, 100), precision=options.precision, seed=options.seed)
+    run = TrainConfig(
+        outline.model,
+        next_token,
+        _optimizer(options, 100),
+        precision=options.precision,
+        seed=options.seed,
+    )
     placed = PlacedModel(run, mesh, layout)
     placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
     if layout.adapters and not options.merge:
-        check_only_adapters(placed.abstract_variables.params, "--merge writes all weights; or a [train] that leaves these out.")
+        check_only_adapters(
+            placed.abstract_variables.params,
+            "--merge writes all weights; or a [train] that leaves these out.",
+        )
 
         def adapted() -> nnx.Module:
             module = find(config, path).factory()
@@ -287,12 +507,24 @@ def _data(options: argparse.Namespace, files: Sequence[str], length: int, *, shu
 
 
 def _optimizer(options: argparse.Namespace, steps: int) -> Any:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with clipping, under a warm-up and a cosine that ends at 0."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with clipping, under a warm-up and a cosine
+    that ends at 0.
+    """
     import optax
 
-    warmup = options.warmup if options.warmup is not None else math.ceil(WARMUP * steps) if steps > 1 else 0
-    rate = optax.warmup_cosine_decay_schedule(0.0 if warmup else options.learning_rate, options.learning_rate, warmup, steps)
-    adamw = optax.adamw(rate, weight_decay=options.weight_decay, mask=_matrices if options.weight_decay else None)
+    warmup = (
+        options.warmup
+        if options.warmup is not None
+        else math.ceil(WARMUP * steps)
+        if steps > 1
+        else 0
+    )
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else options.learning_rate, options.learning_rate, warmup, steps
+    )
+    adamw = optax.adamw(
+        rate, weight_decay=options.weight_decay, mask=_matrices if options.weight_decay else None
+    )
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 
 
@@ -300,7 +532,10 @@ def _matrices(params: Any) -> Any:
     """Which parameters decay: kernels, embeddings and adapters."""
     from spmd.tree import map_paths
 
-    return map_paths(lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding", "lora_a", "lora_b"), params)
+    return map_paths(
+        lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding", "lora_a", "lora_b"),
+        params,
+    )
 
 
 def _samples(options: argparse.Namespace, steps: int) -> list[Any]:
@@ -310,4 +545,12 @@ def _samples(options: argparse.Namespace, steps: int) -> list[Any]:
         return []
     every = options.sample_every or max(1, steps // 10)
     most = options.max_new_tokens or 50
-    return [Samples(options.sample, every=every, max_new_tokens=most, tokenizer=options.folder, chat=options.chat)]
+    return [
+        Samples(
+            options.sample,
+            every=every,
+            max_new_tokens=most,
+            tokenizer=options.folder,
+            chat=options.chat,
+        )
+    ]

@@ -18,35 +18,100 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="let an open model write on from prompts",
-        description="Let the model of FOLDER (config.json, safetensors files, tokenizer.json) write on from prompts, and print what it "
+        description="Let the model of FOLDER (config.json, safetensors files, tokenizer.json) "
+        "write on "
+        "from prompts, and print what it "
         "writes; all prompts at once.",
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="a model as it was published, or as spmd finetune has written it")
+    add(
+        "folder",
+        metavar="FOLDER",
+        help="a model as it was published, or as spmd finetune has written it",
+    )
     add("--prompt", action="append", metavar="TEXT", help="repeatable")
-    add("--prompt-file", action="append", metavar="FILE", help="a file whose text is a prompt; repeatable")
-    add("--tokens", action="append", metavar="1,15,7", help="token ids in place of a text; prints token ids; repeatable")
-    add("--chat", metavar="FORMAT", help="prompts are what a user says: chatml, llama3, mistral, gemma; template: the folder's own")
-    add("--max-new-tokens", type=int, default=100, metavar="TOKENS", help="write at most so many (default: 100)")
-    add("--temperature", type=float, metavar="T", help=f"0 takes the most likely token; above, tokens are drawn {FOLDERS}")
+    add(
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
+        help="a file whose text is a prompt; repeatable",
+    )
+    add(
+        "--tokens",
+        action="append",
+        metavar="1,15,7",
+        help="token ids in place of a text; prints token ids; repeatable",
+    )
+    add(
+        "--chat",
+        metavar="FORMAT",
+        help="prompts are what a user says: chatml, llama3, mistral, gemma; template: the folder's "
+        "own",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=100,
+        metavar="TOKENS",
+        help="write at most so many (default: 100)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0 takes the most likely token; above, tokens are drawn {FOLDERS}",
+    )
     add("--top-k", type=int, metavar="K", help=f"draw from the K most likely tokens only {FOLDERS}")
-    add("--top-p", type=float, metavar="P", help=f"draw from the most likely tokens that have this probability together {FOLDERS}")
-    add("--repetition-penalty", type=float, metavar="R", help=f"above 1, tokens that the text has already are less likely {FOLDERS}")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"draw from the most likely tokens that have this probability together {FOLDERS}",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help=f"above 1, tokens that the text has already are less likely {FOLDERS}",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
-    add("--stop", action="append", metavar="TOKEN", help="a token or its id that ends a text; repeatable (default: those the folder names)")
-    add("--adapters", metavar="FOLDER", help="adapters of this model, as spmd finetune --adapters or PEFT has written them")
-    add("--mesh", metavar="data=4,model=2", help="axis sizes (default: the layout's; one device without a layout)")
+    add(
+        "--stop",
+        action="append",
+        metavar="TOKEN",
+        help="a token or its id that ends a text; repeatable (default: those the folder names)",
+    )
+    add(
+        "--adapters",
+        metavar="FOLDER",
+        help="adapters of this model, as spmd finetune --adapters or PEFT has written them",
+    )
+    add(
+        "--mesh",
+        metavar="data=4,model=2",
+        help="axis sizes (default: the layout's; one device without a layout)",
+    )
     add("--layout", metavar="LAYOUT", help="a shipped name or a TOML file")
-    add("--dtype", default="file", metavar="DTYPE", help="of the parameters (default: as the files have them)")
+    add(
+        "--dtype",
+        default="file",
+        metavar="DTYPE",
+        help="of the parameters (default: as the files have them)",
+    )
     parser.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace) -> str | int:
     kinds = [name for name in STARTS if getattr(options, name)]
     if not kinds:
-        raise OptionError("there is no prompt.", fix='--prompt "Once upon a time", --prompt-file FILE or --tokens 1,15,7.')
+        raise OptionError(
+            "there is no prompt.",
+            fix='--prompt "Once upon a time", --prompt-file FILE or --tokens 1,15,7.',
+        )
     if options.tokens and (len(kinds) > 1 or options.chat is not None):
-        raise OptionError("--tokens beside text.", fix="only --tokens, or --prompt and --prompt-file.")
+        raise OptionError(
+            "--tokens beside text.", fix="only --tokens, or --prompt and --prompt-file."
+        )
     import jax
 
     from spmd import pretrained
@@ -59,18 +124,28 @@ def _generate(options: argparse.Namespace) -> str | int:
     join()
     folder = as_path(options.folder, "FOLDER")
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
+        raise DataError(
+            f"there is no folder {folder}.",
+            fix="check the path; a model's name must be downloaded to a folder first.",
+        )
     if has_adapters_alone(folder):
         raise DataError(
-            f"{folder} has adapters and no model.", fix=f"spmd generate MODEL --adapters {folder}, with the model they are for."
+            f"{folder} has adapters and no model.",
+            fix=f"spmd generate MODEL --adapters {folder}, with the model they are for.",
         )
     find(read_config(folder), folder)
     sampled = _sampled(options, folder)
     coder = None if options.tokens else Prompts(folder, options.chat)
     texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
-    prompts = [_ids(text) for text in options.tokens] if coder is None else [coder.encode(text) for text in texts]
+    prompts = (
+        [_ids(text) for text in options.tokens]
+        if coder is None
+        else [coder.encode(text) for text in texts]
+    )
     stop = _stop(options, folder, coder)
-    layout = options.layout if options.layout is not None or options.mesh is None else "data_parallel"
+    layout = (
+        options.layout if options.layout is not None or options.mesh is None else "data_parallel"
+    )
     model = pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
     if options.adapters is not None:
         pretrained.load_adapters(model, options.adapters)
@@ -78,10 +153,14 @@ def _generate(options: argparse.Namespace) -> str | int:
     written = generate(model, prompts, layout=layout, **limits, **sampled)
     if jax.process_index() != 0:
         return 0
-    lines = [",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written]
+    lines = [
+        ",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written
+    ]
     if len(lines) == 1:
         return lines[0]
-    return "\n\n".join(f"> {prompt}\n{line}" for prompt, line in zip(options.tokens or texts, lines, strict=True))
+    return "\n\n".join(
+        f"> {prompt}\n{line}" for prompt, line in zip(options.tokens or texts, lines, strict=True)
+    )
 
 
 def _text(path: str) -> str:
@@ -90,14 +169,18 @@ def _text(path: str) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(f"--prompt-file {path} cannot be read: {why}.", fix="a file of text.") from error
+        raise DataError(
+            f"--prompt-file {path} cannot be read: {why}.", fix="a file of text."
+        ) from error
 
 
 def _ids(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise OptionError(f'--tokens "{text}".', fix="token ids with commas between, such as 1,15,7.") from None
+        raise OptionError(
+            f'--tokens "{text}".', fix="token ids with commas between, such as 1,15,7."
+        ) from None
 
 
 def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
@@ -110,7 +193,10 @@ def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
     for word in options.stop:
         token = None if coder is None else coder.tokenizer.id_of(word)
         if token is None and not word.isdecimal():
-            raise OptionError(f'--stop "{word}" is no token of this model.', fix="a token as its tokenizer.json writes it, or its id.")
+            raise OptionError(
+                f'--stop "{word}" is no token of this model.',
+                fix="a token as its tokenizer.json writes it, or its id.",
+            )
         ids.append(int(word) if token is None else token)
     return ids
 
@@ -123,9 +209,15 @@ def _sampled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     asked = asked_sampling(folder)
     given = {name: getattr(options, name) for name in CHOICE if getattr(options, name) is not None}
     unread = ("top_k", "top_p") if given.get("temperature") == 0 else ()
-    taken = {name: value for name, value in asked.options.items() if name not in given and name not in unread}
+    taken = {
+        name: value
+        for name, value in asked.options.items()
+        if name not in given and name not in unread
+    }
     if taken:
         shown = ", ".join(f"{name}={value}" for name, value in taken.items())
-        logging.getLogger("spmd").warning("%s, as %s says; options say otherwise.", shown, asked.where)
+        logging.getLogger("spmd").warning(
+            "%s, as %s says; options say otherwise.", shown, asked.where
+        )
     Sampling(**taken | given)  # for its errors, before weights are read
     return taken | given

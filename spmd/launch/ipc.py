@@ -1,4 +1,6 @@
-"""Length-prefixed messages between a process and its children, over private sockets (`socket.socketpair`)."""
+"""Length-prefixed messages between a process and its children, over private sockets
+(`socket.socketpair`).
+"""
 
 import selectors
 import socket
@@ -35,7 +37,9 @@ class _Incoming:
         self._connection, self._received = connection, bytearray()
 
     def read(self) -> bytes | None:
-        """The message, once it is complete; None before, if the socket does not block; b"" if the other side is closed before that."""
+        """The message, once it is complete; None before, if the socket does not block; b"" if the
+        other side is closed before that.
+        """
         while True:
             try:
                 chunk = self._connection.recv(CHUNK)
@@ -44,14 +48,18 @@ class _Incoming:
             except ConnectionError:  # closed before it had read everything
                 return b""
             self._received += chunk
-            if len(self._received) >= LENGTH and len(self._received) - LENGTH >= int.from_bytes(self._received[:LENGTH], "big"):
+            if len(self._received) >= LENGTH and len(self._received) - LENGTH >= int.from_bytes(
+                self._received[:LENGTH], "big"
+            ):
                 return bytes(self._received[LENGTH:])
             if not chunk:
                 return b""
 
 
 def broadcast_and_collect(
-    connections: Mapping[int, socket.socket], message: bytes | None, keep_waiting: Callable[[Mapping[int, bytes]], bool]
+    connections: Mapping[int, socket.socket],
+    message: bytes | None,
+    keep_waiting: Callable[[Mapping[int, bytes]], bool],
 ) -> dict[int, bytes]:
     """Send all processes the same message, and receive one answer from each, concurrently.
 
@@ -61,14 +69,19 @@ def broadcast_and_collect(
       keep_waiting: called many times a second with the answers so far; False ends the wait.
 
     Returns:
-      The answers by rank; without those of processes that closed their socket, or were no longer waited for.
+      The answers by rank; without those of processes that closed their socket, or were no longer
+      waited for.
     """
     answers: dict[int, bytes] = {}
     unsent = dict.fromkeys(connections, memoryview(b"" if message is None else _frame(message)))
     incoming = {rank: _Incoming(connection) for rank, connection in connections.items()}
     with selectors.DefaultSelector() as selector:
         for rank, connection in connections.items():
-            selector.register(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent[rank] else 0), rank)
+            selector.register(
+                connection,
+                selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent[rank] else 0),
+                rank,
+            )
         while selector.get_map() and keep_waiting(answers):
             for key, events in selector.select(LOOK):
                 rank, connection = key.data, connections[key.data]
@@ -84,7 +97,9 @@ def broadcast_and_collect(
 
 
 def _write_more(connection: socket.socket, unsent: memoryview) -> memoryview:
-    """Write what the socket takes, and return the rest; nothing if the other side is closed, which the reader will see."""
+    """Write what the socket takes, and return the rest; nothing if the other side is closed, which
+    the reader will see.
+    """
     try:
         return unsent[connection.send(unsent[:CHUNK]) :]
     except BlockingIOError:

@@ -1,4 +1,6 @@
-"""The Kubernetes manifest of an Indexed Job, a headless Service by which its pods find each other, and the Secret that they share."""
+"""The Kubernetes manifest of an Indexed Job, a headless Service by which its pods find each other,
+and the Secret that they share.
+"""
 
 import dataclasses
 import math
@@ -11,17 +13,27 @@ from spmd.distributed.detect_cluster import FIRST_PORT
 from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import OptionError, import_extra, option
 from spmd.launch.settings import Settings, check_integer
-from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
+from spmd.launch.validation import (
+    check_environment_variables,
+    check_pattern,
+    check_printable,
+    check_script_args,
+    script_name,
+)
 
-LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"  # valid under RFC 1123, and under RFC 1035, as Services require
+# valid under RFC 1123, and under RFC 1035, as Services require
+LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
 LONGEST = 63
 QUANTITY = r"\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
-GROUP = 1000  # the group that owns the volume, so that containers without root can write to it; as in examples/cluster/Dockerfile
+# the group that owns the volume, so that containers without root can write to it; as in
+# examples/cluster/Dockerfile
+GROUP = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesJob:
-    """The resources and options of a Kubernetes Job; each pod runs one process, which uses all of its GPUs.
+    """The resources and options of a Kubernetes Job; each pod runs one process, which uses all of
+    its GPUs.
 
     Args:
       image: container image with Python, spmd and the script.
@@ -58,7 +70,12 @@ class KubernetesJob:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        check_pattern("image", self.image, r"[\w.:/@-]{1,1000}", "the name of an image, such as registry.example/train:1")
+        check_pattern(
+            "image",
+            self.image,
+            r"[\w.:/@-]{1,1000}",
+            "the name of an image, such as registry.example/train:1",
+        )
         check_printable("python", self.python)
         check_integer("nodes", self.nodes, 10**5)
         check_integer("gpus_per_node", self.gpus_per_node, 256)
@@ -66,14 +83,27 @@ class KubernetesJob:
         if self.gpus_per_node is not None:
             self.settings.refuse_with_simulate("gpus_per_node")
         if self.settings.stall and self.nodes == 1:
-            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 nodes.")
+            raise OptionError(
+                "stall has no effect on a single process.", fix="leave it out, or use 2 nodes."
+            )
         if not math.isfinite(self.settings.grace):
-            raise OptionError(f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds.")
-        check_pattern("namespace", self.namespace, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and -, at most 63")
+            raise OptionError(
+                f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds."
+            )
+        check_pattern(
+            "namespace",
+            self.namespace,
+            r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+            "lower-case letters, digits and -, at most 63",
+        )
         for name in ("memory", "shm"):
-            check_pattern(name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi")
+            check_pattern(
+                name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi"
+            )
         where = "NAME:/path, a PersistentVolumeClaim and its mount path"
-        check_pattern("claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where)
+        check_pattern(
+            "claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where
+        )
         check_printable("claim", self.claim or "none")
         check_environment_variables(self.env, self.settings.environment())
 
@@ -87,32 +117,51 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
       token: the secret of its processes; None: a new one.
 
     Raises:
-      OptionError: there is nothing to run; the name is invalid in Kubernetes; an argument has a control character.
+      OptionError: there is nothing to run; the name is invalid in Kubernetes; an argument has a
+        control character.
       MissingExtraError: PyYAML is not installed.
     """
     check_script_args(argv, "--kubernetes --nodes 2 --image IMAGE")
     name = _name(argv, config)
     secret = {"stringData": {"token": secrets.token_hex(16) if token is None else token}}
     # names resolve before pods are ready, since pods wait for each other
-    service = {"spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}}
+    service = {
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}
+    }
     job = {"spec": _job(argv, config, name)}
     namespace = {"namespace": config.namespace} if config.namespace else {}
     documents = [
-        {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace, "labels": _labels(name)}, **content}
-        for version, kind, content in (("v1", "Secret", secret), ("v1", "Service", service), ("batch/v1", "Job", job))
+        {
+            "apiVersion": version,
+            "kind": kind,
+            "metadata": {"name": name, **namespace, "labels": _labels(name)},
+            **content,
+        }
+        for version, kind, content in (
+            ("v1", "Secret", secret),
+            ("v1", "Service", service),
+            ("batch/v1", "Job", job),
+        )
     ]
     yaml = import_extra("yaml", "kubernetes")
-    return yaml.safe_dump_all(documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True).rstrip()
+    return yaml.safe_dump_all(
+        documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True
+    ).rstrip()
 
 
 def _name(argv: Sequence[str], config: KubernetesJob) -> str:
     """The job's name: the given one, or the script's in lower case."""
-    name = config.name if config.name is not None else re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
+    name = (
+        config.name
+        if config.name is not None
+        else re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
+    )
     most = LONGEST - len(f"-{config.nodes - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
             f"{option('name', repr(name))}, with {len(name)} characters.",
-            fix=f"{option('name')} with at most {most} lower-case letters, digits and -, a letter first: "
+            fix=f"{option('name')} with at most {most} lower-case letters, digits and -, a letter "
+            "first: "
             f"pods are NAME-0 to NAME-{config.nodes - 1}.",
         )
     return name
@@ -128,13 +177,22 @@ def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
     def on_codes(action: str, *codes: int) -> dict[str, Any]:
         return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
 
-    ignored = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ignored = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     return {
         "completionMode": "Indexed",
         "completions": config.nodes,
         "parallelism": config.nodes,
         "backoffLimit": config.settings.max_restarts,
-        "podFailurePolicy": {"rules": [on_codes("FailJob", USAGE, DISAGREED), on_codes("Ignore", PEER, TERMINATED), ignored]},
+        "podFailurePolicy": {
+            "rules": [
+                on_codes("FailJob", USAGE, DISAGREED),
+                on_codes("Ignore", PEER, TERMINATED),
+                ignored,
+            ]
+        },
         "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(argv, config, name)},
     }
 
@@ -176,10 +234,18 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
 def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
     """The variables of a pod; its rank is JOB_COMPLETION_INDEX, which Kubernetes sets.
 
-    A pod cannot know whether it replaces another, so it always declares a restart: a run resumes from its checkpoint, if it has one.
+    A pod cannot know whether it replaces another, so it always declares a restart: a run resumes
+    from its checkpoint, if it has one.
     """
-    variables = {"SPMD_PROCESSES": str(config.nodes), "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}"}
-    variables |= {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"} | config.settings.environment() | dict(config.env)
+    variables = {
+        "SPMD_PROCESSES": str(config.nodes),
+        "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}",
+    }
+    variables |= (
+        {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"}
+        | config.settings.environment()
+        | dict(config.env)
+    )
     token = {"name": "SPMD_TOKEN", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}
     return [*({"name": key, "value": _literal(value)} for key, value in variables.items()), token]
 
@@ -188,7 +254,9 @@ def _resources(config: KubernetesJob) -> dict[str, Any]:
     """Requests and limits: memory and GPUs are limited, idle CPUs of the node may be used."""
     memory = {"memory": config.memory} if config.memory else {}
     requests = ({"cpu": str(config.cpus)} if config.cpus else {}) | memory
-    limits = memory | ({"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {})
+    limits = memory | (
+        {"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {}
+    )
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 

@@ -1,4 +1,6 @@
-"""`spmd launch`: one command, many processes, on this machine, on several hosts, or under a scheduler."""
+"""`spmd launch`: one command, many processes, on this machine, on several hosts, or under a
+scheduler.
+"""
 
 import argparse
 import dataclasses
@@ -10,45 +12,84 @@ from spmd.errors import OptionError
 from spmd.launch.settings import Settings
 from spmd.user_paths import as_path
 
-HERE, HOSTS, SLURM, SRUN, KUBERNETES = "on one machine", "--hosts", "--slurm", "--srun", "--kubernetes"
-OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {  # by the modes that they apply to; all others apply to every mode
+HERE, HOSTS, SLURM, SRUN, KUBERNETES = (
+    "on one machine",
+    "--hosts",
+    "--slurm",
+    "--srun",
+    "--kubernetes",
+)
+# by the modes that they apply to; all others apply to every mode
+OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
     (HERE,): {
-        "--processes": {"type": int, "metavar": "N", "help": "how many processes (default: one for each GPU)"},
+        "--processes": {
+            "type": int,
+            "metavar": "N",
+            "help": "how many processes (default: one for each GPU)",
+        },
         "--devices": {"metavar": "0,1", "help": "GPUs to use (default: all)"},
     },
     (HOSTS,): {
-        "--min-hosts": {"type": int, "metavar": "M", "help": "restart with as few as M hosts if the others do not answer"},
+        "--min-hosts": {
+            "type": int,
+            "metavar": "M",
+            "help": "restart with as few as M hosts if the others do not answer",
+        },
         "--ssh": {"metavar": "COMMAND", "help": "the ssh command and its options"},
         "--folder": {"metavar": "PATH", "help": "working folder on the hosts (default: this path)"},
     },
     (HERE, HOSTS): {
-        "--spares": {"action": "store_true", "help": "keep a spare process beside each, so that a restart need not start Python"},
+        "--spares": {
+            "action": "store_true",
+            "help": "keep a spare process beside each, so that a restart need not start Python",
+        },
     },
     (HOSTS, SLURM, KUBERNETES): {
-        "--env": {"action": "append", "metavar": "NAME=VALUE", "help": "an environment variable of all processes; repeatable"},
-        "--python": {"metavar": "PATH", "help": "the interpreter (default: this one; with --kubernetes: python)"},
+        "--env": {
+            "action": "append",
+            "metavar": "NAME=VALUE",
+            "help": "an environment variable of all processes; repeatable",
+        },
+        "--python": {
+            "metavar": "PATH",
+            "help": "the interpreter (default: this one; with --kubernetes: python)",
+        },
     },
     (SLURM, KUBERNETES): {
         "--nodes": {"type": int, "metavar": "N", "help": "number of nodes or pods (default: 1)"},
         "--gpus-per-node": {"type": int, "metavar": "G", "help": "GPUs of each node or pod"},
         "--cpus": {"type": int, "metavar": "C", "help": "CPUs of each process"},
-        "--memory": {"metavar": "M", "help": "memory of each node or pod, such as 64G (SLURM) or 64Gi (Kubernetes)"},
+        "--memory": {
+            "metavar": "M",
+            "help": "memory of each node or pod, such as 64G (SLURM) or 64Gi (Kubernetes)",
+        },
         "--name": {"help": "name of the job (default: the script's)"},
     },
     (SLURM,): {
         "--dry-run": {"action": "store_true", "help": "only print the sbatch script"},
-        "--processes-per-node": {"type": int, "metavar": "P", "help": "processes on each node (default: one for each GPU, or 1)"},
+        "--processes-per-node": {
+            "type": int,
+            "metavar": "P",
+            "help": "processes on each node (default: one for each GPU, or 1)",
+        },
         "--time": {"metavar": "T", "help": "time limit, such as 30, 12:00:00 or 1-12:00:00"},
         "--partition": {"metavar": "NAME", "help": "partition of the job"},
         "--account": {"metavar": "NAME", "help": "account to charge"},
         "--output": {"metavar": "PATH", "help": "file for the output, such as runs/%%j.log"},
         "--requeue": {"action": "store_true", "help": "requeue a job that saved after SIGTERM"},
-        "--sbatch": {"action": "append", "metavar": "OPTION", "help": "another sbatch option, such as constraint=a100; repeatable"},
+        "--sbatch": {
+            "action": "append",
+            "metavar": "OPTION",
+            "help": "another sbatch option, such as constraint=a100; repeatable",
+        },
     },
     (KUBERNETES,): {
         "--image": {"help": "container image with Python, spmd and the script"},
         "--namespace": {"help": "namespace of the job"},
-        "--claim": {"metavar": "NAME:/PATH", "help": "PersistentVolumeClaim for checkpoints, and its mount path"},
+        "--claim": {
+            "metavar": "NAME:/PATH",
+            "help": "PersistentVolumeClaim for checkpoints, and its mount path",
+        },
         "--shm": {"metavar": "SIZE", "help": "size of /dev/shm, such as 8Gi"},
     },
 }
@@ -61,7 +102,10 @@ ALTERNATIVES = {  # the fix for an option that does not apply to a mode
     ("--spares", SLURM): "leave it out: a restart is another step of srun, with new processes",
     ("--spares", SRUN): "leave it out: a restart is another step of srun, with new processes",
     ("--spares", KUBERNETES): "leave it out: a restart is another pod",
-    ("--processes-per-node", KUBERNETES): "--nodes: a pod is one process, which uses all of its GPUs",
+    (
+        "--processes-per-node",
+        KUBERNETES,
+    ): "--nodes: a pod is one process, which uses all of its GPUs",
     ("--devices", SLURM): "--gpus-per-node",
     ("--devices", KUBERNETES): "--gpus-per-node",
     ("--dry-run", KUBERNETES): "leave it out: the manifest is only printed in any case",
@@ -74,53 +118,124 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a script in several processes",
-        description="Run a script in several processes that train together, on this machine or on a cluster, and restart all of them when "
+        description="Run a script in several processes that train together, on this machine or on "
+        "a "
+        "cluster, and restart all of them when "
         "one fails.",
-        allow_abbrev=False,  # else an argument of the script, such as --mem, could be refused as ambiguous
+        # else an argument of the script, such as --mem, could be refused as ambiguous
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--simulate", type=int, metavar="K", help="simulate K CPU devices in each process, instead of GPUs")
-    add("--max-restarts", type=int, default=0, metavar="R", help="restart at most R times after failures (default: 0)")
-    add("--grace", type=float, default=30.0, metavar="S", help="seconds to save and exit after SIGTERM (default: 30)")
-    add("--stall", default="", metavar="step=60,…", help="seconds without progress by phase: compile, step, eval, save; inf: never")
-    add("--memory-fraction", type=float, metavar="F", help="fraction of a GPU's memory for each process")
-    add("--no-preallocate", dest="preallocate", action="store_false", help="allocate GPU memory as needed instead of at the start")
+    add(
+        "--simulate",
+        type=int,
+        metavar="K",
+        help="simulate K CPU devices in each process, instead of GPUs",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="restart at most R times after failures (default: 0)",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to save and exit after SIGTERM (default: 30)",
+    )
+    add(
+        "--stall",
+        default="",
+        metavar="step=60,…",
+        help="seconds without progress by phase: compile, step, eval, save; inf: never",
+    )
+    add(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="fraction of a GPU's memory for each process",
+    )
+    add(
+        "--no-preallocate",
+        dest="preallocate",
+        action="store_false",
+        help="allocate GPU memory as needed instead of at the start",
+    )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--hosts", metavar="FILE", help="run on these hosts over ssh: one per line, or jobs and their tasks (.toml)")
+    modes.add_argument(
+        "--hosts",
+        metavar="FILE",
+        help="run on these hosts over ssh: one per line, or jobs and their tasks (.toml)",
+    )
     modes.add_argument("--slurm", action="store_true", help="submit an sbatch script to SLURM")
-    modes.add_argument("--srun", action="store_true", help="inside a SLURM allocation: run in all of its tasks")
-    modes.add_argument("--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job")
+    modes.add_argument(
+        "--srun", action="store_true", help="inside a SLURM allocation: run in all of its tasks"
+    )
+    modes.add_argument(
+        "--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job"
+    )
     for applies_to, options in OPTIONS.items():
         group = parser.add_argument_group(" or ".join(map(_with, applies_to)))
         for flag, details in options.items():
             group.add_argument(flag, **details)
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module and its arguments")
-    add("argv", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python file and its arguments")
+    add(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE ...",
+        help="a module and its arguments",
+    )
+    add(
+        "argv",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="a Python file and its arguments",
+    )
     parser.set_defaults(run=_launch)
 
 
 def _launch(options: argparse.Namespace) -> int | str:
     mode = _mode(options)
-    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
+    settings = Settings(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    )
     argv = [*options.argv] if options.module is None else ["-m", *options.module]
     argv = [*argv, *(["--", *options.rest] if options.rest else [])]
     if mode == SRUN:
         from spmd.launch import srun
 
         return srun.launch(argv, settings, _log)
-    launchers = {HERE: _launch_here, HOSTS: _launch_on_hosts, SLURM: _launch_slurm, KUBERNETES: _launch_kubernetes}
+    launchers = {
+        HERE: _launch_here,
+        HOSTS: _launch_on_hosts,
+        SLURM: _launch_slurm,
+        KUBERNETES: _launch_kubernetes,
+    }
     return launchers[mode](argv, options, settings)
 
 
 def _mode(options: argparse.Namespace) -> str:
-    """The mode that the options select. Options that do not apply to it are refused, with an alternative."""
-    selected = {HOSTS: options.hosts is not None, SLURM: options.slurm, SRUN: options.srun, KUBERNETES: options.kubernetes}
+    """The mode that the options select. Options that do not apply to it are refused, with an
+    alternative.
+    """
+    selected = {
+        HOSTS: options.hosts is not None,
+        SLURM: options.slurm,
+        SRUN: options.srun,
+        KUBERNETES: options.kubernetes,
+    }
     mode = next((name for name, is_selected in selected.items() if is_selected), HERE)
     for applies_to, flags in OPTIONS.items():
         for flag in flags if mode not in applies_to else ():
             value = getattr(options, flag.removeprefix("--").replace("-", "_"))
             if value is not None and value is not False:
-                alternative = ALTERNATIVES.get((flag, mode), " or ".join(["leave it out", *(name for name in applies_to if name != HERE)]))
+                alternative = ALTERNATIVES.get(
+                    (flag, mode),
+                    " or ".join(["leave it out", *(name for name in applies_to if name != HERE)]),
+                )
                 raise OptionError(f"{flag} has no effect {_with(mode)}.", fix=f"{alternative}.")
     return mode
 
@@ -132,16 +247,29 @@ def _with(mode: str) -> str:
 def _config(kind: Any, options: argparse.Namespace, **others: Any) -> Any:
     """A config whose fields are the given options of the same names, and others."""
     names = {field.name for field in dataclasses.fields(kind)} - set(others)
-    return kind(**{name: value for name, value in vars(options).items() if name in names and value is not None}, **others)
+    return kind(
+        **{
+            name: value
+            for name, value in vars(options).items()
+            if name in names and value is not None
+        },
+        **others,
+    )
 
 
 def _launch_here(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
     from spmd.launch.local_launcher import LocalConfig, launch
 
     try:
-        devices = None if options.devices is None else tuple(int(word) for word in options.devices.split(","))
+        devices = (
+            None
+            if options.devices is None
+            else tuple(int(word) for word in options.devices.split(","))
+        )
     except ValueError:
-        raise OptionError(f'--devices "{options.devices}".', fix="GPU numbers, such as 0,1.") from None
+        raise OptionError(
+            f'--devices "{options.devices}".', fix="GPU numbers, such as 0,1."
+        ) from None
     return launch(argv, LocalConfig(options.processes, devices, settings, options.spares), _log)
 
 
@@ -149,14 +277,26 @@ def _launch_on_hosts(argv: Sequence[str], options: argparse.Namespace, settings:
     from spmd.launch.hostfile import read_hosts
     from spmd.launch.ssh_launcher import SshConfig, launch_on_hosts
 
-    others = {"least": options.min_hosts, "variables": tuple(options.env or ()), "settings": settings}
-    return launch_on_hosts(argv, _config(SshConfig, options, hosts=read_hosts(as_path(options.hosts, "hosts")), **others), _log)
+    others = {
+        "least": options.min_hosts,
+        "variables": tuple(options.env or ()),
+        "settings": settings,
+    }
+    return launch_on_hosts(
+        argv,
+        _config(SshConfig, options, hosts=read_hosts(as_path(options.hosts, "hosts")), **others),
+        _log,
+    )
 
 
-def _launch_slurm(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int | str:
+def _launch_slurm(
+    argv: Sequence[str], options: argparse.Namespace, settings: Settings
+) -> int | str:
     from spmd.launch.slurm import SlurmJob, script, submit
 
-    extra = tuple(option if option.startswith("-") else f"--{option}" for option in options.sbatch or ())
+    extra = tuple(
+        option if option.startswith("-") else f"--{option}" for option in options.sbatch or ()
+    )
     job = _config(SlurmJob, options, env=_variables(options), extra=extra, settings=settings)
     return script(argv, job) if options.dry_run else submit(argv, job)
 
@@ -166,7 +306,9 @@ def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, setting
 
     if options.image is None:
         raise OptionError("--kubernetes needs an image.", fix="--image registry.example/train:1.")
-    return manifest(argv, _config(KubernetesJob, options, env=_variables(options), settings=settings))
+    return manifest(
+        argv, _config(KubernetesJob, options, env=_variables(options), settings=settings)
+    )
 
 
 def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
@@ -174,9 +316,12 @@ def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     for text in options.env or ():
         if "=" not in text:
             raise OptionError(f"--env {text!r} has no value.", fix="--env NAME=VALUE.")
-    return tuple((name, value) for name, _, value in (text.partition("=") for text in options.env or ()))
+    return tuple(
+        (name, value) for name, _, value in (text.partition("=") for text in options.env or ())
+    )
 
 
 def _log(text: str) -> None:
-    sys.stderr.write(f"spmd launch: {text}\n")  # at once, so that it is not mixed with what processes print
+    # at once, so that it is not mixed with what processes print
+    sys.stderr.write(f"spmd launch: {text}\n")
     sys.stderr.flush()

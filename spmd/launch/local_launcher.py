@@ -43,19 +43,28 @@ class LocalConfig:
     def __post_init__(self):
         check_integer("processes", self.processes, MOST)
         if self.devices is not None:
-            if not self.devices or min(self.devices) < 0 or len(set(self.devices)) < len(self.devices):
+            if (
+                not self.devices
+                or min(self.devices) < 0
+                or len(set(self.devices)) < len(self.devices)
+            ):
+                given = in_python(str(list(self.devices)), ",".join(map(str, self.devices)))
                 raise OptionError(
-                    f"{option('devices', in_python(str(list(self.devices)), ','.join(map(str, self.devices))))}.",
+                    f"{option('devices', given)}.",
                     fix="distinct GPU numbers from 0.",
                 )
             self.settings.refuse_with_simulate("devices")
         if self.settings.stall and self.count == 1:
-            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
+            raise OptionError(
+                "stall has no effect on a single process.", fix="leave it out, or use 2 processes."
+            )
         check_spares(self.spares, self.settings)
 
     @property
     def gpus(self) -> list[str]:
-        """The GPUs to divide among the processes, as CUDA_VISIBLE_DEVICES names them; none if CPU devices are simulated."""
+        """The GPUs to divide among the processes, as CUDA_VISIBLE_DEVICES names them; none if CPU
+        devices are simulated.
+        """
         if self.settings.simulate:
             return []
         return visible_gpus() if self.devices is None else [str(number) for number in self.devices]
@@ -65,16 +74,21 @@ class LocalConfig:
         """How many processes.
 
         Raises:
-          OptionError: there is no GPU, and no number of processes; or the GPUs cannot be shared equally.
+          OptionError: there is no GPU, and no number of processes; or the GPUs cannot be shared
+            equally.
         """
         gpus = self.gpus
         count = self.processes if self.processes is not None else len(gpus)
         if not count:
-            fix = f"{option('processes', 2)} and {option('simulate', 4)}, for 4 CPU devices in each."
+            fix = (
+                f"{option('processes', 2)} and {option('simulate', 4)}, for 4 CPU devices in each."
+            )
             raise OptionError("this machine has no GPU.", fix=fix)
         if len(gpus) % count:
             fix = f"{option('devices', '0,1')} and so on, or another number."
-            raise OptionError(f"{len(gpus)} GPUs cannot be shared equally by {count} processes.", fix=fix)
+            raise OptionError(
+                f"{len(gpus)} GPUs cannot be shared equally by {count} processes.", fix=fix
+            )
         return count
 
 
@@ -92,17 +106,32 @@ def launch(argv: Sequence[str], config: LocalConfig, log: Callable[[str], None])
     check_script(argv)
     in_memory: set[str] = set()
     with Spares(config.count if config.spares else 0, log) as spares:
-        code = run_with_restarts(lambda times: _attempt(argv, config, times, in_memory, spares), config.settings.max_restarts, log)
+        code = run_with_restarts(
+            lambda times: _attempt(argv, config, times, in_memory, spares),
+            config.settings.max_restarts,
+            log,
+        )
     remove_memory_folders(in_memory)
     return code
 
 
-def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float], in_memory: set[str], spares: Spares) -> Attempt:
+def _attempt(
+    argv: Sequence[str],
+    config: LocalConfig,
+    times: Sequence[float],
+    in_memory: set[str],
+    spares: Spares,
+) -> Attempt:
     """Run all processes once; add their folders of checkpoints in memory."""
     with report_folder() as folder:
-        commands = {rank: (worker_command(argv), environment) for rank, environment in process_environments(config, times, folder).items()}
+        commands = {
+            rank: (worker_command(argv), environment)
+            for rank, environment in process_environments(config, times, folder).items()
+        }
         group = ProcessGroup({})
-        started = start_processes(commands, rank_prefix(config.count), group=group, take=spares.take)
+        started = start_processes(
+            commands, rank_prefix(config.count), group=group, take=spares.take
+        )
         with forward_signals(group, group.signal), started, spares.replace(commands, folder):
             codes = group.wait(config.settings.grace)
         records = read_records(folder)
@@ -112,24 +141,32 @@ def _attempt(argv: Sequence[str], config: LocalConfig, times: Sequence[float], i
 
 def memory_folders(records: Iterable[Mapping[str, Any]]) -> set[str]:
     """The folders of checkpoints in memory that processes have reported."""
-    return {str(record.get("folder")) for record in records if str(record["name"]).startswith("memory.")}
+    return {
+        str(record.get("folder")) for record in records if str(record["name"]).startswith("memory.")
+    }
 
 
 def remove_memory_folders(folders: Iterable[str]) -> None:
-    """Remove folders of checkpoints in memory that no process uses, after the last attempt. A run that ends well has removed its."""
+    """Remove folders of checkpoints in memory that no process uses, after the last attempt. A run
+    that ends well has removed its.
+    """
     for folder in map(Path, folders):
-        from spmd.run.memory_folder import is_memory_folder, remove_unused  # imports JAX, which an agent does not need to start processes
+        # imports JAX, which an agent does not need to start processes
+        from spmd.run.memory_folder import is_memory_folder, remove_unused
 
         if is_memory_folder(folder):
             remove_unused(folder)
 
 
-def process_environments(config: LocalConfig, times: Sequence[float], folder: Path) -> dict[int, dict[str, str]]:
+def process_environments(
+    config: LocalConfig, times: Sequence[float], folder: Path
+) -> dict[int, dict[str, str]]:
     """The environment of each process, by rank.
 
     Args:
       config: the processes.
-      times: of the attempts, as `restart_policy.run_with_restarts` gives them; empty if there are no attempts.
+      times: of the attempts, as `restart_policy.run_with_restarts` gives them; empty if there are
+        no attempts.
       folder: where they leave their records.
     """
     count, gpus = config.count, config.gpus
@@ -146,17 +183,35 @@ def process_environments(config: LocalConfig, times: Sequence[float], folder: Pa
 
 
 def attempt_environment(times: Sequence[float]) -> dict[str, str]:
-    """Variables of all processes of an attempt, which has a new token; `times` as for `process_environments`."""
+    """Variables of all processes of an attempt, which has a new token; `times` as for
+    `process_environments`.
+    """
     number = max(len(times) - 2, 0) // 2
-    variables = {"SPMD_TOKEN": secrets.token_hex(16), "SPMD_ATTEMPT": str(number), "PYTHONUNBUFFERED": "1"}
+    variables = {
+        "SPMD_TOKEN": secrets.token_hex(16),
+        "SPMD_ATTEMPT": str(number),
+        "PYTHONUNBUFFERED": "1",
+    }
     return {**variables, "SPMD_TIMES": " ".join(f"{seconds:.3f}" for seconds in times)}
 
 
-def rank_environment(rank: int, local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Variables of one process: its rank, in all and on its host, and its share of the host's GPUs."""
-    variables = {"SPMD_PROCESS": str(rank), "SPMD_LOCAL_PROCESS": str(local_rank), "SPMD_LOCAL_PROCESSES": str(local_size)}
+def rank_environment(
+    rank: int, local_rank: int, local_size: int, gpus: Sequence[str]
+) -> dict[str, str]:
+    """Variables of one process: its rank, in all and on its host, and its share of the host's
+    GPUs.
+    """
+    variables = {
+        "SPMD_PROCESS": str(rank),
+        "SPMD_LOCAL_PROCESS": str(local_rank),
+        "SPMD_LOCAL_PROCESSES": str(local_size),
+    }
     share = len(gpus) // local_size
-    return variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[local_rank * share : (local_rank + 1) * share])} if gpus else {})
+    return variables | (
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[local_rank * share : (local_rank + 1) * share])}
+        if gpus
+        else {}
+    )
 
 
 def rank_prefix(count: int) -> Callable[[int], str]:
@@ -188,12 +243,15 @@ def check_script(argv: Sequence[str]) -> None:
     """Raise OptionError if there is nothing to run."""
     check_script_is_named(argv, "--processes 2")
     if argv[0] != "-m" and not Path(argv[0]).is_file():
-        raise OptionError(f'there is no script "{argv[0]}".', fix="the path of a Python file, or -m and a module.")
+        raise OptionError(
+            f'there is no script "{argv[0]}".', fix="the path of a Python file, or -m and a module."
+        )
 
 
 @contextlib.contextmanager
 def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator[None]:
-    """In the block, forward SIGTERM, SIGHUP and the signals of $SPMD_STOP_SIGNALS (all as SIGTERM) and Ctrl-C to all processes, once.
+    """In the block, forward SIGTERM, SIGHUP and the signals of $SPMD_STOP_SIGNALS (all as SIGTERM)
+    and Ctrl-C to all processes, once.
 
     A second Ctrl-C kills them.
 
@@ -204,7 +262,8 @@ def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator
 
     def forward(number: int, frame: object) -> None:
         del frame
-        number = number if number == signal.SIGINT else signal.SIGTERM  # closing a terminal must not lose a run
+        # closing a terminal must not lose a run
+        number = number if number == signal.SIGINT else signal.SIGTERM
         if group.stop_signal is None:
             group.stop_signal = number
             send(number)

@@ -1,4 +1,6 @@
-"""Call functions in several processes of this machine, from a notebook or a script: `run` for one call, `local` for many."""
+"""Call functions in several processes of this machine, from a notebook or a script: `run` for one
+call, `local` for many.
+"""
 
 import contextlib
 import inspect
@@ -85,12 +87,15 @@ def run(
     stall: str = "",
     grace: float = 30.0,
 ) -> Any:
-    """Call a function in several processes of this machine, and return its result in process 0: `local` for one call.
+    """Call a function in several processes of this machine, and return its result in process 0:
+    `local` for one call.
 
-    Inside a `with spmd.launch.local(...)` block it takes no options, and uses the block's processes.
+    Inside a `with spmd.launch.local(...)` block it takes no options, and uses the block's
+    processes.
 
     Args:
-      function: called in every process with the same arguments; it may be defined in a notebook (`Processes.run`).
+      function: called in every process with the same arguments; it may be defined in a notebook
+        (`Processes.run`).
       args: its arguments.
       processes, simulate, devices, memory_fraction, preallocate, stall, grace: as in `local`.
 
@@ -106,14 +111,20 @@ def run(
       ...     run(lambda rows: jax.numpy.ones(rows) / jax.device_count(), 2)
       array([0.25, 0.25], dtype=float32)
     """
-    options = {"processes": processes, "simulate": simulate, "devices": devices, "memory_fraction": memory_fraction}
+    options = {
+        "processes": processes,
+        "simulate": simulate,
+        "devices": devices,
+        "memory_fraction": memory_fraction,
+    }
     options |= {"preallocate": preallocate, "stall": stall, "grace": grace}
     if _blocks:
         parameters = inspect.signature(local).parameters
         changed = [name for name, value in options.items() if value != parameters[name].default]
         if changed:
             raise OptionError(
-                f"{changed[0]}={options[changed[0]]!r} inside a block, whose processes have their options.",
+                f"{changed[0]}={options[changed[0]]!r} inside a block, whose processes have their "
+                "options.",
                 fix="leave it out, or leave the block; or another spmd.launch.local(...).",
             )
         return _blocks[-1].run(function, *args)
@@ -144,11 +155,15 @@ class Processes:
     def __init__(self, config: LocalConfig):
         import_extra("cloudpickle", "notebooks")
         if coordination.is_initialized():
-            raise OptionError("this is already one of several processes.", fix="call the function; or start processes from a notebook.")
+            raise OptionError(
+                "this is already one of several processes.",
+                fix="call the function; or start processes from a notebook.",
+            )
         self.count, self._grace = config.count, config.settings.grace
         self._lock, self._down = threading.Lock(), ""
         self._running = WorkerPool()
-        self._abandoned = weakref.finalize(self, self._running.end, 0.0)  # also at the end of this process
+        # also at the end of this process
+        self._abandoned = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._running.start(config)
             answers = self._running.call(None, START)
@@ -160,7 +175,10 @@ class Processes:
         self.devices = int(pickle.loads(answers[0][len(READY) :])[1])
 
     def __repr__(self) -> str:
-        return f"<{self.count} processes, {self.devices} devices{', ' + self._down if self._down else ''}>"
+        return (
+            f"<{self.count} processes, {self.devices} "
+            f"devices{', ' + self._down if self._down else ''}>"
+        )
 
     def __enter__(self) -> "Processes":
         self._check()
@@ -172,32 +190,40 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """End the processes, after a few seconds to exit on their own. Calling it again does nothing."""
+        """End the processes, after a few seconds to exit on their own. Calling it again does
+        nothing.
+        """
         with self._exclusive():
             self._down = self._down or "closed"
             self._running.end(SETTLE)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a function in every process, with the same arguments; its output is printed with the process's rank.
+        """Call a function in every process, with the same arguments; its output is printed with the
+        process's rank.
 
-        Functions, classes and other objects of this notebook that it uses are sent with it; modules are imported by the processes. jax
-        arrays among the arguments arrive on the first device of each process, numpy arrays as numpy arrays.
+        Functions, classes and other objects of this notebook that it uses are sent with it; modules
+        are imported by the processes. jax arrays among the arguments arrive on the first device of
+        each process, numpy arrays as numpy arrays.
 
         Args:
           function: called in every process.
           args, options: its arguments.
 
         Returns:
-          Its result in process 0, with numpy arrays instead of jax arrays. Arrays that are sharded over processes are assembled, if all
-          processes return them.
+          Its result in process 0, with numpy arrays instead of jax arrays. Arrays that are sharded
+          over processes are assembled, if all processes return them.
 
         Raises:
           OptionError: the function or an argument cannot be sent.
-          ProcessError: a process failed, upon which all have ended; the processes had ended before; or the result cannot be sent.
+          ProcessError: a process failed, upon which all have ended; the processes had ended before;
+            or the result cannot be sent.
           KeyboardInterrupt: all were interrupted, and have ended.
         """
         if not callable(function):
-            raise OptionError(f"run({function!r}): expected a function, not {type_name(function)}.", fix="run(function, argument, ...).")
+            raise OptionError(
+                f"run({function!r}): expected a function, not {type_name(function)}.",
+                fix="run(function, argument, ...).",
+            )
         call = serialization.serialize_call(function, args, options)
         with self._exclusive():
             self._check()
@@ -213,33 +239,54 @@ class Processes:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Allow one thread at a time: two would read each other's answers, or close a socket that is read."""
+        """Allow one thread at a time: two would read each other's answers, or close a socket that
+        is read.
+        """
         if not self._lock.acquire(blocking=False):
-            raise OptionError("these processes are running another call.", fix="one call at a time, or another spmd.launch.local(...).")
+            raise OptionError(
+                "these processes are running another call.",
+                fix="one call at a time, or another spmd.launch.local(...).",
+            )
         try:
             yield
         finally:
             self._lock.release()
 
     def _call(self, call: bytes) -> Any:
-        answers = self._running.call(pickle.dumps({**_environment(), "call": call, "mark": self._running.lines.next_mark()}))
-        if len(answers) < self.count or any(answer.startswith(FAILED) for answer in answers.values()):
+        answers = self._running.call(
+            pickle.dumps({**_environment(), "call": call, "mark": self._running.lines.next_mark()})
+        )
+        if len(answers) < self.count or any(
+            answer.startswith(FAILED) for answer in answers.values()
+        ):
             raise self._failed(answers)
         self._running.lines.until(self.count)
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
-        parts = {rank: pickle.loads(answer[len(DONE) :]) for rank, answer in answers.items() if answer.startswith(DONE)}
-        return serialization.deserialize_result(parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()})
+        parts = {
+            rank: pickle.loads(answer[len(DONE) :])
+            for rank, answer in answers.items()
+            if answer.startswith(DONE)
+        }
+        return serialization.deserialize_result(
+            parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()}
+        )
 
     def _check(self) -> None:
         """Raise ProcessError if any of the processes is gone."""
         if os.getpid() != self._running.owner:
-            raise ProcessError("these processes belong to the parent of this fork.", fix="start new ones: spmd.launch.local(...).")
+            raise ProcessError(
+                "these processes belong to the parent of this fork.",
+                fix="start new ones: spmd.launch.local(...).",
+            )
         if not self._down and (ended := self._running.ended()):
             self._down = describe_exit(*next(iter(ended.items())))
             self._running.end(SETTLE)
         if self._down:
-            raise ProcessError(f"these processes have ended: {self._down}.", fix="start new ones: spmd.launch.local(...).")
+            raise ProcessError(
+                f"these processes have ended: {self._down}.",
+                fix="start new ones: spmd.launch.local(...).",
+            )
 
     def _failed(self, answers: Mapping[int, bytes], prefix: str = "") -> ProcessError:
         """The error to raise; ends all processes."""
@@ -250,7 +297,18 @@ class Processes:
 
 
 def _environment() -> dict[str, Any]:
-    """This process's import path, folder, JAX settings and cell sources, so that calls behave as here and tracebacks show cells."""
-    cells = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    """This process's import path, folder, JAX settings and cell sources, so that calls behave as
+    here and tracebacks show cells.
+    """
+    cells = {
+        name: entry[2]
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
     path = [str(entry) or os.getcwd() for entry in sys.path]
-    return {"path": path, "folder": os.getcwd(), "config": {name: getattr(jax.config, name) for name in CONFIG}, "cells": cells}
+    return {
+        "path": path,
+        "folder": os.getcwd(),
+        "config": {name: getattr(jax.config, name) for name in CONFIG},
+        "cells": cells,
+    }

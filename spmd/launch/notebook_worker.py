@@ -1,7 +1,9 @@
-"""A process that runs calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker FD`, a socket to its parent.
+"""A process that runs calls: `python -m spmd.launch.runner -m spmd.launch.notebook_worker FD`, a
+socket to its parent.
 
-Each call is a function with its arguments, from the notebook that started this process; the answer is its result or its error. After a
-failed call the process exits, as after a failed script. It also exits when its socket is closed.
+Each call is a function with its arguments, from the notebook that started this process; the answer
+is its result or its error. After a failed call the process exits, as after a failed script. It also
+exits when its socket is closed.
 """
 
 import contextlib
@@ -28,7 +30,8 @@ def main(notebook: socket.socket) -> None:
         ipc.send(notebook, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
         while (message := ipc.receive(notebook)) is not None:
             ipc.send(notebook, _answer(notebook, pickle.loads(message)))
-            watchdog.current().record_progress("script", watchdog.current().step)  # waiting for a call is no stall
+            # waiting for a call is no stall
+            watchdog.current().record_progress("script", watchdog.current().step)
     except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
         raise SystemExit(exit_codes.FAILED) from None
     except ConnectionError:
@@ -43,7 +46,11 @@ def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
         value = jax.block_until_ready(function(*args, **options))
     except BaseException as error:
         _end_of_output(request["mark"])
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
+        text = "".join(
+            traceback.format_exception(
+                type(error), error, error.__traceback__ and error.__traceback__.tb_next
+            )
+        )
         with contextlib.suppress(OSError):
             ipc.send(notebook, FAILED + pickle.dumps((_headline(error), text)))
         code = watchdog.exit_code(error) or exit_codes.FAILED
@@ -65,7 +72,9 @@ def _match_notebook(request: dict[str, Any]) -> None:
     for name, value in request["config"].items():
         if getattr(jax.config, name) != value:
             jax.config.update(name, value)
-    linecache.cache.update({name: (len("".join(lines)), None, lines, name) for name, lines in request["cells"].items()})
+    linecache.cache.update(
+        {name: (len("".join(lines)), None, lines, name) for name, lines in request["cells"].items()}
+    )
 
 
 def _headline(error: BaseException) -> str:

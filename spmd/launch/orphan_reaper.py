@@ -1,8 +1,9 @@
 """Kill the processes of a launcher that has died: `python orphan_reaper.py COOKIE LAUNCHER`.
 
-A killed launcher cannot clean up, and grandchildren, such as the workers of a data loader, have other parents. So this small process
-waits for the launcher's end, and then kills every process whose environment contains the launcher's cookie, which only its descendants
-inherit. Linux only: elsewhere processes end themselves and their process group (`runner.py`).
+A killed launcher cannot clean up, and grandchildren, such as the workers of a data loader, have
+other parents. So this small process waits for the launcher's end, and then kills every process
+whose environment contains the launcher's cookie, which only its descendants inherit. Linux only:
+elsewhere processes end themselves and their process group (`runner.py`).
 """
 
 import contextlib
@@ -24,7 +25,11 @@ def reap_orphans(cookie: str) -> Iterator[None]:
     """In the block, whose processes get the cookie, a reaper waits for the end of this process."""
     command = [sys.executable, "-I", "-S", __file__, cookie, str(os.getpid())]
     is_linux, owner = Path("/proc/self/environ").exists(), os.getpid()
-    reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) if is_linux else None
+    reaper = (
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        if is_linux
+        else None
+    )
     try:
         yield
     finally:
@@ -39,7 +44,11 @@ def processes_with_cookie(cookie: str) -> list[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                variables = dict(line.split(b"=", 1) for line in Path(entry.path, "environ").read_bytes().split(b"\0") if b"=" in line)
+                variables = dict(
+                    line.split(b"=", 1)
+                    for line in Path(entry.path, "environ").read_bytes().split(b"\0")
+                    if b"=" in line
+                )
                 if encoded in variables.get(NAME.encode(), b"").split(b","):
                     pids.append(int(entry.name))
     return pids

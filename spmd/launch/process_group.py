@@ -1,4 +1,6 @@
-"""Processes on this machine that are started and ended together, with their output prefixed by rank."""
+"""Processes on this machine that are started and ended together, with their output prefixed by
+rank.
+"""
 
 import contextlib
 import dataclasses
@@ -50,7 +52,8 @@ class ProcessGroup:
     owner: int = dataclasses.field(default_factory=os.getpid, repr=False)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all processes that were not reaped yet, and to their descendants: until then their ids are not reused.
+        """Send a signal to all processes that were not reaped yet, and to their descendants: until
+        then their ids are not reused.
 
         Does nothing in a fork of the process that started them.
         """
@@ -58,20 +61,26 @@ class ProcessGroup:
             return
         for process in self.processes.values():
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # raised on macOS for a group of zombies
+                # raised on macOS for a group of zombies
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
     def ended(self) -> dict[int, int]:
-        """Exit codes of those that have ended, by rank; negative ones are signals. They are not reaped."""
+        """Exit codes of those that have ended, by rank; negative ones are signals. They are not
+        reaped.
+        """
         codes = {}
         for rank, process in self.processes.items():
             status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
-                codes[rank] = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                codes[rank] = (
+                    status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                )
         return codes
 
     def wait(self, grace: float, send: Callable[[int], None] | None = None) -> dict[int, int]:
-        """Wait until all have ended; kill them soon after one has failed, or `grace` seconds after a request to stop.
+        """Wait until all have ended; kill them soon after one has failed, or `grace` seconds after
+        a request to stop.
 
         Args:
           grace: seconds.
@@ -87,7 +96,10 @@ class ProcessGroup:
                 deadline = time.monotonic() + grace
             elif deadline is None and self.stop_signal is None and any(codes.values()):
                 failed = {code for code in codes.values() if code}
-                deadline, first = time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE), codes
+                deadline, first = (
+                    time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE),
+                    codes,
+                )
                 self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline:
                 (self.signal if send is None or killed else send)(signal.SIGKILL)
@@ -98,20 +110,27 @@ class ProcessGroup:
 
 
 def to_stdout(line: str) -> None:
-    """Write a line of a process to stdout, without control characters that do more to a terminal than colour it."""
+    """Write a line of a process to stdout, without control characters that do more to a terminal
+    than colour it.
+    """
     sys.stdout.write(escape_control_characters(line))
     sys.stdout.flush()
 
 
 def escape_control_characters(line: str) -> str:
-    r"""Spell out the control characters in a line, except for tabs, line ends and colours, which are reset at the end.
+    r"""Spell out the control characters in a line, except for tabs, line ends and colours, which
+    are reset at the end.
 
     >>> escape_control_characters("\x1b[31mred\x1b[2J\x07\n")
     '\x1b[31mred\\x1b[2J\\x07\x1b[0m\n'
     """
     text = line.rstrip("\n")
     shown = CONTROL.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text)
-    return shown + (RESET if COLOUR.search(text) and not text.endswith(RESET) else "") + line[len(text) :]
+    return (
+        shown
+        + (RESET if COLOUR.search(text) and not text.endswith(RESET) else "")
+        + line[len(text) :]
+    )
 
 
 @contextlib.contextmanager
@@ -124,17 +143,25 @@ def start_processes(
     group: ProcessGroup | None = None,
     take: Callable[[Mapping[str, str]], subprocess.Popen | None] = lambda environment: None,
 ) -> Iterator[ProcessGroup]:
-    """Start a command with an environment for each rank; at the end of the block all of them are ended in any case.
+    """Start a command with an environment for each rank; at the end of the block all of them are
+    ended in any case.
 
     Args:
       commands: command and environment, by rank.
       prefix: the prefix of each output line, by rank.
       write: called with their output, line by line, from threads.
       inherited: additional file descriptors that a process inherits, by rank.
-      group: an empty group that takes signals already; they are passed on once the processes are started.
-      take: returns a process that has been started before, and continues with an environment; None: start one (`spmd.launch.spares`).
+      group: an empty group that takes signals already; they are passed on once the processes are
+        started.
+      take: returns a process that has been started before, and continues with an environment; None:
+        start one (`spmd.launch.spares`).
     """
-    group, readers, reaper, cookie = group or ProcessGroup({}), [], contextlib.ExitStack(), secrets.token_hex(16)
+    group, readers, reaper, cookie = (
+        group or ProcessGroup({}),
+        [],
+        contextlib.ExitStack(),
+        secrets.token_hex(16),
+    )
     try:
         reaper.enter_context(orphan_reaper.reap_orphans(cookie))
         for rank, (command, environment) in commands.items():
@@ -152,7 +179,9 @@ def start_processes(
                 text=True,
             )
             group.processes[rank] = process
-            reader = threading.Thread(target=_copy, args=(process.stdout, prefix(rank), write), daemon=True)
+            reader = threading.Thread(
+                target=_copy, args=(process.stdout, prefix(rank), write), daemon=True
+            )
             reader.start()
             readers.append(reader)
         if group.stop_signal is not None:
@@ -173,5 +202,6 @@ def start_processes(
 
 def _copy(lines: IO[str] | None, prefix: str, write: Callable[[str], None]) -> None:
     for line in lines or ():
-        with contextlib.suppress(OSError, ValueError):  # stdout is closed; processes must not block on their output
+        # stdout is closed; processes must not block on their output
+        with contextlib.suppress(OSError, ValueError):
             write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")

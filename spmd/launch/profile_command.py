@@ -1,4 +1,6 @@
-"""`spmd profile SCRIPT`: train a few steps of a script on the devices that are here, and show where their time goes."""
+"""`spmd profile SCRIPT`: train a few steps of a script on the devices that are here, and show where
+their time goes.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -7,7 +9,8 @@ from typing import Any
 from spmd.launch.script_fit import call_at_fit
 
 NO_PROFILE = 1  # the exit code if the profiler failed, for a reason that was logged
-LEFT_OUT = ("eval_data", "eval_every", "eval_average", "checkpoint", "resume", "epochs", "watch")  # of the script's arguments
+# of the script's arguments
+LEFT_OUT = ("eval_data", "eval_every", "eval_average", "checkpoint", "resume", "epochs", "watch")
 
 
 def add_to(commands: Any) -> None:
@@ -15,15 +18,37 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="train a few steps of a script, and show where their time goes",
-        description="Run SCRIPT up to its call of spmd.fit, train up to the last traced step on the devices that are here, and print where "
-        "the time of a traced step goes, by kind and by layer, beside what is predicted. Nothing is evaluated, saved or logged.",
-        epilog="Arguments after -- are passed to the script:  spmd profile train.py --steps 10:15 -- --width 768",
+        description="Run SCRIPT up to its call of spmd.fit, train up to the last traced step on "
+        "the "
+        "devices that are here, and print where "
+        "the time of a traced step goes, by kind and by layer, beside what is predicted. Nothing "
+        "is evaluated, saved or logged.",
+        epilog="Arguments after -- are passed to the script:  spmd profile train.py --steps 10:15 "
+        "-- "
+        "--width 768",
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that calls spmd.fit")
-    parser.add_argument("--steps", default="10:15", metavar="10:15", help="trace the steps after the 10th up to the 15th (default: 10:15)")
-    parser.add_argument("--target", metavar="8xmine.toml", help="predict for this target (default: the shipped one of these devices)")
-    parser.add_argument("--folder", metavar="FOLDER", help="where the trace goes (default: a new temporary folder)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to wait for the profiler (default: 60)")
+    parser.add_argument(
+        "--steps",
+        default="10:15",
+        metavar="10:15",
+        help="trace the steps after the 10th up to the 15th (default: 10:15)",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="8xmine.toml",
+        help="predict for this target (default: the shipped one of these devices)",
+    )
+    parser.add_argument(
+        "--folder", metavar="FOLDER", help="where the trace goes (default: a new temporary folder)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long to wait for the profiler (default: 60)",
+    )
     parser.set_defaults(run=_profile)
 
 
@@ -32,15 +57,22 @@ def _profile(options: argparse.Namespace) -> str | int:
     from spmd.run.callbacks import as_callbacks, watched_metrics
     from spmd.run.step_profiler import Profile
 
-    profile = Profile(options.steps, options.folder, options.target, options.seconds)  # before the script runs
+    # before the script runs
+    profile = Profile(options.steps, options.folder, options.target, options.seconds)
     if options.target is not None:
         Cluster.parse(options.target)
 
     def traced(fit: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         kept = {name: value for name, value in arguments.items() if name not in LEFT_OUT}
         hooks = as_callbacks(arguments.get("callbacks", ()))
-        kept["callbacks"] = [hook for hook in hooks if not any(name.startswith("eval_") for name in watched_metrics(hook))]
-        return fit(**kept | {"steps": profile.end, "loggers": (), "progress": False, "profile": profile}).profile
+        kept["callbacks"] = [
+            hook
+            for hook in hooks
+            if not any(name.startswith("eval_") for name in watched_metrics(hook))
+        ]
+        return fit(
+            **kept | {"steps": profile.end, "loggers": (), "progress": False, "profile": profile}
+        ).profile
 
     result = call_at_fit(options.script, options.rest, traced, to="profile")
     return NO_PROFILE if result is None else str(result)

@@ -29,10 +29,12 @@ class Attempt:
       first_step: the step at which its first run started; None if none started.
       failures: by rank, the step and the error that the process has reported; root causes first.
       first: exit codes of the processes that ended first.
-      unreported_cause: rank and description of a process that caused the failures without a report (`failure_cause`), or None.
+      unreported_cause: rank and description of a process that caused the failures without a report
+        (`failure_cause`), or None.
       saved: the step that was saved after a request to stop; None if unknown.
       failed_at: when the first process failed, in seconds since 1970; None if that is not known.
-      fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit all.
+      fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit
+        all.
       stop_signal: the signal that asked all processes to stop; None: there was none.
     """
 
@@ -48,35 +50,63 @@ class Attempt:
 
     @property
     def cause(self) -> str:
-        """A description of the root cause and its first consequence: reported errors, and exits without a report."""
-        reported = [f"process {rank} at step {step}: {' '.join(text.split())[:400]}" for rank, (step, text) in self.failures.items()]
-        ended = [(rank, code) for rank, code in (*self.first.items(), *sorted(self.codes.items())) if code]
+        """A description of the root cause and its first consequence: reported errors, and exits
+        without a report.
+        """
+        reported = [
+            f"process {rank} at step {step}: {' '.join(text.split())[:400]}"
+            for rank, (step, text) in self.failures.items()
+        ]
+        ended = [
+            (rank, code)
+            for rank, code in (*self.first.items(), *sorted(self.codes.items()))
+            if code
+        ]
         primary = [(rank, code) for rank, code in ended if code != PEER] or ended
-        unreported = [_ended(rank, code, self.saved) for rank, code in primary[:1] if code < 0 or code == LOST or not reported]
+        unreported = [
+            _ended(rank, code, self.saved)
+            for rank, code in primary[:1]
+            if code < 0 or code == LOST or not reported
+        ]
         asked = sum(code == TERMINATED for code in self.codes.values())
-        if asked > 1 and unreported and primary[0][1] == TERMINATED:  # it reached one of them or all; the exit codes do not say which
-            unreported = [f"{asked} processes ended with code {TERMINATED} after SIGTERM{_saved(self.saved, 'have')}"]
-        causes = ([] if self.unreported_cause is None else [self.unreported_cause[1]]) + [*unreported, *reported[:1]]
+        # it reached one of them or all; the exit codes do not say which
+        if asked > 1 and unreported and primary[0][1] == TERMINATED:
+            unreported = [
+                f"{asked} processes ended with code {TERMINATED} after "
+                f"SIGTERM{_saved(self.saved, 'have')}"
+            ]
+        causes = ([] if self.unreported_cause is None else [self.unreported_cause[1]]) + [
+            *unreported,
+            *reported[:1],
+        ]
         return printable("; consequence: ".join(causes[:2]))
 
     @property
     def signature(self) -> tuple[int, str] | None:
-        """Step and text of the first error, to recognize one that recurs at the same step; None if none was reported."""
+        """Step and text of the first error, to recognize one that recurs at the same step; None if
+        none was reported.
+        """
         return next(iter(self.failures.values()), None)
 
 
 def _ended(rank: int, code: int, saved: int | None = None) -> str:
     """A description of an exit code.
 
-    >>> _ended(1, -9), _ended(0, 143, 20)
-    ('process 1 ended with signal 9', 'process 0 ended with code 143: it received SIGTERM, and has saved step 20')
+    >>> _ended(1, -9)
+    'process 1 ended with signal 9'
+    >>> _ended(0, 143, 20)
+    'process 0 ended with code 143: it received SIGTERM, and has saved step 20'
     """
     if code == LOST:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
     if code < 0:
-        return f"{who} ended with signal {-code}" + (f": it received SIGTERM{_saved(saved)}" if code == -signal.SIGTERM else "")
-    return f"{who} ended with code {code}" + (f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else "")
+        return f"{who} ended with signal {-code}" + (
+            f": it received SIGTERM{_saved(saved)}" if code == -signal.SIGTERM else ""
+        )
+    return f"{who} ended with code {code}" + (
+        f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else ""
+    )
 
 
 def _saved(step: int | None, has: str = "has") -> str:
@@ -84,7 +114,9 @@ def _saved(step: int | None, has: str = "has") -> str:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records that processes left in their folder (`spmd.distributed.records.report_to_launcher`), each with its "name"."""
+    """The records that processes left in their folder
+    (`spmd.distributed.records.report_to_launcher`), each with its "name".
+    """
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -101,9 +133,15 @@ def summarize_attempt(
     stop_signal: int | None = None,
     failed_at: float | None = None,
 ) -> Attempt:
-    """An attempt, from its processes' records and exit codes; an exit code in a record takes precedence."""
+    """An attempt, from its processes' records and exit codes; an exit code in a record takes
+    precedence.
+    """
     records = list(records)
-    failed, last_heartbeats, steps = failure_cause.failures(records), failure_cause.heartbeats(records), dict[str, int]()
+    failed, last_heartbeats, steps = (
+        failure_cause.failures(records),
+        failure_cause.heartbeats(records),
+        dict[str, int](),
+    )
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             steps[record["name"]] = int(record["step"])
@@ -111,7 +149,11 @@ def summarize_attempt(
     def last(rank: int) -> float:
         return last_heartbeats[rank].at if rank in last_heartbeats else 0.0
 
-    by_others = {rank for rank, code in first.items() if code == ABORTED and failed and last(rank) > failed[0].at}
+    by_others = {
+        rank
+        for rank, code in first.items()
+        if code == ABORTED and failed and last(rank) > failed[0].at
+    }
     first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
     unreported_cause = failure_cause.unreported_cause(failed, last_heartbeats, first)
     reported_codes = {failure.rank: failure.code for failure in failed}
@@ -124,16 +166,21 @@ def summarize_attempt(
         stop_signal,
         unreported_cause=unreported_cause,
         saved=steps.get("saved"),
-        failed_at=min((at for at in (failed_at, *(failure.at for failure in failed)) if at is not None), default=None),
+        failed_at=min(
+            (at for at in (failed_at, *(failure.at for failure in failed)) if at is not None),
+            default=None,
+        ),
     )
 
 
-def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, log: Callable[[str], None]) -> int:
+def run_with_restarts(
+    attempt: Callable[[Sequence[float]], Attempt], most: int, log: Callable[[str], None]
+) -> int:
     """Run all processes, and restart them as long as that may help.
 
     Args:
-      attempt: runs all processes once; called with seconds since 1970: when this function was called, start and end of each earlier
-        attempt, and the start of this one.
+      attempt: runs all processes once; called with seconds since 1970: when this function was
+        called, start and end of each earlier attempt, and the start of this one.
       most: the most restarts.
       log: called with lines about failures and restarts.
 
@@ -144,18 +191,29 @@ def run_with_restarts(attempt: Callable[[Sequence[float]], Attempt], most: int, 
     while True:
         times.append(time.time())
         last = attempt(times)
-        times.append(time.time() if last.failed_at is None else max(times[-1], min(last.failed_at, time.time())))
+        times.append(
+            time.time()
+            if last.failed_at is None
+            else max(times[-1], min(last.failed_at, time.time()))
+        )
         if not any(last.codes.values()):
             return 0
         attempts.append(last)
         log(last.cause)
-        cause = f"it was stopped by signal {last.stop_signal}" if last.stop_signal is not None else no_restart_reason(attempts, most)
+        cause = (
+            f"it was stopped by signal {last.stop_signal}"
+            if last.stop_signal is not None
+            else no_restart_reason(attempts, most)
+        )
         if cause is not None:
             if most:
                 log(f"no restart: {cause}.")
             return exit_code(last)
         seconds = restart_delay(attempts)
-        log(f"restart {len(attempts)} of at most {most}" + (f", in {seconds:.0f} s" if seconds else ""))
+        log(
+            f"restart {len(attempts)} of at most {most}"
+            + (f", in {seconds:.0f} s" if seconds else "")
+        )
         try:
             time.sleep(seconds)
         except KeyboardInterrupt:
@@ -178,7 +236,11 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
         return "the error before training would recur"
     if codes & {TERMINATED, -signal.SIGTERM}:
         return f"it was asked to stop{_saved(last.saved)}"
-    if len(attempts) > 1 and last.signature is not None and last.signature == attempts[-2].signature:
+    if (
+        len(attempts) > 1
+        and last.signature is not None
+        and last.signature == attempts[-2].signature
+    ):
         return "the same error occurred twice at the same step"
     reached = [attempt for attempt in attempts if set(attempt.codes.values()) != {LOST}]
     begun = [attempt.first_step for attempt in reached[-NO_PROGRESS - 1 :]]
@@ -190,18 +252,32 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
 
 
 def restart_delay(attempts: Sequence[Attempt]) -> float:
-    """Seconds before the next restart: 0, 1, 2, 4 … 60, by the number of attempts in a row that started at the same step. So a run that
-    makes progress between rare failures never waits, and more than 2 s come only while hosts are missing (`NO_PROGRESS`).
+    """Seconds before the next restart: 0, 1, 2, 4 … 60, by the number of attempts in a row that
+    started at the same step. So a run that makes progress between rare failures never waits, and
+    more than 2 s come only while hosts are missing (`NO_PROGRESS`).
 
-    >>> [restart_delay([Attempt({0: 1}, first_step=step) for step in steps]) for steps in ([0], [0, 0], [0, 0, 0], [0, 0, 20])]
+    >>> [
+    ...     restart_delay([Attempt({0: 1}, first_step=step) for step in steps])
+    ...     for steps in ([0], [0, 0], [0, 0, 0], [0, 0, 20])
+    ... ]
     [0.0, 1.0, 2.0, 0.0]
     """
-    same = len(list(itertools.takewhile(lambda attempt: attempt.first_step == attempts[-1].first_step, reversed(attempts))))
+    same = len(
+        list(
+            itertools.takewhile(
+                lambda attempt: attempt.first_step == attempts[-1].first_step, reversed(attempts)
+            )
+        )
+    )
     return 0.0 if same == 1 else min(2.0 ** (same - 2), MAX_DELAY)
 
 
 def exit_code(attempt: Attempt) -> int:
-    """The launcher's exit code after its last attempt: that of a process that failed first; 128 + the signal, as in shells."""
+    """The launcher's exit code after its last attempt: that of a process that failed first; 128 +
+    the signal, as in shells.
+    """
     reported = [attempt.codes[rank] for rank in attempt.failures if attempt.codes.get(rank)]
-    code = next((code for code in (*reported, *attempt.first.values(), *attempt.codes.values()) if code), 0)
+    code = next(
+        (code for code in (*reported, *attempt.first.values(), *attempt.codes.values()) if code), 0
+    )
     return code if code >= 0 else 128 - code

@@ -1,4 +1,6 @@
-"""A process that `spmd launch` starts: it joins the others, then runs the script: `python -m spmd.launch.runner SCRIPT ...`."""
+"""A process that `spmd launch` starts: it joins the others, then runs the script: `python -m
+spmd.launch.runner SCRIPT ...`.
+"""
 
 import os
 import runpy
@@ -18,14 +20,22 @@ from spmd.xla import simulate_cpus
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a script, or a module after "-m", as Python would; report its failure to the other processes."""
-    threading.Thread(target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True).start()
+    """Run a script, or a module after "-m", as Python would; report its failure to the other
+    processes.
+    """
+    threading.Thread(
+        target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True
+    ).start()
     wait_as_spare()
     try:
         if simulated := os.environ.get("SPMD_SIMULATE"):
             simulate_cpus(int(simulated))
-        if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:  # `launch/srun.py` signals this step
-            report_to_launcher("srun", {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"})
+        # `launch/srun.py` signals this step
+        if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:
+            report_to_launcher(
+                "srun",
+                {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"},
+            )
         join()
         module = argv[0] == "-m"
         name, sys.argv = argv[module], list(argv[module:])
@@ -48,7 +58,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _exit_with(launcher: int) -> None:
-    """Exit, with all child processes, when the launcher is gone; `orphan_reaper.py` does so on Linux only."""
+    """Exit, with all child processes, when the launcher is gone; `orphan_reaper.py` does so on
+    Linux only.
+    """
     while launcher in (0, os.getppid()):
         time.sleep(1.0)
     if os.getpgrp() == os.getpid():  # this process leads its group, which has only its descendants

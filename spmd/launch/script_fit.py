@@ -15,11 +15,20 @@ T = TypeVar("T")
 
 
 class _FitCalled(BaseException):
-    """Ends a script at its call of `fit`, or at a custom loop; a BaseException, so that the script's error handlers do not catch it."""
+    """Ends a script at its call of `fit`, or at a custom loop; a BaseException, so that the
+    script's error handlers do not catch it.
+    """
 
 
-def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[..., Any], dict[str, Any]], T], *, to: str = "plan") -> T:
-    """What `call(fit, arguments)` returns, at a script's first call of `spmd.fit`: the real one, and its arguments by name.
+def call_at_fit(
+    script: str,
+    arguments: list[str],
+    call: Callable[[Callable[..., Any], dict[str, Any]], T],
+    *,
+    to: str = "plan",
+) -> T:
+    """What `call(fit, arguments)` returns, at a script's first call of `spmd.fit`: the real one,
+    and its arguments by name.
 
     The script ends there. Its output goes to standard error.
 
@@ -27,7 +36,8 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
       to: what `call` does, as a verb for errors.
 
     Raises:
-      OptionError: there is no such script, it fails, it ends before such a call, or it trains in a loop instead.
+      OptionError: there is no such script, it fails, it ends before such a call, or it trains in a
+        loop instead.
     """
     from spmd import api
     from spmd.trainer import Trainer
@@ -36,14 +46,23 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     if not path.is_file():
         why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
         raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
-    argv, paths, folder, real, steps = sys.argv, sys.path[:], Path.cwd(), api.fit, contextlib.ExitStack()
+    argv, paths, folder, real, steps = (
+        sys.argv,
+        sys.path[:],
+        Path.cwd(),
+        api.fit,
+        contextlib.ExitStack(),
+    )
     fix = "call spmd.plan(...) from Python, for a custom training loop." if to == "plan" else ""
 
     def fit(*args: Any, **options: Any) -> Any:
         try:
             given = dict(inspect.signature(real).bind(*args, **options).arguments)
         except TypeError as error:
-            raise OptionError(f"{script} calls spmd.fit with invalid arguments: {error}.", fix="correct that call.") from error
+            raise OptionError(
+                f"{script} calls spmd.fit with invalid arguments: {error}.",
+                fix="correct that call.",
+            ) from error
         steps.close()  # the real fit may need them
         try:
             result = call(real, given)
@@ -56,7 +75,10 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     def refuse(name: str) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
             del args, options
-            why = f"{script} calls Trainer.{name}, in a custom training loop, before it called spmd.fit, so there is nothing to {to}."
+            why = (
+                f"{script} calls Trainer.{name}, in a custom training loop, before it called "
+                f"spmd.fit, so there is nothing to {to}."
+            )
             outcome.append(_raising(OptionError(why, fix=fix)))
             raise _FitCalled
 
@@ -65,7 +87,8 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
     for name in ("step", "steps"):
         steps.callback(setattr, Trainer, name, getattr(Trainer, name))
         setattr(Trainer, name, refuse(name))
-    steps.enter_context(options_of_command(()))  # the script's own arguments are not options of the command
+    # the script's own arguments are not options of the command
+    steps.enter_context(options_of_command(()))
     sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
@@ -77,8 +100,14 @@ def call_at_fit(script: str, arguments: list[str], call: Callable[[Callable[...,
         raise
     except (Exception, SystemExit) as error:
         if not outcome:  # otherwise, the code after the call does not matter
-            why = f"ended ({error.code})" if isinstance(error, SystemExit) else f"fails, {type(error).__name__}: {error},"
-            raise OptionError(f"{script} {why} before it called spmd.fit.", fix=f"python {script} shows where.") from error
+            why = (
+                f"ended ({error.code})"
+                if isinstance(error, SystemExit)
+                else f"fails, {type(error).__name__}: {error},"
+            )
+            raise OptionError(
+                f"{script} {why} before it called spmd.fit.", fix=f"python {script} shows where."
+            ) from error
     finally:
         sys.argv, sys.path = argv, paths
         os.chdir(folder)

@@ -1,7 +1,9 @@
-"""Serialize functions and results between a notebook and its processes: with cloudpickle, and jax arrays as numpy arrays.
+"""Serialize functions and results between a notebook and its processes: with cloudpickle, and jax
+arrays as numpy arrays.
 
-An array that is sharded over processes is sent in shards, each by one process that has it, and is assembled in the notebook: no device
-has to hold all of it, and no process waits for another. Only a process and its own children use this, over sockets.
+An array that is sharded over processes is sent in shards, each by one process that has it, and is
+assembled in the notebook: no device has to hold all of it, and no process waits for another. Only a
+process and its own children use this, over sockets.
 """
 
 import collections
@@ -20,7 +22,10 @@ from spmd.distributed.records import format_error
 from spmd.errors import OptionError, ProcessError, import_extra, type_name
 from spmd.tree import describe, path_of
 
-FIX = "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its state, or its model."
+FIX = (
+    "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its "
+    "state, or its model."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +52,9 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def serialize_call(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> bytes:
+def serialize_call(
+    function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> bytes:
     """A function and its arguments, for `pickle.loads`.
 
     Raises:
@@ -57,9 +64,15 @@ def serialize_call(function: Callable[..., Any], args: Sequence[Any], options: M
         return _dumps((function, tuple(args), dict(options)))
     except Exception as error:
         named = {"the function": function} | {f"argument {at}": arg for at, arg in enumerate(args)}
-        part = _first_unserializable(named | {f"argument {name}": arg for name, arg in options.items()}, _dumps)
-        fix = "create what cannot be sent, such as open files, locks and meshes, inside the function."
-        raise OptionError(f"{part} cannot be sent to other processes: {format_error(error)}.", fix=fix) from error
+        part = _first_unserializable(
+            named | {f"argument {name}": arg for name, arg in options.items()}, _dumps
+        )
+        fix = (
+            "create what cannot be sent, such as open files, locks and meshes, inside the function."
+        )
+        raise OptionError(
+            f"{part} cannot be sent to other processes: {format_error(error)}.", fix=fix
+        ) from error
 
 
 def _dumps(value: Any) -> bytes:
@@ -69,14 +82,18 @@ def _dumps(value: Any) -> bytes:
 
 
 def _pickler() -> Any:
-    """cloudpickle's, which forgets (3.1.3) in which file or cell a function was written: tracebacks would lack its lines."""
+    """cloudpickle's, which forgets (3.1.3) in which file or cell a function was written: tracebacks
+    would lack its lines.
+    """
     base = import_extra("cloudpickle", "notebooks").Pickler
 
     def reduce_code(code: types.CodeType) -> tuple:
         return _make_code, (base.dispatch_table[types.CodeType](code)[1], code.co_filename)
 
     class Pickler(base):
-        dispatch_table: ClassVar = collections.ChainMap({types.CodeType: reduce_code}, base.dispatch_table)
+        dispatch_table: ClassVar = collections.ChainMap(
+            {types.CodeType: reduce_code}, base.dispatch_table
+        )
 
     return Pickler
 
@@ -100,7 +117,9 @@ def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, 
         pieces = _dump(value, file if with_value else _Sink(), with_value)
     except Exception as error:
         part = _first_unserializable({"the result": value}, lambda part: _dump(part, _Sink(), True))
-        raise ProcessError(f"{part} cannot be sent to the notebook: {format_error(error)}.", 0, fix=FIX) from error
+        raise ProcessError(
+            f"{part} cannot be sent to the notebook: {format_error(error)}.", 0, fix=FIX
+        ) from error
     return file.getvalue(), pieces
 
 
@@ -122,7 +141,8 @@ class _Arrays:
     def __init__(self, with_value: bool):
         self.pieces: dict[int, ShardedResult] = {}
         self._with_value = with_value
-        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the array, kept alive so that its id stays unique
+        # by id: the array, kept alive so that its id stays unique
+        self._known: dict[int, tuple[Any, Any]] = {}
 
     def replacement(self, obj: Any) -> Any:
         """What is pickled instead of an object; None if it is not a jax array."""
@@ -133,8 +153,12 @@ class _Arrays:
         return self._known[id(obj)][1]
 
     def _replacement(self, number: int, array: jax.Array) -> tuple:
-        """Numbers follow the order of the arrays, so they agree between processes that return the same."""
-        here = array.is_fully_addressable or (array.is_fully_replicated and bool(array.addressable_shards))
+        """Numbers follow the order of the arrays, so they agree between processes that return the
+        same.
+        """
+        here = array.is_fully_addressable or (
+            array.is_fully_replicated and bool(array.addressable_shards)
+        )
         if here and not self._with_value:
             return ("array", None)
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -144,7 +168,11 @@ class _Arrays:
             return ("key", str(jax.random.key_impl(local)), np.asarray(jax.random.key_data(local)))
         if here:
             return ("array", np.array(array))  # a copy, since a view of a jax array is read-only
-        shards = [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
+        shards = [
+            (shard.index, np.asarray(shard.data))
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
         self.pieces[number] = ShardedResult(describe(array), array.shape, array.dtype, shards)
         return ("spread", number)
 
@@ -153,7 +181,8 @@ def deserialize_result(data: bytes, pieces: Mapping[int, Mapping[int, ShardedRes
     """A result, from the message of process 0 and the shards of all processes.
 
     Raises:
-      ProcessError: not all processes have returned the same array; or a class in it cannot be imported here.
+      ProcessError: not all processes have returned the same array; or a class in it cannot be
+        imported here.
     """
 
     class Unpickler(pickle.Unpickler):
@@ -169,22 +198,33 @@ def deserialize_result(data: bytes, pieces: Mapping[int, Mapping[int, ShardedRes
     except ProcessError:
         raise
     except Exception as error:
-        raise ProcessError(f"the result of process 0 cannot be read here: {format_error(error)}.", 0, fix=FIX) from error
+        raise ProcessError(
+            f"the result of process 0 cannot be read here: {format_error(error)}.", 0, fix=FIX
+        ) from error
 
 
 def _assemble(number: int, pieces: Mapping[int, Mapping[int, ShardedResult]]) -> np.ndarray:
     """The array of that number, from all processes' shards of it."""
     first = pieces[0][number]
     array, filled = np.empty(first.shape, first.dtype), 0
-    for part in (parts[number] for parts in pieces.values() if number in parts and parts[number].text == first.text):
+    for part in (
+        parts[number]
+        for parts in pieces.values()
+        if number in parts and parts[number].text == first.text
+    ):
         for index, shard in part.shards:
             array[index] = shard
             filled += shard.size
     if filled != array.size:
-        others = [rank for rank, parts in pieces.items() if number not in parts or parts[number].text != first.text]
+        others = [
+            rank
+            for rank, parts in pieces.items()
+            if number not in parts or parts[number].text != first.text
+        ]
         who = f"process {others[0]} has" if others else "the others have"
         raise ProcessError(
-            f"process 0 has returned an array {first.text}, of which {filled} of {array.size} elements arrived: {who} not returned it.",
+            f"process 0 has returned an array {first.text}, of which {filled} of {array.size} "
+            f"elements arrived: {who} not returned it.",
             others[0] if others else None,
             fix="return the same from every process: no `if jax.process_index() == 0` before it.",
         )
@@ -195,7 +235,9 @@ def _first_unserializable(named: Mapping[str, Any], dump: Callable[[Any], Any]) 
     """A description of the first leaf that cannot be pickled."""
     for name, value in named.items():
         leaves = jax.tree_util.tree_leaves_with_path(value)
-        for path, part in [(f"{name}, {path_of(keys)}" if keys else name, leaf) for keys, leaf in leaves]:
+        for path, part in [
+            (f"{name}, {path_of(keys)}" if keys else name, leaf) for keys, leaf in leaves
+        ]:
             try:
                 dump(part)
             except Exception:

@@ -1,4 +1,6 @@
-"""Write the script of a SLURM job, and submit it with `sbatch`. What runs inside the job is in `srun.py`."""
+"""Write the script of a SLURM job, and submit it with `sbatch`. What runs inside the job is in
+`srun.py`.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,13 @@ from spmd.distributed.exit_codes import TERMINATED
 from spmd.errors import OptionError, option
 from spmd.launch.local_launcher import MOST, check_script
 from spmd.launch.settings import Settings, check_integer
-from spmd.launch.validation import check_environment_variables, check_pattern, check_printable, check_script_args, script_name
+from spmd.launch.validation import (
+    check_environment_variables,
+    check_pattern,
+    check_printable,
+    check_script_args,
+    script_name,
+)
 
 NAME = r"[\w.+-]{1,200}"
 TIME = r"\d{1,6}(:[0-5]?\d){0,2}|\d{1,4}-\d\d?(:[0-5]?\d){0,2}"
@@ -27,7 +35,17 @@ FIELDS = {  # the fields of `SlurmJob` that are passed to sbatch as they are
     "--account": "account",
     "--output": "output",
 }
-OTHERS = ("--job-name", "--nodes", "--ntasks", "--ntasks-per-node", "--signal", "--requeue", "--no-requeue", "--open-mode", "--wrap")
+OTHERS = (
+    "--job-name",
+    "--nodes",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--signal",
+    "--requeue",
+    "--no-requeue",
+    "--open-mode",
+    "--wrap",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,21 +106,33 @@ class SlurmJob:
             self.settings.refuse_with_simulate("gpus_per_node")
             if self.gpus_per_node % self.tasks:
                 raise OptionError(
-                    f"{self.gpus_per_node} GPUs of a node cannot be shared equally by {self.tasks} processes.",
+                    f"{self.gpus_per_node} GPUs of a node cannot be shared equally by {self.tasks} "
+                    "processes.",
                     fix="as many, or a divisor.",
                 )
         if self.settings.stall and self.nodes * self.tasks == 1:
-            raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
-        check_pattern("memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it")
-        check_pattern("time", self.time, TIME, "minutes, or a time such as 12:00:00 or 1-12:00:00")
-        if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:  # 0: no limit
             raise OptionError(
-                f"{option('grace', self.grace)} seconds of a job that has only {limit} ({option('time', self.time)}).",
+                "stall has no effect on a single process.", fix="leave it out, or use 2 processes."
+            )
+        check_pattern(
+            "memory", self.memory, r"\d{1,9}[KMGT]?", "of each node, such as 64G; 0 for all of it"
+        )
+        check_pattern("time", self.time, TIME, "minutes, or a time such as 12:00:00 or 1-12:00:00")
+        # 0: no limit
+        if self.time is not None and 0 < (limit := _seconds(self.time)) <= self.grace:
+            raise OptionError(
+                f"{option('grace', self.grace)} seconds of a job that has only {limit} "
+                f"({option('time', self.time)}).",
                 fix="a longer time limit.",
             )
         check_pattern("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
         for name in ("partition", "account", "name"):
-            check_pattern(name, getattr(self, name), NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME, "letters, digits and _.+-")
+            check_pattern(
+                name,
+                getattr(self, name),
+                NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME,
+                "letters, digits and _.+-",
+            )
         if self.python is not None:
             check_printable("python", self.python)
         check_environment_variables(self.env, self.settings.environment())
@@ -115,11 +145,20 @@ class SlurmJob:
             check_printable("sbatch", extra)
             name = re.split(r"[=\s]", extra)[0]
             if name == "--array" or name[:2] == "-a":
-                raise OptionError(f'sbatch option "{extra}" starts independent jobs.', fix="--nodes, or submit each job separately.")
+                raise OptionError(
+                    f'sbatch option "{extra}" starts independent jobs.',
+                    fix="--nodes, or submit each job separately.",
+                )
             if name in (*FIELDS, *OTHERS) or name[:2] in short:
-                raise OptionError(f'sbatch option "{extra}": {name} has its own option here, or is already set.', fix="leave it out.")
+                raise OptionError(
+                    f'sbatch option "{extra}": {name} has its own option here, or is already set.',
+                    fix="leave it out.",
+                )
             if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
-                raise OptionError(f'sbatch option "{extra}".', fix="as sbatch expects it, such as --constraint=a100.")
+                raise OptionError(
+                    f'sbatch option "{extra}".',
+                    fix="as sbatch expects it, such as --constraint=a100.",
+                )
 
     @property
     def tasks(self) -> int:
@@ -128,20 +167,31 @@ class SlurmJob:
 
     @property
     def grace(self) -> int:
-        """Seconds before the time limit at which SLURM sends SIGTERM, so that processes save and exit."""
+        """Seconds before the time limit at which SLURM sends SIGTERM, so that processes save and
+        exit.
+        """
         return math.ceil(self.settings.grace) if math.isfinite(self.settings.grace) else 0
 
 
 def _seconds(time: str) -> int:
     """A SLURM time limit in seconds.
 
-    >>> _seconds("30"), _seconds("1:30"), _seconds("2:00:00"), _seconds("1-12"), _seconds("1-0:30:05")
+    >>> (
+    ...     _seconds("30"),
+    ...     _seconds("1:30"),
+    ...     _seconds("2:00:00"),
+    ...     _seconds("1-12"),
+    ...     _seconds("1-0:30:05"),
+    ... )
     (1800, 90, 7200, 129600, 88205)
     """
     days, dash, rest = time.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
-    first = 3600 if dash or len(numbers) == 3 else 60  # after days, or of three numbers, the first is hours; else minutes
-    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, (first, first // 60, 1), strict=False))
+    # after days, or of three numbers, the first is hours; else minutes
+    first = 3600 if dash or len(numbers) == 3 else 60
+    return int(days or 0) * 86400 + sum(
+        number * unit for number, unit in zip(numbers, (first, first // 60, 1), strict=False)
+    )
 
 
 def script(argv: Sequence[str], config: SlurmJob) -> str:
@@ -157,21 +207,34 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     check_script_args(argv, "--slurm --nodes 2")
     name = config.name or re.sub(r"[^\w.+-]", "-", script_name(argv), flags=re.ASCII)
     options = {"--job-name": name, "--nodes": config.nodes, "--ntasks-per-node": config.tasks}
-    options |= {option: getattr(config, field) for option, field in FIELDS.items()} | {"--signal": f"TERM@{config.grace}"}
+    options |= {option: getattr(config, field) for option, field in FIELDS.items()} | {
+        "--signal": f"TERM@{config.grace}"
+    }
     lines = [f"#SBATCH {option}={value}" for option, value in options.items() if value is not None]
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if config.requeue else []
     lines += [f"#SBATCH {option}" for option in config.extra]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]
-    launch = shlex.join([config.python or sys.executable, "-m", "spmd", "launch", "--srun", *_launch_options(config.settings), *argv])
+    launch = shlex.join(
+        [
+            config.python or sys.executable,
+            "-m",
+            "spmd",
+            "launch",
+            "--srun",
+            *_launch_options(config.settings),
+            *argv,
+        ]
+    )
     ending = _REQUEUE.format(launch=launch, code=TERMINATED) if config.requeue else f"exec {launch}"
     return "\n".join(["#!/bin/bash", *lines, "", *exports, ending])
 
 
-_REQUEUE = """\
+_STATE = '"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)"'
+_REQUEUE = f"""\
 code=0
-{launch} || code=$?
+{{launch}} || code=$?
 # it has saved after SIGTERM; a cancelled job is no longer RUNNING
-if [ "$code" -eq {code} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+if [ "$code" -eq {{code}} ] && [ {_STATE} = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code\""""
@@ -179,9 +242,21 @@ exit "$code\""""
 
 def _launch_options(settings: Settings) -> list[str]:
     """Settings as options of `spmd launch`, without those that have their default."""
-    values = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.name != "preallocate"]
-    options = [(f"--{name.replace('_', '-')}", value) for name, value in values if value != getattr(Settings, name)]
-    argv = [word for flag, value in options for word in (flag, f"{value:g}" if isinstance(value, float) else str(value))]
+    values = [
+        (field.name, getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+        if field.name != "preallocate"
+    ]
+    options = [
+        (f"--{name.replace('_', '-')}", value)
+        for name, value in values
+        if value != getattr(Settings, name)
+    ]
+    argv = [
+        word
+        for flag, value in options
+        for word in (flag, f"{value:g}" if isinstance(value, float) else str(value))
+    ]
     return argv if settings.preallocate else [*argv, "--no-preallocate"]
 
 
@@ -189,17 +264,22 @@ def submit(argv: Sequence[str], config: SlurmJob) -> int:
     """Submit the job to SLURM, which prints its id, and return the exit code of `sbatch`.
 
     Raises:
-      OptionError: there is no such script, no folder for the output, or no `sbatch` on this machine.
+      OptionError: there is no such script, no folder for the output, or no `sbatch` on this
+        machine.
     """
     check_script(argv)
     text = script(argv, config)
     folder = Path(config.output or "").parent
     if "%" not in str(folder) and not folder.is_dir():
-        why = f"{option('output', repr(config.output))}: there is no folder {folder}, and SLURM does not create it."
+        why = (
+            f"{option('output', repr(config.output))}: there is no folder {folder}, and SLURM does "
+            "not create it."
+        )
         raise OptionError(why, fix=f"mkdir -p {folder}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:
         raise OptionError(
-            "this machine has no sbatch.", fix="run it on a login node of the cluster; or --dry-run, which prints the script."
+            "this machine has no sbatch.",
+            fix="run it on a login node of the cluster; or --dry-run, which prints the script.",
         ) from None

@@ -1,8 +1,9 @@
-"""Spare processes: beside every process of an attempt one that has imported what a run needs, and waits for the next attempt.
+"""Spare processes: beside every process of an attempt one that has imported what a run needs, and
+waits for the next attempt.
 
-A spare process is started with the command of a worker, and $SPMD_SPARE, the number of a socket to its launcher. It says there that it is
-ready, waits for the environment of an attempt, one line of JSON, and continues as any worker does. It ends when the launcher closes the
-socket, or is gone.
+A spare process is started with the command of a worker, and $SPMD_SPARE, the number of a socket to
+its launcher. It says there that it is ready, waits for the environment of an attempt, one line of
+JSON, and continues as any worker does. It ends when the launcher closes the socket, or is gone.
 """
 
 import contextlib
@@ -28,8 +29,10 @@ from spmd.launch.settings import Settings
 from spmd.launch.validation import RESERVED
 
 NAME = "SPMD_SPARE"  # the variable
-IMPORTS = ("flax.nnx", "optax", "orbax.checkpoint", "spmd.api", "spmd.losses")  # beside jax: what a run imports
-BEGIN = 60.0  # seconds after which an attempt counts as begun that does not say so, such as one without `fit`
+# beside jax: what a run imports
+IMPORTS = ("flax.nnx", "optax", "orbax.checkpoint", "spmd.api", "spmd.losses")
+# seconds after which an attempt counts as begun that does not say so, such as one without `fit`
+BEGIN = 60.0
 LOOK = 0.25  # seconds between two looks at what an attempt, or a spare process, does
 PATIENCE = 300.0  # seconds until a spare process counts as stuck, for example in a file system
 READY = b"\n"
@@ -70,7 +73,8 @@ class Spare:
 
 
 class Spares:
-    """The spare processes of a launcher on this machine. A context manager: they end with its block.
+    """The spare processes of a launcher on this machine. A context manager: they end with its
+    block.
 
     Args:
       count: how many to keep; 0: none, and nothing below does anything.
@@ -78,11 +82,19 @@ class Spares:
     """
 
     def __init__(self, count: int, log: Callable[[str], None]):
-        self.count, self._log, self._spares, self._used, self._attempts = count, log, list[Spare](), 0, 0
+        self.count, self._log, self._spares, self._used, self._attempts = (
+            count,
+            log,
+            list[Spare](),
+            0,
+            0,
+        )
         self._open, self._cookie = contextlib.ExitStack(), secrets.token_hex(16)
 
     def __enter__(self) -> "Spares":
-        if self.count:  # not those of an attempt: the environment of a process, as the system shows it, stays what it was at its start
+        # not those of an attempt: the environment of a process, as the system shows it, stays what
+        # it was at its start
+        if self.count:
             self._open.enter_context(orphan_reaper.reap_orphans(self._cookie))
         return self
 
@@ -92,7 +104,9 @@ class Spares:
                 spare.end()
 
     def take(self, environment: Mapping[str, str]) -> subprocess.Popen | None:
-        """A spare process that continues as a worker with this environment; None if none is ready."""
+        """A spare process that continues as a worker with this environment; None if none is
+        ready.
+        """
         self._remove_ended()
         for spare in [spare for spare in self._spares if spare.is_ready]:
             self._spares.remove(spare)
@@ -108,7 +122,9 @@ class Spares:
         return None
 
     @contextlib.contextmanager
-    def replace(self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], folder: Path) -> Iterator[None]:
+    def replace(
+        self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], folder: Path
+    ) -> Iterator[None]:
         """In the block, in which an attempt runs: once it trains, start the missing ones.
 
         Args:
@@ -116,11 +132,19 @@ class Spares:
           folder: of its records.
         """
         if self._attempts and self.count:
-            others = "" if self._used == len(commands) else "; no more were ready, so Python starts again"
+            others = (
+                ""
+                if self._used == len(commands)
+                else "; no more were ready, so Python starts again"
+            )
             self._log(f"restarted in {self._used} of {len(commands)} spare processes{others}")
         self._attempts, self._used = self._attempts + 1, 0
         ended = threading.Event()
-        thread = threading.Thread(target=self._start_missing, args=(*next(iter(commands.values())), folder, ended), daemon=True)
+        thread = threading.Thread(
+            target=self._start_missing,
+            args=(*next(iter(commands.values())), folder, ended),
+            daemon=True,
+        )
         if self.count:
             thread.start()
         try:
@@ -130,16 +154,29 @@ class Spares:
             if self.count:
                 thread.join()
 
-    def _start_missing(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, ended: threading.Event) -> None:
-        """Once the attempt trains, start the missing ones, one after another: training shares the machine with no more than one."""
+    def _start_missing(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        ended: threading.Event,
+    ) -> None:
+        """Once the attempt trains, start the missing ones, one after another: training shares the
+        machine with no more than one.
+        """
         until = time.monotonic() + BEGIN
-        while not any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values()) and time.monotonic() < until:
+        while (
+            not any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values())
+            and time.monotonic() < until
+        ):
             if ended.wait(LOOK):
                 return
         self._remove_ended()
         for number in range(self.count):
             try:
-                self._spares += [] if number < len(self._spares) else [self._start(command, environment)]
+                self._spares += (
+                    [] if number < len(self._spares) else [self._start(command, environment)]
+                )
             except OSError as error:  # no more processes are allowed, for example
                 self._log(f"a spare process cannot be started: {error}")
                 break
@@ -150,11 +187,18 @@ class Spares:
             if not spare.is_ready:
                 break  # the next would not get further
         self._remove_ended()
-        self._log(f"{sum(spare.is_ready for spare in self._spares)} of {self.count} spare processes are ready")
+        self._log(
+            f"{sum(spare.is_ready for spare in self._spares)} of {self.count} spare processes are "
+            "ready"
+        )
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Spare:
         ours, theirs = socket.socketpair()
-        variables = {name: value for name, value in environment.items() if name not in {f"SPMD_{name}" for name in RESERVED}}
+        variables = {
+            name: value
+            for name, value in environment.items()
+            if name not in {f"SPMD_{name}" for name in RESERVED}
+        }
         variables |= {NAME: str(theirs.fileno()), "SPMD_LAUNCHER": str(os.getpid())}
         cookies = ",".join(filter(None, (variables.get(orphan_reaper.NAME), self._cookie)))
         with theirs:
@@ -188,7 +232,8 @@ def check_spares(spares: bool, settings: Settings) -> None:
 
 
 def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
-    """In a process that was started as a spare one: import, wait, and take the environment of an attempt. In another, do nothing.
+    """In a process that was started as a spare one: import, wait, and take the environment of an
+    attempt. In another, do nothing.
 
     Args:
       imports: modules.
@@ -206,7 +251,8 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
         handlers, level = list(logging.root.handlers), logging.root.level
         for name in imports:
             importlib.import_module(name)
-        logging.root.handlers[:], logging.root.level = handlers, level  # orbax adds one; the script may set up its own
+        # orbax adds one; the script may set up its own
+        logging.root.handlers[:], logging.root.level = handlers, level
         if coordination.backends_initialized():
             raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
         launcher.sendall(READY)

@@ -1,4 +1,6 @@
-"""Inside a SLURM job: run all processes of the allocation in one `srun` step, and restart them in another step after a failure."""
+"""Inside a SLURM job: run all processes of the allocation in one `srun` step, and restart them in
+another step after a failure.
+"""
 
 import contextlib
 import os
@@ -11,16 +13,34 @@ from pathlib import Path
 from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.errors import OptionError
-from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, report_folder, worker_command
+from spmd.launch.local_launcher import (
+    attempt_environment,
+    check_script,
+    forward_signals,
+    report_folder,
+    worker_command,
+)
 from spmd.launch.process_group import ProcessGroup, start_processes
-from spmd.launch.restart_policy import ALL, Attempt, read_records, run_with_restarts, summarize_attempt
+from spmd.launch.restart_policy import (
+    ALL,
+    Attempt,
+    read_records,
+    run_with_restarts,
+    summarize_attempt,
+)
 from spmd.launch.settings import Settings
 
-WAIT = SHUTDOWN_TIMEOUT + 60  # seconds from the first exit to the last: processes exit on their own, and log why
+# seconds from the first exit to the last: processes exit on their own, and log why
+WAIT = SHUTDOWN_TIMEOUT + 60
 REPORTS = ".spmd"  # in the working folder, which all nodes share
 
 
-def launch(argv: Sequence[str], settings: Settings, log: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> int:
+def launch(
+    argv: Sequence[str],
+    settings: Settings,
+    log: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> int:
     """Like `local_launcher.launch`, in all tasks of this allocation, which `environ` describes.
 
     Raises:
@@ -34,36 +54,62 @@ def launch(argv: Sequence[str], settings: Settings, log: Callable[[str], None], 
         )
     check_script(argv)
     if settings.stall and environ.get("SLURM_NTASKS", environ.get("SLURM_NNODES")) == "1":
-        raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 tasks.")
-    return run_with_restarts(lambda times: _attempt(argv, settings, times, job, environ, log), settings.max_restarts, log)
+        raise OptionError(
+            "stall has no effect on a single process.", fix="leave it out, or use 2 tasks."
+        )
+    return run_with_restarts(
+        lambda times: _attempt(argv, settings, times, job, environ, log), settings.max_restarts, log
+    )
 
 
 def _attempt(
-    argv: Sequence[str], settings: Settings, times: Sequence[float], job: str, environ: Mapping[str, str], log: Callable[[str], None]
+    argv: Sequence[str],
+    settings: Settings,
+    times: Sequence[float],
+    job: str,
+    environ: Mapping[str, str],
+    log: Callable[[str], None],
 ) -> Attempt:
     """Run one step, with all its processes."""
     reports = Path.cwd() / REPORTS
     try:
         reports.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"{reports} cannot be created: {error.strerror}.", fix="a writable working folder.") from error
+        raise OptionError(
+            f"{reports} cannot be created: {error.strerror}.", fix="a writable working folder."
+        ) from error
     try:
         with report_folder(reports, f"{job}.{len(times) // 2 - 1}") as folder:
-            step_environ = {name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"}  # a task's parent is slurmstepd
-            step_environ |= {**settings.environment(), **attempt_environment(times), "SPMD_REPORT": str(folder)}
+            # a task's parent is slurmstepd
+            step_environ = {
+                name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"
+            }
+            step_environ |= {
+                **settings.environment(),
+                **attempt_environment(times),
+                "SPMD_REPORT": str(folder),
+            }
             group = ProcessGroup({})
 
             def send(signal_number: int) -> None:
                 _signal(group, signal_number, _step(folder, job), log)
 
-            with forward_signals(group, send), start_processes({ALL: (command(argv, environ), step_environ)}, lambda _: "", group=group):
+            with (
+                forward_signals(group, send),
+                start_processes(
+                    {ALL: (command(argv, environ), step_environ)}, lambda _: "", group=group
+                ),
+            ):
                 try:
                     codes = group.wait(settings.grace, send)
                 finally:
-                    if not group.ended():  # end the tasks in any case: they are not children of this process
+                    # end the tasks in any case: they are not children of this process
+                    if not group.ended():
                         send(signal.SIGKILL)
             exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
-            return summarize_attempt(read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at)
+            return summarize_attempt(
+                read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at
+            )
     finally:
         with contextlib.suppress(OSError):  # not empty: it has the folder of another attempt
             reports.rmdir()
@@ -72,12 +118,20 @@ def _attempt(
 def command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The `srun` command. SLURM does not pass on the --cpus-per-task of `sbatch` automatically."""
     cpus = environ.get("SLURM_CPUS_PER_TASK")
-    options = ["--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    options = [
+        "--label",
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        f"--wait={WAIT}",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+    ]
     return ["srun", *options, *worker_command(argv)]
 
 
 def _exit_code(code: int) -> int:
-    """An exit code in Python's form, negative for signals. TERMINATED stays: it may be a signal, or the code of a process that saved."""
+    """An exit code in Python's form, negative for signals. TERMINATED stays: it may be a signal, or
+    the code of a process that saved.
+    """
     return -(code - 128) if 128 < code < 128 + signal.NSIG and code != TERMINATED else code
 
 
@@ -88,16 +142,23 @@ def _step(folder: Path, job: str) -> str | None:
 
 
 def _signal(group: ProcessGroup, number: int, step: str | None, log: Callable[[str], None]) -> None:
-    """Send a signal to the step's processes. `srun` would kill them on SIGTERM, so it gets the signal only if none has started."""
+    """Send a signal to the step's processes. `srun` would kill them on SIGTERM, so it gets the
+    signal only if none has started.
+    """
     if step is None:
         group.signal(signal.SIGTERM if number != signal.SIGKILL else number)
         return
     name = signal.Signals(number).name.removeprefix("SIG")
     try:
-        code = subprocess.run(["scancel", f"--signal={name}", step], stdin=subprocess.DEVNULL, timeout=30, check=False).returncode
+        code = subprocess.run(
+            ["scancel", f"--signal={name}", step], stdin=subprocess.DEVNULL, timeout=30, check=False
+        ).returncode
         problem = f"exit code {code}" if code else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problem:
-        log(f"scancel --signal={name} {step}: {problem}; signalling srun instead, which ends all processes immediately")
+        log(
+            f"scancel --signal={name} {step}: {problem}; signalling srun instead, which ends all "
+            "processes immediately"
+        )
         group.signal(signal.SIGTERM)

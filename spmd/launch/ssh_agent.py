@@ -1,7 +1,8 @@
-"""The agent of `spmd launch --hosts` on each host: starts the processes of this host, attempt by attempt, and ends them when the launcher
-is gone.
+"""The agent of `spmd launch --hosts` on each host: starts the processes of this host, attempt by
+attempt, and ends them when the launcher is gone.
 
-Exchanges lines of JSON with the launcher, over the standard input and output of ssh: `python -m spmd.launch.ssh_agent ADDRESS`.
+Exchanges lines of JSON with the launcher, over the standard input and output of ssh: `python -m
+spmd.launch.ssh_agent ADDRESS`.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ _writing = threading.Lock()
 
 
 def main(address: str) -> None:
-    """Answer the launcher: send this host's resources, start the requested processes and send their exit codes, until it is gone."""
+    """Answer the launcher: send this host's resources, start the requested processes and send their
+    exit codes, until it is gone.
+    """
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
     spares: Spares | None = None
@@ -42,19 +45,38 @@ def main(address: str) -> None:
                 _say("hello", {"host": socket.gethostname(), **_resources(address)})
             if "start" in request:
                 log = functools.partial(_log, address)
-                spares = ending.enter_context(Spares(request["start"]["spares"], log)) if spares is None else spares
+                spares = (
+                    ending.enter_context(Spares(request["start"]["spares"], log))
+                    if spares is None
+                    else spares
+                )
                 _say("ended", _attempt(request["start"], messages, spares))
 
 
 def _attempt(start: dict[str, Any], messages: queue.Queue, spares: Spares) -> dict[str, Any]:
     """Run the processes of one attempt; their exit codes and records."""
     with report_folder() as folder:
-        shared = {**os.environ, **start["shared"], "SPMD_REPORT": str(folder), "SPMD_LAUNCHER": str(os.getpid())}
+        shared = {
+            **os.environ,
+            **start["shared"],
+            "SPMD_REPORT": str(folder),
+            "SPMD_LAUNCHER": str(os.getpid()),
+        }
         command = worker_command(start["words"])
-        commands = {int(rank): (command, shared | environment) for rank, environment in start["environments"].items()}
+        commands = {
+            int(rank): (command, shared | environment)
+            for rank, environment in start["environments"].items()
+        }
         prefixes = {int(rank): text for rank, text in start["prefixes"].items()}
-        with start_processes(commands, prefixes.__getitem__, write=_print, take=spares.take) as group, spares.replace(commands, folder):
-            forwarding = threading.Thread(target=_forward_signals, args=(group, messages, folder), daemon=True)
+        with (
+            start_processes(
+                commands, prefixes.__getitem__, write=_print, take=spares.take
+            ) as group,
+            spares.replace(commands, folder),
+        ):
+            forwarding = threading.Thread(
+                target=_forward_signals, args=(group, messages, folder), daemon=True
+            )
             forwarding.start()
             codes = group.wait(start["grace"])
             messages.put({"ended": True})
@@ -93,7 +115,8 @@ def _forward_signals(group: ProcessGroup, messages: queue.Queue, folder: Path) -
         if "ended" in message:
             return
         if "signal" in message:
-            group.stop_signal = group.stop_signal or message["signal"]  # first: an exit by this signal was requested
+            # first: an exit by this signal was requested
+            group.stop_signal = group.stop_signal or message["signal"]
             group.signal(message["signal"])
     group.stop_signal = group.stop_signal or signal.SIGKILL
     until = time.monotonic() + 5.0

@@ -34,8 +34,15 @@ class AgentConnection:
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], python: str, folder: str):
-        path = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if "PYTHONPATH" in os.environ else ""
-        command = f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m spmd.launch.ssh_agent {shlex.quote(host.reached)}"
+        path = (
+            f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} "
+            if "PYTHONPATH" in os.environ
+            else ""
+        )
+        command = (
+            f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m "
+            f"spmd.launch.ssh_agent {shlex.quote(host.reached)}"
+        )
         self.host = host
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self.last_error = ""
@@ -53,7 +60,10 @@ class AgentConnection:
             text=True,
             errors="replace",
         )
-        self.threads = [threading.Thread(target=target, daemon=True) for target in (self._read, self._read_errors, self._keep_alive)]
+        self.threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._read, self._read_errors, self._keep_alive)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -76,7 +86,9 @@ class AgentConnection:
             self.process.stdin.close()  # type: ignore[union-attr]
 
     def close(self, until: float) -> None:
-        """End the connection, by force if the agent does not exit before `until` on the monotonic clock."""
+        """End the connection, by force if the agent does not exit before `until` on the monotonic
+        clock.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=max(0.1, until - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -84,18 +96,24 @@ class AgentConnection:
         self.process.wait()
         for thread in self.threads[:2]:
             thread.join(timeout=max(0.1, until - time.monotonic()))
-        for stream, thread in zip((self.process.stdout, self.process.stderr), self.threads, strict=False):
-            if stream is not None and not thread.is_alive():  # a descendant of ssh may keep them open
+        for stream, thread in zip(
+            (self.process.stdout, self.process.stderr), self.threads, strict=False
+        ):
+            # a descendant of ssh may keep them open
+            if stream is not None and not thread.is_alive():
                 stream.close()
 
     def _read(self) -> None:
-        """Print output lines, and queue other messages; text that is not from an agent ends the connection, like its end."""
+        """Print output lines, and queue other messages; text that is not from an agent ends the
+        connection, like its end.
+        """
         why = ""
         try:
             while line := self.process.stdout.readline(MAX_LINE):  # type: ignore[union-attr]
                 message = json.loads(line)
                 if "line" in message:
-                    with contextlib.suppress(OSError, ValueError):  # stdout is closed, or cannot encode the line
+                    # stdout is closed, or cannot encode the line
+                    with contextlib.suppress(OSError, ValueError):
                         to_stdout(message["line"])
                 elif isinstance(message, dict):
                     self.messages.put(message)
@@ -107,7 +125,9 @@ class AgentConnection:
     def _read_errors(self) -> None:
         for line in self.process.stderr or ():
             self.last_error = printable(line.strip(), 300) or self.last_error
-            print(f"[{self.host.name}] {printable(line.rstrip(), 2000)}", file=sys.stderr, flush=True)
+            print(
+                f"[{self.host.name}] {printable(line.rstrip(), 2000)}", file=sys.stderr, flush=True
+            )
 
     def _keep_alive(self) -> None:
         while self.process.poll() is None:

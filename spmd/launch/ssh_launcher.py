@@ -1,4 +1,6 @@
-"""Run processes on several hosts over ssh, and restart them together when one fails: on fewer hosts if that is allowed."""
+"""Run processes on several hosts over ssh, and restart them together when one fails: on fewer hosts
+if that is allowed.
+"""
 
 import collections
 import contextlib
@@ -19,7 +21,13 @@ from spmd.distributed.detect_cluster import join_address
 from spmd.distributed.exit_codes import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
-from spmd.launch.local_launcher import attempt_environment, check_script, forward_signals, memory_folders, rank_environment
+from spmd.launch.local_launcher import (
+    attempt_environment,
+    check_script,
+    forward_signals,
+    memory_folders,
+    rank_environment,
+)
 from spmd.launch.process_group import KILLED, SETTLE, Stoppable
 from spmd.launch.restart_policy import ALL, LOST, Attempt, run_with_restarts, summarize_attempt
 from spmd.launch.settings import Settings, check_integer
@@ -27,11 +35,19 @@ from spmd.launch.spares import check_spares
 from spmd.launch.ssh_client import AgentConnection
 from spmd.launch.validation import check_environment_variables
 
-HELLO, LOG_SECONDS = 60.0, 10.0  # seconds for a host to answer, and between two log lines about missing ones
+# seconds for a host to answer, and between two log lines about missing ones
+HELLO, LOG_SECONDS = 60.0, 10.0
 REMOVE = 15.0  # seconds for all hosts to answer when checkpoints in memory are to be removed
-PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL", "SPMD_CACHE")  # prefixes of the variables that all hosts get
-SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))  # the user's come first, and take precedence
+# prefixes of the variables that all hosts get
+PASSED = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "TF_CPP_", "SPMD_STALL", "SPMD_CACHE")
+SSH_OPTIONS = (
+    "BatchMode=yes",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+)
+# the user's come first, and take precedence
+OPTIONS = ("-T", "-x", *(word for option in SSH_OPTIONS for word in ("-o", option)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +60,8 @@ class SshConfig:
       ssh: the command, to which the host and a remote command are appended.
       python: the interpreter on the hosts.
       folder: the working folder on every host.
-      variables: environment variables to pass to all hosts, beside those of JAX, XLA and NCCL; "NAME=VALUE" sets one.
+      variables: environment variables to pass to all hosts, beside those of JAX, XLA and NCCL;
+        "NAME=VALUE" sets one.
       settings: how processes are started.
       spares: whether a spare process waits beside each, for a restart (`spmd.launch.spares`).
     """
@@ -62,16 +79,26 @@ class SshConfig:
         check_integer("min_hosts", self.least, len(self.hosts))
         check_spares(self.spares, self.settings)
         if self.least is not None and not self.settings.max_restarts:
-            raise OptionError("min_hosts applies to restarts, and there are none.", fix="--max-restarts 10.")
+            raise OptionError(
+                "min_hosts applies to restarts, and there are none.", fix="--max-restarts 10."
+            )
         if self.settings.simulate and any(host.processes is None for host in self.hosts):
             name = next(host.name for host in self.hosts if host.processes is None)
-            raise OptionError(f"{name} needs a number of processes, since simulate ignores GPUs.", fix=f"{name} processes=1")
+            raise OptionError(
+                f"{name} needs a number of processes, since simulate ignores GPUs.",
+                fix=f"{name} processes=1",
+            )
         try:
             words = shlex.split(self.ssh)
         except ValueError as error:
-            raise OptionError(f"ssh {self.ssh!r} cannot be read: {error}.", fix="a command, such as ssh -p 2222.") from None
+            raise OptionError(
+                f"ssh {self.ssh!r} cannot be read: {error}.", fix="a command, such as ssh -p 2222."
+            ) from None
         if not words or shutil.which(words[0]) is None:
-            raise OptionError(f"ssh {self.ssh!r} is not a command on this machine.", fix="a command, such as ssh -p 2222.")
+            raise OptionError(
+                f"ssh {self.ssh!r} is not a command on this machine.",
+                fix="a command, such as ssh -p 2222.",
+            )
         self._selected_variables()
 
     def _selected_variables(self) -> dict[str, str]:
@@ -84,8 +111,14 @@ class SshConfig:
             if "=" not in word and word not in os.environ:
                 raise OptionError(f"variable {word!r} is not set here.", fix=f"{word}=VALUE.")
             if word.partition("=")[0] == "CUDA_VISIBLE_DEVICES":
-                raise OptionError(f"variable {word!r}: the launcher divides the GPUs.", fix="set it on the host, for ssh commands.")
-        pairs = [(name, value if equals else os.environ[name]) for name, equals, value in (word.partition("=") for word in self.variables)]
+                raise OptionError(
+                    f"variable {word!r}: the launcher divides the GPUs.",
+                    fix="set it on the host, for ssh commands.",
+                )
+        pairs = [
+            (name, value if equals else os.environ[name])
+            for name, equals, value in (word.partition("=") for word in self.variables)
+        ]
         return check_environment_variables(pairs, self.settings.environment())
 
     @property
@@ -101,7 +134,8 @@ class SshConfig:
 
 
 def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str], None]) -> int:
-    """Like `local_launcher.launch`, in processes on several hosts; the script's path is that on the hosts.
+    """Like `local_launcher.launch`, in processes on several hosts; the script's path is that on the
+    hosts.
 
     Returns:
       0, or the exit code of the process that failed first; 255 if hosts could not be reached.
@@ -121,8 +155,12 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
     return code
 
 
-def _remove_memory(config: SshConfig, in_memory: Mapping[Host, set[str]], agents: dict[Host, AgentConnection]) -> None:
-    """Let the agents remove checkpoints in memory, on the hosts that answer soon; elsewhere they stay until another run finds them."""
+def _remove_memory(
+    config: SshConfig, in_memory: Mapping[Host, set[str]], agents: dict[Host, AgentConnection]
+) -> None:
+    """Let the agents remove checkpoints in memory, on the hosts that answer soon; elsewhere they
+    stay until another run finds them.
+    """
     deadline = time.monotonic() + REMOVE
     _connect(config, in_memory, agents)
     for host, folders in in_memory.items():
@@ -139,36 +177,66 @@ def _attempt(
     log: Callable[[str], None],
     times: Sequence[float],
 ) -> Attempt:
-    """Run all processes once, on the hosts that answer; add the folders of checkpoints in memory on each host."""
+    """Run all processes once, on the hosts that answer; add the folders of checkpoints in memory on
+    each host.
+    """
     with _connected(config, agents), forward_signals(group := RemoteProcessGroup(log), group.wish):
         ready = _ready_connections(agents, group, config, log, first=not full_size)
-        required = len(config.hosts) if config.least is None or not full_size else config.least  # at first all, since a name may be wrong
+        # at first all, since a name may be wrong
+        required = len(config.hosts) if config.least is None or not full_size else config.least
         if group.stop_signal is not None or len(ready) < required:
-            log(f"{len(ready)} of {len(agents)} hosts are ready{'; the first attempt needs all' if config.least and not full_size else ''}")
-            return Attempt({ALL: LOST if group.stop_signal is None else -group.stop_signal}, stop_signal=group.stop_signal)
+            log(
+                f"{len(ready)} of {len(agents)} hosts are "
+                f"ready{'; the first attempt needs all' if config.least and not full_size else ''}"
+            )
+            return Attempt(
+                {ALL: LOST if group.stop_signal is None else -group.stop_signal},
+                stop_signal=group.stop_signal,
+            )
         processes, hello = _processes(ready, config), ready[0].hello
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(agents):
-            log(f"continuing with {len(processes)} of {full_size[0]} processes, on {', '.join(agent.host.name for agent in ready)}")
-        shared = config.environment() | attempt_environment(times) | {"SPMD_FULL": str(full_size[0])}
-        shared |= {"SPMD_PROCESSES": str(len(processes)), "SPMD_COORDINATOR": join_address(hello["address"], hello["port"])}
+            log(
+                f"continuing with {len(processes)} of {full_size[0]} processes, on "
+                f"{', '.join(agent.host.name for agent in ready)}"
+            )
+        shared = (
+            config.environment() | attempt_environment(times) | {"SPMD_FULL": str(full_size[0])}
+        )
+        shared |= {
+            "SPMD_PROCESSES": str(len(processes)),
+            "SPMD_COORDINATOR": join_address(hello["address"], hello["port"]),
+        }
         for agent in ready:
             environments = {rank: processes[rank] for rank in agent.ranks}
-            names = {rank: (each.get("SPMD_JOB", agent.host.name), each.get("SPMD_TASK", rank)) for rank, each in environments.items()}
+            names = {
+                rank: (each.get("SPMD_JOB", agent.host.name), each.get("SPMD_TASK", rank))
+                for rank, each in environments.items()
+            }
             prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
-            start = {"words": argv, "shared": shared, "environments": environments, "prefixes": prefixes, "grace": config.settings.grace}
+            start = {
+                "words": argv,
+                "shared": shared,
+                "environments": environments,
+                "prefixes": prefixes,
+                "grace": config.settings.grace,
+            }
             agent.send({"start": {**start, "spares": len(agent.ranks) if config.spares else 0}})
             agent.is_idle = False
         group.agents = ready
         codes = group.wait(config.settings.grace)
         for host, folders in group.in_memory.items():
             in_memory.setdefault(host, set()).update(folders)
-        attempt = summarize_attempt(group.records, codes, group.first, group.stop_signal, group.failed_at)
+        attempt = summarize_attempt(
+            group.records, codes, group.first, group.stop_signal, group.failed_at
+        )
         return dataclasses.replace(attempt, fewer=len(ready) < len(agents))
 
 
 def _connect(config: SshConfig, hosts: Iterable[Host], agents: dict[Host, AgentConnection]) -> None:
-    """Connect to each host to which there is no connection, and ask all for their resources: an attempt needs a port that is free now."""
+    """Connect to each host to which there is no connection, and ask all for their resources: an
+    attempt needs a port that is free now.
+    """
     for host in hosts:
         if host not in agents:
             agents[host] = AgentConnection(host, config.command, config.python, config.folder)
@@ -177,7 +245,9 @@ def _connect(config: SshConfig, hosts: Iterable[Host], agents: dict[Host, AgentC
 
 @contextlib.contextmanager
 def _connected(config: SshConfig, agents: dict[Host, AgentConnection]) -> Iterator[None]:
-    """Connect to all hosts; at the end of the block, connections are closed that the next attempt cannot use."""
+    """Connect to all hosts; at the end of the block, connections are closed that the next attempt
+    cannot use.
+    """
     try:
         _connect(config, config.hosts, agents)
         yield
@@ -185,7 +255,9 @@ def _connected(config: SshConfig, agents: dict[Host, AgentConnection]) -> Iterat
         _close(agents, lambda agent: not agent.is_idle)
 
 
-def _close(agents: dict[Host, AgentConnection], is_chosen: Callable[[AgentConnection], bool]) -> None:
+def _close(
+    agents: dict[Host, AgentConnection], is_chosen: Callable[[AgentConnection], bool]
+) -> None:
     """Close some connections, and remove them: the agents then end their processes."""
     chosen = [agents.pop(agent.host) for agent in list(agents.values()) if is_chosen(agent)]
     for agent in chosen:
@@ -196,29 +268,46 @@ def _close(agents: dict[Host, AgentConnection], is_chosen: Callable[[AgentConnec
 
 
 def _ready_connections(
-    agents: dict[Host, AgentConnection], group: Stoppable, config: SshConfig, log: Callable[[str], None], *, first: bool
+    agents: dict[Host, AgentConnection],
+    group: Stoppable,
+    config: SshConfig,
+    log: Callable[[str], None],
+    *,
+    first: bool,
 ) -> list[AgentConnection]:
-    """The hosts that answer in time and can run their processes; for the others, log why not. Connections that were kept and are lost are
-    made again.
+    """The hosts that answer in time and can run their processes; for the others, log why not.
+    Connections that were kept and are lost are made again.
 
     Raises:
-      OptionError: at the first attempt, a host cannot run its processes; later attempts leave it out.
+      OptionError: at the first attempt, a host cannot run its processes; later attempts leave it
+        out.
     """
     deadline, pending, logged_at = time.monotonic() + HELLO, list(config.hosts), time.monotonic()
     while pending and group.stop_signal is None and time.monotonic() < deadline:
         pending = [host for host in pending if agents[host].hear(0.1 / len(pending)) is None]
-        lost = [host for host in config.hosts if agents[host].is_idle and "gone" in (agents[host].unhandled or {})]
+        lost = [
+            host
+            for host in config.hosts
+            if agents[host].is_idle and "gone" in (agents[host].unhandled or {})
+        ]
         _close(agents, lambda agent: agent.host in lost)
         _connect(config, lost, agents)
         pending += lost
         if pending and time.monotonic() - logged_at >= LOG_SECONDS:
             logged_at = time.monotonic()
-            log(f"waiting for {', '.join(host.name for host in pending[:8])} ({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})")
+            log(
+                f"waiting for {', '.join(host.name for host in pending[:8])} "
+                f"({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})"
+            )
     ready = []
     for agent in [agents[host] for host in config.hosts] if group.stop_signal is None else ():
         answer = agent.unhandled or {}
         agent.is_idle = "hello" in answer  # another answer, or a late one, is of no use
-        why = "" if agent.is_idle else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
+        why = (
+            ""
+            if agent.is_idle
+            else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
+        )
         if not why:
             agent.hello, agent.unhandled = answer["hello"], None
             try:
@@ -235,17 +324,29 @@ def _ready_connections(
 
 
 def _check(agent: AgentConnection, config: SshConfig) -> None:
-    """Raise OptionError if a host cannot run its processes, or process 0, which any host may get after a restart."""
+    """Raise OptionError if a host cannot run its processes, or process 0, which any host may get
+    after a restart.
+    """
     hello, host = agent.hello, agent.host
     if "problem" in hello:
-        raise OptionError(f"{host.name}: {printable(str(hello['problem']), 300)}.", fix=f"{host.name} address=ADDRESS, one of its own.")
+        raise OptionError(
+            f"{host.name}: {printable(str(hello['problem']), 300)}.",
+            fix=f"{host.name} address=ADDRESS, one of its own.",
+        )
     gpus, count = _gpus_and_count(agent, config)
     if not count or len(gpus) % count:
         raise OptionError(
-            f"{host.name} has {len(gpus)} GPUs for {count} processes.", fix=f"{host.name} processes=N, a divisor of the number of GPUs."
+            f"{host.name} has {len(gpus)} GPUs for {count} processes.",
+            fix=f"{host.name} processes=N, a divisor of the number of GPUs.",
         )
-    may_get_process_0 = len(config.hosts) > 1 and (host is config.hosts[0] or config.least is not None)
-    if may_get_process_0 and host.reached != hello["address"] and ipaddress.ip_address(hello["address"]).is_loopback:
+    may_get_process_0 = len(config.hosts) > 1 and (
+        host is config.hosts[0] or config.least is not None
+    )
+    if (
+        may_get_process_0
+        and host.reached != hello["address"]
+        and ipaddress.ip_address(hello["address"]).is_loopback
+    ):
         raise OptionError(
             f"{host.reached} is {hello['address']} on that host, which others cannot reach.",
             fix=f"{host.name} address=ADDRESS, its address on the cluster's network.",
@@ -259,7 +360,8 @@ def _gpus_and_count(agent: AgentConnection, config: SshConfig) -> tuple[list[str
 
 
 def _processes(agents: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
-    """The variables of each process, by rank: its rank, its share of the GPUs, its name. Ranks of a host are consecutive.
+    """The variables of each process, by rank: its rank, its share of the GPUs, its name. Ranks of a
+    host are consecutive.
 
     Raises:
       OptionError: stall is set for a single process.
@@ -271,9 +373,13 @@ def _processes(agents: Sequence[AgentConnection], config: SshConfig) -> dict[int
         for local_rank, rank in enumerate(agent.ranks):
             processes[rank] = rank_environment(rank, local_rank, count, gpus)
             if agent.host.tasks:
-                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = agent.host.tasks[local_rank].rpartition(":")
+                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = agent.host.tasks[
+                    local_rank
+                ].rpartition(":")
     if config.settings.stall and len(processes) == 1 and len(agents) == len(config.hosts):
-        raise OptionError("stall has no effect on a single process.", fix="leave it out, or use 2 processes.")
+        raise OptionError(
+            "stall has no effect on a single process.", fix="leave it out, or use 2 processes."
+        )
     return processes
 
 
@@ -299,7 +405,9 @@ class RemoteProcessGroup:
         self._wishes: collections.deque[int] = collections.deque()
 
     def wish(self, number: int) -> None:
-        """Queue a signal for all, from a signal handler, which may have interrupted anything; `wait` sends it."""
+        """Queue a signal for all, from a signal handler, which may have interrupted anything;
+        `wait` sends it.
+        """
         self._wishes.append(number)
 
     def signal(self, number: int) -> None:
@@ -308,7 +416,8 @@ class RemoteProcessGroup:
             agent.send({"signal": int(number)})
 
     def wait(self, grace: float) -> dict[int, int]:
-        """Wait until all hosts have reported their exit codes; soon after one is lost, end the others.
+        """Wait until all hosts have reported their exit codes; soon after one is lost, end the
+        others.
 
         Returns:
           Exit codes by rank; negative ones are signals.
@@ -326,8 +435,11 @@ class RemoteProcessGroup:
             if deadline is None and self.stop_signal == signal.SIGTERM:
                 deadline = time.monotonic() + grace + SETTLE
             elif deadline is None and self.stop_signal is None and any(codes.values()):
-                failed = {code for code in codes.values() if code}  # one that was killed, or its host, published no error
-                deadline = time.monotonic() + (KILLED if failed <= {LOST, -signal.SIGKILL} else 2 * SETTLE)
+                # one that was killed, or its host, published no error
+                failed = {code for code in codes.values() if code}
+                deadline = time.monotonic() + (
+                    KILLED if failed <= {LOST, -signal.SIGKILL} else 2 * SETTLE
+                )
                 self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline and not killed:
                 self.signal(signal.SIGKILL)
@@ -352,5 +464,9 @@ class RemoteProcessGroup:
         self.records += message["ended"]["records"]
         if folders := memory_folders(message["ended"]["records"]):
             self.in_memory[agent.host] = folders
-        self.first |= {} if by_us else {int(rank): code for rank, code in message["ended"]["first"].items() if code}
+        self.first |= (
+            {}
+            if by_us
+            else {int(rank): code for rank, code in message["ended"]["first"].items() if code}
+        )
         return {int(rank): code for rank, code in message["ended"]["codes"].items()}

@@ -1,4 +1,6 @@
-"""Validate user text before it is written into a script or a manifest: it must not be able to add lines to them."""
+"""Validate user text before it is written into a script or a manifest: it must not be able to add
+lines to them.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,14 +8,27 @@ from pathlib import Path
 
 from spmd.errors import OptionError, option
 
-RESERVED = ("PROCESSES", "PROCESS", "LOCAL_PROCESS", "LOCAL_PROCESSES", "COORDINATOR", "TOKEN", "REPORT", "ATTEMPT", "LAUNCHER", "SPARE")
+RESERVED = (
+    "PROCESSES",
+    "PROCESS",
+    "LOCAL_PROCESS",
+    "LOCAL_PROCESSES",
+    "COORDINATOR",
+    "TOKEN",
+    "REPORT",
+    "ATTEMPT",
+    "LAUNCHER",
+    "SPARE",
+)
 BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
 
 
 def check_printable(name: str, text: str) -> None:
     """Refuse empty text and control characters, such as line ends."""
     if not text or not text.isprintable():
-        raise OptionError(f"{option(name, repr(text))}.", fix="text on one line, without control characters.")
+        raise OptionError(
+            f"{option(name, repr(text))}.", fix="text on one line, without control characters."
+        )
 
 
 def check_pattern(name: str, text: str | None, pattern: str, fix: str) -> None:
@@ -35,7 +50,9 @@ def check_script_args(words: Sequence[str], options: str) -> None:
         check_printable("an argument of the script", word)
 
 
-def check_environment_variables(pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]) -> dict[str, str]:
+def check_environment_variables(
+    pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]
+) -> dict[str, str]:
     """Validate environment variables, and return them by name.
 
     Args:
@@ -43,7 +60,8 @@ def check_environment_variables(pairs: Iterable[tuple[str, str]], taken: Mapping
       taken: variables that other options set.
 
     Raises:
-      OptionError: an invalid name, a duplicate, a variable that the launcher sets, or a control character in a value.
+      OptionError: an invalid name, a duplicate, a variable that the launcher sets, or a control
+        character in a value.
     """
     checked: dict[str, str] = {}
     for name, value in pairs:
@@ -51,17 +69,25 @@ def check_environment_variables(pairs: Iterable[tuple[str, str]], taken: Mapping
         if value:
             check_printable(f"env {name}", value)
         if name in checked:
-            raise OptionError(f"env {name} is given twice: {checked[name]!r} and {value!r}.", fix="give it once.")
+            raise OptionError(
+                f"env {name} is given twice: {checked[name]!r} and {value!r}.", fix="give it once."
+            )
         if name.removeprefix("SPMD_") in RESERVED and name.startswith("SPMD_"):
-            raise OptionError(f"env {name} is set by the launcher in each process.", fix="leave it out.")
+            raise OptionError(
+                f"env {name} is set by the launcher in each process.", fix="leave it out."
+            )
         if name in taken or name in BY_OPTION:
-            raise OptionError(f"env {name} is set by an option.", fix=f"{BY_OPTION.get(name, 'use the option or the variable, not both')}.")
+            raise OptionError(
+                f"env {name} is set by an option.",
+                fix=f"{BY_OPTION.get(name, 'use the option or the variable, not both')}.",
+            )
         checked[name] = value
     return checked
 
 
 def script_name(words: Iterable[str]) -> str:
-    """The default name of a job: the script without folder and suffix, or the last part of a module's name.
+    """The default name of a job: the script without folder and suffix, or the last part of a
+    module's name.
 
     >>> script_name(["runs/train.py", "--x"]), script_name(["-m", "my.train"])
     ('train', 'train')

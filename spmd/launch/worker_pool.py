@@ -1,4 +1,6 @@
-"""A pool of worker processes that run calls: start and end them, collect their answers and output, and explain failures."""
+"""A pool of worker processes that run calls: start and end them, collect their answers and output,
+and explain failures.
+"""
 
 import collections
 import contextlib
@@ -16,7 +18,13 @@ from pathlib import Path
 
 from spmd.distributed.exit_codes import PEER, STALLED
 from spmd.launch import ipc
-from spmd.launch.local_launcher import LocalConfig, process_environments, rank_prefix, report_folder, worker_command
+from spmd.launch.local_launcher import (
+    LocalConfig,
+    process_environments,
+    rank_prefix,
+    report_folder,
+    worker_command,
+)
 from spmd.launch.process_group import LOOK, SETTLE, ProcessGroup, start_processes, to_stdout
 from spmd.launch.restart_policy import Attempt, read_records, summarize_attempt
 
@@ -25,7 +33,9 @@ MARK_TIMEOUT = 2.0  # seconds for the output of a call to arrive
 
 
 class OutputBuffer:
-    """Output of the processes, printed by the thread that waits for a call: so it appears in the cell that called."""
+    """Output of the processes, printed by the thread that waits for a call: so it appears in the
+    cell that called.
+    """
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
@@ -38,7 +48,9 @@ class OutputBuffer:
         return self._mark
 
     def add(self, line: str) -> None:
-        """Keep a line; called by the threads that read from processes. Between calls, lines above `MAX_BUFFERED` are only counted."""
+        """Keep a line; called by the threads that read from processes. Between calls, lines above
+        `MAX_BUFFERED` are only counted.
+        """
         text, mark, _ = line.partition(self._mark)
         if mark:  # the end of a call, maybe after an incomplete line
             self._marked += 1
@@ -71,7 +83,9 @@ class OutputBuffer:
             to_stdout(f"spmd launch: {lost} lines, printed between calls, are not shown\n")
 
     def until(self, count: int) -> None:
-        """Print all lines before this call's marks; a mark is missing if the function has closed its standard output."""
+        """Print all lines before this call's marks; a mark is missing if the function has closed
+        its standard output.
+        """
         deadline = time.monotonic() + MARK_TIMEOUT
         with self.read():
             while self._marked < count and time.monotonic() < deadline:
@@ -90,7 +104,11 @@ class WorkerPool:
     def __init__(self) -> None:
         self.lines = OutputBuffer()
         self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
-        self._group, self._connections, self._late = ProcessGroup({}), dict[int, socket.socket](), False
+        self._group, self._connections, self._late = (
+            ProcessGroup({}),
+            dict[int, socket.socket](),
+            False,
+        )
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._attempt = Attempt({})  # the outcome, from the processes' records, once all have ended
         self._folder: Path | None = None
@@ -106,29 +124,38 @@ class WorkerPool:
                 self._connections[rank], child_ends[rank] = socket.socketpair()
                 self._connections[rank].setblocking(False)
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
-                commands[rank] = worker_command(words), environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))}
+                commands[rank] = (
+                    worker_command(words),
+                    environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+                )
             inherited = {rank: (end.fileno(),) for rank, end in child_ends.items()}
-            started = start_processes(commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited)
+            started = start_processes(
+                commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited
+            )
             self._group = self._open.enter_context(started)
         finally:
             for end in child_ends.values():
                 end.close()
 
     def ended(self) -> dict[int, int]:
-        """Exit codes of those that have ended, by rank; the first ones that are seen are kept for `why`."""
+        """Exit codes of those that have ended, by rank; the first ones that are seen are kept for
+        `why`.
+        """
         codes = self._group.ended()
         self._first = self._first or codes
         return codes
 
     def call(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
-        """Send all processes a message and receive an answer from each, printing their output meanwhile.
+        """Send all processes a message and receive an answer from each, printing their output
+        meanwhile.
 
         Args:
           message: None: send nothing.
           seconds: timeout; None: none.
 
         Returns:
-          Answers by rank; without processes that were gone, or did not answer soon after another had failed.
+          Answers by rank; without processes that were gone, or did not answer soon after another
+          had failed.
         """
         until = None if seconds is None else time.monotonic() + seconds
         failing = False
@@ -137,7 +164,9 @@ class WorkerPool:
             nonlocal until, failing
             self.lines.show()
             ended = self.ended()
-            if not failing and (ended or any(answer.startswith(ipc.FAILED) for answer in answers.values())):
+            if not failing and (
+                ended or any(answer.startswith(ipc.FAILED) for answer in answers.values())
+            ):
                 failing, until = True, time.monotonic() + SETTLE
                 self._settled = until
             self._late = not failing and until is not None and time.monotonic() > until
@@ -151,7 +180,8 @@ class WorkerPool:
         return min(SETTLE, max(0.5, self._settled - time.monotonic()))
 
     def end(self, grace: float, interrupt: bool = False) -> None:
-        """Close the sockets, wait, and kill the processes that are left. Calling it again does nothing.
+        """Close the sockets, wait, and kill the processes that are left. Calling it again does
+        nothing.
 
         Args:
           grace: seconds to exit on their own.
@@ -172,17 +202,30 @@ class WorkerPool:
                 if self._folder is not None:
                     self._attempt = summarize_attempt(read_records(self._folder), {}, self._first)
         finally:
-            with contextlib.suppress(Exception):  # standard output may be closed at the end of a program
+            # standard output may be closed at the end of a program
+            with contextlib.suppress(Exception):
                 self.lines.show()
 
     def why(self, answers: Mapping[int, bytes]) -> tuple[int | None, str, str]:
-        """The process that failed first, how, and its traceback, given these answers; after `end`."""
-        failures = {rank: pickle.loads(text[1:]) for rank, text in answers.items() if text.startswith(ipc.FAILED)}
+        """The process that failed first, how, and its traceback, given these answers; after
+        `end`.
+        """
+        failures = {
+            rank: pickle.loads(text[1:])
+            for rank, text in answers.items()
+            if text.startswith(ipc.FAILED)
+        }
         if self._attempt.unreported_cause is not None:
             return *self._attempt.unreported_cause, ""
         stalled = {rank for rank, code in self._attempt.codes.items() if code == STALLED}
-        reason = failure_reason(failures, self._first, self._attempt.failures, answered=set(answers), stalled=stalled)
-        return reason or (None, "some did not start in time" if self._late else "they have closed their sockets", "")
+        reason = failure_reason(
+            failures, self._first, self._attempt.failures, answered=set(answers), stalled=stalled
+        )
+        return reason or (
+            None,
+            "some did not start in time" if self._late else "they have closed their sockets",
+            "",
+        )
 
 
 def failure_reason(
@@ -195,7 +238,8 @@ def failure_reason(
 ) -> tuple[int | None, str, str] | None:
     """The process that failed first, how, and its traceback; None if nothing is known.
 
-    A process that ended without a report is the cause of what the others report, such as a broken transfer.
+    A process that ended without a report is the cause of what the others report, such as a broken
+    transfer.
 
     Args:
       failures: by rank, the error of a call, and its traceback.
@@ -208,7 +252,8 @@ def failure_reason(
         if code < 0 or not (code == PEER or rank in reported or rank in answered):
             return rank, describe_exit(rank, code), ""
     for rank, (step, text) in reported.items():
-        if rank not in failures or rank in stalled:  # the watchdog knows of a stall, the call does not
+        # the watchdog knows of a stall, the call does not
+        if rank not in failures or rank in stalled:
             return rank, f"process {rank} failed at step {step}: {text}", ""
         return rank, f"process {rank} failed: {failures[rank][0]}", failures[rank][1]
     for rank, (headline, trace) in failures.items():
@@ -225,5 +270,9 @@ def describe_exit(rank: int, code: int) -> str:
     'process 1 has ended with signal 9, sent by the system when memory runs out, or by a user'
     """
     killed = ", sent by the system when memory runs out, or by a user"
-    reason = {-signal.SIGKILL: killed, PEER: " (another process failed)", STALLED: " (no progress)"}.get(code, "")
+    reason = {
+        -signal.SIGKILL: killed,
+        PEER: " (another process failed)",
+        STALLED: " (no progress)",
+    }.get(code, "")
     return f"process {rank} has ended with {'signal' if code < 0 else 'code'} {abs(code)}{reason}"

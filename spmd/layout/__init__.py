@@ -1,4 +1,6 @@
-"""Where arrays live: layouts as data, their TOML format, and their application to a model's shapes."""
+"""Where arrays live: layouts as data, their TOML format, and their application to a model's
+shapes.
+"""
 
 from spmd.layout.display import html_table, one_line
 from spmd.layout.schema import FUNCTIONS

@@ -1,4 +1,6 @@
-"""Problems of a layout that fits every parameter of a model but not the mesh or the other tables, each with a verified fix."""
+"""Problems of a layout that fits every parameter of a model but not the mesh or the other tables,
+each with a verified fix.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -19,31 +21,54 @@ Params = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def resolved_problems(
-    resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int], fits: Callable[[MeshSpec], bool]
+    resolved: Resolved,
+    params: Params,
+    names: Mapping[str, Names],
+    stacks: Mapping[str, int],
+    fits: Callable[[MeshSpec], bool],
 ) -> list[Problem]:
-    """Every problem of the layout as a whole. `fits` returns whether it would have none on another mesh."""
+    """Every problem of the layout as a whole. `fits` returns whether it would have none on another
+    mesh.
+    """
     problems = [
         *_share_problems(resolved, params, names, stacks, fits),
         *_exchange_problems(resolved),
         *_server_problems(resolved),
         *_expert_problems(resolved),
     ]
-    return problems or list(_idle_problems(resolved, names, fits))  # other problems may be the reason that an axis is unused
+    # other problems may be the reason that an axis is unused
+    return problems or list(_idle_problems(resolved, names, fits))
 
 
-def _idle_problems(resolved: Resolved, names: Mapping[str, Names], fits: Callable[[MeshSpec], bool]) -> Iterator[Problem]:
-    """Mesh axes of `[axes]` that shard nothing; of others, which the model's own code may use, `train/idle_axes.py` judges by the step."""
+def _idle_problems(
+    resolved: Resolved, names: Mapping[str, Names], fits: Callable[[MeshSpec], bool]
+) -> Iterator[Problem]:
+    """Mesh axes of `[axes]` that shard nothing; of others, which the model's own code may use,
+    `train/idle_axes.py` judges by the step.
+    """
     layout, mesh = resolved.layout, resolved.mesh
-    declared = {axis: [name for name, entry in layout.axes if axis in entry_axes(entry)] for axis in mesh.names}
+    declared = {
+        axis: [name for name, entry in layout.axes if axis in entry_axes(entry)]
+        for axis in mesh.names
+    }
     for axis in resolved.idle_axes():
         if not declared[axis]:
             continue
-        lines = [f'nothing is sharded over "{axis}", so its {mesh.sizes[axis]} devices would all do the same work.']
+        lines = [
+            f'nothing is sharded over "{axis}", so its {mesh.sizes[axis]} devices would all do the '
+            "same work."
+        ]
         logical = ", ".join(declared[axis])
         carried = sorted({name for of in names.values() for name in each_name(of)})
         have = f"they carry {first_names(carried)}" if carried else "they carry none"
-        lines.append(f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis name: {have}.')
-        fixes = [f"logical axis names ({logical}) on the model's parameters", f'[[params]] rules with "{axis}"']
+        lines.append(
+            f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis '
+            f"name: {have}."
+        )
+        fixes = [
+            f"logical axis names ({logical}) on the model's parameters",
+            f'[[params]] rules with "{axis}"',
+        ]
         merged = resolved.mesh_without([axis])
         if fits(merged):
             fixes.insert(0, option("mesh", quoted(str(merged).replace(" ", ""))))
@@ -56,9 +81,16 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     if declared.reduction == "compiler" or resolved.workers == 1:
         return
     if REDUCTIONS[declared.reduction].make:
-        why = f'reduction "{declared.reduction}" is a registered function, which is given full gradients.'
+        why = (
+            f'reduction "{declared.reduction}" is a registered function, which is given full '
+            "gradients."
+        )
         yield from _sharded_problems(resolved, why)
-    wide = {place.path for place in resolved.placements.values() if place.dtype not in ("float32", "bfloat16", "float16")}
+    wide = {
+        place.path
+        for place in resolved.placements.values()
+        if place.dtype not in ("float32", "bfloat16", "float16")
+    }
     sources = codec_rules(declared, resolved.placements)
     everywhere = wide == {*resolved.placements} and not declared.rules
     for place in resolved.placements.values():
@@ -69,18 +101,31 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         if isinstance(source, GradientRule):
             rule = f'except = ["{place.path}"]  in the rule for "{source.path}", and  {rule}'
         if codec != "exact" and place.path in wide:
-            why = f"codec {codec} computes in float32, which cannot represent a gradient of {place.dtype}."
+            why = (
+                f"codec {codec} computes in float32, which cannot represent a gradient of "
+                f"{place.dtype}."
+            )
             fix = '[gradients] codec = "exact".' if everywhere else f'{rule}  codec = "exact".'
             yield Problem(where, [why], fix, path=place.path, kind="conflict")
         if codec != "exact" and mixes_data_axes(spec, data):
-            why = f"a dim is sharded over a data axis together with another axis, which codec {codec} does not support."
+            why = (
+                "a dim is sharded over a data axis together with another axis, which codec "
+                f"{codec} does not support."
+            )
             fix = f'the two axes on two dims, or {rule}  codec = "exact".'
-            yield Problem(f"{where}   spec {spec_text(spec)}", [why], fix, path=place.path, kind="conflict")
+            yield Problem(
+                f"{where}   spec {spec_text(spec)}", [why], fix, path=place.path, kind="conflict"
+            )
     sharded = any(
-        axis in data for place in resolved.all_placements.values() for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec))
+        axis in data
+        for place in resolved.all_placements.values()
+        for axis in (*spec_axes(place.spec), *spec_axes(place.state_spec))
     )
     if declared.weights != "exact" and not sharded and declared.reduction != "parameter_server":
-        why = f"{layout.source} replicates every parameter and its optimizer state, so no weight is gathered."
+        why = (
+            f"{layout.source} replicates every parameter and its optimizer state, so no weight is "
+            "gathered."
+        )
         fix = 'leave it out, or shard them: [default] params = "shard:data".'
         yield Problem("[gradients] weights", [why], fix, kind="unread_key")
 
@@ -90,38 +135,68 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
     layout, server, positions = resolved.layout, resolved.layout.parameter_server, resolved.workers
     if layout.gradients.reduction != "parameter_server":
         return
-    yield from _sharded_problems(resolved, "the servers keep all parameters, packed, and workers use them unsharded.")
+    yield from _sharded_problems(
+        resolved, "the servers keep all parameters, packed, and workers use them unsharded."
+    )
     if layout.optimizer.shard:
-        yield Problem("[optimizer] shard", ["the servers keep the optimizer state."], "leave it out.", kind="conflict")
+        yield Problem(
+            "[optimizer] shard",
+            ["the servers keep the optimizer state."],
+            "leave it out.",
+            kind="conflict",
+        )
     if layout.gradients.rules and server.placement != "sliced":
         why = f'placement "{server.placement}" packs parameters together, so they have one codec.'
         yield Problem("[[gradients.rules]]", [why], 'placement = "sliced".', kind="conflict")
     workers = server.workers or positions
     if server.servers is not None and server.servers > positions:
         why = f"{server.servers} servers at {positions} positions along the data axes."
-        yield Problem("[parameter_server] servers", [why], f"at most {positions}.", kind="invalid_value")
+        yield Problem(
+            "[parameter_server] servers", [why], f"at most {positions}.", kind="invalid_value"
+        )
     if workers % positions:
-        why = f"{workers} workers at {positions} positions along the data axes; {workers} / {positions} leaves {workers % positions}."
+        why = (
+            f"{workers} workers at {positions} positions along the data axes; {workers} / "
+            f"{positions} leaves {workers % positions}."
+        )
         fix = f"such as {-(-workers // positions) * positions}."
         yield Problem("[parameter_server] workers", [why], fix, kind="not_divisible")
     if server.fragments > 1 and server.placement != "sliced":
-        why = f'placement "{server.placement}" packs parameters together, so they are synchronized at once.'
-        yield Problem("[parameter_server] fragments", [why], 'placement = "sliced", or leave it out.', kind="conflict")
+        why = (
+            f'placement "{server.placement}" packs parameters together, so they are synchronized '
+            "at once."
+        )
+        yield Problem(
+            "[parameter_server] fragments",
+            [why],
+            'placement = "sliced", or leave it out.',
+            kind="conflict",
+        )
     if server.moving_rate is not None and server.moving_rate >= 2 / (workers + 1):
         factor = 1 - server.moving_rate * (workers + 1)
-        why = f"{server.moving_rate:g} with {workers} workers: each sync multiplies the servers' distance from the workers' mean by "
+        why = (
+            f"{server.moving_rate:g} with {workers} workers: each sync multiplies the servers' "
+            "distance from the workers' mean by "
+        )
         why += f"1 - {server.moving_rate:g} ({workers} + 1) = {factor:.3g}."
         fix = f"below 2 / {workers + 1}, such as {0.9 / workers:.3g}."
         yield Problem("[parameter_server] moving_rate", [why], fix, kind="invalid_value")
     if server.fragments > len(resolved.placements):
-        why, most = f"{server.fragments}, of {len(resolved.placements)} parameters.", f"at most {len(resolved.placements)}."
+        why, most = (
+            f"{server.fragments}, of {len(resolved.placements)} parameters.",
+            f"at most {len(resolved.placements)}.",
+        )
         yield Problem("[parameter_server] fragments", [why], most, kind="invalid_value")
     for conflict in worker_problems(server, workers):
-        yield Problem(f"[parameter_server] {conflict.key}", [conflict.why], conflict.fix, kind="invalid_value")
+        yield Problem(
+            f"[parameter_server] {conflict.key}", [conflict.why], conflict.fix, kind="invalid_value"
+        )
 
 
 def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:
-    """Parameters that are sharded where the reduction has only replicated ones; one problem for each rule."""
+    """Parameters that are sharded where the reduction has only replicated ones; one problem for
+    each rule.
+    """
     layout, by_origin = resolved.layout, {}
     for place in resolved.placements.values():
         if spec_axes(place.spec):
@@ -129,10 +204,21 @@ def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:
     for origin, places in by_origin.items():
         place = places[0]
         if origin == default_origin(layout):
-            yield Problem(f'[default] params = "{layout.default.params}"', [why], '[default] params = "replicate".', kind="conflict")
+            yield Problem(
+                f'[default] params = "{layout.default.params}"',
+                [why],
+                '[default] params = "replicate".',
+                kind="conflict",
+            )
             continue
-        fix = 'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
-        where, also = f"{place.path}   spec {spec_text(place.spec)}   {origin}", more_names([place.path for place in places])
+        fix = (
+            'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters '
+            "as the rules say."
+        )
+        where, also = (
+            f"{place.path}   spec {spec_text(place.spec)}   {origin}",
+            more_names([place.path for place in places]),
+        )
         yield Problem(where, [why], fix, also, place.path, kind="conflict")
 
 
@@ -147,38 +233,70 @@ def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _share_problems(
-    resolved: Resolved, params: Params, names: Mapping[str, Names], stacks: Mapping[str, int], fits: Callable[[MeshSpec], bool]
+    resolved: Resolved,
+    params: Params,
+    names: Mapping[str, Names],
+    stacks: Mapping[str, int],
+    fits: Callable[[MeshSpec], bool],
 ) -> Iterator[Problem]:
     """More replicated bytes than the layout's `max_replicated` allows."""
     layout, mesh = resolved.layout, resolved.mesh
     limit, share = layout.default.max_replicated, _replicated_share(resolved)
-    if layout.gradients.reduction == "parameter_server" or limit is None or mesh.size == 1 or share <= limit:
+    if (
+        layout.gradients.reduction == "parameter_server"
+        or limit is None
+        or mesh.size == 1
+        or share <= limit
+    ):
         return  # a parameter server shards all of them
     replicated = [place for place in resolved.all_placements.values() if not spec_axes(place.spec)]
     largest = sorted(replicated, key=lambda place: -place.nbytes)[:5]
     used = {axis for place in resolved.all_placements.values() for axis in spec_axes(place.spec)}
     free = [axis for axis, size in mesh.axes if size > 1 and axis not in used]
     total = sum(place.nbytes for place in resolved.all_placements.values())
-    lines = [f"{share:.1%} of the parameters' {format_bytes(total)} are replicated on every device; max_replicated = {limit:g}."]
-    lines += [f"largest: {place.path}   {describe(place)}   {format_bytes(place.nbytes)}   {place.chosen_by}" for place in largest]
-    lines.append(f"mesh axes that no parameter uses: {', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}.")
+    lines = [
+        f"{share:.1%} of the parameters' {format_bytes(total)} are replicated on every device; "
+        f"max_replicated = {limit:g}."
+    ]
+    lines += [
+        f"largest: {place.path}   {describe(place)}   {format_bytes(place.nbytes)}   "
+        f"{place.chosen_by}"
+        for place in largest
+    ]
+    lines.append(
+        "mesh axes that no parameter uses: "
+        f"{', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}."
+    )
     enough = min(1.0, int(share * 100 + 1) / 100)
     allow = f"max_replicated = {enough:g}"
     if layout.source.startswith("layouts/"):  # a shipped one
         allow += f" in a copy (spmd layouts show {layout.name} > mine.toml)"
     fix = f"rules or logical axis names for the largest, or {allow}."
-    stuck = {place.path: place for place in replicated if not _divisible(params.get(place.path, place).shape, mesh)}
+    stuck = {
+        place.path: place
+        for place in replicated
+        if not _divisible(params.get(place.path, place).shape, mesh)
+    }
     if sum(place.nbytes for place in stuck.values()) > limit * total:
 
         def suffices(other: MeshSpec) -> bool:
-            return _replicated_share(resolve(layout, params, names, other, stacks)) <= limit and fits(other)
+            return _replicated_share(
+                resolve(layout, params, names, other, stacks)
+            ) <= limit and fits(other)
 
         place = max(stuck.values(), key=lambda place: place.nbytes)
-        fix = _fix_of_sizes(resolved, place.path, params.get(place.path, place).shape, allow, suffices)
+        fix = _fix_of_sizes(
+            resolved, place.path, params.get(place.path, place).shape, allow, suffices
+        )
         yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
         return
-    for axis in sorted((axis for axis, size in mesh.axes if size > 1), key=lambda axis: (axis not in free, axis in layout.data_axes())):
-        sharded = dataclasses.replace(layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}"))
+    for axis in sorted(
+        (axis for axis, size in mesh.axes if size > 1),
+        key=lambda axis: (axis not in free, axis in layout.data_axes()),
+    ):
+        sharded = dataclasses.replace(
+            layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}")
+        )
         left = _replicated_share(resolve(sharded, params, names, mesh, stacks))
         if left <= limit:
             fix = f'[default] params = "shard:{axis}" ({left:.1%} would stay replicated), or {fix}'
@@ -191,12 +309,27 @@ def _divisible(shape: tuple[int, ...], mesh: MeshSpec) -> bool:
     return any(dim and dim % size == 0 for dim in shape for _, size in mesh.axes if size > 1)
 
 
-def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: str, suffices: Callable[[MeshSpec], bool]) -> str:
-    """What helps where no rule does, since no mesh axis divides a dim of the largest parameters, of which one is at `path`."""
+def _fix_of_sizes(
+    resolved: Resolved,
+    path: str,
+    shape: tuple[int, ...],
+    allow: str,
+    suffices: Callable[[MeshSpec], bool],
+) -> str:
+    """What helps where no rule does, since no mesh axis divides a dim of the largest parameters, of
+    which one is at `path`.
+    """
     layout, mesh = resolved.layout, resolved.mesh
     shards = [size for axis, size in mesh.axes if layout.default.params == f"shard:{axis}"]
     unit = shards[0] if shards else min(size for _, size in mesh.axes if size > 1)
-    fixes = [f"sizes that {unit} divides, such as {near_multiples(max(shape), unit)} for the {max(shape)} of {path}"] if shape else []
+    fixes = (
+        [
+            f"sizes that {unit} divides, such as {near_multiples(max(shape), unit)} for the "
+            f"{max(shape)} of {path}"
+        ]
+        if shape
+        else []
+    )
     smaller = [
         MeshSpec(tuple((name, part if name == axis else size) for name, size in mesh.axes))
         for axis, devices in mesh.axes
@@ -205,7 +338,12 @@ def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: 
     ]
     for other in sorted(smaller, key=lambda other: -other.size):
         if suffices(other):
-            fixes.append(in_python(f'fewer devices, mesh=spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])'))
+            fixes.append(
+                in_python(
+                    f'fewer devices, mesh=spmd.make_mesh("{other}", '
+                    f"devices=jax.devices()[:{other.size}])"
+                )
+            )
             break
     if mesh.names == ("data",):
         fixes.append(option("layout", quoted("data_parallel")))
@@ -215,4 +353,9 @@ def _fix_of_sizes(resolved: Resolved, path: str, shape: tuple[int, ...], allow: 
 def _replicated_share(resolved: Resolved) -> float:
     """The share of parameter bytes that no mesh axis shards."""
     total = sum(place.nbytes for place in resolved.all_placements.values())
-    return sum(place.nbytes for place in resolved.all_placements.values() if not spec_axes(place.spec)) / total if total else 0.0
+    return (
+        sum(place.nbytes for place in resolved.all_placements.values() if not spec_axes(place.spec))
+        / total
+        if total
+        else 0.0
+    )

@@ -1,4 +1,6 @@
-"""The `[compiler]` table: options of XLA under plain names or their own, the defaults, and which of them a platform has."""
+"""The `[compiler]` table: options of XLA under plain names or their own, the defaults, and which of
+them a platform has.
+"""
 
 import dataclasses
 import os
@@ -28,18 +30,25 @@ XLA_NAMES = {  # of each key: the options of XLA:GPU that it sets; other compile
 }
 THRESHOLDS = tuple(key for key in XLA_NAMES if key.startswith("combine_"))
 # What is recorded: all that jaxlib 0.10.2 records by default, or nothing.
-COMMAND_BUFFERS = {True: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL", False: ""}
-# Defaults on GPUs; a layout's own value replaces one, and so does the option in $XLA_FLAGS. XLA's own default is off. The scheduler moves
-# collectives so that computation hides them: the one option that NVIDIA's images of JAX set for every model
-# (https://docs.nvidia.com/jax-toolbox/environment-variables), and a part of XLA's optimization level 1
-# (https://openxla.org/xla/gpu_optimization_levels). The others of that level cost memory, and stay choices of the layout.
+COMMAND_BUFFERS = {
+    True: "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL",
+    False: "",
+}
+# Defaults on GPUs; a layout's own value replaces one, and so does the option in $XLA_FLAGS. XLA's
+# own default is off. The scheduler moves collectives so that computation hides them: the one option
+# that NVIDIA's images of JAX set for every model
+# (https://docs.nvidia.com/jax-toolbox/environment-variables), and a part of XLA's optimization
+# level 1 (https://openxla.org/xla/gpu_optimization_levels). The others of that level cost memory,
+# and stay choices of the layout.
 GPU_DEFAULTS = {"latency_hiding": True}
-# Beside them, where layers of a stack are gathered in their loop. Gathers of several weights are one operation: XLA waits for each before
-# it begins the next, and computes nothing in between. The loop's two copies of a layer's parameters take turns, where they would be copied.
+# Beside them, where layers of a stack are gathered in their loop. Gathers of several weights are
+# one operation: XLA waits for each before it begins the next, and computes nothing in between. The
+# loop's two copies of a layer's parameters take turns, where they would be copied.
 LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
-# On CPUs with several devices. XLA:CPU runs independent operations at once, and lets a collective begin once a loop before it has begun:
-# one device may reach it before the collectives in that loop, others after, and they wait until XLA ends the process (seen with jaxlib
-# 0.11). In programs that its other scheduler orders, this does not happen. Simulated devices share cores anyway.
+# On CPUs with several devices. XLA:CPU runs independent operations at once, and lets a collective
+# begin once a loop before it has begun: one device may reach it before the collectives in that
+# loop, others after, and they wait until XLA ends the process (seen with jaxlib 0.11). In programs
+# that its other scheduler orders, this does not happen. Simulated devices share cores anyway.
 CPU_DEFAULTS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 TRITON = "xla_gpu_enable_triton_gemm"  # without which a plan compiles again what XLA cannot tile
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
@@ -50,21 +59,34 @@ UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNRO
 class Compiler:
     """Options of XLA with which the step, evaluation and prediction are compiled.
 
-    Plain names are for GPUs, and are not used elsewhere; None leaves the choice to the library or to XLA.
+    Plain names are for GPUs, and are not used elsewhere; None leaves the choice to the library or
+    to XLA.
 
     Attributes:
       latency_hiding: schedule collectives early enough that computation hides them; the default.
-      combine_all_gather, combine_reduce_scatter, combine_all_reduce: collectives are merged up to this size: bytes, or text such as
-        "512 MiB". Larger ones use links better, and hold more memory.
-      pipelined_collectives: move collectives of a loop's body into its iteration before or after, where computation hides them.
-      double_buffering: two iterations of a loop as one, so that what one hands to the next is not copied.
+      combine_all_gather, combine_reduce_scatter, combine_all_reduce: collectives are merged up to
+        this size: bytes, or text such as "512 MiB". Larger ones use links better, and hold more
+        memory.
+      pipelined_collectives: move collectives of a loop's body into its iteration before or after,
+        where computation hides them.
+      double_buffering: two iterations of a loop as one, so that what one hands to the next is not
+        copied.
       command_buffers: record sequences of kernels as CUDA graphs, which are launched at once.
-      deterministic: equal results in every run; some operations are slower, and some cannot be compiled.
-      options: further options by XLA's own names, which differ between releases of jaxlib, for any platform (a dict is accepted).
+      deterministic: equal results in every run; some operations are slower, and some cannot be
+        compiled.
+      options: further options by XLA's own names, which differ between releases of jaxlib, for any
+        platform (a dict is accepted).
 
     Example:
       >>> from spmd import Layout
-      >>> print(Layout(compiler=Compiler(combine_all_gather="512 MiB", options={"xla_cpu_enable_fast_math": False})).to_toml(), end="")
+      >>> print(
+      ...     Layout(
+      ...         compiler=Compiler(
+      ...             combine_all_gather="512 MiB", options={"xla_cpu_enable_fast_math": False}
+      ...         )
+      ...     ).to_toml(),
+      ...     end="",
+      ... )
       [compiler]
       combine_all_gather = "512 MiB"
       options = { xla_cpu_enable_fast_math = false }
@@ -86,7 +108,8 @@ class Compiler:
         for name, value in options:
             if not isinstance(name, str) or type(value) not in (bool, int, str):
                 raise OptionError(
-                    f"Compiler: option {name!r} is {value!r}, {type_name(value)}.", fix="True or False, a whole number, a string."
+                    f"Compiler: option {name!r} is {value!r}, {type_name(value)}.",
+                    fix="True or False, a whole number, a string.",
                 )
         object.__setattr__(self, "options", options)
 
@@ -98,25 +121,45 @@ class Compiler:
     @property
     def chosen(self) -> frozenset[str]:
         """XLA's names of the options that the layout sets."""
-        return frozenset(name for key in self.keys for name in XLA_NAMES[key]) | dict(self.options).keys()
+        return (
+            frozenset(name for key in self.keys for name in XLA_NAMES[key])
+            | dict(self.options).keys()
+        )
 
 
 def compiler_problems(compiler: Compiler) -> list[Conflict]:
-    """Values of `[compiler]` that cannot be valid on any platform, and options that are set twice."""
+    """Values of `[compiler]` that cannot be valid on any platform, and options that are set
+    twice.
+    """
     conflicts = []
     for key in THRESHOLDS:
         if (value := getattr(compiler, key)) is not None and not _valid_size(value):
             conflicts.append(
-                Conflict(key, f"{as_toml(value)} is not a size.", 'a number of bytes, or such as "512 MiB".', kind="invalid_value")
+                Conflict(
+                    key,
+                    f"{as_toml(value)} is not a size.",
+                    'a number of bytes, or such as "512 MiB".',
+                    kind="invalid_value",
+                )
             )
     keys = {name: key for key in compiler.keys for name in XLA_NAMES[key]}
     for name, _ in compiler.options:
         if not re.fullmatch(r"\w+", name):
             conflicts.append(
-                Conflict(f"compiler.options.{name}", "is not the name of an option of XLA.", "such as xla_gpu_autotune_level.")
+                Conflict(
+                    f"compiler.options.{name}",
+                    "is not the name of an option of XLA.",
+                    "such as xla_gpu_autotune_level.",
+                )
             )
         elif name in keys:
-            conflicts.append(Conflict(f"compiler.options.{name}", f"[compiler] {keys[name]} sets it as well.", "leave one of them out."))
+            conflicts.append(
+                Conflict(
+                    f"compiler.options.{name}",
+                    f"[compiler] {keys[name]} sets it as well.",
+                    "leave one of them out.",
+                )
+            )
     return conflicts
 
 
@@ -127,14 +170,19 @@ def _valid_size(value: int | str) -> bool:
         return False
 
 
-def xla_options(compiler: Compiler, platform: str, *, devices: int = 1, layerwise: bool = False) -> dict[str, Any]:
-    """The options to compile with on a platform, by XLA's names, as Python values: defaults, then keys, then the layout's own options.
+def xla_options(
+    compiler: Compiler, platform: str, *, devices: int = 1, layerwise: bool = False
+) -> dict[str, Any]:
+    """The options to compile with on a platform, by XLA's names, as Python values: defaults, then
+    keys, then the layout's own options.
 
     Args:
       devices: how many the program runs on.
       layerwise: whether the layers of a stack are gathered in their loop.
 
-    >>> xla_options(Compiler(combine_all_gather="1 GiB"), "cuda")["xla_gpu_all_gather_combine_threshold_bytes"]
+    >>> xla_options(Compiler(combine_all_gather="1 GiB"), "cuda")[
+    ...     "xla_gpu_all_gather_combine_threshold_bytes"
+    ... ]
     1073741824
     >>> xla_options(Compiler(latency_hiding=True), "cpu")
     {}
@@ -145,7 +193,11 @@ def xla_options(compiler: Compiler, platform: str, *, devices: int = 1, layerwis
         chosen = {name: value for name, value in CPU_DEFAULTS.items() if name not in flags}
     if platform in GPU:
         defaults = GPU_DEFAULTS | (LAYERWISE_DEFAULTS if layerwise else {})
-        defaults = {key: value for key, value in defaults.items() if not {*XLA_NAMES[key]} & {*flags, *dict(compiler.options)}}
+        defaults = {
+            key: value
+            for key, value in defaults.items()
+            if not {*XLA_NAMES[key]} & {*flags, *dict(compiler.options)}
+        }
         for key, value in (defaults | compiler.keys).items():
             chosen |= dict.fromkeys(XLA_NAMES[key], _xla_value(key, value))
     return chosen | dict(compiler.options)

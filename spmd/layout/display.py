@@ -11,7 +11,18 @@ from spmd.layout.trained import Adapter
 from spmd.render.html import Html, code_spans, folded, framed, table
 from spmd.specs import spec_text
 
-OTHERS = ("optimizer", "memory", "parameter_server", "remat", "pipeline", "sequence", "experts", "attention", "train", "compiler")
+OTHERS = (
+    "optimizer",
+    "memory",
+    "parameter_server",
+    "remat",
+    "pipeline",
+    "sequence",
+    "experts",
+    "attention",
+    "train",
+    "compiler",
+)
 COLUMNS = ("", "of", "is", "except", "line")
 
 
@@ -23,9 +34,15 @@ def one_line(layout: Layout) -> str:
     """
     axes = ", ".join(f"{axis}={size}" for axis, size in layout.mesh)
     counted = [(len(layout.params), "rule"), (len(layout.axes), "axis name")]
-    rules = ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counted if count) or "no rules"
+    rules = (
+        ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counted if count)
+        or "no rules"
+    )
     reduced = f"gradients by {layout.gradients.reduction}, {layout.gradients.codec}"
-    return f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else {layout.default.params}; {reduced}"
+    return (
+        f"Layout {layout.name}{f' on {axes}' if axes else ''}: {rules}, else "
+        f"{layout.default.params}; {reduced}"
+    )
 
 
 def html_table(layout: Layout) -> Html:
@@ -41,20 +58,49 @@ def html_table(layout: Layout) -> Html:
 
 
 def _rows(layout: Layout) -> list[tuple[str, ...]]:
-    """Kind, whom it is of, what it says, exceptions and the line of the file; rules first, then what differs from defaults."""
+    """Kind, whom it is of, what it says, exceptions and the line of the file; rules first, then
+    what differs from defaults.
+    """
     rows = [_rule("parameters", rule) for rule in layout.params]
     rows += [("axis name", name, spec_text((entry,))[1:-1], "", "") for name, entry in layout.axes]
     rows += [("parameters", "all others", layout.default.params, "", "")]
     rows += [_rule("activations", rule) for rule in layout.activations]
-    rows += [*(_rule("batch", rule) for rule in layout.batch.rules), ("batch", "all others", spec_text(layout.batch.spec), "", "")]
-    for rule in layout.gradients.rules:
-        rows.append(("gradients", rule.path, ", ".join(filter(None, [rule.codec, _words(dict(rule.options))])), *_origin(rule)))
-    gradients = {"reduction": layout.gradients.reduction, "codec": layout.gradients.codec, **changed_values(layout.gradients)}
-    rows.append(("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", ""))
-    rows += [("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules]
-    rows += [("precision", rule.path, f"products in {rule.products}", *_origin(rule)) for rule in layout.precision]
     rows += [
-        ("adapter", adapter.modules, f"rank {adapter.rank}, scale {adapter.scale:g}", *_origin(adapter)) for adapter in layout.adapters
+        *(_rule("batch", rule) for rule in layout.batch.rules),
+        ("batch", "all others", spec_text(layout.batch.spec), "", ""),
+    ]
+    for rule in layout.gradients.rules:
+        rows.append(
+            (
+                "gradients",
+                rule.path,
+                ", ".join(filter(None, [rule.codec, _words(dict(rule.options))])),
+                *_origin(rule),
+            )
+        )
+    gradients = {
+        "reduction": layout.gradients.reduction,
+        "codec": layout.gradients.codec,
+        **changed_values(layout.gradients),
+    }
+    rows.append(
+        ("gradients", "all others" if layout.gradients.rules else "all", _words(gradients), "", "")
+    )
+    rows += [
+        ("remat", ", ".join(rule.modules), f"save {rule}", "", "") for rule in layout.remat.rules
+    ]
+    rows += [
+        ("precision", rule.path, f"products in {rule.products}", *_origin(rule))
+        for rule in layout.precision
+    ]
+    rows += [
+        (
+            "adapter",
+            adapter.modules,
+            f"rank {adapter.rank}, scale {adapter.scale:g}",
+            *_origin(adapter),
+        )
+        for adapter in layout.adapters
     ]
     changed = {name: _words(changed_values(getattr(layout, name))) for name in OTHERS}
     return [*rows, *((name, "", words, "", "") for name, words in changed.items() if words)]

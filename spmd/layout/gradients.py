@@ -1,4 +1,6 @@
-"""The `[gradients]` table: how gradients are reduced, and with which codec. Data only; `spmd.sync` implements it."""
+"""The `[gradients]` table: how gradients are reduced, and with which codec. Data only; `spmd.sync`
+implements it.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,7 +40,9 @@ class GradientRule:
 
     def __post_init__(self):
         check_types(self)
-        object.__setattr__(self, "options", _pairs(self.options, "GradientRule", ("path", "codec", "except")))
+        object.__setattr__(
+            self, "options", _pairs(self.options, "GradientRule", ("path", "codec", "except"))
+        )
         object.__setattr__(self, "except_", names(self.except_))
 
 
@@ -48,26 +52,36 @@ class Gradients:
     """How gradients are reduced over workers, and with which codec they are sent.
 
     Attributes:
-      reduction: "compiler", "all_reduce", "reduce_scatter", "parameter_server", or one registered with `spmd.wire.register_reduction`.
-      codec: the codec of gradients that no rule matches; `options` are its options (a dict is accepted).
-      error_feedback: keep what a codec lost, per worker, and add it to the next gradient (float32, the size of a gradient).
+      reduction: "compiler", "all_reduce", "reduce_scatter", "parameter_server", or one registered
+        with `spmd.wire.register_reduction`.
+      codec: the codec of gradients that no rule matches; `options` are its options (a dict is
+        accepted).
+      error_feedback: keep what a codec lost, per worker, and add it to the next gradient (float32,
+        the size of a gradient).
       allow_biased: allow a biased codec without error feedback.
       start_step: the number of steps that reduce exactly before codecs are used.
-      bucket_bytes: gradients are sent in buckets of at most this many bytes (as float32); a larger gradient is sent alone.
-      exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs are used over the others.
-      diagnostics: measure the residuals' norm and the error of the mean; costs one more exact reduction per step, in float32.
+      bucket_bytes: gradients are sent in buckets of at most this many bytes (as float32); a larger
+        gradient is sent alone.
+      exact_axes: data axes over which gradients are reduced exactly first (inside a node); codecs
+        are used over the others.
+      diagnostics: measure the residuals' norm and the error of the mean; costs one more exact
+        reduction per step, in float32.
       weights: "exact" or "bfloat16": the format in which sharded weights are gathered.
-      gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the loop over them, the "full" stack before
-        it, or "auto": as memory and sizes say (docs/layouts.md). By layer, memory holds few layers' weights.
-      accumulate: what several microbatches add up of weights that are gathered by layer: "local" gradients, full on each worker, which are
-        reduced once per step, as those of all other weights are; "reduced" ones, reduced in every microbatch, which takes the memory of
-        shards and sends as many times the bytes; or "auto": local ones, if a device has room.
+      gather: when sharded weights of a stack of layers are gathered: "layer" by layer inside the
+        loop over them, the "full" stack before it, or "auto": as memory and sizes say
+        (docs/layouts.md). By layer, memory holds few layers' weights.
+      accumulate: what several microbatches add up of weights that are gathered by layer: "local"
+        gradients, full on each worker, which are reduced once per step, as those of all other
+        weights are; "reduced" ones, reduced in every microbatch, which takes the memory of shards
+        and sends as many times the bytes; or "auto": local ones, if a device has room.
       rules: codecs by path.
       options: of the codec, by name.
 
     Example:
       >>> from spmd import Layout
-      >>> Layout(gradients=Gradients("all_reduce", "int8", {"block": 128}, error_feedback=True)).gradients.options
+      >>> Layout(
+      ...     gradients=Gradients("all_reduce", "int8", {"block": 128}, error_feedback=True)
+      ... ).gradients.options
       (('block', 128),)
     """
 
@@ -112,15 +126,27 @@ class Gradients:
 
 
 def _pairs(options: Any, owner: str, reserved: tuple[str, ...]) -> Options:
-    """A codec's options as pairs that TOML can hold next to `reserved`, the keys of `owner` itself."""
+    """A codec's options as pairs that TOML can hold next to `reserved`, the keys of `owner`
+    itself.
+    """
     pairs = tuple(options.items()) if isinstance(options, Mapping) else options
-    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise OptionError(f"a codec's options are a dict, not {options!r}.", fix='such as {"block": 128}.')
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise OptionError(
+            f"a codec's options are a dict, not {options!r}.", fix='such as {"block": 128}.'
+        )
     for key, value in pairs:
         if key in reserved:
-            raise OptionError(f"{owner}: {key} is not an option of a codec.", fix=f"{owner}({key}=...), next to the options.")
+            raise OptionError(
+                f"{owner}: {key} is not an option of a codec.",
+                fix=f"{owner}({key}=...), next to the options.",
+            )
         if not isinstance(key, str) or type(value) not in (bool, int, float, str):
-            raise OptionError(f"{owner}: option {key!r} is {value!r}, {type_name(value)}.", fix="a number, a string, True or False.")
+            raise OptionError(
+                f"{owner}: option {key!r} is {value!r}, {type_name(value)}.",
+                fix="a number, a string, True or False.",
+            )
     return pairs
 
 
@@ -137,14 +163,36 @@ def _registered_problems(gradients: Gradients) -> list[Conflict]:
     if not _is_registered(gradients):
         return []
     taken, unread = REDUCTIONS[gradients.reduction].options, []
-    for option in ("codec", "error_feedback", "start_step", "bucket_bytes", "exact_axes", "diagnostics"):
+    for option in (
+        "codec",
+        "error_feedback",
+        "start_step",
+        "bucket_bytes",
+        "exact_axes",
+        "diagnostics",
+    ):
         if option not in taken and getattr(gradients, option) != getattr(Gradients, option):
             unread.append((option, None))
-    unread += [("codec", number) for number in range(len(gradients.rules))] if "codecs" not in taken else []
-    why = f'reduction "{gradients.reduction}" does not read it; of [gradients] it reads {", ".join(taken) or "nothing else"}.'
+    unread += (
+        [("codec", number) for number in range(len(gradients.rules))]
+        if "codecs" not in taken
+        else []
+    )
+    why = (
+        f'reduction "{gradients.reduction}" does not read it; of [gradients] it reads '
+        f"{', '.join(taken) or 'nothing else'}."
+    )
     fix = "leave it out, or a parameter {} of the registered function."
     return [
-        Conflict(key, why, "leave it out." if key == "diagnostics" else fix.format(key if rule is None else "codecs"), rule, "unread_key")
+        Conflict(
+            key,
+            why,
+            "leave it out."
+            if key == "diagnostics"
+            else fix.format(key if rule is None else "codecs"),
+            rule,
+            "unread_key",
+        )
         for key, rule in unread
     ]
 
@@ -155,31 +203,73 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
     auto = gradients.reduction == "compiler"
     for rule, codec, _ in gradients.choices if auto else ():
         if codec != "exact":
-            why = f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own dtype.'
-            conflicts.append(Conflict("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule))
+            why = (
+                f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own '
+                "dtype."
+            )
+            conflicts.append(
+                Conflict("codec", why, 'reduction = "all_reduce", or "reduce_scatter".', rule)
+            )
     for rule, codec, options in gradients.choices:
         if _biased(codec) and not gradients.error_feedback and not gradients.allow_biased:
-            why = f"{codec} without error feedback: what it drops is lost, and training may not converge."
-            conflicts.append(Conflict("codec", why, "[gradients] error_feedback = true, or allow_biased = true to go without.", rule))
+            why = (
+                f"{codec} without error feedback: what it drops is lost, and training may not "
+                "converge."
+            )
+            conflicts.append(
+                Conflict(
+                    "codec",
+                    why,
+                    "[gradients] error_feedback = true, or allow_biased = true to go without.",
+                    rule,
+                )
+            )
         if dict(options).get("reduce") == "ring":
             if gradients.error_feedback:
-                why = "a ring rounds at every hop, where no worker can keep the error for error feedback."
-                conflicts.append(Conflict("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule))
+                why = (
+                    "a ring rounds at every hop, where no worker can keep the error for error "
+                    "feedback."
+                )
+                conflicts.append(
+                    Conflict("reduce", why, 'reduce = "one_shot", or error_feedback = false.', rule)
+                )
             if gradients.exact_axes:
                 why = "a ring reduces over all data axes at once, so exact_axes has no effect."
                 conflicts.append(Conflict("reduce", why, 'reduce = "one_shot".', rule))
-    repeated = [axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1]
+    repeated = [
+        axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1
+    ]
     if repeated:
-        conflicts.append(Conflict("exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."))
+        conflicts.append(
+            Conflict(
+                "exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."
+            )
+        )
     conflicts += _registered_problems(gradients)
     unread = ["weights", "gather", "accumulate", "diagnostics"] if auto else []
-    unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"] if not (gradients.compressed or _is_registered(gradients)) else []
-    unread += ["allow_biased"] if gradients.error_feedback or not any(map(_biased, gradients.codecs)) else []
+    unread += (
+        ["start_step", "exact_axes", "bucket_bytes", "diagnostics"]
+        if not (gradients.compressed or _is_registered(gradients))
+        else []
+    )
+    unread += (
+        ["allow_biased"]
+        if gradients.error_feedback or not any(map(_biased, gradients.codecs))
+        else []
+    )
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
-            why = "nothing reads it: " + ('under reduction "compiler" XLA reduces gradients itself.' if auto else "no codec here does.")
+            why = "nothing reads it: " + (
+                'under reduction "compiler" XLA reduces gradients itself.'
+                if auto
+                else "no codec here does."
+            )
             sharded = field.name in ("weights", "gather", "accumulate")
-            other = 'reduction = "reduce_scatter"' if sharded else 'such as  reduction = "all_reduce"  codec = "bfloat16"'
+            other = (
+                'reduction = "reduce_scatter"'
+                if sharded
+                else 'such as  reduction = "all_reduce"  codec = "bfloat16"'
+            )
             fix = f"leave it out, or {other}."
             conflicts.append(Conflict(field.name, why, fix, kind="unread_key"))
     return conflicts

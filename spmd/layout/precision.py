@@ -1,4 +1,6 @@
-"""The `[[precision]]` rules: in which dtype the matrix products of a module's weights are computed."""
+"""The `[[precision]]` rules: in which dtype the matrix products of a module's weights are
+computed.
+"""
 
 import dataclasses
 
@@ -12,10 +14,11 @@ PRODUCTS = ("bfloat16", "float8", "int8")
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtype of the products of weights in all modules whose path matches `path`, and none of `except_`.
+    """The dtype of the products of weights in all modules whose path matches `path`, and none of
+    `except_`.
 
-    `products` is "bfloat16", "float8" (e4m3 forward, e5m2 for gradients) or "int8" (forward only). Parameters and optimizer state keep
-    their dtypes. `line` is where the file says so.
+    `products` is "bfloat16", "float8" (e4m3 forward, e5m2 for gradients) or "int8" (forward only).
+    Parameters and optimizer state keep their dtypes. `line` is where the file says so.
 
     Args:
       path: a pattern of layers.
@@ -37,4 +40,6 @@ class Precision:
         check_types(self)
         object.__setattr__(self, "except_", names(self.except_))
         if self.products not in PRODUCTS:
-            raise OptionError(f"Precision: products={self.products!r}.", fix=f"one of {', '.join(PRODUCTS)}.")
+            raise OptionError(
+                f"Precision: products={self.products!r}.", fix=f"one of {', '.join(PRODUCTS)}."
+            )

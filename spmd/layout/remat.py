@@ -1,4 +1,6 @@
-"""The `[remat]` table: which activations are recomputed in the backward pass, kept, or moved to the host's memory."""
+"""The `[remat]` table: which activations are recomputed in the backward pass, kept, or moved to the
+host's memory.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,13 +16,14 @@ SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 class Remat:
     """Which activations are recomputed in the backward pass instead of being kept.
 
-    `save` names what is kept: "everything", "dots" (results of matrix products, and of cuDNN's attention), "dots_no_batch" (the same
-    without products that have batch dims, as unfused attention's), "offload" (products of weights, in the host's memory), "nothing",
-    or a tuple of names that the model gives to values by `jax.ad_checkpoint.checkpoint_name`. Values named in `offload` are kept in the
-    host's pinned memory.
+    `save` names what is kept: "everything", "dots" (results of matrix products, and of cuDNN's
+    attention), "dots_no_batch" (the same without products that have batch dims, as unfused
+    attention's), "offload" (products of weights, in the host's memory), "nothing", or a tuple of
+    names that the model gives to values by `jax.ad_checkpoint.checkpoint_name`. Values named in
+    `offload` are kept in the host's pinned memory.
 
-    `modules` are path patterns of submodules, each rematerialised on its own; without them it is the whole forward pass. `rules` are
-    further `Remat`s, for other modules.
+    `modules` are path patterns of submodules, each rematerialised on its own; without them it is
+    the whole forward pass. `rules` are further `Remat`s, for other modules.
 
     Args:
       save: what is kept; None: everything, and nothing inside of `modules`.
@@ -51,18 +54,26 @@ class Remat:
 
     @property
     def saves(self) -> str | tuple[str, ...]:
-        """What is kept when the layout does not say: nothing but what is offloaded of named modules, else everything."""
+        """What is kept when the layout does not say: nothing but what is offloaded of named
+        modules, else everything.
+        """
         return self.save or ("nothing" if self.modules or self.offload else "everything")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of values that are kept or offloaded."""
-        return tuple(dict.fromkeys([*(self.save if isinstance(self.save, tuple) else ()), *self.offload]))
+        return tuple(
+            dict.fromkeys([*(self.save if isinstance(self.save, tuple) else ()), *self.offload])
+        )
 
     @property
     def offloads(self) -> bool:
         """Whether any value goes to the host's memory."""
-        return self.save == "offload" or bool(self.offload) or any(rule.offloads for rule in self.rules)
+        return (
+            self.save == "offload"
+            or bool(self.offload)
+            or any(rule.offloads for rule in self.rules)
+        )
 
     @property
     def of_modules(self) -> "tuple[Remat, ...]":
@@ -82,25 +93,42 @@ class Remat:
         """
         kept = ", ".join(self.saves) if isinstance(self.saves, tuple) else self.saves
         moved = f", {', '.join(self.offload)} offloaded" if self.offload else ""
-        return "; ".join([kept + moved, *(f"{', '.join(rule.modules)}: {rule}" for rule in self.rules)])
+        return "; ".join(
+            [kept + moved, *(f"{', '.join(rule.modules)}: {rule}" for rule in self.rules)]
+        )
 
 
 def remat_problems(remat: Remat) -> Iterator[Conflict]:
     """Values of `[remat]` that contradict each other."""
     twice = sorted(set(remat.offload) & set(remat.save if isinstance(remat.save, tuple) else ()))
     if twice:
-        yield Conflict("offload", f"{', '.join(twice)}: kept on the device by save, too.", "each name in one of the two.")
+        yield Conflict(
+            "offload",
+            f"{', '.join(twice)}: kept on the device by save, too.",
+            "each name in one of the two.",
+        )
     if remat.offload and remat.save == "everything":
-        yield Conflict("offload", 'save = "everything" keeps these values on the device, too.', 'save = "nothing", "dots" or names.')
+        yield Conflict(
+            "offload",
+            'save = "everything" keeps these values on the device, too.',
+            'save = "nothing", "dots" or names.',
+        )
     if remat.rules and not remat.modules and remat.saves != "everything":
-        why = "without modules, save is for the whole forward pass, and what it says then holds inside the modules of rules, too."
+        why = (
+            "without modules, save is for the whole forward pass, and what it says then holds "
+            "inside the modules of rules, too."
+        )
         yield Conflict("save", why, 'modules = ["..."] for it, or only rules.')
     if isinstance(remat.save, tuple) and not remat.save:
         yield Conflict("save", "no names.", 'save = "nothing".')
     for rule in remat.rules:
         if not rule.modules or rule.rules:
             yield Conflict(
-                "rules", f"a rule ({rule}) {'has rules' if rule.rules else 'without modules'}.", 'such as modules = ["blocks/*"].'
+                "rules",
+                f"a rule ({rule}) {'has rules' if rule.rules else 'without modules'}.",
+                'such as modules = ["blocks/*"].',
             )
         for conflict in remat_problems(dataclasses.replace(rule, rules=())):
-            yield dataclasses.replace(conflict, why=f"rule for {', '.join(rule.modules)}: {conflict.why}")
+            yield dataclasses.replace(
+                conflict, why=f"rule for {', '.join(rule.modules)}: {conflict.why}"
+            )

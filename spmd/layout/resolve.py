@@ -16,7 +16,8 @@ from spmd.path_match import matcher
 from spmd.specs import Entry, Spec, entry_axes, make_entry, spec_axes
 from spmd.tree import nbytes
 
-Names = tuple[str | tuple[str, ...] | None, ...]  # a parameter's logical axis names, one or several per dim; dims after the last have none
+# a parameter's logical axis names, one or several per dim; dims after the last have none
+Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A layout applied to a model on a mesh: one `Placement` per parameter that is trained, by path.
+    """A layout applied to a model on a mesh: one `Placement` per parameter that is trained, by
+    path.
 
-    `frozen`: those of the arrays in which all other parameters are kept, by path: of a quantized one `.../codes` and `.../scales`.
+    `frozen`: those of the arrays in which all other parameters are kept, by path: of a quantized
+    one `.../codes` and `.../scales`.
     """
 
     layout: Layout
@@ -81,19 +84,40 @@ class Resolved:
         return self.layout.batch.rules[claimed[0]].spec if claimed else self.layout.batch.spec
 
     def idle_axes(self) -> tuple[str, ...]:
-        """Mesh axes of size > 1 along which every device repeats the same work, because neither specs nor tables use them."""
-        used = {axis for place in self.all_placements.values() for axis in spec_axes(place.spec) + spec_axes(place.state_spec)}
+        """Mesh axes of size > 1 along which every device repeats the same work, because neither
+        specs nor tables use them.
+        """
+        used = {
+            axis
+            for place in self.all_placements.values()
+            for axis in spec_axes(place.spec) + spec_axes(place.state_spec)
+        }
         used |= set(spec_axes(self.layout.batch.spec))
-        used |= {axis for rule in (*self.layout.batch.rules, *self.layout.activations) for axis in spec_axes(rule.spec)}
+        used |= {
+            axis
+            for rule in (*self.layout.batch.rules, *self.layout.activations)
+            for axis in spec_axes(rule.spec)
+        }
         used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
     def mesh_without(self, idle: Sequence[str]) -> MeshSpec:
-        """The mesh with the devices of idle axes on the innermost data axis. Idle axes that [mesh] or [axes] name stay, of size 1."""
+        """The mesh with the devices of idle axes on the innermost data axis. Idle axes that [mesh]
+        or [axes] name stay, of size 1.
+        """
         layout, sizes, target = self.layout, self.mesh.sizes, self.data_axes[-1]
-        named = {*dict(layout.mesh), *(axis for _, entry in layout.axes for axis in entry_axes(entry))}
-        left = {axis: 1 if axis in idle else size for axis, size in sizes.items() if axis not in idle or axis in named}
-        return MeshSpec(tuple((left | {target: math.prod(sizes[axis] for axis in (*idle, target))}).items()))
+        named = {
+            *dict(layout.mesh),
+            *(axis for _, entry in layout.axes for axis in entry_axes(entry)),
+        }
+        left = {
+            axis: 1 if axis in idle else size
+            for axis, size in sizes.items()
+            if axis not in idle or axis in named
+        }
+        return MeshSpec(
+            tuple((left | {target: math.prod(sizes[axis] for axis in (*idle, target))}).items())
+        )
 
 
 def num_shards(spec: Spec, mesh: MeshSpec) -> int:
@@ -101,10 +125,14 @@ def num_shards(spec: Spec, mesh: MeshSpec) -> int:
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
-def rule_matcher(rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...]) -> Callable[[str], list[int]]:
+def rule_matcher(
+    rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...],
+) -> Callable[[str], list[int]]:
     """A function that lists the indices of the rules that match a path.
 
-    >>> rule_matcher((Rule("**/kernel", ("data",), ("head/*",)), Rule("*/kernel", ())))("head/kernel")
+    >>> rule_matcher((Rule("**/kernel", ("data",), ("head/*",)), Rule("*/kernel", ())))(
+    ...     "head/kernel"
+    ... )
     [1]
     """
     by_path: dict[str, list[int]] = {}  # indices of rules by their patterns
@@ -118,16 +146,26 @@ def rule_matcher(rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Prec
     def matching_rules(path: str) -> list[int]:
         matched = matching(path)
         excepted = {index for pattern in matched for index in by_except.get(pattern, ())}
-        return sorted(index for pattern in matched for index in by_path.get(pattern, ()) if index not in excepted)
+        return sorted(
+            index
+            for pattern in matched
+            for index in by_path.get(pattern, ())
+            if index not in excepted
+        )
 
     return matching_rules
 
 
 def codec_rules(gradients: Gradients, paths: Iterable[str]) -> dict[str, Gradients | GradientRule]:
-    """By path, the source of the codec of a parameter's gradient, and of its options: the matching rule, or `[gradients]` itself."""
+    """By path, the source of the codec of a parameter's gradient, and of its options: the matching
+    rule, or `[gradients]` itself.
+    """
     matching_rules = rule_matcher(gradients.rules)
     claims = {path: matching_rules(path) for path in paths}
-    return {path: gradients.rules[claimed[0]] if claimed else gradients for path, claimed in claims.items()}
+    return {
+        path: gradients.rules[claimed[0]] if claimed else gradients
+        for path, claimed in claims.items()
+    }
 
 
 def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:
@@ -145,9 +183,9 @@ def resolve(
 ) -> Resolved:
     """The placement of every parameter, for a layout that passed the checks of `fit_layout`.
 
-    The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical axis names and the
-    layout has any; else the default. For a stacked parameter these apply to one layer; dim 0, the layers, is sharded over the axis
-    of `[pipeline]`, if any.
+    The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical
+    axis names and the layout has any; else the default. For a stacked parameter these apply to one
+    layer; dim 0, the layers, is sharded over the axis of `[pipeline]`, if any.
 
     Args:
       params: shape and dtype by path; of one layer for stacked parameters.
@@ -157,23 +195,42 @@ def resolve(
     placements, matching_rules = {}, rule_matcher(layout.params)
     for path, leaf in params.items():
         spec, chosen_by = choose(layout, matching_rules(path), leaf.shape, names.get(path), mesh)
-        state_spec, shape, size = shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh), leaf.shape, nbytes(leaf)
+        state_spec, shape, size = (
+            shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh),
+            leaf.shape,
+            nbytes(leaf),
+        )
         if path in stacks:
             axis = layout.stage_axis
             spec, state_spec = (axis, *spec), (axis, *state_spec)
             shape, size = (stacks[path], *shape), stacks[path] * size
             chosen_by += f'; layers over "{axis}"' if axis else ""
-        placements[path] = Placement(path, shape, str(leaf.dtype), size, spec, state_spec, chosen_by)
+        placements[path] = Placement(
+            path, shape, str(leaf.dtype), size, spec, state_spec, chosen_by
+        )
     return Resolved(layout, mesh, placements)
 
 
-def one_layer(params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+def one_layer(
+    params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, int]
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes by path, of a stack's parameters those of one layer."""
-    return {path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype) for path, leaf in params.items()}
+    return {
+        path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype)
+        for path, leaf in params.items()
+    }
 
 
-def choose(layout: Layout, claimed: Sequence[int], shape: tuple[int, ...], names: Names | None, mesh: MeshSpec) -> tuple[Spec, str]:
-    """The spec of one parameter and what decided it; `claimed`: indices of the rules that match it."""
+def choose(
+    layout: Layout,
+    claimed: Sequence[int],
+    shape: tuple[int, ...],
+    names: Names | None,
+    mesh: MeshSpec,
+) -> tuple[Spec, str]:
+    """The spec of one parameter and what decided it; `claimed`: indices of the rules that match
+    it.
+    """
     if claimed:
         return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
     axes = dict(layout.axes)
@@ -196,7 +253,10 @@ def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
     >>> named_spec(("mlp", None, ("heads", "kv")), {"mlp": "model", "heads": "data", "kv": None})
     ('model', None, 'data')
     """
-    return tuple(make_entry(tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name)))) for entry in names)
+    return tuple(
+        make_entry(tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name))))
+        for entry in names
+    )
 
 
 def each_name(names: Names) -> tuple[str, ...]:
@@ -210,7 +270,8 @@ def names_text(names: Names) -> str:
 
 
 def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
-    """The spec with `axis` added to the largest unsharded dim that it divides; unchanged if there is none, or if the axis is in use.
+    """The spec with `axis` added to the largest unsharded dim that it divides; unchanged if there
+    is none, or if the axis is in use.
 
     >>> shard_largest_dim((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
     ('data', 'model')
@@ -218,7 +279,11 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
     if axis is None or axis in spec_axes(spec):
         return spec
     full: list[Entry] = [*spec, *[None] * (len(shape) - len(spec))]
-    free = [dim for dim, size in enumerate(shape) if not entry_axes(full[dim]) and size and size % mesh.sizes[axis] == 0]
+    free = [
+        dim
+        for dim, size in enumerate(shape)
+        if not entry_axes(full[dim]) and size and size % mesh.sizes[axis] == 0
+    ]
     if not free:
         return spec
     full[max(free, key=lambda dim: shape[dim])] = axis
@@ -226,20 +291,27 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
 
 
 def spread(shape: tuple[int, ...], sizes: Mapping[Entry, int]) -> Spec:
-    """A spec over as many of these entries as there are dims for: each in turn on the largest dim without one that its size divides.
+    """A spec over as many of these entries as there are dims for: each in turn on the largest dim
+    without one that its size divides.
 
     >>> spread((8, 6, 4), {"data": 4, "model": 2}), spread((3, 4), {"data": 8, "model": 2})
     (('data', 'model', None), (None, 'model'))
     """
     spec: list[Entry] = [None] * len(shape)
     for entry, size in sizes.items():
-        free = [dim for dim, length in enumerate(shape) if spec[dim] is None and length and length % size == 0]
+        free = [
+            dim
+            for dim, length in enumerate(shape)
+            if spec[dim] is None and length and length % size == 0
+        ]
         if size > 1 and free:
             spec[max(free, key=lambda dim: shape[dim])] = entry
     return tuple(spec)
 
 
-def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]) -> Resolved:
+def keep_frozen(
+    resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
+) -> Resolved:
     """`resolved` with the placements of parameters that are not trained as `frozen`.
 
     Args:
@@ -250,13 +322,16 @@ def keep_frozen(resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeD
         place = resolved.placements[path]
         for name, leaf in arrays.items():
             spec = _kept_spec(place.spec, leaf.shape, resolved.mesh)
-            kept[name] = Placement(name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by)
+            kept[name] = Placement(
+                name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by
+            )
     trained = {path: place for path, place in resolved.placements.items() if path not in frozen}
     return dataclasses.replace(resolved, placements=trained, frozen=kept)
 
 
 def _kept_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
-    """The spec of a parameter for codes or scales of it: one of the last two dims takes over what the other one's size does not divide.
+    """The spec of a parameter for codes or scales of it: one of the last two dims takes over what
+    the other one's size does not divide.
 
     >>> _kept_spec(("data", None), (4, 64), MeshSpec.parse("data=8"))
     (None, 'data')
@@ -266,6 +341,10 @@ def _kept_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
         if entry is None or shape[dim] % num_shards((entry,), mesh) == 0:
             continue
         entries[dim], other = None, 2 * len(shape) - 3 - dim
-        if dim >= len(shape) - 2 and entries[other] is None and shape[other] % num_shards((entry,), mesh) == 0:
+        if (
+            dim >= len(shape) - 2
+            and entries[other] is None
+            and shape[other] % num_shards((entry,), mesh) == 0
+        ):
             entries[other] = entry
     return tuple(entries)

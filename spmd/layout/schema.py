@@ -1,4 +1,6 @@
-"""What a layout says: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them, `resolve.py` applies them to a model."""
+"""What a layout says: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them,
+`resolve.py` applies them to a model.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,25 +23,34 @@ IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")
 
 _FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be given as dicts
     "mesh": lambda size: isinstance(size, int) and not isinstance(size, bool),
-    "axes": lambda entry: entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry)),
+    "axes": lambda entry: (
+        entry is None
+        or isinstance(entry, str)
+        or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
+    ),
 }
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {}  # behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
+# behind `Layout`'s methods; `spmd.layout` fills it, since their modules import this one
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file says so.
+    """Arrays whose path matches `path`, and none of `except_`, get `spec`. `line` is where the file
+    says so.
 
     Args:
       path: a pattern: `*` within one level, `**` any number of levels, `{a,b}` either.
-      spec: for each dim the mesh axis that shards it, None, or a tuple of axes, outermost first; missing dims are not sharded.
+      spec: for each dim the mesh axis that shards it, None, or a tuple of axes, outermost first;
+        missing dims are not sharded.
       except_: patterns of paths that the rule leaves out.
       line: of the file; None without one.
 
     Example:
-      >>> Rule("**/kernel", (None, "model"), except_=("head/**",)).spec  # dim 0 replicated, dim 1 sharded over `model`
+      >>> Rule(
+      ...     "**/kernel", (None, "model"), except_=("head/**",)
+      ... ).spec  # dim 0 replicated, dim 1 sharded over `model`
       (None, 'model')
     """
 
@@ -72,7 +83,8 @@ class Default:
 
     Args:
       params: "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error".
-      max_replicated: the largest share of parameter bytes that may be replicated on every device, 0 to 1; None: no bound.
+      max_replicated: the largest share of parameter bytes that may be replicated on every device, 0
+        to 1; None: no bound.
 
     Example:
       >>> Layout(default=Default("shard:data", max_replicated=0.5)).default.params
@@ -88,9 +100,10 @@ class OptimizerState:
     """How the optimizer's state and work are shared by devices.
 
     Attributes:
-      shard: mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or None.
-      matrices: who multiplies and factorizes matrices of parameters, as Muon and Shampoo do: "compiler", XLA's partitioner, or "owner",
-        one device for each matrix.
+      shard: mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or
+        None.
+      matrices: who multiplies and factorizes matrices of parameters, as Muon and Shampoo do:
+        "compiler", XLA's partitioner, or "owner", one device for each matrix.
 
     Example:
       >>> Layout(optimizer=OptimizerState(shard="data")).optimizer.shard
@@ -111,7 +124,8 @@ class Memory:
     """In which memory arrays of the state live between steps.
 
     Args:
-      optimizer: "device", or "host": the optimizer's moments, in pinned memory of the host; each is copied to the device for its update.
+      optimizer: "device", or "host": the optimizer's moments, in pinned memory of the host; each is
+        copied to the device for its update.
 
     Example:
       >>> Layout(memory=Memory("host")).memory.optimizer
@@ -124,11 +138,13 @@ class Memory:
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions, which models call unchanged.
+    """The implementation of attention: of `spmd.nn.attention`, and of JAX's and flax's functions,
+    which models call unchanged.
 
-    `implementation` is "auto": the first kernel of the platform that takes a call, on GPUs "cudnn" or "triton", on TPUs "splash"; a call
-    that none takes, and all calls on CPUs, are computed as the model is written. "as_written": so are all calls, with all scores in
-    memory. One of these kernels: it, or an error. "chunked": tile by tile, on every platform.
+    `implementation` is "auto": the first kernel of the platform that takes a call, on GPUs "cudnn"
+    or "triton", on TPUs "splash"; a call that none takes, and all calls on CPUs, are computed as
+    the model is written. "as_written": so are all calls, with all scores in memory. One of these
+    kernels: it, or an error. "chunked": tile by tile, on every platform.
 
     Args:
       implementation: see above.
@@ -149,12 +165,14 @@ class Attention:
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as dicts.
+    """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as
+    dicts.
 
     Args:
       description: a sentence, which `spmd layouts` prints.
       use_when: a sentence, for which models and machines the layout is meant.
-      mesh: sizes of mesh axes by name, outermost first; one may be -1. () is one axis, `data`, of all devices.
+      mesh: sizes of mesh axes by name, outermost first; one may be -1. () is one axis, `data`, of
+        all devices.
       batch: how the batch is sharded; its first dim's axes are the data axes.
       params: `Rule`s for parameters.
       axes: from logical axis names of a model to mesh axes.
@@ -187,7 +205,8 @@ class Layout:
     batch: Batch = Batch()
     params: tuple[Rule, ...] = ()
     axes: tuple[tuple[str, Entry], ...] = ()
-    activations: tuple[Rule, ...] = ()  # submodule outputs: paths are of modules, dim 0 is always sharded over the data axes
+    # submodule outputs: paths are of modules, dim 0 is always sharded over the data axes
+    activations: tuple[Rule, ...] = ()
     default: Default = Default()
     optimizer: OptimizerState = OptimizerState()
     memory: Memory = Memory()
@@ -211,31 +230,56 @@ class Layout:
             value, kind = getattr(self, field.name), type(field.default)
             if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
                 home = "spmd.layout.schema" if kind is Batch else "spmd"
-                fix = f"{with_article(kind.__name__)}, such as {field.name}={home}.{kind.__name__}(...)."
+                fix = (
+                    f"{with_article(kind.__name__)}, such as "
+                    f"{field.name}={home}.{kind.__name__}(...)."
+                )
                 raise OptionError(f"Layout: {field.name}={value!r} is {type_name(value)}.", fix=fix)
-        for name, kind in (("params", Rule), ("activations", Rule), ("precision", Precision), ("adapters", Adapter)):
+        for name, kind in (
+            ("params", Rule),
+            ("activations", Rule),
+            ("precision", Precision),
+            ("adapters", Adapter),
+        ):
             as_rules(self, name, kind)
         for name, example in (("mesh", '{"data": 4, "model": 2}'), ("axes", '{"heads": "model"}')):
             value = getattr(self, name)
             pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-            if not isinstance(pairs, tuple | list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-                raise OptionError(f"Layout: {name}={short_repr(value)} is {type_name(value)}.", fix=f"such as {name}={example}.")
-            pairs = tuple((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in pairs)
-            wrong = [pair for pair in pairs if not isinstance(pair[0], str) or not _FITS[name](pair[1])]
+            if not isinstance(pairs, tuple | list) or not all(
+                isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+            ):
+                raise OptionError(
+                    f"Layout: {name}={short_repr(value)} is {type_name(value)}.",
+                    fix=f"such as {name}={example}.",
+                )
+            pairs = tuple(
+                (key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in pairs
+            )
+            wrong = [
+                pair for pair in pairs if not isinstance(pair[0], str) or not _FITS[name](pair[1])
+            ]
             twice = [key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1]
             if wrong or twice:
-                what = f"{wrong[0][0]!r} is {short_repr(wrong[0][1])}" if wrong else f'"{twice[0]}" is there twice'
+                what = (
+                    f"{wrong[0][0]!r} is {short_repr(wrong[0][1])}"
+                    if wrong
+                    else f'"{twice[0]}" is there twice'
+                )
                 raise OptionError(f"Layout: {name}: {what}.", fix=f"such as {name}={example}.")
             object.__setattr__(self, name, pairs)
 
     @staticmethod
     @trims_tracebacks
     def load(source: "str | Path | Layout") -> "Layout":
-        """The `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is checked and returned."""
+        """The `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is checked
+        and returned.
+        """
         return FUNCTIONS["load"](source)
 
     def to_toml(self) -> str:
-        """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal one."""
+        """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal
+        one.
+        """
         return FUNCTIONS["dumps"](self)
 
     def __repr__(self) -> str:
@@ -246,7 +290,9 @@ class Layout:
 
     @property
     def stage_axis(self) -> str | None:
-        """The mesh axis over which the layers of a stack are sharded; None under a parameter server, which packs them."""
+        """The mesh axis over which the layers of a stack are sharded; None under a parameter
+        server, which packs them.
+        """
         return None if self.gradients.reduction == "parameter_server" else self.pipeline.axis
 
     def data_axes(self) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ from spmd.wire.server.declaration import ParameterServer, declared_problems
 
 
 def server_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
-    """What of `[parameter_server]` means nothing, or does not go together, whatever the model and the mesh."""
+    """What of `[parameter_server]` means nothing, or does not go together, whatever the model and
+    the mesh.
+    """
     if gradients.reduction != "parameter_server":
         if server == ParameterServer():
             return []
@@ -17,29 +19,56 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     if server.asynchronous:
         conflicts += _codec_problems(gradients)
     elif server.local and gradients.diagnostics:
-        conflicts.append(Conflict("gradients.diagnostics", "nothing reads it: in most steps nothing is exchanged.", "leave it out."))
+        conflicts.append(
+            Conflict(
+                "gradients.diagnostics",
+                "nothing reads it: in most steps nothing is exchanged.",
+                "leave it out.",
+            )
+        )
     return conflicts
 
 
-def optimizer_problems(optimizer: OptimizerState, gradients: Gradients, server: ParameterServer) -> list[Conflict]:
+def optimizer_problems(
+    optimizer: OptimizerState, gradients: Gradients, server: ParameterServer
+) -> list[Conflict]:
     """What of `[optimizer]` does not go together with servers."""
     if not (optimizer.owners and gradients.reduction == "parameter_server" and server.local):
         return []
-    why = f'[parameter_server] mode = "{server.mode}": each worker updates parameters of its own, so no two share an update.'
+    why = (
+        f'[parameter_server] mode = "{server.mode}": each worker updates parameters of its own, so '
+        "no two share an update."
+    )
     return [Conflict("matrices", why, 'leave it out, or mode = "synchronous".')]
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:
-    """Codecs that work on a mean of gradients: an asynchronous server applies each gradient separately."""
+    """Codecs that work on a mean of gradients: an asynchronous server applies each gradient
+    separately.
+    """
     conflicts, separate = [], "an asynchronous server applies each gradient separately."
     for rule, codec, options in gradients.choices:
         if codec == "power_sgd":
             why = f"{codec} approximates a mean over workers; {separate}"
-            conflicts.append(Conflict("gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', rule))
+            conflicts.append(
+                Conflict(
+                    "gradients.codec", why, 'codec = "bfloat16", or mode = "synchronous".', rule
+                )
+            )
         if dict(options).get("reduce") == "ring":
             why = f"a ring makes the mean of workers; {separate}"
-            conflicts.append(Conflict("gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', rule))
+            conflicts.append(
+                Conflict(
+                    "gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', rule
+                )
+            )
     for key in ("start_step", "exact_axes", "diagnostics") if gradients.compressed else ():
         if getattr(gradients, key) != getattr(Gradients(), key):
-            conflicts.append(Conflict(f"gradients.{key}", "nothing reads it: an asynchronous server makes no mean.", "leave it out."))
+            conflicts.append(
+                Conflict(
+                    f"gradients.{key}",
+                    "nothing reads it: an asynchronous server makes no mean.",
+                    "leave it out.",
+                )
+            )
     return conflicts

@@ -13,7 +13,9 @@ COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
 
 def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
-    """One row per parameter: path, dtype and shape, spec, what chose it, bytes per device, copies of each byte."""
+    """One row per parameter: path, dtype and shape, spec, what chose it, bytes per device, copies
+    of each byte.
+    """
     return [
         (
             place.path,
@@ -34,15 +36,24 @@ def summary(resolved: Resolved) -> Text:
     gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
     gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
     gradients += ", error feedback" if declared.error_feedback else ""
-    title = f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} worker{'s' * (resolved.workers != 1)}, {gradients}"
+    title = (
+        f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} "
+        f"worker{'s' * (resolved.workers != 1)}, {gradients}"
+    )
     lines = notes(resolved)
     paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    shown = framed(f'<p>{html.escape(title)}</p><div class="wide">{table(COLUMNS, body)}</div>{paragraphs}')
-    return Text(filled("\n".join([title, "", *aligned([COLUMNS, *body], ruled=True), "", *lines])), shown)
+    shown = framed(
+        f'<p>{html.escape(title)}</p><div class="wide">{table(COLUMNS, body)}</div>{paragraphs}'
+    )
+    return Text(
+        filled("\n".join([title, "", *aligned([COLUMNS, *body], ruled=True), "", *lines])), shown
+    )
 
 
 def notes(resolved: Resolved) -> list[str]:
-    """Totals, replication waste, what is trained, and mesh axes along which devices repeat the same work."""
+    """Totals, replication waste, what is trained, and mesh axes along which devices repeat the same
+    work.
+    """
     mesh, places = resolved.mesh, resolved.all_placements.values()
     total = sum(place.nbytes for place in places)
     per_device = sum(place.bytes_per_device(mesh) for place in places)
@@ -50,15 +61,27 @@ def notes(resolved: Resolved) -> list[str]:
     scalars = sum(math.prod(place.shape) for place in places)
     arrays = f"{len(places)} array{'s' * (len(places) != 1)}"
     padded = resolved.layout.gradients.reduction == "parameter_server"  # rows of servers
-    count = arrays if padded or resolved.frozen else f"{scalars:,} parameters in {arrays}"  # frozen ones may be codes and scales
-    lines = [f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"]
+    # frozen ones may be codes and scales
+    count = arrays if padded or resolved.frozen else f"{scalars:,} parameters in {arrays}"
+    lines = [
+        f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"
+    ]
     if mesh.size > 1 and per_device:
         copies = per_device - least
-        lines[0] += f" ({format_bytes(least)} if nothing were replicated: {copies:,.0f} bytes, {copies / per_device:.0%}, are copies)."
+        lines[0] += (
+            f" ({format_bytes(least)} if nothing were replicated: {copies:,.0f} bytes, "
+            f"{copies / per_device:.0%}, are copies)."
+        )
     if resolved.frozen:
         numbers = sum(math.prod(place.shape) for place in resolved.placements.values())
         kept = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
-        lines.append(f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; {len(resolved.frozen)} ({kept}) are not.")
+        lines.append(
+            f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; "
+            f"{len(resolved.frozen)} ({kept}) are not."
+        )
     for axis in resolved.idle_axes():
-        lines.append(f'note: the layout does not use mesh axis "{axis}" ({mesh.sizes[axis]} devices); the model\'s own code must.')
+        lines.append(
+            f'note: the layout does not use mesh axis "{axis}" ({mesh.sizes[axis]} devices); the '
+            "model's own code must."
+        )
     return lines

@@ -10,7 +10,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.errors import LayoutError, closest, did_you_mean, option, quoted, raise_problems, short_repr, type_name
+from spmd.errors import (
+    LayoutError,
+    closest,
+    did_you_mean,
+    option,
+    quoted,
+    raise_problems,
+    short_repr,
+    type_name,
+)
 from spmd.fields import as_toml, is_one_of
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
@@ -19,7 +28,14 @@ from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
 from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
 from spmd.layout.server import optimizer_problems, server_problems
-from spmd.layout.toml_tables import CHOICES as CHOICES, UNREGISTERED, Tables, is_number, register_hint, syntax_error
+from spmd.layout.toml_tables import (
+    CHOICES as CHOICES,
+    UNREGISTERED,
+    Tables,
+    is_number,
+    register_hint,
+    syntax_error,
+)
 from spmd.layout.toml_writer import dumps
 from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
 from spmd.path_match import compiled
@@ -32,7 +48,8 @@ from spmd.wire.server.timing import LINK, SECONDS
 
 Made = TypeVar("Made")
 
-# Names that papers and other libraries give to what a shipped layout does, in small letters and underscores.
+# Names that papers and other libraries give to what a shipped layout does, in small letters and
+# underscores.
 OTHER_NAMES = {
     "dp": "data_parallel",
     "ddp": "data_parallel",
@@ -63,7 +80,9 @@ OTHER_NAMES = {
 
 
 def shipped_folder() -> Path:
-    """Where the shipped layouts are: inside the installed package, or `layouts/` of a source checkout."""
+    """Where the shipped layouts are: inside the installed package, or `layouts/` of a source
+    checkout.
+    """
     inside = Path(str(resources.files("spmd"))) / "layouts"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "layouts"
 
@@ -87,39 +106,60 @@ def load(source: str | Path | Layout) -> Layout:
     """A shipped layout's name, a path to a TOML file, or a `Layout`, as a checked `Layout`.
 
     Raises:
-      LayoutError: no such layout or file, invalid TOML, or unknown keys and values: all problems of the file at once, each
-        with its line.
+      LayoutError: no such layout or file, invalid TOML, or unknown keys and values: all problems of
+        the file at once, each with its line.
     """
     if isinstance(source, Layout):
-        loads(dumps(source), f'layout "{source.name}"', written=False)  # the same checks as for a file
+        # the same checks as for a file
+        loads(dumps(source), f'layout "{source.name}"', written=False)
         return source
     if not isinstance(source, str | Path):
-        fix = f"a path to a TOML file, an spmd.Layout, or one of the shipped: {', '.join(shipped())}."
-        raise LayoutError(f"{option('layout', short_repr(source))} is {type_name(source)}.", fix=fix)
+        fix = (
+            f"a path to a TOML file, an spmd.Layout, or one of the shipped: {', '.join(shipped())}."
+        )
+        raise LayoutError(
+            f"{option('layout', short_repr(source))} is {type_name(source)}.", fix=fix
+        )
     known = shipped()
     path = known[str(source)] if str(source) in known else as_path(source, "layout")
     if source == "auto":
         raise LayoutError(
-            f"{option('layout', quoted('auto'))} is chosen by fit, which knows the batch.", fix="spmd.search(model, batch, ...).layout."
+            f"{option('layout', quoted('auto'))} is chosen by fit, which knows the batch.",
+            fix="spmd.search(model, batch, ...).layout.",
         )
     if path.suffix != ".toml" and not os.path.isfile(path):
-        fix = shipped_layout_hint(str(source)).replace("known:", "a path to a TOML file, or one of the shipped:")
-        raise LayoutError(f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}")
+        fix = shipped_layout_hint(str(source)).replace(
+            "known:", "a path to a TOML file, or one of the shipped:"
+        )
+        raise LayoutError(
+            f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}"
+        )
     elif not os.path.isfile(path):
-        near = closest(path.name, [other.name for other in path.parent.glob("*.toml")]) if os.path.isdir(path.parent) else None
-        fix = f'did you mean "{path.parent / near}"?' if near else "check the path; shipped: " + ", ".join(known) + "."
+        near = (
+            closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+            if os.path.isdir(path.parent)
+            else None
+        )
+        fix = (
+            f'did you mean "{path.parent / near}"?'
+            if near
+            else "check the path; shipped: " + ", ".join(known) + "."
+        )
         raise LayoutError(f"layout file {path} does not exist.", fix=fix)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise LayoutError(f"{_display(path)} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8.") from error
+        raise LayoutError(
+            f"{_display(path)} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8."
+        ) from error
     layout = loads(text, _display(path), path.stem)
     _check_complete(text, _display(path))
     return layout
 
 
 def _check_complete(text: str, where: str) -> None:
-    """Refuse the text of a truncated layout file, as far as that can be seen; a layout without any table replicates everything.
+    """Refuse the text of a truncated layout file, as far as that can be seen; a layout without any
+    table replicates everything.
 
     A file that ends after a complete line of a table cannot be distinguished from a shorter one.
 
@@ -128,9 +168,16 @@ def _check_complete(text: str, where: str) -> None:
     """
     fix = "write or copy the file again; `spmd layouts show data_parallel` prints a complete one."
     if not tomllib.loads(text).keys() - {"description", "use_when"}:
-        raise LayoutError(f"{where} is empty, or was truncated: it has no table, and would replicate everything.", fix=fix)
+        raise LayoutError(
+            f"{where} is empty, or was truncated: it has no table, and would replicate everything.",
+            fix=fix,
+        )
     if not text.endswith("\n"):
-        logging.getLogger("spmd").warning("%s does not end with a line break: if it was truncated, its last line is not complete.", where)
+        logging.getLogger("spmd").warning(
+            "%s does not end with a line break: if it was truncated, its last line is not "
+            "complete.",
+            where,
+        )
 
 
 def _display(path: Path) -> str:
@@ -139,7 +186,8 @@ def _display(path: Path) -> str:
 
 
 def load_registered(source: str | Path, register: Callable[[], Made]) -> tuple[Layout, Made]:
-    """A layout, and what the user's code `register` returns. If the layout names an unknown codec or reduction, the code runs first.
+    """A layout, and what the user's code `register` returns. If the layout names an unknown codec
+    or reduction, the code runs first.
 
     Raises:
       LayoutError: as `load`; before the code runs, if no name is unknown.
@@ -154,8 +202,12 @@ def load_registered(source: str | Path, register: Callable[[], Made]) -> tuple[L
     return layout, register()
 
 
-def loads(text: str, where: str = "layout", name: str = "layout", *, written: bool = True) -> Layout:
-    """A layout from TOML text. Errors call it `where`, and give line numbers unless `written` is False (generated text)."""
+def loads(
+    text: str, where: str = "layout", name: str = "layout", *, written: bool = True
+) -> Layout:
+    """A layout from TOML text. Errors call it `where`, and give line numbers unless `written` is
+    False (generated text).
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -186,7 +238,9 @@ class _Reader(Tables):
             axes=self.axes(self.table(data, "axes")),
             activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
-            optimizer=OptimizerState(**self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)),
+            optimizer=OptimizerState(
+                **self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)
+            ),
             memory=Memory(**self.fields(self.table(data, "memory"), "memory", Memory)),
             gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
@@ -200,7 +254,10 @@ class _Reader(Tables):
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
             compiler=self.compiler(self.table(data, "compiler")),
         )
-        self.conflicts("optimizer", optimizer_problems(layout.optimizer, layout.gradients, layout.parameter_server))
+        self.conflicts(
+            "optimizer",
+            optimizer_problems(layout.optimizer, layout.gradients, layout.parameter_server),
+        )
         return layout
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
@@ -214,15 +271,24 @@ class _Reader(Tables):
 
     def batch(self, table: dict[str, Any]) -> Batch:
         self.unknown(table, ("spec", "rules"), "batch")
-        spec = self.spec(table.get("spec", ["data"]), "[batch] spec", self.key_line("batch", "spec"))
+        spec = self.spec(
+            table.get("spec", ["data"]), "[batch] spec", self.key_line("batch", "spec")
+        )
         if table.get("spec") == [] or (spec and spec[0] is None):
-            self.key_problem("batch", "spec", "dim 0, the batch, is not split over any mesh axis.", 'such as spec = ["data"].')
+            self.key_problem(
+                "batch",
+                "spec",
+                "dim 0, the batch, is not split over any mesh axis.",
+                'such as spec = ["data"].',
+            )
         return Batch(spec, self.rules(table, "rules", "batch"))
 
     def axes(self, table: dict[str, Any]) -> tuple[tuple[str, Entry], ...]:
         entries = []
         for name, value in table.items():
-            spec = self.spec([value] if value != [] else value, f"[axes] {name}", self.key_line("axes", name))
+            spec = self.spec(
+                [value] if value != [] else value, f"[axes] {name}", self.key_line("axes", name)
+            )
             entries.append((name, spec[0] if spec else None))
         return tuple(entries)
 
@@ -230,12 +296,20 @@ class _Reader(Tables):
         values = self.fields(table, "default", Default)
         params, share = values["params"], values["max_replicated"]
         if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
-            near = closest(params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}"))
-            fix = f'did you mean "{near}"?' if near else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
+            near = closest(
+                params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}")
+            )
+            fix = (
+                f'did you mean "{near}"?'
+                if near
+                else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
+            )
             self.key_problem("default", "params", f'unknown value "{params}".', fix)
             params = "replicate"
         if share is not None and not 0 <= share <= 1:
-            self.key_problem("default", "max_replicated", f"{share} is not a share.", "a number from 0 to 1.")
+            self.key_problem(
+                "default", "max_replicated", f"{share} is not a share.", "a number from 0 to 1."
+            )
         return Default(params, None if share is None else float(share))
 
     def remat(self, table: dict[str, Any]) -> Remat:
@@ -244,7 +318,9 @@ class _Reader(Tables):
         for pattern in modules:
             self.pattern(pattern, "[remat] modules", self.key_line("remat", "modules"))
         rules = tuple(self.remat_rule(*item) for item in self.items(table, "rules", "remat"))
-        remat = Remat(self.saved(table), tuple(map(str, modules)), self.named(table, "offload"), rules)
+        remat = Remat(
+            self.saved(table), tuple(map(str, modules)), self.named(table, "offload"), rules
+        )
         self.conflicts("remat", list(remat_problems(remat)))
         return remat
 
@@ -260,14 +336,20 @@ class _Reader(Tables):
 
     def saved(self, table: dict[str, Any]) -> str | tuple[str, ...] | None:
         """What `save` says: a word, or names of values."""
-        return self.named(table, "save") if isinstance(table.get("save"), list) else self.choice(table, "remat", "save", None)
+        return (
+            self.named(table, "save")
+            if isinstance(table.get("save"), list)
+            else self.choice(table, "remat", "save", None)
+        )
 
     def named(self, table: dict[str, Any], key: str) -> tuple[str, ...]:
         """Names that the model gives to values."""
         given = self.value(table, "remat", key, [], list)
         if all(isinstance(name, str) and name for name in given):
             return tuple(given)
-        self.key_problem("remat", key, f"{as_toml(given)} is not a list of names.", 'such as ["attn_out"].')
+        self.key_problem(
+            "remat", key, f"{as_toml(given)} is not a list of names.", 'such as ["attn_out"].'
+        )
         return ()
 
     def attention(self, data: dict[str, Any]) -> Attention:
@@ -275,42 +357,70 @@ class _Reader(Tables):
 
     def compiler(self, table: dict[str, Any]) -> Compiler:
         self.unknown(table, [field.name for field in dataclasses.fields(Compiler)], "compiler")
-        values = self.fields(table, "compiler", Compiler, dict.fromkeys(THRESHOLDS, 'such as "512 MiB".'))
+        values = self.fields(
+            table, "compiler", Compiler, dict.fromkeys(THRESHOLDS, 'such as "512 MiB".')
+        )
         options = self.value(table, "compiler", "options", {}, dict)
         section, fix = "compiler.options", "true or false, a whole number, a string."
-        taken = {name: self.value(options, section, name, None, bool, int, str, fix=fix) for name in options}
-        compiler = Compiler(**values, options={name: value for name, value in taken.items() if value is not None})
+        taken = {
+            name: self.value(options, section, name, None, bool, int, str, fix=fix)
+            for name in options
+        }
+        compiler = Compiler(
+            **values, options={name: value for name, value in taken.items() if value is not None}
+        )
         self.conflicts("compiler", compiler_problems(compiler))
         return compiler
 
     def parameter_server(self, table: dict[str, Any], gradients: Gradients) -> ParameterServer:
         section = "parameter_server"
-        values = self.fields(table, section, ParameterServer, {"staleness_scale": 'such as "inverse".', **FRACTIONS})
+        values = self.fields(
+            table, section, ParameterServer, {"staleness_scale": 'such as "inverse".', **FRACTIONS}
+        )
         values["network"] = self.value(table, section, "network", (), dict, fix=LINK)
         times = self.value(table, section, "compute_time", "constant", str, list, fix=SECONDS)
         if not isinstance(times, str) and not all(map(is_number, times)):
-            self.key_problem(section, "compute_time", f"{as_toml(times)} is not a list of seconds.", "such as [1.0, 1.0, 3.0].")
+            self.key_problem(
+                section,
+                "compute_time",
+                f"{as_toml(times)} is not a list of seconds.",
+                "such as [1.0, 1.0, 3.0].",
+            )
             times = "constant"
         server = ParameterServer(**values, compute_time=times)
         conflicts = server_problems(server, gradients)
-        if f"[{section}] {NEEDS.get(server.mode)}" in self.places:  # what the mode needs is there, with a problem of its own
+        # what the mode needs is there, with a problem of its own
+        if f"[{section}] {NEEDS.get(server.mode)}" in self.places:
             conflicts = [conflict for conflict in conflicts if conflict.key != "mode"]
         self.conflicts(section, conflicts, gradients.rules)
         return server
 
     def gradients(self, table: dict[str, Any]) -> Gradients:
-        section, known = "gradients", [f.name for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")]
+        section, known = (
+            "gradients",
+            [f.name for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")],
+        )
         values = self.fields(table, section, Gradients)
         if "reduction" in table and table["reduction"] != values["reduction"] == "compiler":
-            values["reduction"] = "all_reduce"  # an unknown reduction is one problem, not one more for each codec
+            # an unknown reduction is one problem, not one more for each codec
+            values["reduction"] = "all_reduce"
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             if not least <= values[key] < end:
-                fix = f"a whole number from {least}." if values[key] < least else f"below 2**{end.bit_length() - 1}."
+                fix = (
+                    f"a whole number from {least}."
+                    if values[key] < least
+                    else f"below 2**{end.bit_length() - 1}."
+                )
                 self.key_problem(section, key, f"{values[key]}.", fix)
                 values[key] = getattr(Gradients(), key)
         exact_axes = self.value(table, section, "exact_axes", [], list)
         if not all(isinstance(axis, str) for axis in exact_axes):
-            self.key_problem(section, "exact_axes", f"{as_toml(exact_axes)} is not a list of mesh axes.", 'such as ["data"].')
+            self.key_problem(
+                section,
+                "exact_axes",
+                f"{as_toml(exact_axes)} is not a list of mesh axes.",
+                'such as ["data"].',
+            )
             exact_axes = []
         options = {key: value for key, value in table.items() if key not in (*known, "rules")}
         lines = {key: self.key_line(section, key) for key in options}
@@ -327,28 +437,57 @@ class _Reader(Tables):
             why, fix, kind = "has no codec.", 'codec = "exact".', "invalid_value"
             if "codec" in item:
                 kind = UNREGISTERED
-                why, fix = f'no codec "{codec}".', did_you_mean(str(codec), CODECS) + register_hint("gradients.codec", str(codec))
+                why, fix = (
+                    f'no codec "{codec}".',
+                    did_you_mean(str(codec), CODECS) + register_hint("gradients.codec", str(codec)),
+                )
             self.problem(where, why, fix, line, kind)
             return GradientRule(path, "exact", (), excepted, line)
         options = {key: value for key, value in item.items() if key not in known}
-        return GradientRule(path, codec, self.options(codec, options, where, dict.fromkeys(options, line), known), excepted, line)
+        return GradientRule(
+            path,
+            codec,
+            self.options(codec, options, where, dict.fromkeys(options, line), known),
+            excepted,
+            line,
+        )
 
-    def options(self, codec: str, table: dict[str, Any], where: str, lines: dict[str, int | None], other_keys: Iterable[str]) -> Options:
+    def options(
+        self,
+        codec: str,
+        table: dict[str, Any],
+        where: str,
+        lines: dict[str, int | None],
+        other_keys: Iterable[str],
+    ) -> Options:
         """The valid options of a codec."""
         valid = {}
         for key, value in table.items():
             if key not in codec_options(codec):
                 codecs = [name for name in CODECS if key in codec_options(name)]
-                why = f"it is an option of {', '.join(codecs)}; the codec is {codec}." if codecs else "nothing reads it."
-                fix = f'leave it out, or codec = "{codecs[0]}".' if codecs else did_you_mean(key, (*other_keys, *codec_options(codec)))
+                why = (
+                    f"it is an option of {', '.join(codecs)}; the codec is {codec}."
+                    if codecs
+                    else "nothing reads it."
+                )
+                fix = (
+                    f'leave it out, or codec = "{codecs[0]}".'
+                    if codecs
+                    else did_you_mean(key, (*other_keys, *codec_options(codec)))
+                )
                 self.problem(f"unknown key: {where} {key}", why, fix, lines[key], "unknown_key")
             elif wanted := option_problem(CODECS[codec], key, value):
-                self.problem(f"{where} {key}", f"{as_toml(value)} for codec {codec}.", f"{wanted}.", lines[key])
+                self.problem(
+                    f"{where} {key}",
+                    f"{as_toml(value)} for codec {codec}.",
+                    f"{wanted}.",
+                    lines[key],
+                )
             else:
                 valid[key] = value
         return tuple(valid.items())
 
-    # rules -------------------------------------------------------------------------------------------------------------
+    # rules ----------------------------------------------------------------------------------------
 
     def rules(self, table: dict[str, Any], key: str, section: str = "") -> tuple[Rule, ...]:
         return tuple(self.rule(*item) for item in self.items(table, key, section))
@@ -367,13 +506,21 @@ class _Reader(Tables):
         if products not in PRODUCTS:
             why = f"no products {as_toml(products)}." if "products" in item else "has no products."
             near = closest(str(products), PRODUCTS) or "float8"
-            self.problem(where, why, f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.', line)
+            self.problem(
+                where,
+                why,
+                f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.',
+                line,
+            )
             products = near
         return Precision(path, products, excepted, line)
 
     def train(self, table: dict[str, Any], adapters: Any) -> Train:
         self.unknown(table, [field.name for field in dataclasses.fields(Train)], "train")
-        values = {"frozen": self.choice(table, "train", "frozen", None), "block": self.value(table, "train", "block", Train().block, int)}
+        values = {
+            "frozen": self.choice(table, "train", "frozen", None),
+            "block": self.value(table, "train", "block", Train().block, int),
+        }
         if values["block"] < 1:
             self.key_problem("train", "block", f"{values['block']}.", "a whole number from 1.")
             values["block"] = Train().block
@@ -387,7 +534,11 @@ class _Reader(Tables):
         return train
 
     def adapter(self, item: dict[str, Any], where: str, line: int | None) -> Adapter:
-        fields = {field.name: field.default for field in dataclasses.fields(Adapter) if field.name in ADAPTER_RANGES}
+        fields = {
+            field.name: field.default
+            for field in dataclasses.fields(Adapter)
+            if field.name in ADAPTER_RANGES
+        }
         self.unknown_in_rule(item, ("modules", *fields, "except"), where, line)
         modules, excepted = self.paths(item, where, line, key="modules", such_as="**/{query,value}")
         values = {key: item.get(key, default) for key, default in fields.items()}
@@ -399,7 +550,13 @@ class _Reader(Tables):
         return Adapter(modules, **values, except_=excepted, line=line)
 
     def paths(
-        self, item: dict[str, Any], where: str, line: int | None, *, key: str = "path", such_as: str = "**/kernel"
+        self,
+        item: dict[str, Any],
+        where: str,
+        line: int | None,
+        *,
+        key: str = "path",
+        such_as: str = "**/kernel",
     ) -> tuple[str, tuple[str, ...]]:
         """The patterns of a rule: what it matches, and its exceptions."""
         if key not in item:
@@ -414,7 +571,11 @@ class _Reader(Tables):
         try:
             compiled(pattern)
         except (LayoutError, TypeError) as error:
-            why = error.message if isinstance(error, LayoutError) else f"{as_toml(pattern)} is not a path."
+            why = (
+                error.message
+                if isinstance(error, LayoutError)
+                else f"{as_toml(pattern)} is not a path."
+            )
             self.problem(where, why, 'such as "**/{up,down}/kernel".', line)
 
     def spec(self, value: Any, where: str, line: int | None) -> Spec:
@@ -422,10 +583,21 @@ class _Reader(Tables):
             return isinstance(entry, str) and entry != ""
 
         def is_entry(entry: Any) -> bool:
-            return is_axis(entry) or (isinstance(entry, list) and bool(entry) and all(map(is_axis, entry)))
+            return is_axis(entry) or (
+                isinstance(entry, list) and bool(entry) and all(map(is_axis, entry))
+            )
 
         if not (isinstance(value, list) and all(map(is_entry, value))):
             why = f"spec {as_toml(value)} is not a list of mesh axes."
-            self.problem(where, why, 'one entry per dim, "-" for replicated, such as ["data", "-"].', line)
+            self.problem(
+                where, why, 'one entry per dim, "-" for replicated, such as ["data", "-"].', line
+            )
             return ()
-        return tuple(make_entry(tuple(entry)) if isinstance(entry, list) else None if entry == REPLICATED else entry for entry in value)
+        return tuple(
+            make_entry(tuple(entry))
+            if isinstance(entry, list)
+            else None
+            if entry == REPLICATED
+            else entry
+            for entry in value
+        )

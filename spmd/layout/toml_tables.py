@@ -34,7 +34,8 @@ CHOICES = {
     "train.frozen": FROZEN,
 }
 UNREGISTERED = "unregistered"  # the kind of a problem with a name that the user's code may add
-ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}  # functions of spmd.wire that add a choice
+# functions of spmd.wire that add a choice
+ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}
 KINDS = {  # Python types: how errors name them, and an example
     str: ("a string", '"data"'),
     bool: ("true or false", "true"),
@@ -54,24 +55,49 @@ class Tables:
         self.places: set[str] = set()  # where the problems are, without line numbers
         self.rule_number: int | None = None  # of the rule that is being read, from 1
 
-    def problem(self, where: str, why: str, fix: str = "", line: int | None = None, kind: str = "invalid_value") -> None:
+    def problem(
+        self,
+        where: str,
+        why: str,
+        fix: str = "",
+        line: int | None = None,
+        kind: str = "invalid_value",
+    ) -> None:
         """Collect a problem."""
         self.places.add(where)
         text = f"line {line}: {where}" if line else where
         self.problems.append(Problem(text, [why], fix, rule=self.rule_number, line=line, kind=kind))
 
-    def key_problem(self, section: str, key: str, why: str, fix: str, kind: str = "invalid_value") -> None:
-        """Collect a problem of a key inside `[section]`; of the top of the file when section is empty, of the section when key is."""
+    def key_problem(
+        self, section: str, key: str, why: str, fix: str, kind: str = "invalid_value"
+    ) -> None:
+        """Collect a problem of a key inside `[section]`; of the top of the file when section is
+        empty, of the section when key is.
+        """
         where = f"[{section}] {key}".strip() if section else key
-        self.problem(where, why, fix, (self.key_line(section, key) if key else None) or self.key_line(*section.rpartition(".")[::2]), kind)
+        self.problem(
+            where,
+            why,
+            fix,
+            (self.key_line(section, key) if key else None)
+            or self.key_line(*section.rpartition(".")[::2]),
+            kind,
+        )
 
-    def conflicts(self, section: str, conflicts: list[Conflict], rules: Sequence[GradientRule] = ()) -> None:
-        """Collect conflicts between the keys of a section, except at keys whose value is a problem already."""
+    def conflicts(
+        self, section: str, conflicts: list[Conflict], rules: Sequence[GradientRule] = ()
+    ) -> None:
+        """Collect conflicts between the keys of a section, except at keys whose value is a problem
+        already.
+        """
         reported = set(self.places)
         for conflict in conflicts:
             if conflict.rule is not None:
                 self.rule_number = conflict.rule + 1
-                where, line = f"[[gradients.rules]] rule {self.rule_number}", rules[conflict.rule].line
+                where, line = (
+                    f"[[gradients.rules]] rule {self.rule_number}",
+                    rules[conflict.rule].line,
+                )
                 self.problem(where, conflict.why, conflict.fix, line, conflict.kind)
                 self.rule_number = None
                 continue
@@ -97,23 +123,48 @@ class Tables:
         for key in table:
             if key not in known:
                 where, line = f"[{section}] {key}" if section else key, self.key_line(section, key)
-                self.problem(f"unknown key: {where}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+                self.problem(
+                    f"unknown key: {where}",
+                    "nothing reads it.",
+                    did_you_mean(key, known),
+                    line,
+                    "unknown_key",
+                )
 
-    def unknown_in_rule(self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None) -> None:
+    def unknown_in_rule(
+        self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None
+    ) -> None:
         """Collect keys of a rule that nothing reads."""
         for key in item:
             if key not in known:
-                self.problem(f"{where}: unknown key {key}", "nothing reads it.", did_you_mean(key, known), line, "unknown_key")
+                self.problem(
+                    f"{where}: unknown key {key}",
+                    "nothing reads it.",
+                    did_you_mean(key, known),
+                    line,
+                    "unknown_key",
+                )
 
-    def items(self, table: dict[str, Any], key: str, section: str = "") -> Iterator[tuple[dict[str, Any], str, int | None]]:
+    def items(
+        self, table: dict[str, Any], key: str, section: str = ""
+    ) -> Iterator[tuple[dict[str, Any], str, int | None]]:
         """The tables of a list of rules, each with its name in errors and its line."""
         header, items = f"{section}.{key}" if section else key, table.get(key, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            self.problem(header, "is not a list of rules.", f"write [[{header}]] on a line of its own.", self.key_line("", header))
+            self.problem(
+                header,
+                "is not a list of rules.",
+                f"write [[{header}]] on a line of its own.",
+                self.key_line("", header),
+            )
             return
         pattern = rf"\s*\[\[\s*{re.escape(header)}\s*\]\]"
-        lines: list[int | None] = [number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)]
-        for number, (item, line) in enumerate(zip(items, [*lines, *[None] * len(items)], strict=False), 1):
+        lines: list[int | None] = [
+            number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)
+        ]
+        for number, (item, line) in enumerate(
+            zip(items, [*lines, *[None] * len(items)], strict=False), 1
+        ):
             self.rule_number = number
             yield item, f"[[{header}]] rule {number}", line
         self.rule_number = None
@@ -123,10 +174,20 @@ class Tables:
         table = data.get(key, {})
         if isinstance(table, dict):
             return table
-        self.key_problem("", key, f"{as_toml(table)} is not a table.", f"write [{key}] on a line of its own.")
+        self.key_problem(
+            "", key, f"{as_toml(table)} is not a table.", f"write [{key}] on a line of its own."
+        )
         return {}
 
-    def value(self, table: dict[str, Any], section: str, key: str, default: Any, *kinds: type, fix: str = "") -> Any:
+    def value(
+        self,
+        table: dict[str, Any],
+        section: str,
+        key: str,
+        default: Any,
+        *kinds: type,
+        fix: str = "",
+    ) -> Any:
         """A value of one of these types."""
         value, why = table.get(key, default), ""
         if key in table and not is_one_of(value, kinds):
@@ -137,7 +198,9 @@ class Tables:
             self.key_problem(section, key, why, fix or f"such as {KINDS[kinds[0]][1]}.")
         return default if why else value
 
-    def choice(self, table: dict[str, Any], section: str, key: str, default: Any, fix: str = "") -> str | None:
+    def choice(
+        self, table: dict[str, Any], section: str, key: str, default: Any, fix: str = ""
+    ) -> str | None:
         """A string, one of `CHOICES` if they list the key."""
         known = CHOICES.get(f"{section}.{key}")
         if known and key in table and not isinstance(table[key], str):
@@ -152,11 +215,19 @@ class Tables:
             )
             kind = UNREGISTERED if f"{section}.{key}" in ADDED_BY else "invalid_value"
             self.key_problem(section, key, f'no {key} "{value}".', fix, kind)
-            return near or default  # the value that was probably meant, so that no further problem follows from it
+            # the value that was probably meant, so that no further problem follows from it
+            return near or default
         return value
 
-    def fields(self, table: dict[str, Any], section: str, kind: type, fixes: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """The fields of a dataclass that are words, numbers or switches. Other keys are problems, unless it has options of codecs.
+    def fields(
+        self,
+        table: dict[str, Any],
+        section: str,
+        kind: type,
+        fixes: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """The fields of a dataclass that are words, numbers or switches. Other keys are problems,
+        unless it has options of codecs.
 
         Args:
           fixes: examples of valid values, by key.
@@ -170,21 +241,29 @@ class Tables:
                 values[field.name] = self.choice(table, section, field.name, field.default, fix)
             elif kinds:
                 several = [kind for kind in kinds if kind is not type(None)]
-                values[field.name] = self.value(table, section, field.name, field.default, *several, fix=fix)
+                values[field.name] = self.value(
+                    table, section, field.name, field.default, *several, fix=fix
+                )
         return values
 
 
 OTHER_WORDS = {  # of other languages, by what TOML has in their place
     **dict.fromkeys(
-        ("None", "null", "nil"), '"-" for a dim that is not sharded, such as ["-", "data"]; a key without a value is left out.'
+        ("None", "null", "nil"),
+        '"-" for a dim that is not sharded, such as ["-", "data"]; a key without a value is left '
+        "out.",
     ),
     **dict.fromkeys(("True", "TRUE"), "true, in small letters."),
     **dict.fromkeys(("False", "FALSE"), "false, in small letters."),
 }
 
 
-def syntax_error(error: type[SpmdError], text: str, where: str, message: str, fix: str) -> SpmdError:
-    """The message of the TOML parser, with the line at which it stopped; `fix` ends with where valid text is seen."""
+def syntax_error(
+    error: type[SpmdError], text: str, where: str, message: str, fix: str
+) -> SpmdError:
+    """The message of the TOML parser, with the line at which it stopped; `fix` ends with where
+    valid text is seen.
+    """
     fix = f"strings in double quotes, one key = value on a line; {fix}"
     place = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
     if not place:
@@ -198,8 +277,14 @@ def syntax_error(error: type[SpmdError], text: str, where: str, message: str, fi
 
 
 def register_hint(key: str, name: str) -> str:
-    """How to add a value of `[gradients]` of one's own, as the end of a fix; "" for keys whose values are fixed."""
-    return f' One of your own: @wire.{ADDED_BY[key]}("{name}"), before the layout is read.' if key in ADDED_BY else ""
+    """How to add a value of `[gradients]` of one's own, as the end of a fix; "" for keys whose
+    values are fixed.
+    """
+    return (
+        f' One of your own: @wire.{ADDED_BY[key]}("{name}"), before the layout is read.'
+        if key in ADDED_BY
+        else ""
+    )
 
 
 def is_number(value: Any) -> bool:

@@ -25,8 +25,14 @@ TABLES = (
 
 
 def dumps(layout: Layout) -> str:
-    """The TOML text of a layout; only what differs from the defaults is written, and at least one table: files without one are refused."""
-    words = [f"{key} = {_value(value)}" for key in ("description", "use_when") if (value := getattr(layout, key))]
+    """The TOML text of a layout; only what differs from the defaults is written, and at least one
+    table: files without one are refused.
+    """
+    words = [
+        f"{key} = {_value(value)}"
+        for key in ("description", "use_when")
+        if (value := getattr(layout, key))
+    ]
     blocks = [words] if words else []
     if layout.mesh:
         blocks.append(["[mesh]", *(f"{axis} = {size}" for axis, size in layout.mesh)])
@@ -35,20 +41,41 @@ def dumps(layout: Layout) -> str:
         blocks += [_rule_lines("batch.rules", rule) for rule in layout.batch.rules]
     blocks += [_rule_lines("params", rule) for rule in layout.params]
     if layout.axes:
-        blocks.append(["[axes]", *(f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes)])
+        blocks.append(
+            [
+                "[axes]",
+                *(f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes),
+            ]
+        )
     blocks += [_rule_lines("activations", rule) for rule in layout.activations]
     for name in TABLES:
         table = getattr(layout, name)
         if table != type(table)():
-            blocks.append([f"[{name}]", *(f"{key} = {_value(value)}" for key, value in changed_values(table).items())])
+            blocks.append(
+                [
+                    f"[{name}]",
+                    *(f"{key} = {_value(value)}" for key, value in changed_values(table).items()),
+                ]
+            )
     blocks += [_rule_lines("gradients.rules", rule) for rule in layout.gradients.rules]
     for remat in layout.remat.rules:
-        blocks.append(["[[remat.rules]]", *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items())])
+        blocks.append(
+            [
+                "[[remat.rules]]",
+                *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items()),
+            ]
+        )
     blocks += [_rule_lines("precision", rule) for rule in layout.precision]
     for adapter in layout.adapters:
         values = {"modules": adapter.modules, **changed_values(adapter)}
-        values = {"except" if key == "except_" else key: value for key, value in values.items() if key != "line"}
-        blocks.append(["[[adapters]]", *(f"{key} = {_value(value)}" for key, value in values.items())])
+        values = {
+            "except" if key == "except_" else key: value
+            for key, value in values.items()
+            if key != "line"
+        }
+        blocks.append(
+            ["[[adapters]]", *(f"{key} = {_value(value)}" for key, value in values.items())]
+        )
     if blocks in ([], [words]):
         blocks.append(["[default]", f"params = {_value(layout.default.params)}"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
@@ -57,7 +84,10 @@ def dumps(layout: Layout) -> str:
 def _rule_lines(header: str, rule: Rule | GradientRule | Precision) -> list[str]:
     lines = [f"[[{header}]]", f"path = {_value(rule.path)}"]
     if isinstance(rule, GradientRule):
-        lines += [f"codec = {_value(rule.codec)}", *(f"{key} = {_value(value)}" for key, value in rule.options)]
+        lines += [
+            f"codec = {_value(rule.codec)}",
+            *(f"{key} = {_value(value)}" for key, value in rule.options),
+        ]
     elif isinstance(rule, Precision):
         lines.append(f"products = {_value(rule.products)}")
     else:
@@ -70,4 +100,5 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_value(part)}" for key, part in value) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return as_toml(value) if isinstance(value, str | bool) else repr(value)  # JSON has no nan and no inf
+    # JSON has no nan and no inf
+    return as_toml(value) if isinstance(value, str | bool) else repr(value)

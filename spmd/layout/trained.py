@@ -1,4 +1,6 @@
-"""The `[train]` table and the `[[adapters]]` rules: which parameters are trained, and how the others are kept."""
+"""The `[train]` table and the `[[adapters]]` rules: which parameters are trained, and how the
+others are kept.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,11 +21,13 @@ ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in word
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Which parameters are trained, by path: all that match `include` and none of `exclude`; adapters always are.
+    """Which parameters are trained, by path: all that match `include` and none of `exclude`;
+    adapters always are.
 
-    Without `include`, adapters alone are trained if there are any, and all parameters if not. `frozen` says how frozen kernels are kept:
-    "bfloat16", "float16", "int8" or "nf4" (Dettmers et al., arXiv:2305.14314); None: in the dtype in which they come. For "int8" and "nf4",
-    `block` values along dim -2, the inputs of a layer, share a scale.
+    Without `include`, adapters alone are trained if there are any, and all parameters if not.
+    `frozen` says how frozen kernels are kept: "bfloat16", "float16", "int8" or "nf4" (Dettmers et
+    al., arXiv:2305.14314); None: in the dtype in which they come. For "int8" and "nf4", `block`
+    values along dim -2, the inputs of a layer, share a scale.
 
     Args:
       include: patterns of parameters that are trained; a string is one.
@@ -54,10 +58,12 @@ class Train:
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685) on every `nnx.Linear` whose path matches `modules`, and none of `except_`.
+    """A low-rank adapter (LoRA, Hu et al., arXiv:2106.09685) on every `nnx.Linear` whose path
+    matches `modules`, and none of `except_`.
 
-    The layer then computes `x @ kernel + scale * (dropout(x) @ lora_a) @ lora_b`, where `scale` is `alpha / rank`, or `alpha / sqrt(rank)`
-    with `rslora` (Kalajdzievski, arXiv:2312.03732). `lora_b` begins as zeros. `line` is where the file says so.
+    The layer then computes `x @ kernel + scale * (dropout(x) @ lora_a) @ lora_b`, where `scale` is
+    `alpha / rank`, or `alpha / sqrt(rank)` with `rslora` (Kalajdzievski, arXiv:2312.03732).
+    `lora_b` begins as zeros. `line` is where the file says so.
 
     Args:
       modules: a pattern of `nnx.Linear` layers.
@@ -97,7 +103,12 @@ class Adapter:
 def train_problems(train: Train, *, adapters: bool) -> Iterator[Conflict]:
     """Keys of `[train]` that nothing reads. `adapters`: whether the layout has some."""
     if train.block != Train().block and train.frozen not in ("int8", "nf4"):
-        yield Conflict("block", "of scales, which only quantized weights have.", 'frozen = "int8" or "nf4".', kind="unread_key")
+        yield Conflict(
+            "block",
+            "of scales, which only quantized weights have.",
+            'frozen = "int8" or "nf4".',
+            kind="unread_key",
+        )
     if adapters and train.exclude and not train.include:
         why = "without include, adapters alone are trained, so there is nothing to exclude."
         yield Conflict("exclude", why, "leave it out, or an include.", kind="unread_key")

@@ -19,15 +19,23 @@ from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
-LAYER_PARAMS = "layer_params"  # names, in a traced loss, the parameters that a stack takes to its layers
-RECOMPUTED = contextvars.ContextVar("recomputed", default=False)  # whether the module that is called next is recomputed by its caller
+# names, in a traced loss, the parameters that a stack takes to its layers
+LAYER_PARAMS = "layer_params"
+# whether the module that is called next is recomputed by its caller
+RECOMPUTED = contextvars.ContextVar("recomputed", default=False)
 PATH = "path"  # metadata of a stack's parameter in a bound model: its path in the model
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "frozen", "stats", "rngs"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "frozen", "stats", "rngs"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Variables:
-    """All arrays of a model. `params` are trained, `frozen` are not; `stats` change with each call (BatchNorm); `rngs` are key data."""
+    """All arrays of a model. `params` are trained, `frozen` are not; `stats` change with each call
+    (BatchNorm); `rngs` are key data.
+    """
 
     params: Tree
     stats: Tree
@@ -39,13 +47,15 @@ class Variables:
 class Call:
     """How a model is called inside a step.
 
-    `key` is the same on all workers; `localize` turns it into the key that draws this worker's rows. `sync_axes` are
-    the mesh axes over which batch statistics are averaged (empty where the compiler sees the whole batch). `dtype` is that
-    of the computation, set on every layer that has no dtype: one float32 array among its inputs (BatchNorm's
-    averages, an embedding) would otherwise turn it, and all layers after it, into float32. `remat` has patterns of submodules that are
-    recomputed in the backward pass, with the policy of each. `output_hook` is asked by path of every
-    submodule that can be called, and gives what its outputs go through, or None. `products` is asked by path of every layer that has a
-    `dot_general`, and gives the one to use. `blocks`, `spmd.models.blocks.BlockCalls`, takes over calls of submodules.
+    `key` is the same on all workers; `localize` turns it into the key that draws this worker's
+    rows. `sync_axes` are the mesh axes over which batch statistics are averaged (empty where the
+    compiler sees the whole batch). `dtype` is that of the computation, set on every layer that has
+    no dtype: one float32 array among its inputs (BatchNorm's averages, an embedding) would
+    otherwise turn it, and all layers after it, into float32. `remat` has patterns of submodules
+    that are recomputed in the backward pass, with the policy of each. `output_hook` is asked by
+    path of every submodule that can be called, and gives what its outputs go through, or None.
+    `products` is asked by path of every layer that has a `dot_general`, and gives the one to use.
+    `blocks`, `spmd.models.blocks.BlockCalls`, takes over calls of submodules.
     """
 
     training: bool
@@ -64,7 +74,9 @@ class Model(abc.ABC):
 
     @property
     def concrete(self) -> Variables | None:
-        """The arrays of a model that was passed with arrays; None for one that is built later. Called outside of traces."""
+        """The arrays of a model that was passed with arrays; None for one that is built later.
+        Called outside of traces.
+        """
         return None
 
     @property
@@ -78,7 +90,9 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one that needs data."""
+        """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one
+        that needs data.
+        """
 
     def shapes(self, run: Callable[[Any], Any]) -> Variables:
         """Shapes and dtypes of what `init` makes, without allocating it."""
@@ -87,14 +101,20 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """Logical axis names by path, for the parameters that carry them; of a stack's those of one layer."""
+        """Logical axis names by path, for the parameters that carry them; of a stack's those of one
+        layer.
+        """
 
     def stacks(self) -> dict[str, int]:
-        """How many layers a parameter has along dim 0, by path, for those of a stack (`spmd.nn.LayerStack`)."""
+        """How many layers a parameter has along dim 0, by path, for those of a stack
+        (`spmd.nn.LayerStack`).
+        """
         return {}
 
     def kernels(self) -> frozenset[str]:
-        """Paths of the parameters that can be quantized: kernels that a layer multiplies by, and uses in no other way."""
+        """Paths of the parameters that can be quantized: kernels that a layer multiplies by, and
+        uses in no other way.
+        """
         return frozenset()
 
     def adapters(self) -> frozenset[str]:
@@ -106,12 +126,16 @@ class Model(abc.ABC):
         return []
 
     def check_workers(self) -> None:
-        """Refuse a model whose statistics would silently be of one worker's rows, where each worker is to see its own."""
+        """Refuse a model whose statistics would silently be of one worker's rows, where each worker
+        is to see its own.
+        """
         return
 
     @abc.abstractmethod
     def bind(self, variables: Variables, call: Call) -> Any:
-        """The model with these arrays in it, ready to be called inside a trace; what the loss receives."""
+        """The model with these arrays in it, ready to be called inside a trace; what the loss
+        receives.
+        """
 
     @abc.abstractmethod
     def get_stats(self, bound: Any) -> Tree:
@@ -122,7 +146,9 @@ class Model(abc.ABC):
         """Refuse patterns that matched no submodule when the loss was traced."""
 
     def check_adapters(self) -> None:
-        """Refuse adapters of layers that were not called when the loss was traced: their gradients are zero."""
+        """Refuse adapters of layers that were not called when the loss was traced: their gradients
+        are zero.
+        """
         return
 
     @abc.abstractmethod
@@ -131,7 +157,9 @@ class Model(abc.ABC):
 
 
 class WrappedModel(Model):
-    """A model that keeps the arrays of `model` in another way; what a subclass does not define is as of the model."""
+    """A model that keeps the arrays of `model` in another way; what a subclass does not define is
+    as of the model.
+    """
 
     def __init__(self, model: Model):
         self._model = model
@@ -173,14 +201,18 @@ def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> 
             raise ModelError(explained[0], fix=explained[1]) from error
         if needs_values(error):
             why = f"{subject} cannot be traced without data: {first_line(error)}\n"
-            why += "    It is traced with abstract arrays, to know every shape before anything is allocated."
+            why += (
+                "    It is traced with abstract arrays, to know every shape before anything is "
+                "allocated."
+            )
             raise ModelError(why, fix=NO_VALUES) from error
         why = f"{subject} raises {first_line(error)}{user_line(error)}"
         raise ModelError(why, fix="correct that line.") from error
 
 
 NO_VALUES = (
-    "use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value (jax.lax.cond, jax.numpy.where), at the "
+    "use jax.numpy instead of numpy on arrays, and no Python branch or float() on an array's value "
+    "(jax.lax.cond, jax.numpy.where), at the "
     "line that raised this."
 )
 VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
@@ -198,59 +230,88 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def explain_jax_error(error: Exception) -> tuple[str, str] | None:
-    """What is wrong and how to fix it, of errors of JAX that are not about shapes; None of others."""
+    """What is wrong and how to fix it, of errors of JAX that are not about shapes; None of
+    others.
+    """
     message = str(error)
     if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
         return (
-            f'the model or the loss runs a collective over an axis "{axis[1]}" (such as jax.lax.pmean), which is not bound here.',
-            "take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already.",
+            f'the model or the loss runs a collective over an axis "{axis[1]}" (such as '
+            "jax.lax.pmean), which is not bound here.",
+            "take it out: gradients, metrics and the statistics of BatchNorm are averaged over the "
+            "workers already.",
         )
     if "with_sharding_constraint" in message and "mesh" in message:
         return (
-            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot pass it the mesh.",
+            "the model calls with_sharding_constraint by a name that it imported, so spmd cannot "
+            "pass it the mesh.",
             "call it as jax.lax.with_sharding_constraint, or take it out.",
         )
     if "PartitionSpec" in message and "mesh context" in message:
         return (
-            "the model shards its arrays itself, by out_sharding, which needs a mesh with explicit axes; here the layout "
+            "the model shards its arrays itself, by out_sharding, which needs a mesh with explicit "
+            "axes; here the layout "
             "says where arrays are.",
-            "the model without shardings of its own, and [[activations]] for what its submodules return.",
+            "the model without shardings of its own, and [[activations]] for what its submodules "
+            "return.",
         )
     return None
 
 
-SWITCHES = {  # arguments and fields that switch between training and evaluation, with their values in training
+# arguments and fields that switch between training and evaluation, with their values in training
+SWITCHES = {
     **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
     **dict.fromkeys(("deterministic", "use_running_average", "eval_mode"), False),
 }
 
 
-def open_parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int) -> list[inspect.Parameter]:
-    """The parameters of a function that a call leaves open, which gives the first ones by position, and others by name."""
+def open_parameters(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int
+) -> list[inspect.Parameter]:
+    """The parameters of a function that a call leaves open, which gives the first ones by position,
+    and others by name.
+    """
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = enumerate(inspect.signature(function).parameters.values())
-    return [p for index, p in parameters if p.name not in kwargs and not (index < positional and p.kind in by_position)]
+    return [
+        p
+        for index, p in parameters
+        if p.name not in kwargs and not (index < positional and p.kind in by_position)
+    ]
 
 
-def with_train_flag(function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool, positional: int = 0) -> dict[str, Any]:
-    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it, as one of its first arguments or by name."""
+def with_train_flag(
+    function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool, positional: int = 0
+) -> dict[str, Any]:
+    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it, as one
+    of its first arguments or by name.
+    """
     names = [parameter.name for parameter in open_parameters(function, kwargs, positional)]
     return {**{name: SWITCHES[name] == training for name in SWITCHES if name in names}, **kwargs}
 
 
 @dataclasses.dataclass(eq=False)
 class UnboundAxes:
-    """Names of axes over which BatchNorms are to average, and which the model does not bind; the data axes take their place."""
+    """Names of axes over which BatchNorms are to average, and which the model does not bind; the
+    data axes take their place.
+    """
 
     names: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """Say so."""
-        return [f'note: BatchNorm(axis_name="{name}"): the model binds no such axis; it averages over the workers.' for name in self.names]
+        return [
+            f'note: BatchNorm(axis_name="{name}"): the model binds no such axis; it averages over '
+            "the workers."
+            for name in self.names
+        ]
 
 
-def averaging_axes(own: Any, sync_axes: tuple[str, ...], unbound: UnboundAxes) -> tuple[str, ...] | None:
-    """The axes over which a BatchNorm averages its statistics: those of the workers, and of its own axis_name what the model binds.
+def averaging_axes(
+    own: Any, sync_axes: tuple[str, ...], unbound: UnboundAxes
+) -> tuple[str, ...] | None:
+    """The axes over which a BatchNorm averages its statistics: those of the workers, and of its own
+    axis_name what the model binds.
 
     Called where the layer is called: `linen.vmap` or `nnx.vmap` bind names of axes around it.
     """
@@ -274,11 +335,14 @@ def shape_problems(given: Mapping[str, Any], made: Mapping[str, Any], maker: str
     ]
 
 
-def remat_policies(remat: tuple[tuple[str, Callable[..., Any]], ...], paths: Iterable[str]) -> dict[str, Callable[..., Any]]:
+def remat_policies(
+    remat: tuple[tuple[str, Callable[..., Any]], ...], paths: Iterable[str]
+) -> dict[str, Callable[..., Any]]:
     """The policy of each of these submodules that a pattern of `Call.remat` matches, by path.
 
     Raises:
-      ModelError: two for one submodule, or one inside another: of two nested `jax.checkpoint` the outer one decides.
+      ModelError: two for one submodule, or one inside another: of two nested `jax.checkpoint` the
+        outer one decides.
     """
     paths = list(paths)
     policies: dict[str, tuple[str, Callable[..., Any]]] = {}
@@ -286,12 +350,24 @@ def remat_policies(remat: tuple[tuple[str, Callable[..., Any]], ...], paths: Ite
         for path in matches(pattern, paths):
             policies.setdefault(path, (pattern, policy))
     for path, (first, policy) in policies.items():
-        others = [(pattern, path) for pattern, other in remat if other is not policy and matches(pattern, [path])]
+        others = [
+            (pattern, path)
+            for pattern, other in remat
+            if other is not policy and matches(pattern, [path])
+        ]
         outer = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
-        others += [(policies[parent][0], parent) for parent in outer if parent in policies and policies[parent][1] is not policy]
+        others += [
+            (policies[parent][0], parent)
+            for parent in outer
+            if parent in policies and policies[parent][1] is not policy
+        ]
         for pattern, other in others:
-            why = f'[remat]: "{first}" and "{pattern}" say different things of {path}' + (f", a part of {other}." if other != path else ".")
-            raise ModelError(why, fix="one of the two: what is said of a module holds for all of its parts.")
+            why = f'[remat]: "{first}" and "{pattern}" say different things of {path}' + (
+                f", a part of {other}." if other != path else "."
+            )
+            raise ModelError(
+                why, fix="one of the two: what is said of a module holds for all of its parts."
+            )
     return {path: policy for path, (_, policy) in policies.items()}
 
 

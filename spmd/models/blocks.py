@@ -1,4 +1,6 @@
-"""Blocks of a model: sibling submodules with equal parameters, each called once as `block(x)`; how their calls are found and taken over."""
+"""Blocks of a model: sibling submodules with equal parameters, each called once as `block(x)`; how
+their calls are found and taken over.
+"""
 
 import abc
 import dataclasses
@@ -12,8 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd.models.base import LAYER_PARAMS
 from spmd.tree import Tree, flatten
 
-INSIDE = "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
-RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]  # (parameters by name, other variables) -> (outputs, what the call keeps)
+INSIDE = (
+    "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
+)
+# (parameters by name, other variables) -> (outputs, what the call keeps)
+RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]
 
 
 class BlockCalls(abc.ABC):
@@ -24,7 +29,9 @@ class BlockCalls(abc.ABC):
         """Whether a call of the submodule with this path, now, is to go through `run`."""
 
     @abc.abstractmethod
-    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+    def run(
+        self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
+    ) -> tuple[Tree, Tree]:
         """Outputs of a call, and what it keeps.
 
         Args:
@@ -34,11 +41,18 @@ class BlockCalls(abc.ABC):
 
 
 def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]]:
-    """Paths of siblings with equal names, shapes and dtypes of parameters, at least two of them; with matrices, and without `stacked` ones.
+    """Paths of siblings with equal names, shapes and dtypes of parameters, at least two of them;
+    with matrices, and without `stacked` ones.
 
     Those inside of others are among them.
 
-    >>> block_groups({"blocks": {name: {"kernel": np.zeros((2, 2))} for name in "01"}, "out": {"kernel": np.zeros((2, 3))}}, ())
+    >>> block_groups(
+    ...     {
+    ...         "blocks": {name: {"kernel": np.zeros((2, 2))} for name in "01"},
+    ...         "out": {"kernel": np.zeros((2, 3))},
+    ...     },
+    ...     (),
+    ... )
     [('blocks/0', 'blocks/1')]
     """
     members: dict[str, list[tuple]] = {}  # of every prefix: names, shapes and dtypes
@@ -47,7 +61,9 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
         parts = path.split("/")
         for count in range(1, len(parts)):
             prefix = "/".join(parts[:count])
-            members.setdefault(prefix, []).append(("/".join(parts[count:]), np.shape(leaf), str(leaf.dtype)))
+            members.setdefault(prefix, []).append(
+                ("/".join(parts[count:]), np.shape(leaf), str(leaf.dtype))
+            )
             left_out |= {prefix} if path in stacked else set()
     groups: dict[tuple, list[str]] = {}
     for prefix, arrays in members.items():
@@ -58,7 +74,9 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
 
 @dataclasses.dataclass
 class NamedBlocks(BlockCalls):
-    """Calls blocks with these paths as `named` says: by a name with which a reader of the traced loss finds them."""
+    """Calls blocks with these paths as `named` says: by a name with which a reader of the traced
+    loss finds them.
+    """
 
     paths: frozenset[str]
     named: Callable[[RunBlock], RunBlock]
@@ -67,7 +85,9 @@ class NamedBlocks(BlockCalls):
     def takes(self, path: str) -> bool:
         return not self._inside and path in self.paths
 
-    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
+    def run(
+        self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
+    ) -> tuple[Tree, Tree]:
         self._inside = True
         try:
             return self.named(function)(params, others)
@@ -77,7 +97,8 @@ class NamedBlocks(BlockCalls):
 
 @dataclasses.dataclass
 class BlockTrace(BlockCalls):
-    """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records how it calls them.
+    """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records how
+    it calls them.
 
     Attributes:
       groups: as `block_groups` returns them.
@@ -112,5 +133,12 @@ class BlockTrace(BlockCalls):
         finally:
             self._inside = False
 
-    def run(self, path: str, function: RunBlock, params: dict[str, Any], others: Tree) -> tuple[Tree, Tree]:
-        return self.call(path, lambda: function({name: checkpoint_name(leaf, LAYER_PARAMS) for name, leaf in params.items()}, others))
+    def run(
+        self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
+    ) -> tuple[Tree, Tree]:
+        return self.call(
+            path,
+            lambda: function(
+                {name: checkpoint_name(leaf, LAYER_PARAMS) for name, leaf in params.items()}, others
+            ),
+        )

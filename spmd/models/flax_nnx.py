@@ -35,22 +35,35 @@ if TYPE_CHECKING:
     from spmd.layout.trained import Adapter
 
 ADAPTERS = 0x10AA  # of the run's key, what adapters are drawn from
-HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()  # by id: a module may define its own hash
+# by id: a module may define its own hash
+HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
 
 def hand_over(module: nnx.Module) -> None:
-    """Let the next run use the arrays of a module themselves, where others are copied; the module cannot be used after that."""
+    """Let the next run use the arrays of a module themselves, where others are copied; the module
+    cannot be used after that.
+    """
     HANDED_OVER[id(module)] = module
 
 
-NOTES = "training_notes"  # the attribute of a module with what a person should know of how it is trained
-ORIGIN = "pretrained_origin"  # the attribute of a module that says where its weights are from; it stays with `result.model`
+# the attribute of a module with what a person should know of how it is trained
+NOTES = "training_notes"
+# the attribute of a module that says where its weights are from; it stays with `result.model`
+ORIGIN = "pretrained_origin"
 
 
 class NnxModel(Model):
-    """A Flax nnx module, built by `factory` under a trace, or passed with its arrays (`concrete`)."""
+    """A Flax nnx module, built by `factory` under a trace, or passed with its arrays
+    (`concrete`).
+    """
 
-    def __init__(self, factory: Callable[[], nnx.Module], *, concrete: nnx.Module | None = None, passed: nnx.Module | None = None):
+    def __init__(
+        self,
+        factory: Callable[[], nnx.Module],
+        *,
+        concrete: nnx.Module | None = None,
+        passed: nnx.Module | None = None,
+    ):
         self._factory = factory
         self._graphdef: Any = None
         self._shapes: Variables | None = None  # once the factory was traced
@@ -62,7 +75,8 @@ class NnxModel(Model):
         self._said: tuple[str, ...] = ()  # notes that the module has
         self._unbound = UnboundAxes()
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
-        self._given = concrete if passed is None else passed  # what the user has, which may be without adapters
+        # what the user has, which may be without adapters
+        self._given = concrete if passed is None else passed
         self._concrete = None if concrete is None else self._split(concrete)
         self._check_alive()
 
@@ -73,7 +87,10 @@ class NnxModel(Model):
 
     def _check_alive(self) -> None:
         leaves = jax.tree.leaves(self._concrete)
-        if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
+        if any(
+            isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+            for leaf in leaves
+        ):
             raise ModelError(CONSUMED, fix=CONSUMED_FIX)
 
     @property
@@ -89,7 +106,8 @@ class NnxModel(Model):
         self._given.__class__ = _consumed(type(self._given))
 
     def with_adapters(self, adapters: "Sequence[Adapter]", seed: Any) -> "NnxModel":
-        """The model with adapters in its layers, drawn from a key of this seed. A module that was passed stays as it is.
+        """The model with adapters in its layers, drawn from a key of this seed. A module that was
+        passed stays as it is.
 
         Raises:
           LayoutError: as `add_adapters`.
@@ -97,8 +115,11 @@ class NnxModel(Model):
 
         def build() -> nnx.Module:
             module = self._factory()
-            module = module if self._given is None else nnx.merge(*nnx.split(module))  # shares its arrays
-            add_adapters(module, adapters, nnx.Rngs(jax.random.fold_in(jax.random.key(seed), ADAPTERS)))
+            # shares its arrays
+            module = module if self._given is None else nnx.merge(*nnx.split(module))
+            add_adapters(
+                module, adapters, nnx.Rngs(jax.random.fold_in(jax.random.key(seed), ADAPTERS))
+            )
             return module
 
         if self._given is None:
@@ -115,16 +136,28 @@ class NnxModel(Model):
         del key, run
         names_by_path: dict[str, tuple] = {}
         for path, metadata in self._metadata.items():
-            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            names = (
+                metadata.get("out_sharding")
+                or metadata.get("sharding_names")
+                or metadata.get("sharding")
+            )
             if names:
                 names_by_path[path] = tuple(names)[STACKED in metadata :]  # of one layer
         return names_by_path
 
     def stacks(self) -> dict[str, int]:
-        return {path: metadata[STACKED] for path, metadata in self._metadata.items() if STACKED in metadata}
+        return {
+            path: metadata[STACKED]
+            for path, metadata in self._metadata.items()
+            if STACKED in metadata
+        }
 
     def kernels(self) -> frozenset[str]:
-        return frozenset(path for path, (_, layer) in self._parameters.items() if path == f"{layer}/kernel".lstrip("/"))
+        return frozenset(
+            path
+            for path, (_, layer) in self._parameters.items()
+            if path == f"{layer}/kernel".lstrip("/")
+        )
 
     def adapters(self) -> frozenset[str]:
         return frozenset(path for path in self._parameters if path.rpartition("/")[2] in NAMES)
@@ -138,58 +171,94 @@ class NnxModel(Model):
         del run
         shapes: Any = self._shapes
         if shapes is None:
-            shapes = self._shapes = trace_abstractly(lambda: self.examine(self._factory()), "the model")
+            shapes = self._shapes = trace_abstractly(
+                lambda: self.examine(self._factory()), "the model"
+            )
         return shapes
 
     def examine(self, module: nnx.Module) -> Variables:
-        """Return the arrays of a module of the factory, and note what flax knows of its parameters. Called under a trace."""
-        layers = {"/".join(map(str, path)) for path, sub in nnx.iter_modules(module) if isinstance(sub, nnx.Linear)}
+        """Return the arrays of a module of the factory, and note what flax knows of its parameters.
+        Called under a trace.
+        """
+        layers = {
+            "/".join(map(str, path))
+            for path, sub in nnx.iter_modules(module)
+            if isinstance(sub, nnx.Linear)
+        }
         for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             owner = "/".join(map(str, path[:-1]))
-            self._layers["/".join(map(str, path))] = dict(variable.get_metadata()), owner if owner in layers else None
+            self._layers["/".join(map(str, path))] = (
+                dict(variable.get_metadata()),
+                owner if owner in layers else None,
+            )
         return self._split(module)
 
     def remember(self, shapes: Variables) -> None:
-        """Keep the shapes of what `examine` returned: the factory is traced once, since that takes seconds for a large model."""
+        """Keep the shapes of what `examine` returned: the factory is traced once, since that takes
+        seconds for a large model.
+        """
         self._shapes = shapes
 
     @property
     def _parameters(self) -> dict[str, tuple[dict[str, Any], str | None]]:
-        """Of each parameter, by path: what flax knows of it beside its value, and the path of the `nnx.Linear` that it is of, or None."""
+        """Of each parameter, by path: what flax knows of it beside its value, and the path of the
+        `nnx.Linear` that it is of, or None.
+        """
         self.shapes(lambda model: None)
         return self._layers
 
     def notes(self) -> list[str]:
         lines = [*self._said, *self._unbound.notes()]
         if self._frozen:
-            undo = " If .eval() set that, call model.train() first." if self._given is not None else ""
+            undo = (
+                " If .eval() set that, call model.train() first." if self._given is not None else ""
+            )
             more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
-            lines.append(f"note: batch statistics are frozen, by use_running_average=True: {next(iter(self._frozen))}{more}.{undo}")
+            lines.append(
+                "note: batch statistics are frozen, by use_running_average=True: "
+                f"{next(iter(self._frozen))}{more}.{undo}"
+            )
         return lines
 
     def _split(self, module: nnx.Module) -> Variables:
-        self._said, self._frozen = getattr(module, NOTES, ()), _frozen(module, given=self._given is not None)
+        self._said, self._frozen = (
+            getattr(module, NOTES, ()),
+            _frozen(module, given=self._given is not None),
+        )
         _mark_arrays(module)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._uncalled = set(adapter_paths(module))
         self._stat_paths = tuple(path for path, _ in nnx.to_flat_state(stats))
         params, rngs, stats = map(nnx.to_pure_dict, (params, rngs, stats))
-        self._impls = {path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)}
-        return Variables(params, stats, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs))
+        self._impls = {
+            path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)
+        }
+        return Variables(
+            params,
+            stats,
+            jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs),
+        )
 
     def bind(self, variables: Variables, call: Call) -> nnx.Module:
         def localize(key: Any) -> Any:
-            return key if call.key is None else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
+            return (
+                key
+                if call.key is None
+                else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
+            )
 
         rngs = self._keys(variables.rngs, localize)
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)) if self.stacks() else ():
+        for path, variable in (
+            nnx.to_flat_state(nnx.state(module, nnx.Param)) if self.stacks() else ()
+        ):
             variable.set_metadata(PATH, "/".join(map(str, path)))
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
         for sub in modules.values():
             if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
-                sub.kernel.set_metadata(on_get_value=_values)  # of a kernel that the loss reads itself
+                # of a kernel that the loss reads itself
+                sub.kernel.set_metadata(on_get_value=_values)
                 sub.__class__ = _dequantizing(type(sub))
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
@@ -201,7 +270,9 @@ class NnxModel(Model):
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
                 sub.dot_general = call.products(path, sub.dot_general)
         for path in self._uncalled:
-            modules[path].__class__ = _noted(type(modules[path]), functools.partial(self._uncalled.discard, path))
+            modules[path].__class__ = _noted(
+                type(modules[path]), functools.partial(self._uncalled.discard, path)
+            )
         callables = [path for path, sub in modules.items() if callable(sub)]
         matched: dict[str, list[str]] = {}  # patterns by path
         for pattern, _ in call.remat:
@@ -226,19 +297,29 @@ class NnxModel(Model):
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:  # one that matches no submodule is refused by `bind` already
             if pattern not in self._called:
-                why = f'[remat] modules: "{pattern}" matches submodules that the model never calls as module(x), so nothing is recomputed.'
+                why = (
+                    f'[remat] modules: "{pattern}" matches submodules that the model never calls '
+                    "as module(x), so nothing is recomputed."
+                )
                 raise ModelError(why, fix="a pattern for the modules that are called.")
 
     def check_adapters(self) -> None:
         if self._uncalled:
             why = (
-                f"adapters of {join_names(sorted(self._uncalled))}: the loss never calls these layers; it may multiply by a kernel itself."
+                f"adapters of {join_names(sorted(self._uncalled))}: the loss never calls these "
+                "layers; it may multiply by a kernel itself."
             )
-            raise ModelError(why, fix="adapters of other layers (except = in [[adapters]]), or a loss and a model that call these.")
+            raise ModelError(
+                why,
+                fix="adapters of other layers (except = in [[adapters]]), or a loss and a model "
+                "that call these.",
+            )
 
     def get_stats(self, bound: nnx.Module) -> Tree:
         flat = dict(nnx.to_flat_state(nnx.state(bound)))
-        return nnx.to_pure_dict(nnx.from_flat_state([(path, flat[path]) for path in self._stat_paths]))
+        return nnx.to_pure_dict(
+            nnx.from_flat_state([(path, flat[path]) for path in self._stat_paths])
+        )
 
     def _keys(self, rngs: Tree, change: Callable[[Any], Any]) -> Tree:
         def leaf(keys: tuple, data: Any) -> Any:
@@ -254,17 +335,25 @@ class NnxModel(Model):
         return jax.tree_util.tree_map_with_path(leaf, rngs)
 
     def rebuild(self, variables: Variables) -> nnx.Module:
-        return nnx.merge(self._graphdef, variables.params, self._keys(variables.rngs, lambda key: key), variables.stats)
+        return nnx.merge(
+            self._graphdef,
+            variables.params,
+            self._keys(variables.rngs, lambda key: key),
+            variables.stats,
+        )
 
 
 def _mark_arrays(module: nnx.Module) -> None:
     """Make data of arrays that modules keep as attributes.
 
-    Flax (0.12) makes an array data when it is assigned, except a tracer, which it takes for a constant; a factory is called under a trace.
+    Flax (0.12) makes an array data when it is assigned, except a tracer, which it takes for a
+    constant; a factory is called under a trace.
     """
     for _, sub in nnx.iter_modules(module):
         for name, value in list(vars(sub).items()):
-            leaves = jax.tree.leaves(value) if isinstance(value, tuple | list | dict | Tracer) else ()
+            leaves = (
+                jax.tree.leaves(value) if isinstance(value, tuple | list | dict | Tracer) else ()
+            )
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 setattr(sub, name, nnx.data(value))
 
@@ -272,12 +361,20 @@ def _mark_arrays(module: nnx.Module) -> None:
 def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
     """Paths of the modules that were made to use running averages, in training as well.
 
-    A module that was given, not made by a factory, may have been put in evaluation mode by `.eval()`, which turns dropout off as well:
-    one in which everything is, is trained all the same.
+    A module that was given, not made by a factory, may have been put in evaluation mode by
+    `.eval()`, which turns dropout off as well: one in which everything is, is trained all the same.
     """
     modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
-    averages = {path: vars(sub)["use_running_average"] for path, sub in modules.items() if "use_running_average" in vars(sub)}
-    dropout = [switch for sub in modules.values() if isinstance(switch := getattr(sub, "deterministic", None), bool)]
+    averages = {
+        path: vars(sub)["use_running_average"]
+        for path, sub in modules.items()
+        if "use_running_average" in vars(sub)
+    }
+    dropout = [
+        switch
+        for sub in modules.values()
+        if isinstance(switch := getattr(sub, "deterministic", None), bool)
+    ]
     evaluating = given and bool(dropout) and all((*averages.values(), *dropout))
     return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
 
@@ -289,7 +386,8 @@ def _values(variable: Any, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _dequantizing(kind: type) -> type:
-    """A subclass of a kind of `nnx.Linear` with a quantized kernel, whose values exist only while its product is computed.
+    """A subclass of a kind of `nnx.Linear` with a quantized kernel, whose values exist only while
+    its product is computed.
 
     Of the backward pass, too: it keeps the codes, and not the values.
     """
@@ -299,16 +397,22 @@ def _dequantizing(kind: type) -> type:
         quantized, bias = kernel.get_raw_value(), vars(self).get("bias")
         like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
         promoted = jax.eval_shape(
-            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype), inputs, like, *([] if bias is None else [bias.get_value()])
+            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
+            inputs,
+            like,
+            *([] if bias is None else [bias.get_value()]),
         )
         values = dequantize(quantized, promoted[1].dtype)
 
         def dot_general(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
             if rhs is not values:
                 return given(lhs, rhs, *args, **kwargs)
-            return quantized_product(lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype)
+            return quantized_product(
+                lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype
+            )
 
-        # without nnx's checks, which forbid to change a module inside of a transformation: it is as before when the call ends
+        # without nnx's checks, which forbid to change a module inside of a transformation: it is as
+        # before when the call ends
         vars(self).update(kernel=kernel.replace(values), dot_general=dot_general)
         try:
             return kind.__call__(self, inputs, *args, **kwargs)
@@ -320,11 +424,14 @@ def _dequantizing(kind: type) -> type:
 
 @functools.lru_cache(maxsize=256)
 def _averaging(kind: type, sync_axes: tuple[str, ...], unbound: UnboundAxes) -> type:
-    """A subclass of a kind of `nnx.BatchNorm` whose statistics are averaged over the workers, too."""
+    """A subclass of a kind of `nnx.BatchNorm` whose statistics are averaged over the workers,
+    too.
+    """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)["axis_name"]
-        vars(self)["axis_name"] = averaging_axes(own, sync_axes, unbound)  # lax.pmean takes several axes
+        # lax.pmean takes several axes
+        vars(self)["axis_name"] = averaging_axes(own, sync_axes, unbound)
         try:
             return kind.__call__(self, *args, **kwargs)
         finally:
@@ -353,7 +460,9 @@ def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], N
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         note()
         if not RECOMPUTED.get():
-            return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(self)
+            return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(
+                self
+            )
         token = RECOMPUTED.set(False)  # modules inside this one are recomputed once more
         try:
             return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
@@ -363,7 +472,9 @@ def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], N
     return _subclass(kind, "Remat", __call__)
 
 
-CONSUMED = "the arrays of this model were handed over to a run, as those of spmd.pretrained.load are."
+CONSUMED = (
+    "the arrays of this model were handed over to a run, as those of spmd.pretrained.load are."
+)
 CONSUMED_FIX = "result.model of that run; or load it once more."
 
 
@@ -395,7 +506,8 @@ def _with_changed_outputs(kind: type, change: Callable[[Any], Any]) -> type:
 
 
 def _scope_of(path: str) -> str:
-    """The last name in a module's path; that of a list's member begins with the list's, which is not called and has no scope of its own.
+    """The last name in a module's path; that of a list's member begins with the list's, which is
+    not called and has no scope of its own.
 
     >>> _scope_of("decoder/blocks/0"), _scope_of("decoder/blocks/0/attn")
     ('blocks/0', 'attn')
@@ -416,10 +528,14 @@ def _scoped(kind: type, name: str) -> type:
 
 
 def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:
-    return type(kind)(f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__})
+    return type(kind)(
+        f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__}
+    )
 
 
 def _follows_inputs(module: Any) -> bool:
-    """Whether a layer was given no dtype of its own; `nnx.Embed` then takes that of its parameter."""
+    """Whether a layer was given no dtype of its own; `nnx.Embed` then takes that of its
+    parameter.
+    """
     missing = "dtype" in vars(module) and "param_dtype" in vars(module) and module.dtype is None
     return missing or (isinstance(module, nnx.Embed) and module.dtype == module.param_dtype)

@@ -29,20 +29,25 @@ RESERVED = ("rng", "axis_name", *SWITCHES)  # arguments of `apply` that are pass
 class FunctionalModel:
     """A model as two functions: `init(key) -> params`, `apply(params, *inputs) -> outputs`.
 
-    `apply` may take the keywords `rng` (a key, in training only), `train` (or `training`, `is_train`, `is_training`; `deterministic`,
-    `use_running_average`, `eval_mode` are its opposite) and `axis_name`, after its inputs; they are passed when it does. `axis_name` are
-    the mesh axes of the workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where all rows are seen.
+    `apply` may take the keywords `rng` (a key, in training only), `train` (or `training`,
+    `is_train`, `is_training`; `deterministic`, `use_running_average`, `eval_mode` are its opposite)
+    and `axis_name`, after its inputs; they are passed when it does. `axis_name` are the mesh axes
+    of the workers, of which each sees its own rows, for `jax.lax.pmean` and the like; None where
+    all rows are seen.
 
     Args:
       init: `init(key) -> params`, a tree of arrays.
       apply: `apply(params, *inputs) -> outputs`.
-      stateful: the model has state that a call changes, such as batch statistics: `init(key) -> (params, state)` and
-        `apply(params, state, *inputs) -> (outputs, state)`. State has no gradient; floats are averaged over the workers after a step,
-        and of integers the largest is kept. What evaluation changes is dropped.
+      stateful: the model has state that a call changes, such as batch statistics: `init(key) ->
+        (params, state)` and `apply(params, state, *inputs) -> (outputs, state)`. State has no
+        gradient; floats are averaged over the workers after a step, and of integers the largest is
+        kept. What evaluation changes is dropped.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> model = FunctionalModel(init=lambda key: {"w": jnp.zeros((4, 2))}, apply=lambda params, x: x @ params["w"])
+      >>> model = FunctionalModel(
+      ...     init=lambda key: {"w": jnp.zeros((4, 2))}, apply=lambda params, x: x @ params["w"]
+      ... )
     """
 
     init: Callable[..., Any]
@@ -50,21 +55,36 @@ class FunctionalModel:
     stateful: bool = False
 
     def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
-        """The model with these parameters: to be called, or to be trained from there, by `fit(model.bind(params), ...)`."""
+        """The model with these parameters: to be called, or to be trained from there, by
+        `fit(model.bind(params), ...)`.
+        """
         if self.stateful != (state is not None):
-            fix = "model.bind(params, state)." if self.stateful else "model.bind(params), or FunctionalModel(..., stateful=True)."
-            raise ModelError(f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=fix)
+            fix = (
+                "model.bind(params, state)."
+                if self.stateful
+                else "model.bind(params), or FunctionalModel(..., stateful=True)."
+            )
+            raise ModelError(
+                f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=fix
+            )
         arrays = {"params": params, "state": state} if self.stateful else {"params": params}
         made = arrays
-        with contextlib.suppress(ModelError):  # arrays that are given need no init that can be traced
-            made = trace_abstractly(self._made, "the model", jax.eval_shape(lambda: jax.random.key(0)))
+        # arrays that are given need no init that can be traced
+        with contextlib.suppress(ModelError):
+            made = trace_abstractly(
+                self._made, "the model", jax.eval_shape(lambda: jax.random.key(0))
+            )
         _check_shapes(arrays, made)
         return FunctionCall(self, params, state, Call(training=False))
 
     def _made(self, key: Any) -> dict[str, Tree]:
         """What `init` makes, by name."""
         made = self.init(key)
-        return dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True)) if self.stateful else {"params": made}
+        return (
+            dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True))
+            if self.stateful
+            else {"params": made}
+        )
 
 
 class FunctionModel(Model):
@@ -89,10 +109,23 @@ class FunctionModel(Model):
         return {}
 
     def check_workers(self) -> None:
-        if self._model.stateful and "axis_name" not in inspect.signature(self._model.apply).parameters:
-            why = "the model has state, and each worker calls it with its own rows: batch statistics would be of these rows alone."
-            fix = "a keyword axis_name=None of apply, over which batch statistics are averaged (jax.lax.pmean, or BatchNorm's own option), "
-            raise ModelError(why, fix=f'{fix}and which other state may ignore; or  [gradients] reduction = "compiler".')
+        if (
+            self._model.stateful
+            and "axis_name" not in inspect.signature(self._model.apply).parameters
+        ):
+            why = (
+                "the model has state, and each worker calls it with its own rows: batch statistics "
+                "would be of these rows alone."
+            )
+            fix = (
+                "a keyword axis_name=None of apply, over which batch statistics are averaged "
+                "(jax.lax.pmean, or BatchNorm's own option), "
+            )
+            raise ModelError(
+                why,
+                fix=f"{fix}and which other state may ignore; or  [gradients] reduction = "
+                '"compiler".',
+            )
 
     def bind(self, variables: Variables, call: Call) -> "FunctionCall":
         return FunctionCall(self._model, variables.params, variables.stats, call)
@@ -100,7 +133,9 @@ class FunctionModel(Model):
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         if patterns:
             fix = "take `modules` out, or call jax.checkpoint in apply."
-            raise ModelError("[remat] modules names submodules; a FunctionalModel has none.", fix=fix)
+            raise ModelError(
+                "[remat] modules names submodules; a FunctionalModel has none.", fix=fix
+            )
 
     def get_stats(self, bound: "FunctionCall") -> Tree:
         return bound.state
@@ -110,10 +145,18 @@ class FunctionModel(Model):
 
 
 class FunctionCall:
-    """A functional model with its arrays: call it as `model(x)`; `params` and `state` are the trees."""
+    """A functional model with its arrays: call it as `model(x)`; `params` and `state` are the
+    trees.
+    """
 
     def __init__(self, model: FunctionalModel, params: Tree, state: Tree, call: Call):
-        self._model, self.params, self.state, self._call, self._calls = model, params, {} if state is None else state, call, 0
+        self._model, self.params, self.state, self._call, self._calls = (
+            model,
+            params,
+            {} if state is None else state,
+            call,
+            0,
+        )
 
     @property
     def given(self) -> FunctionModel:
@@ -133,10 +176,15 @@ class FunctionCall:
             kwargs.setdefault("axis_name", call.sync_axes or None)
         _check_call(self._model, len(args), kwargs)
         if call.dtype is not None:  # flax layers cast their inputs; a function does not
-            args = jax.tree.map(lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x, args)
+            args = jax.tree.map(
+                lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x,
+                args,
+            )
         if not self._model.stateful:
             return apply(self.params, *args, **kwargs)
-        outputs, state = _pair(apply(self.params, self.state, *args, **kwargs), "apply", "(outputs, state)")
+        outputs, state = _pair(
+            apply(self.params, self.state, *args, **kwargs), "apply", "(outputs, state)"
+        )
         _check_state(self.state, state)
         self.state = state if call.training else self.state
         return outputs
@@ -152,29 +200,53 @@ def _check_call(model: FunctionalModel, inputs: int, kwargs: Mapping[str, Any]) 
         names = list(signature.parameters)
         reserved = [name for name in names if name in RESERVED]
         among_inputs = reserved != names[len(names) - len(reserved) :]
-        needs_key = "rng" in reserved and signature.parameters["rng"].default is inspect.Parameter.empty
+        needs_key = (
+            "rng" in reserved and signature.parameters["rng"].default is inspect.Parameter.empty
+        )
         if not among_inputs and not needs_key:
             return
-        why = f"apply{signature} is called with {' and '.join(first)}, and {inputs} input{'' if inputs == 1 else 's'}: {error}.\n"
-        why += f"    spmd itself passes {', '.join(reserved)} by name; reserved are {', '.join(RESERVED)}."
-        fix = "these after the inputs, and rng=None, since evaluation has no key; another name for an input that is called so:\n"
+        why = (
+            f"apply{signature} is called with {' and '.join(first)}, and {inputs} "
+            f"input{'' if inputs == 1 else 's'}: {error}.\n"
+        )
+        why += (
+            f"    spmd itself passes {', '.join(reserved)} by name; reserved are "
+            f"{', '.join(RESERVED)}."
+        )
+        fix = (
+            "these after the inputs, and rng=None, since evaluation has no key; another name for "
+            "an input that is called so:\n"
+        )
         raise ModelError(why, fix=f"{fix}        apply={_reordered(signature)}") from error
 
 
 def _reordered(signature: inspect.Signature) -> str:
     """The text of a function that calls `apply`, with the reserved names after its inputs."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    keywords = [p.replace(kind=p.KEYWORD_ONLY, default=None if p.name == "rng" else p.default) for p in bare if p.name in RESERVED]
-    parameters = sorted([*(p for p in bare if p.name not in RESERVED), *keywords], key=lambda parameter: parameter.kind)
+    keywords = [
+        p.replace(kind=p.KEYWORD_ONLY, default=None if p.name == "rng" else p.default)
+        for p in bare
+        if p.name in RESERVED
+    ]
+    parameters = sorted(
+        [*(p for p in bare if p.name not in RESERVED), *keywords],
+        key=lambda parameter: parameter.kind,
+    )
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    arguments = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else f"{stars.get(p.kind, '')}{p.name}" for p in bare]
+    arguments = [
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else f"{stars.get(p.kind, '')}{p.name}"
+        for p in bare
+    ]
     return f"lambda {str(inspect.Signature(parameters))[1:-1]}: apply({', '.join(arguments)})"
 
 
 def _pair(made: Any, function: str, wanted: str) -> tuple:
     """What a stateful model's function returned."""
     if not isinstance(made, tuple) or len(made) != 2:
-        raise ModelError(f"{function} of a stateful model returned {type_name(made)}.", fix=f"{wanted}, a tuple of two.")
+        raise ModelError(
+            f"{function} of a stateful model returned {type_name(made)}.",
+            fix=f"{wanted}, a tuple of two.",
+        )
     return made
 
 
@@ -182,8 +254,14 @@ def _check_shapes(arrays: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
     """Arrays that a model is bound to must have the shapes of those that it makes."""
     problems = shape_problems(flatten(arrays), flatten(made), "init")
     if problems:
-        text = problems_text("bind: the arrays that are given are not of the shapes that init makes", problems)
-        raise ModelError(f"{text}\n", fix="arrays of the shapes that init makes; or a FunctionalModel whose init makes these.")
+        text = problems_text(
+            "bind: the arrays that are given are not of the shapes that init makes", problems
+        )
+        raise ModelError(
+            f"{text}\n",
+            fix="arrays of the shapes that init makes; or a FunctionalModel whose init makes "
+            "these.",
+        )
 
 
 def _check_state(before: Tree, after: Tree) -> None:
@@ -191,7 +269,13 @@ def _check_state(before: Tree, after: Tree) -> None:
     old, new = flatten(before), flatten(after)
     for path in [*old, *new]:
         if path not in old or path not in new or old[path].shape != new[path].shape:
-            why = f"apply was given a state with {path} = {shape_text(old, path)}, and returned one with {shape_text(new, path)}."
+            why = (
+                f"apply was given a state with {path} = {shape_text(old, path)}, and returned one "
+                f"with {shape_text(new, path)}."
+            )
             raise ModelError(why, fix="a state of equal shapes.")
     if jax.tree.structure(before) != jax.tree.structure(after):
-        raise ModelError("apply returned a state in another kind of tree than it was given.", fix="the same dicts, lists and tuples.")
+        raise ModelError(
+            "apply returned a state in another kind of tree than it was given.",
+            fix="the same dicts, lists and tuples.",
+        )

@@ -32,7 +32,12 @@ class Record:
 @contextlib.contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Add to `record` what linen modules do."""
-    make_rng, value, put_variable, sow = Scope.make_rng, linen.Variable.value, linen.Module.put_variable, linen.Module.sow
+    make_rng, value, put_variable, sow = (
+        Scope.make_rng,
+        linen.Variable.value,
+        linen.Module.put_variable,
+        linen.Module.sow,
+    )
 
     def recorded_draw(scope: Scope, name: str = "params") -> Any:
         record.draws.add(("/".join(scope.path), name))

@@ -1,4 +1,6 @@
-"""The switches of Flax linen modules between training and evaluation: fields that are set, and arguments that are not known."""
+"""The switches of Flax linen modules between training and evaluation: fields that are set, and
+arguments that are not known.
+"""
 
 import dataclasses
 import inspect
@@ -11,26 +13,50 @@ from spmd.errors import ModelError, join_names
 from spmd.models.base import SWITCHES, open_parameters
 from spmd.models.linen_record import Record
 
-BOOLS = (bool, bool | None, "bool", "bool | None", "Optional[bool]", "typing.Optional[bool]")  # annotations
+# annotations
+BOOLS = (bool, bool | None, "bool", "bool | None", "Optional[bool]", "typing.Optional[bool]")
 WORDS = {  # parts of a name, with the value that it has in training
     **dict.fromkeys(("train", "training", "stochastic", "dropout"), True),
-    **dict.fromkeys(("eval", "evaluate", "evaluation", "infer", "inference", "test", "testing", "deterministic"), False),
+    **dict.fromkeys(
+        (
+            "eval",
+            "evaluate",
+            "evaluation",
+            "infer",
+            "inference",
+            "test",
+            "testing",
+            "deterministic",
+        ),
+        False,
+    ),
 }
 
 
-def set_fields(module: linen.Module, function: Callable[..., Any], *, training: bool) -> linen.Module:
-    """A clone of a module, with its fields that are switches, and those of the modules in its fields, set for training or evaluation.
+def set_fields(
+    module: linen.Module, function: Callable[..., Any], *, training: bool
+) -> linen.Module:
+    """A clone of a module, with its fields that are switches, and those of the modules in its
+    fields, set for training or evaluation.
 
-    A field that is None is set only where `function`, which is called, has no argument of its name. A module in a field keeps a switch
-    that was given another value than its default: it is frozen, as a `BatchNorm` made with `use_running_average=True` is.
+    A field that is None is set only where `function`, which is called, has no argument of its name.
+    A module in a field keeps a switch that was given another value than its default: it is frozen,
+    as a `BatchNorm` made with `use_running_average=True` is.
     """
     arguments = inspect.signature(function).parameters
-    unset = [name for name in SWITCHES if name not in arguments and getattr(module, name, 0) is None]
+    unset = [
+        name for name in SWITCHES if name not in arguments and getattr(module, name, 0) is None
+    ]
     return _with_fields(module, training, {}, unset, top=True)
 
 
 def _with_fields(
-    module: linen.Module, training: bool, clones: dict[int, linen.Module], unset: list[str], *, top: bool = False
+    module: linen.Module,
+    training: bool,
+    clones: dict[int, linen.Module],
+    unset: list[str],
+    *,
+    top: bool = False,
 ) -> linen.Module:
     if id(module) in clones:  # one module in two fields has one set of parameters
         return clones[id(module)]
@@ -52,7 +78,9 @@ def _with_fields(
 
 
 def _with_modules(value: Any, training: bool, clones: dict[int, linen.Module]) -> Any:
-    """The value of a field, with the modules in it as `_with_fields` returns them; itself, if nothing changes."""
+    """The value of a field, with the modules in it as `_with_fields` returns them; itself, if
+    nothing changes.
+    """
     if isinstance(value, linen.Module):
         return _with_fields(value, training, clones, [])
     if isinstance(value, Mapping):
@@ -60,20 +88,27 @@ def _with_modules(value: Any, training: bool, clones: dict[int, linen.Module]) -
         return value if all(changed[name] is value[name] for name in value) else changed
     if type(value) in (tuple, list):
         parts = [_with_modules(part, training, clones) for part in value]
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else type(value)(parts)
+        return (
+            value
+            if all(new is old for new, old in zip(parts, value, strict=True))
+            else type(value)(parts)
+        )
     return value
 
 
 Run = Callable[[dict[str, bool]], tuple[Record, set[str]] | None]
 
 
-def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int, run: Run) -> None:
+def check_arguments(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int, run: Run
+) -> None:
     """Refuse a call that leaves out an argument which switches training, and which is not known.
 
     Args:
       function: the method that is called.
       positional: how many arguments are given by position.
-      run: traces the call with one argument more: what it does, and the paths of the module's variables; None if that raises.
+      run: traces the call with one argument more: what it does, and the paths of the module's
+        variables; None if that raises.
 
     Raises:
       ModelError: names the argument, what it switches, and the lines of a subclass that sets it.
@@ -83,7 +118,11 @@ def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], pos
         if parameter.name in SWITCHES or not is_bool:
             continue
         name = parameter.name
-        calls: list[dict[str, bool]] = [{name: True}, {name: False}, *([{}] if parameter.default is None else [])]
+        calls: list[dict[str, bool]] = [
+            {name: True},
+            {name: False},
+            *([{}] if parameter.default is None else []),
+        ]
         on, off, *by_default = _effects(*map(run, calls))
         if on != off and by_default == [max(on, off, key=len)]:
             continue  # None, and then what training needs: the module lets it follow another switch
@@ -96,32 +135,55 @@ def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], pos
 def _effects(*calls: tuple[Record, set[str]] | None) -> list[set[str]]:
     """What each call does besides computing outputs, in words; nothing, if one of them raises.
 
-    A variable that only some of them have is no statistic of training, such as a cache for decoding.
+    A variable that only some of them have is no statistic of training, such as a cache for
+    decoding.
     """
     known = [call for call in calls if call is not None]
     if len(known) < len(calls):
         return [set() for _ in calls]
     common = set.intersection(*(paths for _, paths in known))
     return [
-        {f'draws from "{name}"' for name in record.streams} | {f"changes {path}" for path in record.writes & common} for record, _ in known
+        {f'draws from "{name}"' for name in record.streams}
+        | {f"changes {path}" for path in record.writes & common}
+        for record, _ in known
     ]
 
 
-def _unknown_switch(function: Callable[..., Any], parameter: inspect.Parameter, in_training: bool, effects: list[str]) -> ModelError:
+def _unknown_switch(
+    function: Callable[..., Any],
+    parameter: inspect.Parameter,
+    in_training: bool,
+    effects: list[str],
+) -> ModelError:
     name, default = parameter.name, parameter.default
     kind, _, method = function.__qualname__.rpartition("<locals>.")[2].rpartition(".")
-    left = "and has no default" if default is parameter.empty else f"and is {default} in training as in evaluation"
-    seen = f" Only with {name}={in_training} the call {join_names(effects, most=3)}." if effects else ""
-    why = f'{kind}.{method} has an argument "{name}" that may switch training, which nothing gives, {left}.{seen}'
-    own = next((known for known in inspect.signature(function).parameters if known in SWITCHES), None)
+    left = (
+        "and has no default"
+        if default is parameter.empty
+        else f"and is {default} in training as in evaluation"
+    )
+    seen = (
+        f" Only with {name}={in_training} the call {join_names(effects, most=3)}."
+        if effects
+        else ""
+    )
+    why = (
+        f'{kind}.{method} has an argument "{name}" that may switch training, which nothing gives, '
+        f"{left}.{seen}"
+    )
+    own = next(
+        (known for known in inspect.signature(function).parameters if known in SWITCHES), None
+    )
     switch = own or "train"
     given = f"{switch}={switch}, " if own else ""
     value = switch if in_training == SWITCHES[switch] else f"not {switch}"
     lines = [
-        f"a subclass with an argument that is known ({', '.join(SWITCHES)}); its parameters have the same names:",
+        f"a subclass with an argument that is known ({', '.join(SWITCHES)}); its parameters have "
+        "the same names:",
         f"        class Switched{kind}({kind}):",
         f"            def {method}(self, *args, {switch}: bool, **kwargs):",
         f"                return super().{method}(*args, {given}{name}={value}, **kwargs)",
-        f"    or, if it switches something else, {name}=... in the loss's call of the model, or in this subclass.",
+        f"    or, if it switches something else, {name}=... in the loss's call of the model, or in "
+        "this subclass.",
     ]
     return ModelError(why, fix="\n".join(lines))

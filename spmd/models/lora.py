@@ -1,4 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) in the `nnx.Linear` layers of a module, whose code stays as it is."""
+"""Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685) in the `nnx.Linear` layers of a module,
+whose code stays as it is.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -20,25 +22,34 @@ if TYPE_CHECKING:
 NAMES = ("lora_a", "lora_b")  # an adapter's parameters, in the layer beside its kernel
 
 
-def add_adapters(module: nnx.Module, adapters: "Sequence[Adapter]", rngs: nnx.Rngs) -> "dict[str, Adapter]":
-    """Give every `nnx.Linear` whose path an adapter matches the parameters `lora_a` [in, rank] and `lora_b` [rank, out], in place.
+def add_adapters(
+    module: nnx.Module, adapters: "Sequence[Adapter]", rngs: nnx.Rngs
+) -> "dict[str, Adapter]":
+    """Give every `nnx.Linear` whose path an adapter matches the parameters `lora_a` [in, rank] and
+    `lora_b` [rank, out], in place.
 
-    Of a stack's layer, whose kernel is [layers, in, out], they are [layers, in, rank] and [layers, rank, out]. `lora_a` is drawn uniformly
-    from within 1 / sqrt(in), as PEFT does, and `lora_b` is zeros. They carry the kernel's logical axis names, lie as the kernel lies, and
-    are in its dtype, or in float32 if that has fewer bits. The layer's class becomes a subclass of it, which adds the adapter's output.
+    Of a stack's layer, whose kernel is [layers, in, out], they are [layers, in, rank] and [layers,
+    rank, out]. `lora_a` is drawn uniformly from within 1 / sqrt(in), as PEFT does, and `lora_b` is
+    zeros. They carry the kernel's logical axis names, lie as the kernel lies, and are in its dtype,
+    or in float32 if that has fewer bits. The layer's class becomes a subclass of it, which adds the
+    adapter's output.
 
     Args:
-      rngs: draws `lora_a` from the stream `params`; the layers' own streams of dropout are split from `dropout`.
+      rngs: draws `lora_a` from the stream `params`; the layers' own streams of dropout are split
+        from `dropout`.
 
     Returns:
       The adapter of each layer, by path.
 
     Raises:
-      LayoutError: an adapter that matches no `nnx.Linear`, a rank above min(in, out), two adapters for one layer: all at once.
+      LayoutError: an adapter that matches no `nnx.Linear`, a rank above min(in, out), two adapters
+        for one layer: all at once.
 
     Example:
       >>> from spmd.layout.trained import Adapter
-      >>> mlp = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
+      >>> mlp = nnx.Sequential(
+      ...     nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1))
+      ... )
       >>> list(add_adapters(mlp, [Adapter("layers/0", rank=2)], nnx.Rngs(2)))
       ['layers/0']
       >>> mlp.layers[0].lora_a.shape, mlp.layers[0].lora_b.shape, mlp(jnp.ones((1, 4))).shape
@@ -46,7 +57,11 @@ def add_adapters(module: nnx.Module, adapters: "Sequence[Adapter]", rngs: nnx.Rn
     """
     modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
     chosen: dict[str, int] = {}
-    problems = [problem for number in range(len(adapters)) for problem in _problems(adapters, number, modules, chosen)]
+    problems = [
+        problem
+        for number in range(len(adapters))
+        for problem in _problems(adapters, number, modules, chosen)
+    ]
     raise_problems(LayoutError, "adapters do not fit the model", problems)
     for path, number in chosen.items():
         _adapt(modules[path], adapters[number], rngs)
@@ -65,9 +80,11 @@ def adapter_paths(module: nnx.Module) -> "dict[str, Adapter]":
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
-    """A module without adapters that computes the same: kernels are `kernel + scale * lora_a @ lora_b`, computed in float32.
+    """A module without adapters that computes the same: kernels are `kernel + scale * lora_a @
+    lora_b`, computed in float32.
 
-    The given module stays as it is, and shares all arrays but those kernels with the result, which lie as they did.
+    The given module stays as it is, and shares all arrays but those kernels with the result, which
+    lie as they did.
 
     Example:
       >>> from spmd.layout.trained import Adapter
@@ -98,7 +115,9 @@ def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) 
     return (kernel.astype(wide) + scale * delta).astype(kernel.dtype)
 
 
-def _problems(adapters: "Sequence[Adapter]", number: int, modules: dict[str, Any], chosen: dict[str, int]) -> Iterator[Problem]:
+def _problems(
+    adapters: "Sequence[Adapter]", number: int, modules: dict[str, Any], chosen: dict[str, int]
+) -> Iterator[Problem]:
     """What is wrong with an adapter; the layers that it is for are added to `chosen`."""
     adapter = adapters[number]
     where = f'{_name(adapters, number)}, modules "{adapter.modules}"'
@@ -111,24 +130,55 @@ def _problems(adapters: "Sequence[Adapter]", number: int, modules: dict[str, Any
         if not matches(pattern, matched):
             near = suggest(pattern, matched)
             fix = f'did you mean "{near[0]}"?' if near else f"one of {join_names(matched)}."
-            yield Problem(f'{where}, except "{pattern}"', ["it matches no layer of this adapter."], fix, **at, kind="no_match")
-    left = [path for path in matched if not any(matches(pattern, [path]) for pattern in adapter.except_)]
+            yield Problem(
+                f'{where}, except "{pattern}"',
+                ["it matches no layer of this adapter."],
+                fix,
+                **at,
+                kind="no_match",
+            )
+    left = [
+        path for path in matched if not any(matches(pattern, [path]) for pattern in adapter.except_)
+    ]
     if matched and not left:
-        yield Problem(where, ["its except leaves no layer of it."], "an except that leaves some.", **at, kind="conflict")
+        yield Problem(
+            where,
+            ["its except leaves no layer of it."],
+            "an except that leaves some.",
+            **at,
+            kind="conflict",
+        )
     wide: dict[tuple[int, int], list[str]] = {}
     for path in left:
         sizes = modules[path].in_features, modules[path].out_features
         if _has_adapter(modules[path]):
             fix = f'except = ["{path}"]; the adapters that a model has are trained.'
-            yield Problem(where, [f"{path} of the model has an adapter already."], fix, path=path, **at, kind="conflict")
+            yield Problem(
+                where,
+                [f"{path} of the model has an adapter already."],
+                fix,
+                path=path,
+                **at,
+                kind="conflict",
+            )
         elif path in chosen:
             why = f"{path} has an adapter already, of {_name(adapters, chosen[path])}."
-            yield Problem(where, [why], f'except = ["{path}"] in one of the two.', path=path, **at, kind="conflict")
+            yield Problem(
+                where,
+                [why],
+                f'except = ["{path}"] in one of the two.',
+                path=path,
+                **at,
+                kind="conflict",
+            )
         elif adapter.rank > min(sizes):
             wide.setdefault(sizes, []).append(path)
         chosen.setdefault(path, number)
     for (inputs, outputs), paths in wide.items():
-        why = f"rank {adapter.rank} is above min(in, out) of {join_names(paths)}: min({inputs}, {outputs}) = {min(inputs, outputs)}."
+        why = (
+            f"rank {adapter.rank} is above min(in, out) of {join_names(paths)}: min({inputs}, "
+            f"{outputs}) = {min(inputs, outputs)}."
+        )
         fix = f"a rank of at most {min(inputs, outputs)}."
         yield Problem(where, [why], fix, path=paths[0], **at, kind="invalid_value")
 
@@ -140,25 +190,46 @@ def _name(adapters: "Sequence[Adapter]", number: int) -> str:
 
 def _no_match(pattern: str, modules: dict[str, Any], layers: list[str]) -> tuple[list[str], str]:
     """Why a pattern matches no layer, and a fix that does."""
-    known = f"layers that can have one: {join_names(layers)}." if layers else "this model has no nnx.Linear."
-    others = [f"{path} ({type(modules[path]).__name__})" for path in matches(pattern, filter(None, modules))]
+    known = (
+        f"layers that can have one: {join_names(layers)}."
+        if layers
+        else "this model has no nnx.Linear."
+    )
+    others = [
+        f"{path} ({type(modules[path]).__name__})"
+        for path in matches(pattern, filter(None, modules))
+    ]
     near = suggest(pattern, layers)
     if others:
         inside = matches(f"{pattern}/**", layers)
-        fix = f'modules = "{pattern}/**" for the {len(inside)} nnx.Linear inside.' if inside else known
-        return [f"it matches {join_names(others)}, and only nnx.Linear layers can have an adapter."], fix
+        fix = (
+            f'modules = "{pattern}/**" for the {len(inside)} nnx.Linear inside.'
+            if inside
+            else known
+        )
+        return [
+            f"it matches {join_names(others)}, and only nnx.Linear layers can have an adapter."
+        ], fix
     if matches(pattern, [f"{path}/{name}" for path in layers for name in ("kernel", "bias")]):
         above = pattern.rpartition("/")[0]
         fix = f'modules = "{above}".' if matches(above, layers) else known
         return ["it matches parameters, and here a path names layers."], fix
-    return ["it matches no module of the model."], f'did you mean "{near[0]}", which matches {near[1]}?' if near else known
+    return [
+        "it matches no module of the model."
+    ], f'did you mean "{near[0]}", which matches {near[1]}?' if near else known
 
 
 def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     """Give a layer an adapter."""
     kernel, metadata = layer.kernel.get_value(), layer.kernel.get_metadata()
-    (first, second), bound, key = adapter_shapes(kernel, adapter.rank), kernel.shape[-2] ** -0.5, rngs.params()
-    draw = functools.partial(jax.random.uniform, shape=first.shape, dtype=first.dtype, minval=-bound, maxval=bound)
+    (first, second), bound, key = (
+        adapter_shapes(kernel, adapter.rank),
+        kernel.shape[-2] ** -0.5,
+        rngs.params(),
+    )
+    draw = functools.partial(
+        jax.random.uniform, shape=first.shape, dtype=first.dtype, minval=-bound, maxval=bound
+    )
     zeros = functools.partial(jnp.zeros, second.shape, second.dtype)
     layer.lora_a = _param(jax.jit(draw, out_shardings=first.sharding)(key), metadata, without=-1)
     layer.lora_b = _param(jax.jit(zeros, out_shardings=second.sharding)(), metadata, without=-2)
@@ -166,7 +237,9 @@ def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     layer.lora_dropout = nnx.data(None)
     if adapter.dropout:
         layer.lora_dropout = nnx.Dropout(adapter.dropout)
-        layer.lora_dropout.rngs = rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
+        layer.lora_dropout.rngs = (
+            rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
+        )
     layer.__class__ = _adapted(type(layer))
 
 
@@ -175,11 +248,15 @@ def adapter_shapes(kernel: Any, rank: int) -> tuple[jax.ShapeDtypeStruct, jax.Sh
     *stack, inputs, outputs = kernel.shape
     dtype = kernel.dtype if kernel.dtype.itemsize > 2 else jnp.dtype(jnp.float32)
     a = jax.ShapeDtypeStruct((*stack, inputs, rank), dtype, sharding=_sharding(kernel, without=-1))
-    return a, jax.ShapeDtypeStruct((*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2))
+    return a, jax.ShapeDtypeStruct(
+        (*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2)
+    )
 
 
 def _param(value: jax.Array, kernel: dict[str, Any], without: int) -> nnx.Param:
-    """A parameter with the kernel's metadata, but for the name of the dim that is the adapter's rank instead."""
+    """A parameter with the kernel's metadata, but for the name of the dim that is the adapter's
+    rank instead.
+    """
     param, names = nnx.Param(value, eager_sharding=False), kernel.get("out_sharding")
     param.set_metadata("out_sharding", _blank(names, without)) if names else None
     param.set_metadata(STACKED, kernel[STACKED]) if STACKED in kernel else None
@@ -204,7 +281,9 @@ def _sharding(kernel: Any, without: int | None = None) -> Sharding | None:
 
 @functools.lru_cache(maxsize=256)
 def _adapted(kind: type) -> type:
-    """A subclass of a kind of `nnx.Linear` that adds what its adapter computes, in the adapter's dtype if the layer has none."""
+    """A subclass of a kind of `nnx.Linear` that adds what its adapter computes, in the adapter's
+    dtype if the layer has none.
+    """
 
     def __call__(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         y = kind.__call__(self, inputs, *args, **kwargs)  # type: ignore[operator]
@@ -215,5 +294,10 @@ def _adapted(kind: type) -> type:
         low = self.adapter.scale * self.dot_general(x, a, contraction, precision=self.precision)
         return y + self.dot_general(low, b, contraction, precision=self.precision).astype(y.dtype)
 
-    namespace = {"__call__": __call__, "__module__": kind.__module__, "__doc__": kind.__doc__, "unadapted": kind}
+    namespace = {
+        "__call__": __call__,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "unadapted": kind,
+    }
     return type(kind)(f"Adapted{kind.__name__}", (kind,), namespace)

@@ -13,8 +13,17 @@ from spmd.models.blocks import BlockCalls, BlockTrace
 OBJECTS = (nnx.Pytree, nnx.Variable)
 
 
-def call_block(kind: type, path: str, blocks: BlockCalls, block: nnx.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`block(*args, **kwargs)` by way of `blocks`, if it takes this call; `kind` is the class whose call that is."""
+def call_block(
+    kind: type,
+    path: str,
+    blocks: BlockCalls,
+    block: nnx.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """`block(*args, **kwargs)` by way of `blocks`, if it takes this call; `kind` is the class whose
+    call that is.
+    """
     call = functools.partial(kind.__call__, block, *args, **kwargs)  # type: ignore[operator]
     if not blocks.takes(path):
         return call()
@@ -27,9 +36,16 @@ def call_block(kind: type, path: str, blocks: BlockCalls, block: nnx.Module, arg
         inner = nnx.merge(graphdef, _state(params, params_now), _state(others, others_now))
         outputs = kind.__call__(inner, *args, **kwargs)  # type: ignore[operator]
         after = _by_name(nnx.split(inner, nnx.Param, ...)[2])
-        return outputs, {name: leaf for name, (_, variable) in after.items() if (leaf := variable.get_value()) is not others_now[name]}
+        return outputs, {
+            name: leaf
+            for name, (_, variable) in after.items()
+            if (leaf := variable.get_value()) is not others_now[name]
+        }
 
-    values = [{name: variable.get_raw_value() for name, (_, variable) in leaves.items()} for leaves in (params, others)]
+    values = [
+        {name: variable.get_raw_value() for name, (_, variable) in leaves.items()}
+        for leaves in (params, others)
+    ]
     outputs, kept = blocks.run(path, run, *values)
     nnx.update(block, _state({name: others[name] for name in kept}, kept))
     return outputs
@@ -37,11 +53,15 @@ def call_block(kind: type, path: str, blocks: BlockCalls, block: nnx.Module, arg
 
 def _by_name(state: Any) -> dict[str, tuple[tuple, Any]]:
     """Keys and variable of each array."""
-    return {"/".join(map(str, keys)): (keys, variable) for keys, variable in nnx.to_flat_state(state)}
+    return {
+        "/".join(map(str, keys)): (keys, variable) for keys, variable in nnx.to_flat_state(state)
+    }
 
 
 def _state(variables: dict[str, tuple[tuple, Any]], values: dict[str, Any]) -> Any:
-    return nnx.from_flat_state([(keys, variable.replace(values[name])) for name, (keys, variable) in variables.items()])
+    return nnx.from_flat_state(
+        [(keys, variable.replace(values[name])) for name, (keys, variable) in variables.items()]
+    )
 
 
 def _named_call(path: str, blocks: BlockTrace, block: nnx.Module, call: Any, inputs: Any) -> Any:
@@ -59,5 +79,7 @@ def _named_call(path: str, blocks: BlockTrace, block: nnx.Module, call: Any, inp
     for variable, value in zip(variables, values, strict=True):
         variable.set_value(value)  # what else the loss does with it is seen
     if nnx.graphdef(block) != before:
-        blocks.reasons[path] = "its call changes attributes that are no arrays, or makes variables (self.sow)"
+        blocks.reasons[path] = (
+            "its call changes attributes that are no arrays, or makes variables (self.sow)"
+        )
     return outputs

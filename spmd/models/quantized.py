@@ -12,28 +12,47 @@ from spmd.errors import OptionError, did_you_mean
 from spmd.xla import largest_magnitude
 
 KINDS = ("int8", "nf4")
-# The 16 levels of NF4: quantiles of a normal distribution, of its largest magnitude (Dettmers et al., arXiv:2305.14314, appendix E).
+# The 16 levels of NF4: quantiles of a normal distribution, of its largest magnitude (Dettmers et
+# al., arXiv:2305.14314, appendix E).
 NF4_LEVELS = np.array(
     (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-        *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(
+            -1.0,
+            -0.6961928009986877,
+            -0.5250730514526367,
+            -0.39491748809814453,
+            -0.28444138169288635,
+            -0.18477343022823334,
+        ),
+        *(
+            -0.09105003625154495,
+            0.0,
+            0.07958029955625534,
+            0.16093020141124725,
+            0.24611230194568634,
+            0.33791524171829224,
+        ),
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
     np.float32,
 )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["kind", "block", "dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["kind", "block", "dtype"],
+)
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """An array [..., in, out] as codes and the scales of blocks of `block` values along dim -2.
 
-    A pytree: leading dims may be sliced, scanned over and mapped over. Codes and scales can be sharded over dims as the array is, if its
-    shards along dim -2 are made of entire blocks.
+    A pytree: leading dims may be sliced, scanned over and mapped over. Codes and scales can be
+    sharded over dims as the array is, if its shards along dim -2 are made of entire blocks.
 
     Attributes:
-      codes: int8[..., in, out]; of "nf4" uint8[..., in / 2, out], in which row 2i is in the lower 4 bits of row i, and row 2i + 1 in the
-        upper ones.
+      codes: int8[..., in, out]; of "nf4" uint8[..., in / 2, out], in which row 2i is in the lower 4
+        bits of row i, and row 2i + 1 in the upper ones.
       scales: float32[..., in / block, out]: a block's largest magnitude, of "int8" divided by 127.
       dtype: of the array that was quantized.
     """
@@ -56,7 +75,8 @@ class Quantized:
 
 
 def block_problem(shape: tuple[int, ...], kind: str, block: int) -> tuple[str, str] | None:
-    """Why an array of this shape has no blocks of this size along dim -2, and a fix; None if it has.
+    """Why an array of this shape has no blocks of this size along dim -2, and a fix; None if it
+    has.
 
     >>> block_problem((2, 96, 8), "nf4", 64)
     ('dim -2 of [2, 96, 8] has 96 values: 96 / 64 leaves 32.', 'block = 48 or 96.')
@@ -68,19 +88,28 @@ def block_problem(shape: tuple[int, ...], kind: str, block: int) -> tuple[str, s
         return None
     known = [count for count in range(step, size + 1, step) if size % count == 0]
     near = [
-        f"{count}" for count in (max((n for n in known if n < block), default=0), min((n for n in known if n > block), default=0)) if count
+        f"{count}"
+        for count in (
+            max((n for n in known if n < block), default=0),
+            min((n for n in known if n > block), default=0),
+        )
+        if count
     ]
     fix = f"block = {' or '.join(near)}." if near else "int8, which takes an odd number of rows."
     if block % step:
         return f"blocks of {block} values; {kind} keeps two in a byte.", fix
-    return f"dim -2 of {list(shape)} has {size} values: {size} / {block} leaves {size % block}.", fix
+    return (
+        f"dim -2 of {list(shape)} has {size} values: {size} / {block} leaves {size % block}.",
+        fix,
+    )
 
 
 def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
-    """Round an array [..., in, out] to 8 bits ("int8") or 4 ("nf4"), with a scale for every `block` values along dim -2.
+    """Round an array [..., in, out] to 8 bits ("int8") or 4 ("nf4"), with a scale for every `block`
+    values along dim -2.
 
-    "int8" is within a block's largest magnitude / 254 of the array. "nf4" takes the nearest level, of two equally near ones the lower. A
-    block with a NaN or an infinity becomes NaN.
+    "int8" is within a block's largest magnitude / 254 of the array. "nf4" takes the nearest level,
+    of two equally near ones the lower. A block with a NaN or an infinity becomes NaN.
 
     Raises:
       OptionError: an unknown kind, or a block that does not divide dim -2; names sizes that do.
@@ -103,14 +132,19 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
         codes = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8).reshape(array.shape)
     else:
         middles = (NF4_LEVELS[1:] + NF4_LEVELS[:-1]) / np.float32(2)
-        nearest = functools.reduce(jnp.add, [(scaled > middle).astype(jnp.uint8) for middle in middles])
+        nearest = functools.reduce(
+            jnp.add, [(scaled > middle).astype(jnp.uint8) for middle in middles]
+        )
         pairs = nearest.reshape(*leading, rows // 2, 2, out)
         codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
-    return Quantized(codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)[..., 0, :], kind, block, array.dtype)
+    return Quantized(
+        codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)[..., 0, :], kind, block, array.dtype
+    )
 
 
 def dequantize(quantized: Quantized, dtype: Any = None) -> jax.Array:
-    """The array [..., in, out] that codes and scales stand for, computed in float32 and rounded to `dtype`, by default its own.
+    """The array [..., in, out] that codes and scales stand for, computed in float32 and rounded to
+    `dtype`, by default its own.
 
     Example:
       >>> dequantize(quantize(jnp.array([[2.0], [-1.0]]), "int8", block=2), jnp.bfloat16).tolist()

@@ -17,11 +17,14 @@ def wrap(model: Any) -> Model:
     """The user's model behind the common interface.
 
     Raises:
-      ModelError: not an nnx.Module, a linen.Module, a FunctionalModel, nor a function of no arguments returning one.
+      ModelError: not an nnx.Module, a linen.Module, a FunctionalModel, nor a function of no
+        arguments returning one.
     """
     _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
-        raise ModelError(f"{option('model', model.__name__)} is a class.", fix=f"{how_to_build(model)}.")
+        raise ModelError(
+            f"{option('model', model.__name__)} is a class.", fix=f"{how_to_build(model)}."
+        )
     if isinstance(model, Model):
         return model
     if isinstance(model, nnx.Module):
@@ -34,7 +37,10 @@ def wrap(model: Any) -> Model:
         return model.given
     if callable(model):
         return _wrap_factory(model)
-    fix = "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no arguments that returns one."
+    fix = (
+        "an nnx.Module, a linen.Module, spmd.FunctionalModel(init, apply), or a function of no "
+        "arguments that returns one."
+    )
     raise ModelError(f"{option('model', short_repr(model))} is {type_name(model)}.", fix=fix)
 
 
@@ -46,45 +52,63 @@ def how_to_build(kind: type) -> str:
     >>> how_to_build(nnx.Linear)
     'a function that builds it: lambda: Linear(in_features=..., out_features=..., rngs=nnx.Rngs(0))'
     """
-    needs = missing_arguments(kind.__init__)[1:]  # of the class itself, nnx hides them behind its metaclass
+    # of the class itself, nnx hides them behind its metaclass
+    needs = missing_arguments(kind.__init__)[1:]
     needs = [name for name in needs if name not in ("parent", "name")]
-    call = f"{kind.__name__}({', '.join('rngs=nnx.Rngs(0)' if name == 'rngs' else f'{name}=...' for name in needs)})"
+    arguments = ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in needs]
+    call = f"{kind.__name__}({', '.join(arguments)})"
     return call if issubclass(kind, linen.Module) else f"a function that builds it: lambda: {call}"
 
 
-LIBRARIES = {  # by package: its name, why its models cannot be trained as they are, and what can be done
+# by package: its name, why its models cannot be trained as they are, and what can be done
+LIBRARIES = {
     "torch": (
         "PyTorch",
         "which JAX cannot trace",
-        "the same network as an nnx.Module; its weights can be brought along, nnx.Param(tensor.detach().cpu().numpy())",
+        "the same network as an nnx.Module; its weights can be brought along, "
+        "nnx.Param(tensor.detach().cpu().numpy())",
     ),
     "keras": (
         "Keras",
         "which keeps its arrays itself, where spmd trains trees of arrays",
-        'under KERAS_BACKEND="jax": spmd.FunctionalModel(lambda key: ([v.value for v in model.trainable_variables], '
+        'under KERAS_BACKEND="jax": spmd.FunctionalModel(lambda key: ([v.value for v in '
+        "model.trainable_variables], "
         "[v.value for v in model.non_trainable_variables]), "
-        "lambda params, state, x, train: model.stateless_call(params, state, x, training=train), stateful=True)",
+        "lambda params, state, x, train: model.stateless_call(params, state, x, training=train), "
+        "stateful=True)",
     ),
     "haiku": (
         "haiku",
         "which spmd knows as a FunctionalModel",
-        "spmd.FunctionalModel(lambda key: f.init(key, x), lambda params, x, rng=None: f.apply(params, rng, x)); "
-        "of transform_with_state: stateful=True and  lambda params, state, x, rng=None: f.apply(params, state, rng, x)",
+        "spmd.FunctionalModel(lambda key: f.init(key, x), lambda params, x, rng=None: "
+        "f.apply(params, rng, x)); "
+        "of transform_with_state: stateful=True and  lambda params, state, x, rng=None: "
+        "f.apply(params, state, rng, x)",
     ),
     "equinox": (
         "Equinox",
         "which does not say what of it is trained",
         "params, static = equinox.partition(model, equinox.is_inexact_array) and  "
-        "spmd.FunctionalModel(lambda key: params, lambda params, x: jax.vmap(equinox.combine(params, static))(x))",
+        "spmd.FunctionalModel(lambda key: params, lambda params, x: "
+        "jax.vmap(equinox.combine(params, static))(x))",
     ),
 }
 ALIASES = {"tensorflow": "keras", "tf_keras": "keras"}
 
 
 def _check_library(kind: type) -> None:
-    """Refuse the models of other libraries by their packages' names; most of them can be called, and would be taken for factories."""
+    """Refuse the models of other libraries by their packages' names; most of them can be called,
+    and would be taken for factories.
+    """
     packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
-    library = next((LIBRARIES[name] for name in (ALIASES.get(package, package) for package in packages) if name in LIBRARIES), None)
+    library = next(
+        (
+            LIBRARIES[name]
+            for name in (ALIASES.get(package, package) for package in packages)
+            if name in LIBRARIES
+        ),
+        None,
+    )
     if library is not None:
         name, why, fix = library
         raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.", fix=f"{fix}.")
@@ -120,4 +144,8 @@ def missing_arguments(factory: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]

@@ -1,4 +1,6 @@
-"""Attention for models whose sequences a layout may shard, by the implementation that the layout or the platform chooses."""
+"""Attention for models whose sequences a layout may shard, by the implementation that the layout or
+the platform chooses.
+"""
 
 import dataclasses
 import functools
@@ -39,37 +41,48 @@ def attention(
     dropout_key: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Softmax attention: for every query, the mean of the values, weighted by the softmax of the scores of its key.
+    """Softmax attention: for every query, the mean of the values, weighted by the softmax of the
+    scores of its key.
 
-    Which implementation computes it is said by the argument, or by the layout's `[attention]`; outside of a step it is "xla", which holds
-    all scores. "auto", the default of layouts, takes the first kernel that the platform has and that takes the shapes and options, and
-    "xla" where there is none; the choice is among the notes of a run. The results are equal up to rounding, but those of a query without
-    any key: zeros, where the mean of all values may be what a model computes as it is written. Under  [sequence]
-    axis = "context"  the sequence is sharded over the devices of that axis. Keys and values are passed around the ring of devices, and no
-    device ever holds the full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the same up to the
-    order of sums, in float32.
+    Which implementation computes it is said by the argument, or by the layout's `[attention]`;
+    outside of a step it is "xla", which holds all scores. "auto", the default of layouts, takes the
+    first kernel that the platform has and that takes the shapes and options, and "xla" where there
+    is none; the choice is among the notes of a run. The results are equal up to rounding, but those
+    of a query without any key: zeros, where the mean of all values may be what a model computes as
+    it is written. Under  [sequence] axis = "context"  the sequence is sharded over the devices of
+    that axis. Keys and values are passed around the ring of devices, and no device ever holds the
+    full sequence or its score matrix (`spmd.nn.ring_attention`, with sources). The result is the
+    same up to the order of sums, in float32.
 
     Args:
       query: [rows, length, heads, head_dim].
-      key, value: [rows, length of keys, heads, head_dim]; fewer heads if they divide those of the queries (grouped queries).
+      key, value: [rows, length of keys, heads, head_dim]; fewer heads if they divide those of the
+        queries (grouped queries).
       causal: a position sees itself and those before it.
-      window: how many positions before and after its own a query sees; one number for both, None for no bound.
-      key_mask: bool[rows, length of keys], False at keys that are masked out (padding). A query without any key gets zeros.
-      key_lengths: int32[rows], as a mask that is True for so many keys. cuDNN takes padding in this form.
-      segment_ids: int32[rows, length], packed sequences: a query sees the keys of its own segment. A pair if keys have other ones.
-      mask: bool, broadcast to [rows, heads, length, length of keys]; False where a query does not see a key.
+      window: how many positions before and after its own a query sees; one number for both, None
+        for no bound.
+      key_mask: bool[rows, length of keys], False at keys that are masked out (padding). A query
+        without any key gets zeros.
+      key_lengths: int32[rows], as a mask that is True for so many keys. cuDNN takes padding in this
+        form.
+      segment_ids: int32[rows, length], packed sequences: a query sees the keys of its own segment.
+        A pair if keys have other ones.
+      mask: bool, broadcast to [rows, heads, length, length of keys]; False where a query does not
+        see a key.
       bias: added to the scores, of such a shape.
       scale: of the scores; 1 / sqrt(head_dim) by default.
       soft_cap: a bound on scores: x becomes soft_cap * tanh(x / soft_cap).
       dropout: the share of weights that are dropped, drawn with `dropout_key`.
-      implementation: "auto", "cudnn", "triton", "splash", "chunked" or "xla"; None: that of the layout.
+      implementation: "auto", "cudnn", "triton", "splash", "chunked" or "xla"; None: that of the
+        layout.
       dropout_key: a key of `jax.random`; needed with `dropout`.
 
     Returns:
       [rows, length, heads, head_dim], in the dtype and sharding of the query.
 
     Raises:
-      OptionError: shapes or dtypes do not match; an option is out of range; the implementation is not there, or does not take them.
+      OptionError: shapes or dtypes do not match; an option is out of range; the implementation is
+        not there, or does not take them.
       LayoutError: the same of the layout's implementation.
       DataError: the devices of the axis (twice that in balanced order) do not divide a length.
 
@@ -78,7 +91,11 @@ def attention(
       >>> attention(x, x, x, causal=True)[0, 0, 0]  # the first position sees only itself
       Array([0., 1., 2., 3.], dtype=float32)
     """
-    segments = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
+    segments = (
+        segment_ids
+        if isinstance(segment_ids, tuple) or segment_ids is None
+        else (segment_ids, segment_ids)
+    )
     arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments)
     _check(query, key, value, arrays)
     _check_dropout(dropout, dropout_key)
@@ -91,16 +108,25 @@ def attention(
     return attend(Attend(scoring, query, key, value, arrays), implementation)
 
 
-def attend(call: Attend, implementation: str | None = None, as_written: Callable[[], jax.Array] | None = None) -> jax.Array:
-    """An attention by the implementation that is asked for, by the argument or the layout, and sharded as the layout says.
+def attend(
+    call: Attend,
+    implementation: str | None = None,
+    as_written: Callable[[], jax.Array] | None = None,
+) -> jax.Array:
+    """An attention by the implementation that is asked for, by the argument or the layout, and
+    sharded as the layout says.
 
     Args:
-      as_written: what the model itself computes, in place of "xla" and of what cannot be computed otherwise.
+      as_written: what the model itself computes, in place of "xla" and of what cannot be computed
+        otherwise.
     """
     parallel = current()
     names = ("auto", *KERNELS)
     if implementation is not None and implementation not in names:
-        raise OptionError(f'attention: no implementation "{implementation}".', fix=did_you_mean(implementation, names))
+        raise OptionError(
+            f'attention: no implementation "{implementation}".',
+            fix=did_you_mean(implementation, names),
+        )
     parallel.used.add("attention")
     axis = parallel.sequence.axis
     if axis is not None and parallel.axis_size(axis) > 1:
@@ -109,24 +135,34 @@ def attend(call: Attend, implementation: str | None = None, as_written: Callable
         except (OptionError, DataError) as error:
             if as_written is None:
                 raise
-            parallel.notes[f"note: {error.summary.removesuffix('.')}: it is computed as it is written, with all scores."] = None
+            parallel.notes[
+                f"note: {error.summary.removesuffix('.')}: it is computed as it is written, with "
+                "all scores."
+            ] = None
             return _as_written(as_written)
     if axis is not None:
         parallel.used.add("sequence")
-    wanted, platform = implementation or parallel.attention, parallel.platform or jax.default_backend()
+    wanted, platform = (
+        implementation or parallel.attention,
+        parallel.platform or jax.default_backend(),
+    )
     local = _Sharded(parallel, call)
     name, reasons = choose(wanted, local.call, platform)
     if name in reasons and implementation is not None and as_written is not None:
         return _as_written(as_written)  # what the model asks of JAX, JAX may take
     if name in reasons:
-        raise _cannot(wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0])
+        raise _cannot(
+            wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0]
+        )
     if wanted == "auto" and KERNELS[name].on_shards and local.replicates_rows:
         reasons[name] = f"the workers do not divide {call.query.shape[0]} rows"
         name = "xla"
     if name != "xla" or reasons:
         by = "computed as it is written, with all scores" if name == "xla" else name
         declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
-        parallel.notes[f"{'note: ' if reasons else ''}attention of {local.call}: {by}{declined}."] = None
+        parallel.notes[
+            f"{'note: ' if reasons else ''}attention of {local.call}: {by}{declined}."
+        ] = None
     if name == "xla":
         if implementation is None and wanted == "auto":
             parallel.used.add(STORED)
@@ -142,7 +178,9 @@ def _as_written(function: Callable[[], jax.Array]) -> jax.Array:
 
 
 def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:
-    """The error for an implementation that cannot compute what it is asked for; `other` is what "auto" takes."""
+    """The error for an implementation that cannot compute what it is asked for; `other` is what
+    "auto" takes.
+    """
     fix = f'implementation = "auto", which is {"as written" if other == "xla" else other} here.'
     if by_layout:
         return LayoutError(f'[attention] implementation = "{wanted}": {why}.', fix=fix)
@@ -150,7 +188,8 @@ def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError |
 
 
 class _Sharded:
-    """An attention on each device's shards: rows over data axes, heads over the axes that no table of the layout has another use for.
+    """An attention on each device's shards: rows over data axes, heads over the axes that no table
+    of the layout has another use for.
 
     Attributes:
       call: that of one device, as shapes.
@@ -162,19 +201,33 @@ class _Sharded:
         mesh_axes = tuple(parallel.mesh.shape) if parallel.mesh is not None else ()
         self.axes = tuple(axis for axis in mesh_axes if axis not in manual_axes())
         self.rows = parallel.auto_row_axes(rows)
-        others = (*parallel.data, parallel.pipeline.axis, parallel.sequence.axis, parallel.experts.axis)
+        others = (
+            *parallel.data,
+            parallel.pipeline.axis,
+            parallel.sequence.axis,
+            parallel.experts.axis,
+        )
         self.heads: tuple[str, ...] = ()
         for axis in self.axes:
             more = (*self.heads, axis)
-            if (axis not in others or parallel.axis_size(axis) == 1) and heads % self._devices(more) == 0:
+            if (axis not in others or parallel.axis_size(axis) == 1) and heads % self._devices(
+                more
+            ) == 0:
                 self.heads = more
-        # each device needs the groups of its heads: where there are fewer groups than devices, they are repeated
-        self.groups = groups if groups % self._devices(self.heads) == 0 else math.lcm(groups, self._devices(self.heads))
+        # each device needs the groups of its heads: where there are fewer groups than devices, they
+        # are repeated
+        self.groups = (
+            groups
+            if groups % self._devices(self.heads) == 0
+            else math.lcm(groups, self._devices(self.heads))
+        )
         self.groups = self.groups if heads % self.groups == 0 else heads
 
     @property
     def replicates_rows(self) -> bool:
-        """Whether every worker would compute the rows of all: under `vmap`, or where the workers do not divide them."""
+        """Whether every worker would compute the rows of all: under `vmap`, or where the workers do
+        not divide them.
+        """
         return bool(self.parallel.auto_data_axes) and not self.rows
 
     def _devices(self, axes: tuple[str, ...]) -> int:
@@ -186,64 +239,104 @@ class _Sharded:
         rows, heads = self._devices(self.rows), self._devices(self.heads)
 
         def local(x: Any, heads_of_x: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((x.shape[0] // rows, x.shape[1], heads_of_x // heads, x.shape[3]), x.dtype)
+            return jax.ShapeDtypeStruct(
+                (x.shape[0] // rows, x.shape[1], heads_of_x // heads, x.shape[3]), x.dtype
+            )
 
         call = self.full
-        query, key, value = local(call.query, call.query.shape[2]), local(call.key, self.groups), local(call.value, self.groups)
+        query, key, value = (
+            local(call.query, call.query.shape[2]),
+            local(call.key, self.groups),
+            local(call.value, self.groups),
+        )
         return dataclasses.replace(call, query=query, key=key, value=value)
 
     @property
     def repeated(self) -> Inputs:
         """The arrays, with as many groups as devices need."""
         call, repeats = self.full, self.groups // self.full.key.shape[2]
-        key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value))
+        key, value = (
+            jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value)
+        )
         return call.inputs._replace(key=key, value=value)
 
     def run(self, function: Any) -> jax.Array:
-        """`function` of the attention on each device's shards, in a region in which all mesh axes are manual."""
+        """`function` of the attention on each device's shards, in a region in which all mesh axes
+        are manual.
+        """
         call, rows, heads = self.full, self.rows or None, self.heads or None
         if not self.axes:
             return function(call)
         inputs, by_head = self.repeated, PartitionSpec(rows, None, heads)
 
         def of_scores(x: jax.Array | None) -> PartitionSpec | None:
-            return None if x is None else PartitionSpec(rows if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None)
+            return (
+                None
+                if x is None
+                else PartitionSpec(
+                    rows if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None
+                )
+            )
 
         arrays = call.arrays
         by_row = jax.tree.map(lambda _: PartitionSpec(rows), arrays)
         specs = by_row._replace(
-            mask=of_scores(arrays.mask), bias=of_scores(arrays.bias), count=None if arrays.count is None else PartitionSpec()
+            mask=of_scores(arrays.mask),
+            bias=of_scores(arrays.bias),
+            count=None if arrays.count is None else PartitionSpec(),
         )
 
         def on_shards(*shards: Any) -> jax.Array:
-            query, key, value, arrays = on_this_device(call.scoring, Inputs(*shards), self.rows, self.heads)
+            query, key, value, arrays = on_this_device(
+                call.scoring, Inputs(*shards), self.rows, self.heads
+            )
             if arrays.segments is not None and call.arrays.segments[0] is call.arrays.segments[1]:  # type: ignore[index]
                 arrays = arrays._replace(segments=(arrays.segments[0],) * 2)
             return function(Attend(call.scoring, query, key, value, arrays))
 
-        return self.parallel.shard_map(self.axes, on_shards, (by_head, by_head, by_head, specs), by_head)(*inputs)
+        return self.parallel.shard_map(
+            self.axes, on_shards, (by_head, by_head, by_head, specs), by_head
+        )(*inputs)
 
 
-def _ring(parallel: ParallelConfig, axis: str, call: Attend, implementation: str | None) -> jax.Array:
+def _ring(
+    parallel: ParallelConfig, axis: str, call: Attend, implementation: str | None
+) -> jax.Array:
     """Attention over a sequence that is sharded over `axis`."""
     where = f'attention ([sequence] axis = "{axis}", {parallel.axis_size(axis)} devices)'
     if refused := [option for option in call.options if option in ("a mask", "a bias")]:
         fix = "a layout without [sequence], or attention without them."
         raise OptionError(f"{where}: the ring does not take {', '.join(refused)}.", fix=fix)
-    wanted, platform = implementation or parallel.attention, parallel.platform or jax.default_backend()
+    wanted, platform = (
+        implementation or parallel.attention,
+        parallel.platform or jax.default_backend(),
+    )
     local = _Sharded(parallel, call)
     name, reasons = choose(wanted, local.call, platform, in_ring=True)
     if name in reasons:
         raise OptionError(
             f'{where}: implementation = "{wanted}": {reasons[name]}.',
-            fix=f'implementation = "auto", which is {choose("auto", local.call, platform, in_ring=True)[0]} here.',
+            fix='implementation = "auto", which is '
+            f"{choose('auto', local.call, platform, in_ring=True)[0]} here.",
         )
     declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
     start = "note: " if reasons else ""
-    parallel.notes[f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: {name}{declined}."] = None
+    parallel.notes[
+        f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: "
+        f"{name}{declined}."
+    ] = None
     balanced = call.scoring.causal and parallel.sequence.order == "balanced"
     kernel = KERNELS[name].tiles
-    ring = Ring(parallel, axis, local.rows, local.heads, local.axes, 2 if balanced else 1, call.scoring, kernel)  # type: ignore[arg-type]
+    ring = Ring(
+        parallel,
+        axis,
+        local.rows,
+        local.heads,
+        local.axes,
+        2 if balanced else 1,
+        call.scoring,
+        kernel,  # type: ignore[arg-type]
+    )
     _check_lengths(where, ring, call.query, call.key)
     parallel.used.update(("sequence", FUSED))
     inputs = local.repeated
@@ -267,8 +360,13 @@ def _window(window: int | tuple[int | None, int | None] | None) -> tuple[int | N
       OptionError: not numbers from 0.
     """
     before_after = window if isinstance(window, tuple) else (window, window)
-    if len(before_after) != 2 or not all(size is None or (type(size) is int and size >= 0) for size in before_after):
-        raise OptionError(f"attention: window={window!r}.", fix="a number of positions from 0, or a pair: before and after.")
+    if len(before_after) != 2 or not all(
+        size is None or (type(size) is int and size >= 0) for size in before_after
+    ):
+        raise OptionError(
+            f"attention: window={window!r}.",
+            fix="a number of positions from 0, or a pair: before and after.",
+        )
     return before_after
 
 
@@ -277,16 +375,25 @@ def _check_dropout(dropout: float, key: jax.Array | None) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise OptionError(f"attention: dropout={dropout!r}.", fix="a share from 0, below 1.")
     if dropout and key is None:
-        raise OptionError(f"attention: dropout={dropout} without a key.", fix="dropout_key=rngs.dropout(), or dropout=0 in evaluation.")
+        raise OptionError(
+            f"attention: dropout={dropout} without a key.",
+            fix="dropout_key=rngs.dropout(), or dropout=0 in evaluation.",
+        )
 
 
 def _check_numbers(scale: Any, soft_cap: Any) -> None:
     """Check the numbers that change scores: a kernel has them in its program."""
     if scale is not None and not _is_number(scale):
-        fix = "a number, such as 1 / math.sqrt(head_dim); of an array: scale=1.0, and the query times it."
+        fix = (
+            "a number, such as 1 / math.sqrt(head_dim); of an array: scale=1.0, and the query "
+            "times it."
+        )
         raise OptionError(f"attention: scale={short_repr(scale)}.", fix=fix)
     if soft_cap is not None and not (_is_number(soft_cap) and soft_cap > 0):
-        raise OptionError(f"attention: soft_cap={short_repr(soft_cap)}.", fix="a number above 0, such as 50.0, or None.")
+        raise OptionError(
+            f"attention: soft_cap={short_repr(soft_cap)}.",
+            fix="a number above 0, such as 50.0, or None.",
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -297,30 +404,66 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArra
     """Check that shapes and dtypes match."""
     shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
     matches = query.ndim == key.ndim == 4 and key.shape == value.shape
-    matches = matches and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3] and query.shape[2] % max(key.shape[2], 1) == 0
+    matches = (
+        matches
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3]
+        and query.shape[2] % max(key.shape[2], 1) == 0
+    )
     if not matches:
-        fix = "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows and head_dim, "
+        fix = (
+            "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows "
+            "and head_dim, "
+        )
         raise OptionError(f"attention: {shown}.", fix=f"{fix}and heads that divide the query's.")
-    if not query.dtype == key.dtype == value.dtype or not jnp.issubdtype(query.dtype, jnp.floating) or query.dtype.itemsize < 2:
-        fix = "one dtype for all three: bfloat16, float16 or float32; key.astype(query.dtype) changes one."
+    if (
+        not query.dtype == key.dtype == value.dtype
+        or not jnp.issubdtype(query.dtype, jnp.floating)
+        or query.dtype.itemsize < 2
+    ):
+        fix = (
+            "one dtype for all three: bfloat16, float16 or float32; key.astype(query.dtype) "
+            "changes one."
+        )
         raise OptionError(f"attention: {shown}.", fix=fix)
     rows, length, heads, _ = query.shape
     by_query, by_key = (rows, length), key.shape[:2]
-    if arrays.key_mask is not None and (arrays.key_mask.shape != by_key or arrays.key_mask.dtype != bool):
+    if arrays.key_mask is not None and (
+        arrays.key_mask.shape != by_key or arrays.key_mask.dtype != bool
+    ):
         fix = f"bool{list(by_key)}, one for each key."
         raise OptionError(f"attention: key_mask is {describe(arrays.key_mask)}.", fix=fix)
     lengths = arrays.key_lengths
-    if lengths is not None and (lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer)):
-        raise OptionError(f"attention: key_lengths is {describe(lengths)}.", fix=f"int32[{rows}], one for each row.")
-    for ids, shape, of in zip(arrays.segments or (), (by_query, by_key), ("query", "key"), strict=False):
+    if lengths is not None and (
+        lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer)
+    ):
+        raise OptionError(
+            f"attention: key_lengths is {describe(lengths)}.",
+            fix=f"int32[{rows}], one for each row.",
+        )
+    for ids, shape, of in zip(
+        arrays.segments or (), (by_query, by_key), ("query", "key"), strict=False
+    ):
         if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise OptionError(f"attention: segment_ids is {describe(ids)}.", fix=f"int32{list(shape)}, one for each {of}.")
+            raise OptionError(
+                f"attention: segment_ids is {describe(ids)}.",
+                fix=f"int32{list(shape)}, one for each {of}.",
+            )
     full = (rows, heads, length, key.shape[1])
     for name, x in (("mask", arrays.mask), ("bias", arrays.bias)):
         wanted = "bool" if name == "mask" else "float"
-        of_kind = x is None or (x.dtype == bool if name == "mask" else jnp.issubdtype(x.dtype, jnp.floating))
-        if x is not None and (x.ndim != 4 or any(size not in (1, most) for size, most in zip(x.shape, full, strict=True)) or not of_kind):
-            raise OptionError(f"attention: {name} is {describe(x)}.", fix=f"{wanted}{list(full)}, or 1 in place of a size.")
+        of_kind = x is None or (
+            x.dtype == bool if name == "mask" else jnp.issubdtype(x.dtype, jnp.floating)
+        )
+        if x is not None and (
+            x.ndim != 4
+            or any(size not in (1, most) for size, most in zip(x.shape, full, strict=True))
+            or not of_kind
+        ):
+            raise OptionError(
+                f"attention: {name} is {describe(x)}.",
+                fix=f"{wanted}{list(full)}, or 1 in place of a size.",
+            )
 
 
 def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> None:
@@ -331,6 +474,16 @@ def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> 
         raise DataError(why, fix="as many of each, or a layout that does not shard sequences.")
     for length in (query.shape[1], key.shape[1]):
         if length % unit:
-            parts = f"{unit} parts, two for each device in balanced order" if ring.parts == 2 else f"{unit} devices"
-            why = f"a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves {length % unit}."
-            raise DataError(f"{where}: {why}", fix=f"sequences of {near_multiples(length, unit)}, padded if need be.")
+            parts = (
+                f"{unit} parts, two for each device in balanced order"
+                if ring.parts == 2
+                else f"{unit} devices"
+            )
+            why = (
+                f"a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves "
+                f"{length % unit}."
+            )
+            raise DataError(
+                f"{where}: {why}",
+                fix=f"sequences of {near_multiples(length, unit)}, padded if need be.",
+            )

@@ -19,7 +19,8 @@ from spmd.tree import describe
 
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 AS_WRITTEN = "attention_as_written"  # a scope in which `spmd.nn.written_attention` replaces nothing
-dot_product_attention = jax.nn.dot_product_attention  # as JAX has it: the name may stand for another function while a model is traced
+# as JAX has it: the name may stand for another function while a model is traced
+dot_product_attention = jax.nn.dot_product_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Attend:
     """One attention that is to be computed.
 
     Attributes:
-      query: [rows, queries, heads, head_dim], on one device; key, value: [rows, keys, groups, head_dim or width]; shapes are enough.
+      query: [rows, queries, heads, head_dim], on one device; key, value: [rows, keys, groups,
+        head_dim or width]; shapes are enough.
     """
 
     scoring: Scoring
@@ -61,9 +63,18 @@ class Attend:
 
     def __str__(self) -> str:
         (_, queries, heads, size), (_, keys, groups, _) = self.query.shape, self.key.shape
-        lengths = f"{queries} queries and keys" if queries == keys else f"{queries} queries, {keys} keys"
+        lengths = (
+            f"{queries} queries and keys" if queries == keys else f"{queries} queries, {keys} keys"
+        )
         shared = "" if groups == heads else f" ({groups} of keys)"
-        return ", ".join([lengths, f"{heads} heads of {size}{shared}", jnp.dtype(self.query.dtype).name, *self.options])
+        return ", ".join(
+            [
+                lengths,
+                f"{heads} heads of {size}{shared}",
+                jnp.dtype(self.query.dtype).name,
+                *self.options,
+            ]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +102,31 @@ class Kernel:
         if in_ring and self.tiles is None:
             return "it does not return the normalisers from which a ring is merged"
         if self.platforms and platform not in self.platforms:
-            return f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the step is compiled for {platform}"
-        left = [option for option in call.options if self.takes is not None and option not in self.takes]
+            return (
+                f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the step is "
+                f"compiled for {platform}"
+            )
+        left = [
+            option for option in call.options if self.takes is not None and option not in self.takes
+        ]
         return f"it does not take {', '.join(left)}" if left else self.refuses(call)
 
 
 def _xla(call: Attend) -> jax.Array:
-    """The formulation that JAX has; it takes no option but masks, and gives a query that sees no key the mean of all values."""
+    """The formulation that JAX has; it takes no option but masks, and gives a query that sees no
+    key the mean of all values.
+    """
     scoring, arrays = call.scoring, call.arrays
     if set(call.options) - {"a causal mask", "a key mask"}:
         return plain_attention(scoring, call.inputs)
     if arrays.key_mask is None:
-        return dot_product_attention(call.query, call.key, call.value, scale=scoring.scale, is_causal=scoring.causal)
+        return dot_product_attention(
+            call.query, call.key, call.value, scale=scoring.scale, is_causal=scoring.causal
+        )
     seen = arrays.key_mask[:, None, None, :]
-    out = dot_product_attention(call.query, call.key, call.value, mask=seen, scale=scoring.scale, is_causal=scoring.causal)
+    out = dot_product_attention(
+        call.query, call.key, call.value, mask=seen, scale=scoring.scale, is_causal=scoring.causal
+    )
     if scoring.causal:
         seen = seen & jnp.tri(call.query.shape[1], call.key.shape[1], dtype=bool)
     return jnp.where(seen.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
@@ -117,8 +139,9 @@ def _chunked(call: Attend) -> jax.Array:
 def _cudnn(call: Attend) -> jax.Array:
     """cuDNN's fused attention, as JAX calls it.
 
-    JAX makes a bias of a mask, an array of all scores and one for its gradient, and gives a query that sees no key the mean of all values:
-    hence masks are left to the kernels that read them as they are.
+    JAX makes a bias of a mask, an array of all scores and one for its gradient, and gives a query
+    that sees no key the mean of all values: hence masks are left to the kernels that read them as
+    they are.
     """
     (before, _), lengths = call.scoring.window, call.arrays.key_lengths
     return dot_product_attention(
@@ -135,32 +158,62 @@ def _cudnn(call: Attend) -> jax.Array:
 
 
 def _cudnn_refuses(call: Attend) -> str | None:
-    """JAX is asked: it knows the dtypes, sizes and versions, and finds out when the call is traced."""
+    """JAX is asked: it knows the dtypes, sizes and versions, and finds out when the call is
+    traced.
+    """
     (before, _), lengths = call.scoring.window, call.arrays.key_lengths
-    if call.scoring.window != (None, None) and (before is None or not call.scoring.causal or lengths is not None):
-        return "it takes a window only of keys before a query, under a causal mask, without key lengths"
+    if call.scoring.window != (None, None) and (
+        before is None or not call.scoring.causal or lengths is not None
+    ):
+        return (
+            "it takes a window only of keys before a query, under a causal mask, without key "
+            "lengths"
+        )
     if call.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, not {jnp.dtype(call.query.dtype).name}"
     bias: Any = call.arrays.bias
     scores = (call.query.shape[1], call.key.shape[1])
-    if bias is not None and (bias.shape[2:] != scores or scores[0] % 2 or scores[1] % 2 or bias.dtype != call.query.dtype):
-        wanted = f"{jnp.dtype(call.query.dtype).name}[..., {scores[0]}, {scores[1]}], for even lengths"
+    if bias is not None and (
+        bias.shape[2:] != scores or scores[0] % 2 or scores[1] % 2 or bias.dtype != call.query.dtype
+    ):
+        wanted = (
+            f"{jnp.dtype(call.query.dtype).name}[..., {scores[0]}, {scores[1]}], for even lengths"
+        )
         return f"it takes a bias as {wanted}, not {describe(bias)}"
     if bias is not None:
-        sizes = (size if size == 1 else most for size, most in zip(bias.shape[:2], (call.query.shape[0], call.query.shape[2]), strict=True))
+        sizes = (
+            size if size == 1 else most
+            for size, most in zip(
+                bias.shape[:2], (call.query.shape[0], call.query.shape[2]), strict=True
+            )
+        )
         bias = jax.ShapeDtypeStruct((*sizes, *scores), bias.dtype)
-    row_lengths: Any = None if lengths is None else jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
+    row_lengths: Any = (
+        None if lengths is None else jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
+    )
 
-    def both_passes(query: Any, key: Any, value: Any, arrays: ScoreArrays) -> Any:  # the backward pass takes less
+    # the backward pass takes less
+    def both_passes(query: Any, key: Any, value: Any, arrays: ScoreArrays) -> Any:
         def run(*inputs: Any) -> jax.Array:
-            return _cudnn(dataclasses.replace(call, query=inputs[0], key=inputs[1], value=inputs[2], arrays=arrays))
+            return _cudnn(
+                dataclasses.replace(
+                    call, query=inputs[0], key=inputs[1], value=inputs[2], arrays=arrays
+                )
+            )
 
         out, back = jax.vjp(run, query, key, value)
         return back(out)
 
     try:
-        jax.eval_shape(both_passes, call.query, call.key, call.value, ScoreArrays(bias=bias, key_lengths=row_lengths))
-    except (ValueError, NotImplementedError, RuntimeError) as error:  # so JAX says what cuDNN does not take; the caller reports it
+        jax.eval_shape(
+            both_passes,
+            call.query,
+            call.key,
+            call.value,
+            ScoreArrays(bias=bias, key_lengths=row_lengths),
+        )
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        # so JAX says what cuDNN does not take; the caller reports it
         return str(error).partition("\n")[0].removesuffix(".")
     return None
 
@@ -188,11 +241,19 @@ def _splash(call: Attend, *, interpret: bool = False) -> jax.Array:
     elif scoring.causal:
         seen = splash.CausalMask(lengths)
     block_q, block_kv = (_divisor(length, _SPLASH_BLOCKS) for length in lengths)
-    blocks = splash.BlockSizes(block_q, block_kv, block_kv, block_q, block_kv, block_kv, block_q, block_kv)
+    blocks = splash.BlockSizes(
+        block_q, block_kv, block_kv, block_q, block_kv, block_kv, block_q, block_kv
+    )
     masks = splash.MultiHeadMask([seen] * heads)
-    options = {"block_sizes": blocks, "attn_logits_soft_cap": scoring.soft_cap, "interpret": interpret}
+    options = {
+        "block_sizes": blocks,
+        "attn_logits_soft_cap": scoring.soft_cap,
+        "interpret": interpret,
+    }
     kernel = splash.make_splash_mha_single_device(masks, **options)
-    query, key, value = (jnp.moveaxis(x, 2, 1) for x in (call.query * scoring.scale, call.key, call.value))
+    query, key, value = (
+        jnp.moveaxis(x, 2, 1) for x in (call.query * scoring.scale, call.key, call.value)
+    )
     ids = segments and splash.SegmentIds(*segments)
     out: Any = jax.vmap(kernel)(query.astype(call.query.dtype), key, value, ids)
     return jnp.moveaxis(out, 1, 2)
@@ -205,7 +266,10 @@ def _splash_refuses(call: Attend) -> str | None:
     (_, queries, _, size), keys, width = call.query.shape, call.key.shape[1], call.value.shape[3]
     least = _SPLASH_BLOCKS[-1]
     if queries % least or keys % least or size % least or width % least:
-        return f"it takes lengths and head sizes that are multiples of {least}, not {queries}, {keys} and {size}"
+        return (
+            f"it takes lengths and head sizes that are multiples of {least}, not {queries}, {keys} "
+            f"and {size}"
+        )
     if queries != keys and call.scoring.window != (None, None):
         return "it takes a window only for as many queries as keys"
     if call.arrays.segments is not None and call.arrays.segments[0] is not call.arrays.segments[1]:
@@ -229,21 +293,33 @@ def _missing(module: str) -> str | None:
 
 KERNELS = {
     "cudnn": Kernel(
-        _cudnn, frozenset({"a causal mask", "a window", "a bias", "key lengths", "a precision"}), _cudnn_refuses, GPU, on_shards=True
+        _cudnn,
+        frozenset({"a causal mask", "a window", "a bias", "key lengths", "a precision"}),
+        _cudnn_refuses,
+        GPU,
+        on_shards=True,
     ),
     "triton": Kernel(_triton, None, _triton_refuses, GPU, on_shards=True, tiles=FLASH),
     "splash": Kernel(
-        _splash, frozenset({"a causal mask", "a window", "a soft cap", "segment ids"}), _splash_refuses, ("tpu",), on_shards=True
+        _splash,
+        frozenset({"a causal mask", "a window", "a soft cap", "segment ids"}),
+        _splash_refuses,
+        ("tpu",),
+        on_shards=True,
     ),
     "xla": Kernel(_xla),
     "chunked": Kernel(_chunked, tiles=CHUNKED),
 }
-IN_PLACE = "cpu, in place of "  # the platform of a plan for GPUs or TPUs without their compiler begins with this
+# the platform of a plan for GPUs or TPUs without their compiler begins with this
+IN_PLACE = "cpu, in place of "
 PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}  # by platform
 
 
-def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = False) -> tuple[str, dict[str, str]]:
-    """The name of the kernel that computes `call` on a platform, or its tiles in a ring, and why each one before it does not.
+def choose(
+    implementation: str, call: Attend, platform: str, *, in_ring: bool = False
+) -> tuple[str, dict[str, str]]:
+    """The name of the kernel that computes `call` on a platform, or its tiles in a ring, and why
+    each one before it does not.
 
     A kernel that is asked for and cannot is chosen, too, with the reason.
     """
@@ -259,7 +335,8 @@ def choose(implementation: str, call: Attend, platform: str, *, in_ring: bool = 
             continue
         why = KERNELS[name].why_not(call, target, in_ring)
         if why is None:
-            return ("chunked" if target != platform else name), reasons  # an estimate stores no scores where the target would not
+            # an estimate stores no scores where the target would not
+            return ("chunked" if target != platform else name), reasons
         reasons[name] = why
     return "chunked" if in_ring else "xla", reasons  # a ring needs tiles
 

@@ -1,4 +1,6 @@
-"""A bidirectional recurrent layer: a barrier in a stack, since it needs the entire sequence; both directions may run in parallel."""
+"""A bidirectional recurrent layer: a barrier in a stack, since it needs the entire sequence; both
+directions may run in parallel.
+"""
 
 from typing import Any
 
@@ -15,20 +17,24 @@ from spmd.wire import collectives
 
 
 class Bidirectional(nnx.Module):
-    """Two cells over the same sequence, one forward and one backward in time; their outputs for a step are concatenated.
+    """Two cells over the same sequence, one forward and one backward in time; their outputs for a
+    step are concatenated.
 
-    Under a layout with `[pipeline]` the first two devices along its axis run one direction each at the same time; any others are idle. The
-    parameters, [2, ...], are replicated on all of them.
+    Under a layout with `[pipeline]` the first two devices along its axis run one direction each at
+    the same time; any others are idle. The parameters, [2, ...], are replicated on all of them.
 
     Args:
-      forward, backward: flax nnx cells, equal in kind, settings and shapes; their inputs and outputs may differ in features.
+      forward, backward: flax nnx cells, equal in kind, settings and shapes; their inputs and
+        outputs may differ in features.
 
     Raises:
       ModelError: cells that differ, with every difference.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> layer = Bidirectional(nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)), nnx.GRUCell(4, 3, rngs=nnx.Rngs(1)))
+      >>> layer = Bidirectional(
+      ...     nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)), nnx.GRUCell(4, 3, rngs=nnx.Rngs(1))
+      ... )
       >>> layer(jnp.ones((2, 5, 4)), lengths=jnp.array([5, 2])).shape
       (2, 5, 6)
     """
@@ -41,7 +47,8 @@ class Bidirectional(nnx.Module):
 
         Args:
           x: [rows, time, features].
-          lengths: int32[rows], how many steps of each row count: the backward cell begins with the last of them; later outputs are zeros.
+          lengths: int32[rows], how many steps of each row count: the backward cell begins with the
+            last of them; later outputs are zeros.
 
         Returns:
           [rows, time, 2 features], the forward cell's first.
@@ -52,19 +59,37 @@ class Bidirectional(nnx.Module):
         return jnp.swapaxes(run(parallel, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
 
 
-def _one_direction(parallel: ParallelConfig, layers: Layers, variables: tuple, x: jax.Array, lengths: Any, backward: Any) -> jax.Array:
-    """One cell over [time, rows, features]; `backward`: from the end of each row to its beginning."""
+def _one_direction(
+    parallel: ParallelConfig,
+    layers: Layers,
+    variables: tuple,
+    x: jax.Array,
+    lengths: Any,
+    backward: Any,
+) -> jax.Array:
+    """One cell over [time, rows, features]; `backward`: from the end of each row to its
+    beginning.
+    """
     time = x.shape[0]
     ends = jnp.full(x.shape[1], time) if lengths is None else lengths
     steps = jnp.arange(time)[:, None]
-    order = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)  # [time, rows]; steps after a row's end keep their place
+    # [time, rows]; steps after a row's end keep their place
+    order = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)
 
     def reverse(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=0)
 
     cells = Cells(layers, residual_from=layers.count, dropout=0.0)
     # of `variables`, since inside a region the arrays of `layers` belong to the mesh around it
-    y, _ = cells.over_time(variables, cells.initial_carry(variables, x), reverse(x), None, steps[:, 0], lengths, unroll=parallel.unroll)
+    y, _ = cells.over_time(
+        variables,
+        cells.initial_carry(variables, x),
+        reverse(x),
+        None,
+        steps[:, 0],
+        lengths,
+        unroll=parallel.unroll,
+    )
     return reverse(y)
 
 
@@ -73,7 +98,9 @@ def _in_sequence(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths
     outputs = []
     for number in (0, 1):
         variables = jax.tree.map(lambda leaf, number=number: leaf[number], layers.variables)
-        outputs.append(_one_direction(parallel, layers, variables, x, lengths, jnp.bool_(number == 1)))
+        outputs.append(
+            _one_direction(parallel, layers, variables, x, lengths, jnp.bool_(number == 1))
+        )
     return jnp.concatenate(outputs, axis=-1)
 
 
@@ -90,11 +117,20 @@ def _in_parallel(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths
             return _one_direction(parallel, layers, cell_variables, x, lengths, number == 1)
 
         like = jax.eval_shape(run)
-        y = run() if parallel.branchless else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
-        outputs = [collectives.all_reduce(jnp.where(number == source, y, jnp.zeros_like(y)), (axis,)) for source in (0, 1)]
+        y = (
+            run()
+            if parallel.branchless
+            else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
+        )
+        outputs = [
+            collectives.all_reduce(jnp.where(number == source, y, jnp.zeros_like(y)), (axis,))
+            for source in (0, 1)
+        ]
         return jnp.concatenate(outputs, axis=-1)
 
     replicated, x_spec = PartitionSpec(), PartitionSpec(None, row_axes or None)
     lengths_spec = PartitionSpec(row_axes or None) if lengths is not None else replicated
-    run = parallel.shard_map((axis, *row_axes), stage, in_specs=(replicated, x_spec, lengths_spec), out_specs=x_spec)
+    run = parallel.shard_map(
+        (axis, *row_axes), stage, in_specs=(replicated, x_spec, lengths_spec), out_specs=x_spec
+    )
     return run(layers.variables, x, lengths)

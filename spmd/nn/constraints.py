@@ -1,7 +1,9 @@
-"""Sharding constraints in a model's own code, which was written for a loop in which the compiler sees the whole mesh.
+"""Sharding constraints in a model's own code, which was written for a loop in which the compiler
+sees the whole mesh.
 
-Inside a step they are passed to the compiler for the auto mesh axes only: a manual region has already sharded its arrays over the others.
-Flax's boxes around parameters are opened without a constraint, since the layout decides the sharding of parameters.
+Inside a step they are passed to the compiler for the auto mesh axes only: a manual region has
+already sharded its arrays over the others. Flax's boxes around parameters are opened without a
+constraint, since the layout decides the sharding of parameters.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ def manual_axes() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-    """Inside, `jax.lax.with_sharding_constraint` in a model's own code refers to this mesh; with None it does nothing.
+    """Inside, `jax.lax.with_sharding_constraint` in a model's own code refers to this mesh; with
+    None it does nothing.
 
     Other threads are not affected.
     """
@@ -40,7 +43,9 @@ def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
         _MESH.reset(token)
 
 
-_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar("constraints_on", default=None)
+_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar(
+    "constraints_on", default=None
+)
 _LOCK, _USERS = threading.Lock(), [0]
 _constrain = jax.lax.with_sharding_constraint
 
@@ -54,7 +59,9 @@ def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
     def constrain(sharding: Any, subtree: Any) -> Any:
         return jax.tree.map(lambda leaf: _constrained(leaf, sharding, scope[0]), subtree)
 
-    return jax.tree.map(constrain, shardings, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec))
+    return jax.tree.map(
+        constrain, shardings, x, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
+    )
 
 
 def _constrained(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) -> jax.Array:
@@ -64,10 +71,17 @@ def _constrained(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) 
     if not isinstance(spec, PartitionSpec):
         return _constrain(x, sharding)
     manual = manual_axes()
-    entries = [_auto_entry(entry, size, manual, mesh) for entry, size in zip(spec, x.shape, strict=False)]
+    entries = [
+        _auto_entry(entry, size, manual, mesh) for entry, size in zip(spec, x.shape, strict=False)
+    ]
     if not any(size > 1 for axis, size in mesh.shape.items() if axis not in manual):
         return x
-    return _constrain(x, NamedSharding(jax.sharding.get_abstract_mesh() if manual else mesh, PartitionSpec(*entries)))
+    return _constrain(
+        x,
+        NamedSharding(
+            jax.sharding.get_abstract_mesh() if manual else mesh, PartitionSpec(*entries)
+        ),
+    )
 
 
 def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
@@ -78,10 +92,19 @@ def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | Abs
     for axis in axes:
         if axis not in mesh.shape:
             known = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
-            why = f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh {known} does not have.'
-            raise ModelError(why, fix=f"{did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis.")
+            why = (
+                f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh '
+                f"{known} does not have."
+            )
+            raise ModelError(
+                why, fix=f"{did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
+            )
     free = tuple(axis for axis in axes if axis not in manual)
-    return free if size % math.prod(mesh.shape[axis] for axis in free) == 0 else PartitionSpec.UNCONSTRAINED
+    return (
+        free
+        if size % math.prod(mesh.shape[axis] for axis in free) == 0
+        else PartitionSpec.UNCONSTRAINED
+    )
 
 
 def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
@@ -93,7 +116,9 @@ _UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyParti
 
 
 def _replace(more: int) -> None:
-    """Count the open scopes of all threads: the first one replaces the functions, and the last one restores them."""
+    """Count the open scopes of all threads: the first one replaces the functions, and the last one
+    restores them.
+    """
     with _LOCK:
         before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
         if before == (_USERS[0] > 0):

@@ -1,9 +1,11 @@
-"""A scan over layers that gathers each layer's parameters while the layer before computes, and reduces gradients likewise (FSDP).
+"""A scan over layers that gathers each layer's parameters while the layer before computes, and
+reduces gradients likewise (FSDP).
 
-Forward, iteration i computes layer i and gathers layer i + 1. Backward, it computes the gradients of layer i, gathers layer i - 1 and
-reduces the gradients of layer i + 1. Nothing that is communicated depends on what the iteration computes, so a compiler can hide all of
-it; parameters of two layers exist at a time. A scan that gathers inside its body communicates the same bytes, and hides only what the
-layer itself lets it.
+Forward, iteration i computes layer i and gathers layer i + 1. Backward, it computes the gradients
+of layer i, gathers layer i - 1 and reduces the gradients of layer i + 1. Nothing that is
+communicated depends on what the iteration computes, so a compiler can hide all of it; parameters of
+two layers exist at a time. A scan that gathers inside its body communicates the same bytes, and
+hides only what the layer itself lets it.
 """
 
 import dataclasses
@@ -25,8 +27,9 @@ class Communication(NamedTuple):
 
     Attributes:
       gather: full parameters, from this worker's shards, of trained ones and of frozen ones alike.
-      reduce: gradients of shards and the next residuals, from shards (whose dtypes they get), gradients of full parameters and residuals.
-        None in place of a gradient is zero, and in place of a residual the one before.
+      reduce: gradients of shards and the next residuals, from shards (whose dtypes they get),
+        gradients of full parameters and residuals. None in place of a gradient is zero, and in
+        place of a residual the one before.
     """
 
     gather: Callable[[Tree], Tree]
@@ -34,8 +37,10 @@ class Communication(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and residuals of the gradients; and shards
-    of parameters that have no gradients (then both are dicts, of other keys)."""
+    """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and
+    residuals of the gradients; and shards of parameters that have no gradients (then both are
+    dicts, of other keys).
+    """
 
     shards: Tree
     others: Tree
@@ -49,7 +54,8 @@ class Stack(NamedTuple):
 
 class _Loop(NamedTuple):
     communication: Communication
-    run: Callable[..., tuple[Tree, Tree]]  # (x, full parameters and frozen ones, others, constants) -> (x, kept)
+    # (x, full parameters and frozen ones, others, constants) -> (x, kept)
+    run: Callable[..., tuple[Tree, Tree]]
     unroll: bool
 
     def gather(self, shards: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -66,12 +72,14 @@ def scan_gathered(
     policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and what all layers keep, [layers, ...].
+    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and
+    what all layers keep, [layers, ...].
 
     The gradient with respect to `stack.residuals` is the next residuals.
 
     Args:
-      policy_of: from a layer's jaxpr to a policy of `jax.checkpoint`: what it keeps for the backward pass beside its input. None: nothing.
+      policy_of: from a layer's jaxpr to a policy of `jax.checkpoint`: what it keeps for the
+        backward pass beside its input. None: nothing.
       unroll: the loop, as for a convolution on a CPU.
     """
     full = jax.eval_shape(lambda shards: tuple(map(communication.gather, shards)), stack.at(0))
@@ -95,8 +103,12 @@ def _scan(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[Tre
     return x, kept
 
 
-def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack) -> tuple[Tree, Tree, tuple]:
-    """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...], by the last, and its parameters."""
+def _forward_loop(
+    loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack
+) -> tuple[Tree, Tree, tuple]:
+    """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...],
+    by the last, and its parameters.
+    """
     gather, count = loop.gather, _count(stack)
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
@@ -107,16 +119,21 @@ def _forward_loop(loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack)
         x, kept, saved = run(x, full, _layer(stack.others, number))
         return (x, following), (kept, saved)
 
-    (x, full), (kept, saved) = _run_loop(loop, body, (x, gather(stack.at(0))), (np.arange(count - 1),))
+    (x, full), (kept, saved) = _run_loop(
+        loop, body, (x, gather(stack.at(0))), (np.arange(count - 1),)
+    )
     x, kept_last, saved_last = run(x, full, _layer(stack.others, count - 1))
     kept = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), kept, kept_last)
     return x, kept, (saved, saved_last, full)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources")
+)
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What a layer saves for its backward pass: of the leaves of what `jax.vjp` returns, those that are no input but x.
+    """What a layer saves for its backward pass: of the leaves of what `jax.vjp` returns, those that
+    are no input but x.
 
     Attributes:
       structure: of all leaves.
@@ -133,7 +150,11 @@ class Saved:
         leaves, structure = jax.tree.flatten(function)
         known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
         sources = tuple(known.get(id(leaf)) for leaf in leaves)
-        return cls([leaf for leaf, source in zip(leaves, sources, strict=True) if source is None], structure, sources)
+        return cls(
+            [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None],
+            structure,
+            sources,
+        )
 
     def gradients(self, inputs: tuple, cotangents: tuple) -> tuple:
         """Of x and the inputs."""
@@ -142,11 +163,17 @@ class Saved:
         return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
 
-def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[tuple[Tree, Tree], tuple]:
+def _scan_forward(
+    loop: _Loop, x: Tree, stack: Stack, constants: list[Any]
+) -> tuple[tuple[Tree, Tree], tuple]:
     def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree, Saved]:
         params, frozen = full
         (y, kept), function = jax.vjp(
-            lambda x, params, others, constants: loop.run(x, (params, frozen), others, constants), x, params, others, constants
+            lambda x, params, others, constants: loop.run(x, (params, frozen), others, constants),
+            x,
+            params,
+            others,
+            constants,
         )
         return y, kept, Saved.of(function, (full, others, constants))
 
@@ -154,19 +181,27 @@ def _scan_forward(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> t
     return (x, kept), (saved, stack, constants)
 
 
-def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]) -> tuple[Tree, Stack, list[Any]]:
+def _scan_backward(
+    loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]
+) -> tuple[Tree, Stack, list[Any]]:
     (saved, saved_last, full_last), stack, constants = residuals
     gather, reduce, count = loop.gather, loop.communication.reduce, _count(stack)
     dy, dkept = cotangents
 
-    def gradients(number: Any, saved: Saved, full: tuple[Tree, Tree], dx: Tree) -> tuple[Tree, Tree, Tree, list[Any]]:
+    def gradients(
+        number: Any, saved: Saved, full: tuple[Tree, Tree], dx: Tree
+    ) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
         return differentiable(saved.gradients(inputs, (complete(dx, dy), _layer(dkept, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
-        """`done` with the reduced gradients of a layer, and its next residuals in place of those before."""
+        """`done` with the reduced gradients of a layer, and its next residuals in place of those
+        before.
+        """
         dshards, after = reduce(_layer(stack.shards, number), dfull, _layer(done.residuals, number))
-        return done._replace(shards=_put(done.shards, number, dshards), residuals=_put(done.residuals, number, after))
+        return done._replace(
+            shards=_put(done.shards, number, dshards), residuals=_put(done.residuals, number, after)
+        )
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
         dx, full, dfull, dconstants, done = carry
@@ -185,7 +220,9 @@ def _scan_backward(loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree])
     done = differentiable(jax.tree.map(_no_gradient, trained))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
     carry = dx, following, dfull, dconstants, done
-    (dx, _, dfull, dconstants, done), _ = _run_loop(loop, body, carry, (np.arange(count - 1), saved), reverse=True)
+    (dx, _, dfull, dconstants, done), _ = _run_loop(
+        loop, body, carry, (np.arange(count - 1), saved), reverse=True
+    )
     gradient = complete(reduced(0, dfull, done), trained)._replace(frozen=None)
     return complete(dx, dy), gradient, complete(dconstants, constants)
 
@@ -194,16 +231,21 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 def together(*trees: Tree) -> tuple:
-    """These trees, none of which is used before all are there: without a loop a compiler could gather all layers at once.
+    """These trees, none of which is used before all are there: without a loop a compiler could
+    gather all layers at once.
 
     All that is returned must be used: a compiler leaves out what is not.
     """
     return lax.optimization_barrier(trees)
 
 
-def _run_loop(loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False) -> tuple[Tree, Tree]:
+def _run_loop(
+    loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False
+) -> tuple[Tree, Tree]:
     length = len(xs[0])
-    return lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=max(length, 1) if loop.unroll else 1)
+    return lax.scan(
+        body, carry, xs, length=length, reverse=reverse, unroll=max(length, 1) if loop.unroll else 1
+    )
 
 
 def _count(stack: Stack) -> int:
@@ -225,7 +267,11 @@ def _put(tree: Tree, number: Any, part: Tree) -> Tree:
     """`tree` with the values of one layer."""
 
     def put(leaf: Any, value: Any) -> Any:
-        return leaf if value is None else lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0)
+        return (
+            leaf
+            if value is None
+            else lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0)
+        )
 
     return jax.tree.map(put, tree, part)
 
@@ -245,4 +291,7 @@ def complete(grads: Tree, like: Tree) -> Tree:
     """The inverse of `differentiable`."""
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
     pairs = zip(leaves, jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None), strict=True)
-    return jax.tree.unflatten(structure, [_no_gradient(old) if leaf is None and old is not None else leaf for leaf, old in pairs])
+    return jax.tree.unflatten(
+        structure,
+        [_no_gradient(old) if leaf is None and old is not None else leaf for leaf, old in pairs],
+    )

@@ -1,4 +1,6 @@
-"""The program of a layer inside a function with a gradient of its own. It may be changed until the function is differentiated."""
+"""The program of a layer inside a function with a gradient of its own. It may be changed until the
+function is differentiated.
+"""
 
 import contextlib
 import contextvars
@@ -13,14 +15,18 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.tree import Tree
 
-_RECORDED: contextvars.ContextVar[dict[str, "InnerProgram"] | None] = contextvars.ContextVar("inner_programs", default=None)
+_RECORDED: contextvars.ContextVar[dict[str, "InnerProgram"] | None] = contextvars.ContextVar(
+    "inner_programs", default=None
+)
 
 
 class InnerProgram:
-    """A function, traced: the backward pass is traced elsewhere, so what the function closes over has to become arguments.
+    """A function, traced: the backward pass is traced elsewhere, so what the function closes over
+    has to become arguments.
 
     Attributes:
-      jaxpr: what is run. Its constants are arguments of the function with a gradient, the last ones.
+      jaxpr: what is run. Its constants are arguments of the function with a gradient, the last
+        ones.
       constants: those arguments.
     """
 
@@ -34,8 +40,11 @@ class InnerProgram:
             self._name = f"inner_program_{len(recorded)}"
             recorded[self._name] = self
 
-    def recomputed(self, policy_of: Callable[[Any], Callable[..., Any] | None], **options: Any) -> Callable[..., Tree]:
-        """The function of its arguments, and the constants as a list, under `jax.checkpoint` with these options.
+    def recomputed(
+        self, policy_of: Callable[[Any], Callable[..., Any] | None], **options: Any
+    ) -> Callable[..., Tree]:
+        """The function of its arguments, and the constants as a list, under `jax.checkpoint` with
+        these options.
 
         Args:
           policy_of: the policy for a jaxpr, which is that of the function when it is called.
@@ -43,7 +52,10 @@ class InnerProgram:
 
         def call(*args: Any) -> Tree:
             if self._made[0] is not self.jaxpr:  # jax.checkpoint traces a function once
-                self._made = (self.jaxpr, jax.checkpoint(self._function(), policy=policy_of(self.jaxpr), **options))
+                self._made = (
+                    self.jaxpr,
+                    jax.checkpoint(self._function(), policy=policy_of(self.jaxpr), **options),
+                )
             return self._made[1](*args)
 
         return call
@@ -54,8 +66,12 @@ class InnerProgram:
 
         def run(*args: Any) -> Tree:
             *inputs, constants = args
-            # others have no gradient: a function with a gradient of its own, which closes over a table, does not take one
-            constants = [leaf if traced else lax.stop_gradient(leaf) for leaf, traced in zip(constants, is_traced, strict=True)]
+            # others have no gradient: a function with a gradient of its own, which closes over a
+            # table, does not take one
+            constants = [
+                leaf if traced else lax.stop_gradient(leaf)
+                for leaf, traced in zip(constants, is_traced, strict=True)
+            ]
             first, *rest = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*jax.tree.leaves(inputs))
             if self._name is not None:
                 first = checkpoint_name(first, self._name)
@@ -66,7 +82,9 @@ class InnerProgram:
 
 @contextlib.contextmanager
 def recorded_programs() -> Iterator[dict[str, InnerProgram]]:
-    """The inner programs that are made inside, by a name that values in the program around them carry (`checkpoint_name`)."""
+    """The inner programs that are made inside, by a name that values in the program around them
+    carry (`checkpoint_name`).
+    """
     token = _RECORDED.set({})
     try:
         yield _RECORDED.get()  # type: ignore[misc]

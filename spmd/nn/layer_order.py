@@ -1,7 +1,9 @@
-"""The order in which a state stores a stack's layers, so that each stage of a circular pipeline holds its layers without communication.
+"""The order in which a state stores a stack's layers, so that each stage of a circular pipeline
+holds its layers without communication.
 
-With g groups on each of p stages, group c of stage s is the network's (c p + s)th (`spmd.nn.schedule`), but a mesh axis shards dim 0 into
-contiguous blocks. So the layers of stage 0 are stored first, then those of stage 1, and so on.
+With g groups on each of p stages, group c of stage s is the network's (c p + s)th
+(`spmd.nn.schedule`), but a mesh axis shards dim 0 into contiguous blocks. So the layers of stage 0
+are stored first, then those of stage 1, and so on.
 """
 
 import dataclasses
@@ -27,7 +29,9 @@ def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class StageOrder:
-    """How a state stores parameters like these: those of `paths` with their layers in stage order, all others as they are."""
+    """How a state stores parameters like these: those of `paths` with their layers in stage order,
+    all others as they are.
+    """
 
     like: Tree
     stages: int
@@ -44,7 +48,11 @@ class StageOrder:
 
     def _permute(self, params: Tree, direction: Callable[[np.ndarray], np.ndarray]) -> Tree:
         def permute(path: str, leaf: Any) -> Any:
-            return leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))] if path in self.paths else leaf
+            return (
+                leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))]
+                if path in self.paths
+                else leaf
+            )
 
         return move_bits(lambda tree: map_paths(permute, tree), params)
 
@@ -54,7 +62,9 @@ class StageOrder:
 
 
 class StageOrderedModel(WrappedModel):
-    """`model` with its parameters stored in stage order; its stacks read `ParallelConfig.in_stage_order`."""
+    """`model` with its parameters stored in stage order; its stacks read
+    `ParallelConfig.in_stage_order`.
+    """
 
     def __init__(self, model: Model, order: StageOrder):
         super().__init__(model)
@@ -66,7 +76,11 @@ class StageOrderedModel(WrappedModel):
         return None if self._model.concrete is None else self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
-        return dataclasses.replace(variables, params=self._order.pack(variables.params), frozen=self._order.pack(variables.frozen))
+        return dataclasses.replace(
+            variables,
+            params=self._order.pack(variables.params),
+            frozen=self._order.pack(variables.frozen),
+        )
 
     def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
         """All arrays, in stage order."""
@@ -74,11 +88,17 @@ class StageOrderedModel(WrappedModel):
 
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""
-        params, frozen = (jax.jit(self._order.unpack)(tree) for tree in (variables.params, variables.frozen))
+        params, frozen = (
+            jax.jit(self._order.unpack)(tree) for tree in (variables.params, variables.frozen)
+        )
         return self._model.rebuild(dataclasses.replace(variables, params=params, frozen=frozen))
 
 
-def make_stage_order(stacks: Mapping[str, int], like: Tree, stages: int, groups: int) -> StageOrder | None:
-    """The stage order of a pipeline with several groups on each stage; None where the network's order is kept."""
+def make_stage_order(
+    stacks: Mapping[str, int], like: Tree, stages: int, groups: int
+) -> StageOrder | None:
+    """The stage order of a pipeline with several groups on each stage; None where the network's
+    order is kept.
+    """
     paths = tuple(path for path in {**flatten(like), **stacks} if path in stacks)
     return StageOrder(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None

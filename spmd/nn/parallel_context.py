@@ -1,6 +1,8 @@
-"""How the current step shards the forward pass. The step sets this around the call of the loss, at trace time.
+"""How the current step shards the forward pass. The step sets this around the call of the loss, at
+trace time.
 
-A module of `spmd.nn` calls `current()`. Outside of a step nothing is sharded, and the module runs as ordinary model code.
+A module of `spmd.nn` calls `current()`. Outside of a step nothing is sharded, and the module runs
+as ordinary model code.
 """
 
 import contextlib
@@ -21,10 +23,14 @@ from spmd.nn.schedule import Schedule
 from spmd.specs import spec_axes
 from spmd.xla import shard_map
 
-ATTENTIONS = "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a softmax in a form that is recognised"
+ATTENTIONS = (
+    "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a "
+    "softmax in a form that is recognised"
+)
 FUSED = "fused attention"  # in `ParallelConfig.used`: attention that has a first derivative only
 STORED = "stored scores"  # in `ParallelConfig.used`: attention that no kernel takes
-MIXTURE = "mixture"  # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
+# in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
+MIXTURE = "mixture"
 
 
 LAYERS = "layers_of_a_stack"  # the name of a function in a loss that is only read
@@ -35,18 +41,24 @@ class ParallelConfig:
     """What the layout declares, and on which mesh.
 
     Attributes:
-      data: the mesh axes over which rows are sharded. In the manual step they are already manual, and a module sees one worker's rows.
+      data: the mesh axes over which rows are sharded. In the manual step they are already manual,
+        and a module sees one worker's rows.
       attention: the implementation of attention, of the layout's `[attention]`.
       platform: of the devices, "cpu", "cuda" ...; None: this process's.
-      in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages (`spmd.nn.layer_order`).
+      in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages
+        (`spmd.nn.layer_order`).
       unroll: whether loops are unrolled (for a convolution in a loop's body, on a CPU).
-      row_splits: the number of parts into which the step will split the rows that a module now sees: accumulation, workers.
-      gather_layer: `spmd.sync.layer_gather.LayerGather`, how a stack gathers the parameters of a layer. None: it has full ones.
-      residuals: trees of what the gradients that `gather_layer` reduces carry from microbatch to microbatch, [layers, ...] by path.
+      row_splits: the number of parts into which the step will split the rows that a module now
+        sees: accumulation, workers.
+      gather_layer: `spmd.sync.layer_gather.LayerGather`, how a stack gathers the parameters of a
+        layer. None: it has full ones.
+      residuals: trees of what the gradients that `gather_layer` reduces carry from microbatch to
+        microbatch, [layers, ...] by path.
       reading: axes that stand for the workers while a loss is only read (`spmd.train.batch_rows`).
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).
-      used: what the modules have used, for the step to check: "pipeline", its "microbatches" and "time_chunk", "sequence", "experts".
+      used: what the modules have used, for the step to check: "pipeline", its "microbatches" and
+        "time_chunk", "sequence", "experts".
       schedules: the schedule of every stack that was called, by a name for each.
       notes: lines on what modules have chosen, to be shown before a run, as keys.
     """
@@ -71,7 +83,8 @@ class ParallelConfig:
     notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
     def check_used(self, source: str, notes: Iterable[str] = ()) -> None:
-        """Check, once the loss was traced, that it uses every axis that the layout `source` names for a part of the model.
+        """Check, once the loss was traced, that it uses every axis that the layout `source` names
+        for a part of the model.
 
         Args:
           notes: what was said while it was traced, such as why attention is left as it is.
@@ -84,12 +97,27 @@ class ParallelConfig:
             ("experts", self.experts.axis, "spmd.nn.MixtureOfExperts"),
         ):
             if axis is not None and table not in self.used:
-                why = f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing is sharded over "{axis}".'
-                raise LayoutError(f"{source}: {why}", fix=f"{function} in the model, or a layout without [{table}].")
+                why = (
+                    f'[{table}] axis = "{axis}", but the loss never calls {function}, so nothing '
+                    f'is sharded over "{axis}".'
+                )
+                raise LayoutError(
+                    f"{source}: {why}",
+                    fix=f"{function} in the model, or a layout without [{table}].",
+                )
         if self.attention not in ("auto", "as_written") and "attention" not in self.used:
-            why = f'{source}: [attention] implementation = "{self.attention}", but the loss has no attention that it applies to.'
-            why += "".join(f"\n    {note.removeprefix('note: ')}" for note in notes if note.startswith("note: attention in "))
-            raise LayoutError(why, fix=f"a model with {ATTENTIONS}; or a layout without [attention].")
+            why = (
+                f'{source}: [attention] implementation = "{self.attention}", but the loss has no '
+                "attention that it applies to."
+            )
+            why += "".join(
+                f"\n    {note.removeprefix('note: ')}"
+                for note in notes
+                if note.startswith("note: attention in ")
+            )
+            raise LayoutError(
+                why, fix=f"a model with {ATTENTIONS}; or a layout without [attention]."
+            )
 
     def axis_size(self, axis: str | None) -> int:
         """The number of devices along a mesh axis; 1 for None."""
@@ -99,12 +127,17 @@ class ParallelConfig:
     def branchless(self) -> bool:
         """Whether all stages must run the same code and discard the results they do not need.
 
-        This holds where the devices of a stage communicate, explicitly or because the partitioner has sharded a layer over another axis:
-        in a branch that only some stages take, XLA:CPU (jax 0.10.2) gives a `ppermute` wrong numbers, or hangs. It also holds where loops
-        are unrolled for a convolution, which is as slow in a branch as in a loop.
+        This holds where the devices of a stage communicate, explicitly or because the partitioner
+        has sharded a layer over another axis: in a branch that only some stages take, XLA:CPU (jax
+        0.10.2) gives a `ppermute` wrong numbers, or hangs. It also holds where loops are unrolled
+        for a convolution, which is as slow in a branch as in a loop.
         """
         pipeline_axes = (self.pipeline.axis, *self.data)
-        return self.unroll or any(size > 1 for axis, size in (self.mesh.shape.items() if self.mesh else ()) if axis not in pipeline_axes)
+        return self.unroll or any(
+            size > 1
+            for axis, size in (self.mesh.shape.items() if self.mesh else ())
+            if axis not in pipeline_axes
+        )
 
     @property
     def stages(self) -> int:
@@ -113,49 +146,78 @@ class ParallelConfig:
 
     @property
     def manual_backward(self) -> bool:
-        """Whether the step runs the backward pass tick by tick, without reverse-mode differentiation of the entire loss."""
+        """Whether the step runs the backward pass tick by tick, without reverse-mode
+        differentiation of the entire loss.
+        """
         return self.stages > 1 and self.pipeline.schedule == "1f1b"
 
     @property
     def auto_data_axes(self) -> tuple[str, ...]:
-        """The data axes along which a module sees all rows: no manual region around it shards over them."""
-        return tuple(axis for axis in self.data if axis not in manual_axes() and self.axis_size(axis) > 1)
+        """The data axes along which a module sees all rows: no manual region around it shards over
+        them.
+        """
+        return tuple(
+            axis for axis in self.data if axis not in manual_axes() and self.axis_size(axis) > 1
+        )
 
     def auto_row_axes(self, rows: int) -> tuple[str, ...]:
-        """`auto_data_axes` if their devices divide `rows`; else none, and the rows are replicated."""
-        return self.auto_data_axes if rows % math.prod(map(self.axis_size, self.auto_data_axes)) == 0 else ()
+        """`auto_data_axes` if their devices divide `rows`; else none, and the rows are
+        replicated.
+        """
+        return (
+            self.auto_data_axes
+            if rows % math.prod(map(self.axis_size, self.auto_data_axes)) == 0
+            else ()
+        )
 
-    def shard_map(self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(
+        self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         """`function` on each device's shard along `axes`; all other axes stay as they are.
 
-        Specs name these axes only. Gradients of inputs that are replicated along an axis are summed over it.
+        Specs name these axes only. Gradients of inputs that are replicated along an axis are summed
+        over it.
         """
         mesh = None if manual_axes() else self.mesh  # inside a manual region jax knows the mesh
 
         def names_all_axes(spec: Any) -> bool:
-            return isinstance(spec, PartitionSpec) and set(spec_axes(tuple(spec))) >= set(axes)  # else specs of several arrays
+            # else specs of several arrays
+            return isinstance(spec, PartitionSpec) and set(spec_axes(tuple(spec))) >= set(axes)
 
         def call(*inputs: Any) -> Any:
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, inputs)
 
             def restore_dtypes(*widened: Any) -> Any:
-                return function(*jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), widened, dtypes))
+                return function(
+                    *jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), widened, dtypes)
+                )
 
-            run = shard_map(restore_dtypes, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+            run = shard_map(
+                restore_dtypes, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes
+            )
             specs = [in_specs] * len(inputs) if isinstance(in_specs, PartitionSpec) else in_specs
             pairs = zip(inputs, specs, strict=True)
-            return run(*(tree if names_all_axes(spec) else jax.tree.map(_widened, tree) for tree, spec in pairs))
+            return run(
+                *(
+                    tree if names_all_axes(spec) else jax.tree.map(_widened, tree)
+                    for tree, spec in pairs
+                )
+            )
 
         return call
 
 
 def _widened(leaf: jax.Array) -> jax.Array:
-    """A bfloat16 array as float32, since its gradient is summed over devices: see `collectives.all_reduce`."""
+    """A bfloat16 array as float32, since its gradient is summed over devices: see
+    `collectives.all_reduce`.
+    """
     return leaf.astype("float32") if leaf.dtype == "bfloat16" else leaf
 
 
 UNSHARDED = ParallelConfig(attention="as_written")
-_CURRENT: contextvars.ContextVar[ParallelConfig] = contextvars.ContextVar("parallel", default=UNSHARDED)
+_CURRENT: contextvars.ContextVar[ParallelConfig] = contextvars.ContextVar(
+    "parallel", default=UNSHARDED
+)
 
 
 def current() -> ParallelConfig:
@@ -164,7 +226,9 @@ def current() -> ParallelConfig:
 
 
 def named_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which calls layers that a layout may compute in ways of its own, by a name with which a reader of the loss finds it."""
+    """`function`, which calls layers that a layout may compute in ways of its own, by a name with
+    which a reader of the loss finds it.
+    """
     if not current().reading:
         return function
 

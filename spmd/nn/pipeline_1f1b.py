@@ -1,12 +1,16 @@
-"""1F1B: every stage runs a microbatch's backward pass as early as it can, so it stores the inputs of at most `stages` microbatches.
+"""1F1B: every stage runs a microbatch's backward pass as early as it can, so it stores the inputs
+of at most `stages` microbatches.
 
-Reverse-mode differentiation of a loss finishes the forward pass before it begins the backward pass. So the backward pass is written here
-explicitly, in the one loop over ticks that also runs forward. A loss is split at its stack without being rewritten: it is traced three
-times, with a `Tap` in place of the stack. *before* is the loss up to the stack's input, *stage* is this stage's layers, *after* is the loss
-from the stack's output on; XLA removes what a trace computes and does not return. An embedding that is tied to the head, or a connection
-around the stack, is in both *before* and *after*, and its gradients add up.
+Reverse-mode differentiation of a loss finishes the forward pass before it begins the backward pass.
+So the backward pass is written here explicitly, in the one loop over ticks that also runs forward.
+A loss is split at its stack without being rewritten: it is traced three times, with a `Tap` in
+place of the stack. *before* is the loss up to the stack's input, *stage* is this stage's layers,
+*after* is the loss from the stack's output on; XLA removes what a trace computes and does not
+return. An embedding that is tied to the head, or a connection around the stack, is in both *before*
+and *after*, and its gradients add up.
 
-A stage stores its input and recomputes its layers in the backward pass (full rematerialisation of a stage).
+A stage stores its input and recomputes its layers in the backward pass (full rematerialisation of a
+stage).
 
 Source: Narayanan et al., PipeDream-Flush, arXiv:2006.09503; the schedule is `spmd.nn.schedule`'s.
 """
@@ -35,13 +39,15 @@ IDLE, FORWARD, BACKWARD = range(3)
 
 @dataclasses.dataclass
 class Tap:
-    """Called in place of a stack while a loss is traced: it records the stack's input and supplies its output.
+    """Called in place of a stack while a loss is traced: it records the stack's input and supplies
+    its output.
 
     Attributes:
       x: the input of this stage's layers, in place of the stack's; None: they are not called.
       y: what the stack returns; None: zeros, for a trace of which only `seen` is wanted.
       seen: the stack's input, or what this stage's layers returned for `x`.
-      layers_per_stage: from a stack's layers to those of a stage, where every stage has all of them; None: it has its own only.
+      layers_per_stage: from a stack's layers to those of a stage, where every stage has all of
+        them; None: it has its own only.
     """
 
     x: Tree = None
@@ -50,31 +56,53 @@ class Tap:
     layers_per_stage: Callable[[int], int] | None = None
     calls: int = 0
 
-    def __call__(self, parallel: ParallelConfig, layers: Layers, call: Callable[..., tuple], x: Tree, rows: tuple) -> Tree:
+    def __call__(
+        self,
+        parallel: ParallelConfig,
+        layers: Layers,
+        call: Callable[..., tuple],
+        x: Tree,
+        rows: tuple,
+    ) -> Tree:
         """In place of a stack."""
         self.calls += 1
         if self.calls > 1:
-            fix = 'one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.'
-            raise ModelError("the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.", fix=fix)
+            fix = (
+                'one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there '
+                "may be several."
+            )
+            raise ModelError(
+                "the loss calls stacks of layers more than once, and a 1f1b pipeline is made of "
+                "one.",
+                fix=fix,
+            )
         if self.y is not None:
             return self.y
         self.seen = x
         if self.x is not None:
-            count = layers.count if self.layers_per_stage is None else self.layers_per_stage(layers.count)
+            count = (
+                layers.count
+                if self.layers_per_stage is None
+                else self.layers_per_stage(layers.count)
+            )
             first = collectives.worker_index((str(parallel.pipeline.axis),)) * count
 
             def pick(leaf: jax.Array) -> jax.Array:
-                return leaf if leaf.shape[0] == count else lax.dynamic_slice_in_dim(leaf, first, count)
+                return (
+                    leaf if leaf.shape[0] == count else lax.dynamic_slice_in_dim(leaf, first, count)
+                )
 
             def run_layer(x: Tree, variables: tuple) -> tuple[Tree, Tree]:
                 return layers.unchanged(*call(x, rows, variables, lambda key: key))
 
-            variables = jax.tree.map(pick, layers.variables)  # random streams are replicated over the stages
+            # random streams are replicated over the stages
+            variables = jax.tree.map(pick, layers.variables)
             self.seen, _ = scan_layers(run_layer, self.x, variables, unroll=parallel.unroll)
         return jax.tree.map(jnp.zeros_like, x)
 
 
-Loss = Callable[[Tree, Tree, Any, ParallelConfig, Tree], tuple[jax.Array, Tree]]  # (params, rows, number, parallel, consts) -> (sum, aux)
+# (params, rows, number, parallel, consts) -> (sum, aux)
+Loss = Callable[[Tree, Tree, Any, ParallelConfig, Tree], tuple[jax.Array, Tree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +115,9 @@ class SplitLoss:
     layers_per_stage: Callable[[int], int] | None
 
     def _traced(self, tap: Tap, params: Tree, rows: Tree, number: Any) -> tuple[jax.Array, Tree]:
-        value_and_aux = self.loss(params, rows, number, dataclasses.replace(self.parallel, tap=tap), self.consts)
+        value_and_aux = self.loss(
+            params, rows, number, dataclasses.replace(self.parallel, tap=tap), self.consts
+        )
         if not tap.calls:
             why = "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made."
             raise ModelError(why, fix="one, or another [pipeline] schedule.")
@@ -125,17 +155,22 @@ def run_1f1b(
     """Gradients of a loss summed over all rows, and the sum of its aux.
 
     Args:
-      loss: `(params, rows, number, parallel, consts) -> (value, aux)` of one microbatch, summed over its rows; traced under `parallel`.
+      loss: `(params, rows, number, parallel, consts) -> (value, aux)` of one microbatch, summed
+        over its rows; traced under `parallel`.
       rows: leaves [rows, ...], split into microbatches as `microbatches` says.
-      consts: the other arrays that the loss needs, which have no gradients; it must close over no others.
-      stage_sharded: for every parameter whether dim 0 is sharded over the stages; `consts_sharded`, a tree prefix: for every other array.
-      layers_per_stage: from a stack's layers to those of a stage, where parameters are replicated over the stages.
+      consts: the other arrays that the loss needs, which have no gradients; it must close over no
+        others.
+      stage_sharded: for every parameter whether dim 0 is sharded over the stages; `consts_sharded`,
+        a tree prefix: for every other array.
+      layers_per_stage: from a stack's layers to those of a stage, where parameters are replicated
+        over the stages.
 
     Returns:
       Gradients as `params`, and the aux.
     """
     axis, row_axes = str(parallel.pipeline.axis), microbatches.row_axes
-    schedule = make_schedule("1f1b", stages=parallel.stages, microbatches=microbatches.count)  # also in `parallel.schedules`
+    # also in `parallel.schedules`
+    schedule = make_schedule("1f1b", stages=parallel.stages, microbatches=microbatches.count)
 
     def region(params: Tree, rows: Tree, consts: Tree) -> tuple[Tree, Tree]:
         split_loss = SplitLoss(parallel, loss, consts, layers_per_stage)
@@ -149,18 +184,27 @@ def run_1f1b(
         return grads, jax.tree.map(lambda a: collectives.all_reduce(a, (axis, *row_axes)), aux)
 
     specs, consts_specs = jax.tree.map(
-        lambda is_sharded: PartitionSpec(axis) if is_sharded else PartitionSpec(), (stage_sharded, consts_sharded)
+        lambda is_sharded: PartitionSpec(axis) if is_sharded else PartitionSpec(),
+        (stage_sharded, consts_sharded),
     )
     in_specs = (specs, row_spec(row_axes), consts_specs)
-    run = parallel.shard_map((axis, *row_axes), region, in_specs=in_specs, out_specs=(specs, PartitionSpec()))
+    run = parallel.shard_map(
+        (axis, *row_axes), region, in_specs=in_specs, out_specs=(specs, PartitionSpec())
+    )
     return run(params, rows, consts)
 
 
-def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, *, first: jax.Array) -> tuple[Tree, Tree]:
+def _run(
+    schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, *, first: jax.Array
+) -> tuple[Tree, Tree]:
     """This stage's ticks: the gradients it computed, and the aux of the last stage."""
     parallel, axis = loss.parallel, str(loss.parallel.pipeline.axis)
     choose = functools.partial(one_of, branchless=parallel.branchless)
-    stage, last, slots = collectives.worker_index((axis,)), schedule.stages - 1, min(schedule.stages, schedule.microbatches)
+    stage, last, slots = (
+        collectives.worker_index((axis,)),
+        schedule.stages - 1,
+        min(schedule.stages, schedule.microbatches),
+    )
 
     def pick(number: Any) -> tuple[Tree, jax.Array]:
         return jax.tree.map(lambda x: x[number], microbatches), first + number
@@ -199,7 +243,10 @@ def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, 
             return stage_grads, filled(dx, x), zeros(aux)
 
         stage_grads, dx, stage_aux = choose(stage == last, [from_next_stage, from_loss])
-        grads, aux = jax.tree.map(jnp.add, grads, stage_grads), jax.tree.map(jnp.add, aux, stage_aux)
+        grads, aux = (
+            jax.tree.map(jnp.add, grads, stage_grads),
+            jax.tree.map(jnp.add, aux, stage_aux),
+        )
 
         def add_before() -> Tree:
             _, vjp = jax.vjp(lambda params: loss.before(params, *pick(number)), params)
@@ -209,7 +256,11 @@ def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, 
 
     def tick(carry: tuple, row: jax.Array) -> tuple[tuple, None]:
         kind, number, incoming = row
-        work = [lambda: (carry, (nothing, nothing)), lambda: forward(carry, number), lambda: backward(carry, number)]
+        work = [
+            lambda: (carry, (nothing, nothing)),
+            lambda: forward(carry, number),
+            lambda: backward(carry, number),
+        ]
         (grads, aux, inputs, _), (y, dx) = choose(kind, work)
         y = jax.tree.map(lambda y: collectives.shift(y, axis), y)
 
@@ -222,22 +273,32 @@ def _run(schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, 
     inputs = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), input_shapes)
     columns = jnp.asarray(tick_table(schedule))[:, stage]
     carry = (zeros(params), zeros(aux), inputs, nothing)
-    (grads, aux, _, _), _ = lax.scan(tick, carry, columns, unroll=len(columns) if parallel.unroll else 1)
+    (grads, aux, _, _), _ = lax.scan(
+        tick, carry, columns, unroll=len(columns) if parallel.unroll else 1
+    )
     return grads, aux
 
 
 def filled(gradient: Tree, x: Tree) -> Tree:
     """A gradient that can be sent: integers have none, so zeros are sent in its place."""
-    return jax.tree.map(lambda g, x: jnp.zeros_like(x) if g.dtype == jax.dtypes.float0 else g, gradient, x)
+    return jax.tree.map(
+        lambda g, x: jnp.zeros_like(x) if g.dtype == jax.dtypes.float0 else g, gradient, x
+    )
 
 
 def as_cotangent(gradient: jax.Array) -> Any:
     """The reverse of `filled`, for one array."""
-    return gradient if jnp.issubdtype(gradient.dtype, jnp.inexact) else np.zeros(gradient.shape, jax.dtypes.float0)
+    return (
+        gradient
+        if jnp.issubdtype(gradient.dtype, jnp.inexact)
+        else np.zeros(gradient.shape, jax.dtypes.float0)
+    )
 
 
 def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool) -> Tree:
-    """What `work[which]` returns. Only that function runs, or, if `branchless`, all of them, and the other results are discarded."""
+    """What `work[which]` returns. Only that function runs, or, if `branchless`, all of them, and
+    the other results are discarded.
+    """
     if not branchless:
         return lax.switch(jnp.int32(which), work)
     result, *others = [function() for function in work]
@@ -248,14 +309,17 @@ def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool
 
 @functools.cache
 def tick_table(schedule: Schedule) -> np.ndarray:
-    """A schedule as int32[ticks, stages, 3]: what a stage does, with which microbatch, and whose input arrives at the end of the tick.
+    """A schedule as int32[ticks, stages, 3]: what a stage does, with which microbatch, and whose
+    input arrives at the end of the tick.
 
     Raises:
-      RuntimeError: a schedule in which a gradient waits longer than a tick, or an input arrives in a slot that is in use.
+      RuntimeError: a schedule in which a gradient waits longer than a tick, or an input arrives in
+        a slot that is in use.
     """
     table = np.full((schedule.ticks, schedule.stages, 3), -1, np.int32)
     slots = min(schedule.stages, schedule.microbatches)
-    waiting: list[set[int]] = [set() for _ in range(schedule.stages)]  # inputs that a stage still needs
+    # inputs that a stage still needs
+    waiting: list[set[int]] = [set() for _ in range(schedule.stages)]
     for at, tick in enumerate(schedule.table):
         for stage, work in enumerate(tick):
             kind = IDLE if work is None else BACKWARD if work.backward else FORWARD

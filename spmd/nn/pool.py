@@ -1,18 +1,23 @@
-"""Max pooling whose gradient is fast on a CPU, and which the partitioner shards like an element-wise function."""
+"""Max pooling whose gradient is fast on a CPU, and which the partitioner shards like an
+element-wise function.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_PIXELS = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)  # the four pixels of a window, in the order of rows
+# the four pixels of a window, in the order of rows
+_PIXELS = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)
 
 
 def max_pool2(x: jax.Array) -> jax.Array:
-    """The largest of every 2 x 2 pixels of `x` [rows, height, width, channels]; equals `nnx.max_pool(x, (2, 2), (2, 2))`.
+    """The largest of every 2 x 2 pixels of `x` [rows, height, width, channels]; equals
+    `nnx.max_pool(x, (2, 2), (2, 2))`.
 
-    Its gradient is equal, too, also where pixels tie: the first of them gets it. But it selects by the index (0 to 3) of the largest
-    pixel, where the gradient of reduce-window searches again, which is an order of magnitude slower on a CPU. An odd last row or column
-    is left out, as in `nnx.max_pool`.
+    Its gradient is equal, too, also where pixels tie: the first of them gets it. But it selects by
+    the index (0 to 3) of the largest pixel, where the gradient of reduce-window searches again,
+    which is an order of magnitude slower on a CPU. An odd last row or column is left out, as in
+    `nnx.max_pool`.
 
     Args:
       x: [rows, height, width, channels].
@@ -30,7 +35,9 @@ def max_pool2(x: jax.Array) -> jax.Array:
 def _windows(x: jax.Array) -> jax.Array:
     """[rows, height // 2, 2, width // 2, 2, channels]"""
     rows, height, width, channels = x.shape
-    return x[:, : height // 2 * 2, : width // 2 * 2].reshape(rows, height // 2, 2, width // 2, 2, channels)
+    return x[:, : height // 2 * 2, : width // 2 * 2].reshape(
+        rows, height // 2, 2, width // 2, 2, channels
+    )
 
 
 @jax.custom_jvp
@@ -40,7 +47,9 @@ def _largest(windows: jax.Array) -> jax.Array:
 
 
 @_largest.defjvp
-def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _largest_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     a, b, c, d = _pixels(*primals)
     upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
     chosen = jnp.where(lower > upper, 2 + (d > c).astype(jnp.int8), (b > a).astype(jnp.int8))
@@ -49,5 +58,7 @@ def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple
 
 
 def _pixels(windows: jax.Array) -> list[jax.Array]:
-    """The four pixels of every window, in the order of rows, each [rows, height // 2, width // 2, channels]."""
+    """The four pixels of every window, in the order of rows, each [rows, height // 2, width // 2,
+    channels].
+    """
     return [windows[:, :, row, :, column] for row in (0, 1) for column in (0, 1)]

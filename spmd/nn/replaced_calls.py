@@ -1,7 +1,9 @@
-"""Calls of JAX's and flax's attention functions in a model's own code go to other functions while the model is traced.
+"""Calls of JAX's and flax's attention functions in a model's own code go to other functions while
+the model is traced.
 
-Replaced are the names `jax.nn.dot_product_attention`, `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`, and these
-functions where a flax module has one as its `attention_fn`. A name that a file has imported from there is not: it is the function itself.
+Replaced are the names `jax.nn.dot_product_attention`, `flax.nnx.dot_product_attention` and
+`flax.linen.dot_product_attention`, and these functions where a flax module has one as its
+`attention_fn`. A name that a file has imported from there is not: it is the function itself.
 """
 
 import contextlib
@@ -24,7 +26,8 @@ ORIGINALS: dict[str, Callable[..., Any]] = {
     "linen": linen.dot_product_attention,
 }
 _NAMES = {"jax": (jax.nn,), "nnx": (nnx, nnx_attention), "linen": (linen, linen_attention)}
-_MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)  # that keep the function as `attention_fn`
+# that keep the function as `attention_fn`
+_MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)
 _FUNCTIONS: contextvars.ContextVar[Mapping[str, Callable[..., Any]]] = contextvars.ContextVar(
     "replaced_calls", default=MappingProxyType({})
 )
@@ -32,7 +35,9 @@ _FUNCTIONS: contextvars.ContextVar[Mapping[str, Callable[..., Any]]] = contextva
 
 @contextlib.contextmanager
 def replaced_calls(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a call of `ORIGINALS[name]` is one of `functions[name]`, which takes the original first. Other threads are not affected."""
+    """Inside, a call of `ORIGINALS[name]` is one of `functions[name]`, which takes the original
+    first. Other threads are not affected.
+    """
     token = _FUNCTIONS.set(functions)
     if functions:
         _count(1)
@@ -50,7 +55,9 @@ def _replacement(name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         function = _FUNCTIONS.get().get(name)
-        return original(*args, **kwargs) if function is None else function(original, *args, **kwargs)
+        return (
+            original(*args, **kwargs) if function is None else function(original, *args, **kwargs)
+        )
 
     return call
 
@@ -66,7 +73,9 @@ class _AttentionFn:
 
     def __get__(self, module: Any, kind: Any = None) -> Any:
         kept = self.of_class if module is None else vars(module).get("attention_fn", self.of_class)
-        return next((_REPLACEMENTS[name] for name, original in ORIGINALS.items() if kept is original), kept)
+        return next(
+            (_REPLACEMENTS[name] for name, original in ORIGINALS.items() if kept is original), kept
+        )
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)["attention_fn"] = value
@@ -77,7 +86,9 @@ _OF_CLASS = {kind: vars(kind).get("attention_fn") for kind in _MODULES}
 
 
 def _count(more: int) -> None:
-    """Count the open scopes of all threads: the first one replaces the functions, and the last one restores them."""
+    """Count the open scopes of all threads: the first one replaces the functions, and the last one
+    restores them.
+    """
     with _LOCK:
         before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
         if before == (_USERS[0] > 0):

@@ -1,4 +1,6 @@
-"""A deep recurrent network: a scan over layers and time on one device, a wavefront along a mesh axis under a layout with `[pipeline]`."""
+"""A deep recurrent network: a scan over layers and time on one device, a wavefront along a mesh
+axis under a layout with `[pipeline]`.
+"""
 
 import dataclasses
 import functools
@@ -18,27 +20,38 @@ from spmd.nn.layer_stack import layers_per_stage
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.pipeline_executor import from_last_stage, run_schedule
 from spmd.nn.schedule import TIME_CHUNKS, best_chunk, make_schedule
-from spmd.nn.stacking import Layers, Repeated, run_layers, scan_layers, stack_modules, unstack_module
+from spmd.nn.stacking import (
+    Layers,
+    Repeated,
+    run_layers,
+    scan_layers,
+    stack_modules,
+    unstack_module,
+)
 from spmd.rng import part_key
 from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
 
 class RNNStack(nnx.Module):
-    """Recurrent layers on top of each other: `carry, y = cell(carry, x)` for every time step; each layer's output is the next one's input.
+    """Recurrent layers on top of each other: `carry, y = cell(carry, x)` for every time step; each
+    layer's output is the next one's input.
 
-    On one device it is a `lax.scan` over time for each layer. Under a layout with `[pipeline]` each device along its axis has
-    `layers / stages` of them and works on one chunk of time while the device before works on the next: a wavefront of T / c + p - 1 ticks
-    for T steps in chunks of c on p devices (GNMT, Wu et al., arXiv:1609.08144). The result is the same. A last chunk that is not
-    full is padded and masked.
+    On one device it is a `lax.scan` over time for each layer. Under a layout with `[pipeline]` each
+    device along its axis has `layers / stages` of them and works on one chunk of time while the
+    device before works on the next: a wavefront of T / c + p - 1 ticks for T steps in chunks of c
+    on p devices (GNMT, Wu et al., arXiv:1609.08144). The result is the same. A last chunk that is
+    not full is padded and masked.
 
-    Parameters are those of one cell with a leading dim of layers, [layers, ...]: `stack/cells/dense_h/kernel`; see `LayerStack`.
+    Parameters are those of one cell with a leading dim of layers, [layers, ...]:
+    `stack/cells/dense_h/kernel`; see `LayerStack`.
 
     Args:
-      cells: flax nnx cells (LSTM, GRU, any `nnx.RNNCellBase`), equal in kind, settings and shapes: each takes as many features as it
-        returns, plus those of `beside`; or `spmd.nn.repeat`.
+      cells: flax nnx cells (LSTM, GRU, any `nnx.RNNCellBase`), equal in kind, settings and shapes:
+        each takes as many features as it returns, plus those of `beside`; or `spmd.nn.repeat`.
       residual_from: the first layer that adds its input to its output; None: none does.
-      dropout: the share of features set to zero between layers, drawn anew in every time step; never before the first or after the last.
+      dropout: the share of features set to zero between layers, drawn anew in every time step;
+        never before the first or after the last.
       rngs: random streams for `dropout`.
 
     Raises:
@@ -46,7 +59,9 @@ class RNNStack(nnx.Module):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> stack = RNNStack([nnx.GRUCell(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)], residual_from=1)
+      >>> stack = RNNStack(
+      ...     [nnx.GRUCell(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)], residual_from=1
+      ... )
       >>> y, carry = stack(jnp.ones((2, 5, 4)), lengths=jnp.array([5, 3]), return_carry=True)
       >>> y.shape, carry.shape
       ((2, 5, 4), (3, 2, 4))
@@ -62,24 +77,51 @@ class RNNStack(nnx.Module):
     ):
         self.cells = stack_modules(cells, "RNNStack")
         if not callable(getattr(self.cells, "initialize_carry", None)):
-            raise ModelError(f"RNNStack: its layers are {type(self.cells).__name__}, no cells.", fix="nnx.LSTMCell, or LayerStack.")
+            raise ModelError(
+                f"RNNStack: its layers are {type(self.cells).__name__}, no cells.",
+                fix="nnx.LSTMCell, or LayerStack.",
+            )
         self.residual_from, self.dropout, self.deterministic = residual_from, dropout, False
-        if residual_from is not None and (isinstance(residual_from, bool) or not isinstance(residual_from, int) or residual_from < 0):
-            raise ModelError(f"RNNStack: residual_from={residual_from!r}.", fix="a layer's number, from 0, or None.")
-        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        if residual_from is not None and (
+            isinstance(residual_from, bool)
+            or not isinstance(residual_from, int)
+            or residual_from < 0
+        ):
+            raise ModelError(
+                f"RNNStack: residual_from={residual_from!r}.",
+                fix="a layer's number, from 0, or None.",
+            )
+        if (
+            isinstance(dropout, bool)
+            or not isinstance(dropout, int | float)
+            or not 0.0 <= dropout < 1.0
+        ):
             raise ModelError(f"RNNStack: dropout={dropout!r}.", fix="from 0 to below 1.")
         if dropout and not isinstance(rngs, nnx.Rngs):
-            raise ModelError(f"RNNStack: dropout={dropout} needs random numbers, but rngs is {type_name(rngs)}.", fix="rngs=nnx.Rngs(0).")
+            raise ModelError(
+                f"RNNStack: dropout={dropout} needs random numbers, but rngs is {type_name(rngs)}.",
+                fix="rngs=nnx.Rngs(0).",
+            )
         self.rngs = rngs.dropout.fork() if dropout and rngs is not None else None
 
-    def __call__(self, x: jax.Array, *, initial: Tree = None, lengths: Any = None, beside: Any = None, return_carry: bool = False) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        initial: Tree = None,
+        lengths: Any = None,
+        beside: Any = None,
+        return_carry: bool = False,
+    ) -> Any:
         """Run all layers over all time steps.
 
         Args:
           x: [rows, time, features].
           initial: every cell's initial carry, leaves [layers, rows, ...]; None: the cell's default.
-          lengths: int32[rows], how many steps of each row count; after them a carry does not change, and outputs are zeros.
-          beside: [rows, time, more features], appended to the input of every layer (such as an attention's context).
+          lengths: int32[rows], how many steps of each row count; after them a carry does not
+            change, and outputs are zeros.
+          beside: [rows, time, more features], appended to the input of every layer (such as an
+            attention's context).
           return_carry: also return the carries after the last step.
 
         Returns:
@@ -88,17 +130,31 @@ class RNNStack(nnx.Module):
         layers, parallel = Layers(self.cells), current()
         parallel.used.update(("pipeline", "time_chunk"))
         if parallel.tap is not None:
-            fix = '[pipeline] schedule = "gpipe", under which a stack of recurrent layers is a wavefront.'
-            raise ModelError("a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an RNNStack.", fix=fix)
+            fix = (
+                '[pipeline] schedule = "gpipe", under which a stack of recurrent layers is a '
+                "wavefront."
+            )
+            raise ModelError(
+                "a 1f1b pipeline is made of one spmd.nn.LayerStack, but the loss calls an "
+                "RNNStack.",
+                fix=fix,
+            )
         check_inputs("RNNStack", x, lengths, beside)
         drop = self.dropout if not self.deterministic else 0.0
-        cells = Cells(layers, layers.count if self.residual_from is None else self.residual_from, drop)
-        initial = cells.checked(initial, x) if initial is not None else None  # each layer makes its own then
+        cells = Cells(
+            layers, layers.count if self.residual_from is None else self.residual_from, drop
+        )
+        # each layer makes its own then
+        initial = cells.checked(initial, x) if initial is not None else None
         key = self.rngs() if drop and self.rngs is not None else None
-        along = {"x": jnp.swapaxes(x, 0, 1)} | ({} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)})
+        along = {"x": jnp.swapaxes(x, 0, 1)} | (
+            {} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)}
+        )
         if parallel.stages == 1:
             run = functools.partial(run_layers, parallel, layers)
-            y, carry = cells.run(run, (layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll)
+            y, carry = cells.run(
+                run, (layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll
+            )
         else:
             initial = cells.initial_carries(x) if initial is None else initial
             y, carry = _wavefront(parallel, cells, layers.variables, initial, along, lengths, key)
@@ -119,11 +175,17 @@ class Cells:
 
     def initial_carries(self, x: jax.Array) -> Tree:
         """Every cell's default carry, [layers, rows, ...]."""
-        return jax.vmap(lambda variables: self.initial_carry(variables, jnp.swapaxes(x, 0, 1)))(self.layers.variables)
+        return jax.vmap(lambda variables: self.initial_carry(variables, jnp.swapaxes(x, 0, 1)))(
+            self.layers.variables
+        )
 
     def initial_carry(self, variables: Sequence[Tree], x: jax.Array) -> Tree:
-        """The default carry of the cell with these arrays, [rows, ...], for x [time, rows, features]."""
-        carry, _ = self.layers.call(lambda cell: cell.initialize_carry(x.shape[1:], rngs=nnx.Rngs(0)), variables)
+        """The default carry of the cell with these arrays, [rows, ...], for x [time, rows,
+        features].
+        """
+        carry, _ = self.layers.call(
+            lambda cell: cell.initialize_carry(x.shape[1:], rngs=nnx.Rngs(0)), variables
+        )
         return carry  # zeros need no key, but flax requires one
 
     def checked(self, initial: Tree, x: jax.Array) -> Tree:
@@ -136,11 +198,21 @@ class Cells:
 
         def shown(tree: Tree) -> str:
             arrays = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)) or "nothing"
-            return f"{type_name(tree)} of {arrays}" if isinstance(tree, list | tuple | dict) else arrays
+            return (
+                f"{type_name(tree)} of {arrays}"
+                if isinstance(tree, list | tuple | dict)
+                else arrays
+            )
 
         same_structure = jax.tree.structure(initial) == jax.tree.structure(wanted)
-        if not same_structure or any(a.shape != b.shape for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)):
-            raise ModelError(f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.", fix="[layers, rows, ...] each.")
+        if not same_structure or any(
+            a.shape != b.shape
+            for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)
+        ):
+            raise ModelError(
+                f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.",
+                fix="[layers, rows, ...] each.",
+            )
         return initial
 
     def run(
@@ -159,7 +231,8 @@ class Cells:
 
         Args:
           scan: `scan_layers`, or what gathers parameters, too.
-          parts: their variables and carries, leaves [these layers, ...]; carries None: the cells' default.
+          parts: their variables and carries, leaves [these layers, ...]; carries None: the cells'
+            default.
           first: the number of the first of them.
           start: the number of the chunk's first step.
           lengths: a number of steps, or one for each row; None: all steps count.
@@ -170,9 +243,15 @@ class Cells:
             *variables, carry, number = part
             carry = self.initial_carry(variables, x) if carry is None else carry
             if self.dropout:
-                x = jnp.where(number > 0, self._dropped(x, jax.random.fold_in(key, number), steps), x)
-            y, carry = self.over_time(variables, carry, x, along.get("beside"), steps, lengths, unroll=unroll)
-            return jnp.where(number >= self.residual_from, x + y, y) if self.residual_from < self.layers.count else y, carry
+                x = jnp.where(
+                    number > 0, self._dropped(x, jax.random.fold_in(key, number), steps), x
+                )
+            y, carry = self.over_time(
+                variables, carry, x, along.get("beside"), steps, lengths, unroll=unroll
+            )
+            return jnp.where(
+                number >= self.residual_from, x + y, y
+            ) if self.residual_from < self.layers.count else y, carry
 
         variables, carry = parts
         numbers = first + jnp.arange(jax.tree.leaves(variables)[0].shape[0])
@@ -180,7 +259,15 @@ class Cells:
         return scan(layer, along["x"], (*variables, carry, numbers), unroll=True)
 
     def over_time(
-        self, variables: Sequence[Tree], carry: Tree, x: jax.Array, beside: Any, steps: Any, lengths: Any, *, unroll: bool
+        self,
+        variables: Sequence[Tree],
+        carry: Tree,
+        x: jax.Array,
+        beside: Any,
+        steps: Any,
+        lengths: Any,
+        *,
+        unroll: bool,
     ) -> tuple:
         """One layer on a chunk: its output and its carry."""
 
@@ -194,36 +281,62 @@ class Cells:
             counts = time < lengths
 
             def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-                return jnp.where(counts.reshape(counts.shape + (1,) * (new.ndim - 1)) if counts.ndim else counts, new, old)
+                return jnp.where(
+                    counts.reshape(counts.shape + (1,) * (new.ndim - 1)) if counts.ndim else counts,
+                    new,
+                    old,
+                )
 
             return jax.tree.map(keep, after, carry), keep(y, jnp.zeros_like(y))
 
         carry, y = lax.scan(step, carry, (x, steps, beside), unroll=x.shape[0] if unroll else 1)
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(y.dtype, jnp.floating):
-            y = y.astype(x.dtype)  # flax makes float32 carries; later activations must keep the dtype of x
+            # flax makes float32 carries; later activations must keep the dtype of x
+            y = y.astype(x.dtype)
         return y, carry
 
     def _dropped(self, x: jax.Array, key: Any, steps: jax.Array) -> jax.Array:
-        """Features set to zero, the rest scaled up; each time step has its own key, so chunks do not matter."""
+        """Features set to zero, the rest scaled up; each time step has its own key, so chunks do
+        not matter.
+        """
 
         def draw(step: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(jax.random.fold_in(key, step), 1 - self.dropout, x.shape[1:])
+            return jax.random.bernoulli(
+                jax.random.fold_in(key, step), 1 - self.dropout, x.shape[1:]
+            )
 
         return jnp.where(jax.vmap(draw)(steps), x / (1 - self.dropout), jnp.zeros_like(x))
 
 
-def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial: Tree, along: dict, lengths: Any, key: Any) -> tuple:
+def _wavefront(
+    parallel: ParallelConfig,
+    cells: Cells,
+    variables: tuple,
+    initial: Tree,
+    along: dict,
+    lengths: Any,
+    key: Any,
+) -> tuple:
     """As `Cells.run`, with the layers on stages, chunk after chunk."""
     axis, stages = str(parallel.pipeline.axis), parallel.stages
-    stage_layers, (time, rows) = layers_per_stage(parallel, cells.layers.count), along["x"].shape[:2]
+    stage_layers, (time, rows) = (
+        layers_per_stage(parallel, cells.layers.count),
+        along["x"].shape[:2],
+    )
     chunk = min(parallel.pipeline.time_chunk or best_chunk(time, stages), time)
     count = -(-time // chunk)
     if count * chunk != time:  # the padding of a last chunk is masked like steps after a row's end
-        along = jax.tree.map(lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along)
+        along = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along
+        )
         lengths = jnp.int32(time) if lengths is None else lengths
     row_axes = parallel.auto_row_axes(rows)
-    schedule = make_schedule("gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop, unit=TIME_CHUNKS)
-    parallel.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = schedule
+    schedule = make_schedule(
+        "gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop, unit=TIME_CHUNKS
+    )
+    parallel.schedules[f"RNNStack of {cells.layers.count} layers, chunks of {chunk} steps"] = (
+        schedule
+    )
     scatter = count % stages == 0 and count * chunk == time
     data = jax.random.key_data(key) if key is not None else None
 
@@ -237,25 +350,44 @@ def _wavefront(parallel: ParallelConfig, cells: Cells, variables: tuple, initial
                 part, parts = collectives.worker_index(row_axes), collectives.worker_count(row_axes)
                 local_key = part_key(local_key, part, parts, rows=x.shape[2])
 
-        def work(inputs: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array) -> tuple[Tree, jax.Array]:
+        def work(
+            inputs: tuple, carry: Tree, number: jax.Array, group: jax.Array, x: jax.Array
+        ) -> tuple[Tree, jax.Array]:
             del group
             variables, beside = inputs
             chunks = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = collectives.worker_index((axis,)) * stage_layers
-            y, carry = cells.run(scan_layers, (variables, carry), first, chunks, number * chunk, lengths, local_key, unroll=parallel.unroll)
+            y, carry = cells.run(
+                scan_layers,
+                (variables, carry),
+                first,
+                chunks,
+                number * chunk,
+                lengths,
+                local_key,
+                unroll=parallel.unroll,
+            )
             return carry, y
 
         carry, y = run_schedule(parallel, schedule, work, (variables, along), carry, x)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
-    if parallel.in_stage_order:  # a circular pipeline's state stores groups of layers together; a wavefront has no groups
+    # a circular pipeline's state stores groups of layers together; a wavefront has no groups
+    if parallel.in_stage_order:
         order = np.argsort(stage_order(cells.layers.count, stages, parallel.pipeline.groups))
         variables = (jax.tree.map(lambda leaf: leaf[order], variables[0]), *variables[1:])
-    by_layer, x_spec, carry_spec = (PartitionSpec(*axes) for axes in ((axis,), (None, row_axes or None), (axis, row_axes or None)))
-    lengths_spec = PartitionSpec(row_axes or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
+    by_layer, x_spec, carry_spec = (
+        PartitionSpec(*axes)
+        for axes in ((axis,), (None, row_axes or None), (axis, row_axes or None))
+    )
+    lengths_spec = (
+        PartitionSpec(row_axes or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
+    )
     y_spec = PartitionSpec(axis if scatter else None, row_axes or None)
     in_specs = ((by_layer, carry_spec), x_spec, lengths_spec, PartitionSpec())
-    run = parallel.shard_map((axis, *row_axes), stage, in_specs=in_specs, out_specs=(y_spec, carry_spec))
+    run = parallel.shard_map(
+        (axis, *row_axes), stage, in_specs=in_specs, out_specs=(y_spec, carry_spec)
+    )
     y, carry = run((variables, initial), along, lengths, data)
     return y[:time], carry
 
@@ -272,7 +404,16 @@ def check_inputs(layer: str, x: Any, lengths: Any, beside: Any) -> None:
 
     if not hasattr(x, "ndim") or x.ndim < 3:
         raise ModelError(f"{layer}: x is {shown(x)}.", fix="[rows, time, features].")
-    if lengths is not None and (getattr(lengths, "shape", ()) != x.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer)):
-        raise ModelError(f"{layer}: lengths is {shown(lengths)} for {x.shape[0]} rows.", fix=f"an array, int32[{x.shape[0]}].")
+    if lengths is not None and (
+        getattr(lengths, "shape", ()) != x.shape[:1]
+        or not jnp.issubdtype(lengths.dtype, jnp.integer)
+    ):
+        raise ModelError(
+            f"{layer}: lengths is {shown(lengths)} for {x.shape[0]} rows.",
+            fix=f"an array, int32[{x.shape[0]}].",
+        )
     if beside is not None and getattr(beside, "shape", ())[:2] != x.shape[:2]:
-        raise ModelError(f"{layer}: beside is {shown(beside)} and x {describe(x)}.", fix="an array of the same rows and time.")
+        raise ModelError(
+            f"{layer}: beside is {shown(beside)} and x {describe(x)}.",
+            fix="an array of the same rows and time.",
+        )

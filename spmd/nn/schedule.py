@@ -1,12 +1,15 @@
-"""Pipeline schedules: what each stage computes in each tick. Plain tables, without arrays or devices.
+"""Pipeline schedules: what each stage computes in each tick. Plain tables, without arrays or
+devices.
 
-A stage is a device along the pipeline's mesh axis, with one group of layers or several (`groups`); with g groups on each of p stages, group
-number c of stage s is the network's (c p + s)th. One tick is the time that a group takes for one microbatch, forward or backward. The
-next stage can use the result of a tick in the following tick.
+A stage is a device along the pipeline's mesh axis, with one group of layers or several (`groups`);
+with g groups on each of p stages, group number c of stage s is the network's (c p + s)th. One tick
+is the time that a group takes for one microbatch, forward or backward. The next stage can use the
+result of a tick in the following tick.
 
-Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B (Narayanan et al., PipeDream, arXiv:1806.03377, in the form with a flush,
-arXiv:2006.09503); interleaved stages (Narayanan et al., arXiv:2104.04473); the wavefront of a stack of recurrent layers is that of GNMT
-(Wu et al., arXiv:1609.08144), where chunks of time take the place of microbatches.
+Sources: GPipe (Huang et al., arXiv:1811.06965); 1F1B (Narayanan et al., PipeDream,
+arXiv:1806.03377, in the form with a flush, arXiv:2006.09503); interleaved stages (Narayanan et al.,
+arXiv:2104.04473); the wavefront of a stack of recurrent layers is that of GNMT (Wu et al.,
+arXiv:1609.08144), where chunks of time take the place of microbatches.
 """
 
 import dataclasses
@@ -19,7 +22,9 @@ MICROBATCHES, TIME_CHUNKS = "microbatches", "chunks of time"  # what a pipeline'
 
 
 class Work(NamedTuple):
-    """The work of a stage in a tick: the microbatch (or chunk of time), the group of layers, and the direction."""
+    """The work of a stage in a tick: the microbatch (or chunk of time), the group of layers, and
+    the direction.
+    """
 
     microbatch: int
     group: int = 0
@@ -28,13 +33,15 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A table of work. Printed, one line per stage: numbers are microbatches, marked by ' in the backward pass.
+    """A table of work. Printed, one line per stage: numbers are microbatches, marked by ' in the
+    backward pass.
 
     Attributes:
       name: "gpipe", "circular" or "1f1b".
       stages, microbatches, groups: their numbers; groups are those of one stage.
       hop: ticks until the next stage can use a result.
-      unit: the parts that `microbatches` counts, as they are printed: "chunks of time" in the wavefront of recurrent layers.
+      unit: the parts that `microbatches` counts, as they are printed: "chunks of time" in the
+        wavefront of recurrent layers.
       table: [tick][stage]; None: idle.
 
     Example:
@@ -59,19 +66,28 @@ class Schedule:
 
     @property
     def forward(self) -> "Schedule":
-        """The forward pass alone: all that a program needs whose backward pass is made by `jax.grad`."""
+        """The forward pass alone: all that a program needs whose backward pass is made by
+        `jax.grad`.
+        """
         columns = [[tick[stage] for tick in self.table] for stage in range(self.stages)]
-        orders = [[work for work in column if work is not None and not work.backward] for column in columns]
+        orders = [
+            [work for work in column if work is not None and not work.backward]
+            for column in columns
+        ]
         return dataclasses.replace(self, table=_timed(orders, self.groups, self.hop))
 
     @property
     def bubble(self) -> float:
         """The share of all stages' time that is idle."""
-        return sum(work is None for tick in self.table for work in tick) / (self.ticks * self.stages)
+        return sum(work is None for tick in self.table for work in tick) / (
+            self.ticks * self.stages
+        )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage: the most activations stored at a time, in microbatches of one group. For a forward pass alone, all of them."""
+        """By stage: the most activations stored at a time, in microbatches of one group. For a
+        forward pass alone, all of them.
+        """
         most, kept = [0] * self.stages, [0] * self.stages
         for tick in self.table:
             for stage, work in enumerate(tick):
@@ -82,29 +98,57 @@ class Schedule:
         return tuple(most)
 
     def __str__(self) -> str:
-        head = f"{self.name}, {self.stages} stages" + (f" of {self.groups} groups" if self.groups > 1 else "")
-        lines = [f"{head}, {self.microbatches} {self.unit}: {self.ticks} ticks, {self.bubble:.1%} idle"]
+        head = f"{self.name}, {self.stages} stages" + (
+            f" of {self.groups} groups" if self.groups > 1 else ""
+        )
+        lines = [
+            f"{head}, {self.microbatches} {self.unit}: {self.ticks} ticks, {self.bubble:.1%} idle"
+        ]
         cells = [[self._cell(tick[stage]) for tick in self.table] for stage in range(self.stages)]
         width = max(len(cell) for row in cells for cell in row) + 1
-        return "\n".join([*lines, *(f"{stage} |" + "".join(cell.rjust(width) for cell in row) for stage, row in enumerate(cells))])
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    f"{stage} |" + "".join(cell.rjust(width) for cell in row)
+                    for stage, row in enumerate(cells)
+                ),
+            ]
+        )
 
     __repr__ = __str__
 
     def _cell(self, work: Work | None) -> str:
         if work is None:
             return "."
-        group = chr(ord("a") + work.group) if 1 < self.groups <= 26 else f"/{work.group}" if self.groups > 1 else ""
+        group = (
+            chr(ord("a") + work.group)
+            if 1 < self.groups <= 26
+            else f"/{work.group}"
+            if self.groups > 1
+            else ""
+        )
         return f"{work.microbatch}{group}{chr(39) if work.backward else ''}"
 
 
-def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1, hop: int = 1, unit: str = MICROBATCHES) -> Schedule:
+def make_schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    groups: int = 1,
+    hop: int = 1,
+    unit: str = MICROBATCHES,
+) -> Schedule:
     """The schedule of this name, forward and backward.
 
     Args:
-      name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with chunks of time as microbatches.
-        "circular": the same with several groups of layers on each stage, so that the pipeline fills sooner. "1f1b": each stage runs
-        backward as early as it can, so that it stores the activations of at most `stages` microbatches.
-      hop: ticks until the next stage can use a result; 2: it is sent while the next tick is computed.
+      name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with
+        chunks of time as microbatches. "circular": the same with several groups of layers on each
+        stage, so that the pipeline fills sooner. "1f1b": each stage runs backward as early as it
+        can, so that it stores the activations of at most `stages` microbatches.
+      hop: ticks until the next stage can use a result; 2: it is sent while the next tick is
+        computed.
       stages: devices of the pipeline.
       microbatches: parts of the batch.
       groups: of layers on each stage, for "circular".
@@ -123,17 +167,29 @@ def make_schedule(name: str, *, stages: int, microbatches: int, groups: int = 1,
       1 |  .  0  1 1' 0'  .
     """
     if not isinstance(name, str) or name not in ORDERS:
-        raise OptionError(f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}")
-    for key, value in (("stages", stages), ("microbatches", microbatches), ("groups", groups), ("hop", hop)):
+        raise OptionError(
+            f'schedule: no schedule "{name}".', fix=f"{did_you_mean(str(name), ORDERS)}"
+        )
+    for key, value in (
+        ("stages", stages),
+        ("microbatches", microbatches),
+        ("groups", groups),
+        ("hop", hop),
+    ):
         check_integer(value, f"schedule: {key}")
     if name != "circular" and groups > 1:
-        raise OptionError(f'schedule: groups={groups}: "{name}" has one on each stage.', fix='"circular", or groups=1.')
+        raise OptionError(
+            f'schedule: groups={groups}: "{name}" has one on each stage.',
+            fix='"circular", or groups=1.',
+        )
     orders = [ORDERS[name](stage, stages, microbatches, groups) for stage in range(stages)]
     return Schedule(name, stages, microbatches, groups, _timed(orders, groups, hop), hop, unit)
 
 
 def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """`stages` microbatches, or those that are left, through one group after the other, then the next; backward in reverse order."""
+    """`stages` microbatches, or those that are left, through one group after the other, then the
+    next; backward in reverse order.
+    """
     del stage
     size = stages if groups > 1 else microbatches
     forward = [
@@ -149,7 +205,10 @@ def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list
     """Forward until the first gradient arrives, then one forward and one backward in turn."""
     del groups
     ahead = min(microbatches, stages - 1 - stage)
-    forward, backward = ([Work(number, 0, is_backward) for number in range(microbatches)] for is_backward in (False, True))
+    forward, backward = (
+        [Work(number, 0, is_backward) for number in range(microbatches)]
+        for is_backward in (False, True)
+    )
     steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
     return forward[:ahead] + steady + backward[microbatches - ahead :]
 
@@ -157,8 +216,12 @@ def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list
 ORDERS = {"gpipe": _gpipe_order, "circular": _gpipe_order, "1f1b": _1f1b_order}
 
 
-def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tuple[Work | None, ...], ...]:
-    """The table in which every stage works in its order, each item as soon as its inputs are available."""
+def _timed(
+    orders: Sequence[Sequence[Work]], groups: int, hop: int
+) -> tuple[tuple[Work | None, ...], ...]:
+    """The table in which every stage works in its order, each item as soon as its inputs are
+    available.
+    """
     stages, at, table = len(orders), [0] * len(orders), []
     done: dict[tuple[int, int, bool], int] = {}  # the tick, by (microbatch, layer, backward)
     layers = stages * groups
@@ -168,11 +231,15 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tup
         source = layer + 1 if work.backward else layer - 1
         has_activations = not work.backward or (work.microbatch, layer, False) in done
         sent = done.get((work.microbatch, source, work.backward))
-        return has_activations and (not 0 <= source < layers or (sent is not None and sent + hop <= len(table)))
+        return has_activations and (
+            not 0 <= source < layers or (sent is not None and sent + hop <= len(table))
+        )
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         tick = [
-            orders[stage][at[stage]] if at[stage] < len(orders[stage]) and ready(stage, orders[stage][at[stage]]) else None
+            orders[stage][at[stage]]
+            if at[stage] < len(orders[stage]) and ready(stage, orders[stage][at[stage]])
+            else None
             for stage in range(stages)
         ]
         if not any(tick) and len(table) - max(done.values(), default=0) > hop:
@@ -186,7 +253,8 @@ def _timed(orders: Sequence[Sequence[Work]], groups: int, hop: int) -> tuple[tup
 
 
 def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
-    """The time steps c of a chunk that minimise (T / c + p - 1)(c + a) on p recurrent stages, about sqrt(a T / (p - 1)).
+    """The time steps c of a chunk that minimise (T / c + p - 1)(c + a) on p recurrent stages, about
+    sqrt(a T / (p - 1)).
 
     Short chunks fill the pipeline sooner, long ones send fewer messages.
 
@@ -206,4 +274,7 @@ def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
     def cost(chunk: int) -> float:
         return (-(-time // chunk) + stages - 1) * (chunk + message)
 
-    return min((chunk for chunk in range(1, time + 1) if time % chunk == 0), key=lambda chunk: (cost(chunk), -chunk))
+    return min(
+        (chunk for chunk in range(1, time + 1) if time % chunk == 0),
+        key=lambda chunk: (cost(chunk), -chunk),
+    )

@@ -1,7 +1,8 @@
-"""How scores of attention come from queries and keys, and what a kernel has to offer that computes them tile by tile.
+"""How scores of attention come from queries and keys, and what a kernel has to offer that computes
+them tile by tile.
 
-Sources: the backward pass from the log of the normaliser alone, also with dropout (Dao et al., FlashAttention, arXiv:2205.14135,
-algorithm 4).
+Sources: the backward pass from the log of the normaliser alone, also with dropout (Dao et al.,
+FlashAttention, arXiv:2205.14135, algorithm 4).
 """
 
 import dataclasses
@@ -26,9 +27,12 @@ class Scoring:
       scale: the products are multiplied by it.
       causal: a query sees keys at its own position and before, both counted from 0.
       window: keys that a query sees before and after its own position; None: no bound.
-      soft_cap: scaled products x become soft_cap * tanh(x / soft_cap), before a bias is added (Gemma 2, arXiv:2408.00118).
-      dropout: the share of a query's weights that are set to zero, the others growing by 1 / (1 - dropout).
-      strides: how many random numbers further the next row, the next head and the next query begin; 0 where all lose the same weights.
+      soft_cap: scaled products x become soft_cap * tanh(x / soft_cap), before a bias is added
+        (Gemma 2, arXiv:2408.00118).
+      dropout: the share of a query's weights that are set to zero, the others growing by 1 / (1 -
+        dropout).
+      strides: how many random numbers further the next row, the next head and the next query begin;
+        0 where all lose the same weights.
       precision: of all products, as `jax.lax.dot_general` takes it.
     """
 
@@ -52,7 +56,9 @@ class Scoring:
 
     @property
     def threshold(self) -> int:
-        """Weights are kept whose random number, of 23 bits, is below: those that `jax.random.bernoulli` keeps."""
+        """Weights are kept whose random number, of 23 bits, is below: those that
+        `jax.random.bernoulli` keeps.
+        """
         return math.ceil(float(np.float32(1.0 - self.dropout)) * 2**23)
 
 
@@ -65,7 +71,8 @@ class ScoreArrays(NamedTuple):
       key_mask: bool[rows, keys], False at keys that nothing sees.
       key_lengths: int[rows], the number of keys of each row, the others behind them.
       segments: int[rows, queries] and int[rows, keys]: a query sees keys of its own segment.
-      count: `spmd.rng.first_count` of dropout's random numbers, of which there is one for each score.
+      count: `spmd.rng.first_count` of dropout's random numbers, of which there is one for each
+        score.
     """
 
     mask: jax.Array | None = None
@@ -80,11 +87,18 @@ class ScoreArrays(NamedTuple):
         if self.key_lengths is None:
             return self
         within = jnp.arange(keys) < self.key_lengths[:, None]
-        return self._replace(key_lengths=None, key_mask=within if self.key_mask is None else self.key_mask & within)
+        return self._replace(
+            key_lengths=None, key_mask=within if self.key_mask is None else self.key_mask & within
+        )
 
 
 def with_dropout(
-    scoring: Scoring, arrays: ScoreArrays, key: jax.Array, scores: tuple[int, int, int, int], *, shared: bool = False
+    scoring: Scoring,
+    arrays: ScoreArrays,
+    key: jax.Array,
+    scores: tuple[int, int, int, int],
+    *,
+    shared: bool = False,
 ) -> tuple[Scoring, ScoreArrays]:
     """The weights that are dropped, as `jax.random.bernoulli(key, 1 - dropout, scores)` says.
 
@@ -99,7 +113,9 @@ def with_dropout(
 
 
 class Inputs(NamedTuple):
-    """Of one attention: query [rows, queries, heads, head_dim], key [rows, keys, groups, head_dim], value [rows, keys, groups, width]."""
+    """Of one attention: query [rows, queries, heads, head_dim], key [rows, keys, groups, head_dim],
+    value [rows, keys, groups, width].
+    """
 
     query: Any
     key: Any
@@ -107,28 +123,43 @@ class Inputs(NamedTuple):
     arrays: ScoreArrays
 
 
-def on_this_device(scoring: Scoring, inputs: Inputs, rows: tuple[str, ...], heads: tuple[str, ...]) -> Inputs:
-    """A device's shards, with the count of its first row and head in place of that of all; rows and heads are sharded over these axes."""
+def on_this_device(
+    scoring: Scoring, inputs: Inputs, rows: tuple[str, ...], heads: tuple[str, ...]
+) -> Inputs:
+    """A device's shards, with the count of its first row and head in place of that of all; rows and
+    heads are sharded over these axes.
+    """
     if inputs.arrays.count is None:
         return inputs
-    sharded = ((rows, inputs.query.shape[0], scoring.strides[0]), (heads, inputs.query.shape[2], scoring.strides[1]))
-    steps = [(collectives.worker_index(axes) * size, stride) for axes, size, stride in sharded if axes]
-    return inputs._replace(arrays=inputs.arrays._replace(count=advance(inputs.arrays.count, *steps)))
+    sharded = (
+        (rows, inputs.query.shape[0], scoring.strides[0]),
+        (heads, inputs.query.shape[2], scoring.strides[1]),
+    )
+    steps = [
+        (collectives.worker_index(axes) * size, stride) for axes, size, stride in sharded if axes
+    ]
+    return inputs._replace(
+        arrays=inputs.arrays._replace(count=advance(inputs.arrays.count, *steps))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class TileKernel:
-    """Attention of some queries to some keys, parts of longer sequences, with what is needed to merge it with other keys.
+    """Attention of some queries to some keys, parts of longer sequences, with what is needed to
+    merge it with other keys.
 
-    Both functions take (scoring, shift, inputs, ..., dtype). `shift` is the position of the first query less that of the first key, a
-    number or a traced one; `dtype` is that of arrays that they return. `ScoreArrays.count` is that of the tile's first score.
+    Both functions take (scoring, shift, inputs, ..., dtype). `shift` is the position of the first
+    query less that of the first key, a number or a traced one; `dtype` is that of arrays that they
+    return. `ScoreArrays.count` is that of the tile's first score.
 
     Attributes:
-      forward: (scoring, shift, inputs, dtype) -> the result [rows, queries, heads, width], zeros where a query sees no key; the log of
-        every query's normaliser float32[rows, heads, queries], minus infinity there.
-      backward: (scoring, shift, inputs, logs, inner, grad, dtype) -> gradients of query, key, value and the bias, None without one, from
-        the logs of the normalisers of all keys, the inner products of results and their gradients [rows, heads, queries], and `grad`, the
-        gradient of the result.
+      forward: (scoring, shift, inputs, dtype) -> the result [rows, queries, heads, width], zeros
+        where a query sees no key; the log of every query's normaliser float32[rows, heads,
+        queries], minus infinity there.
+      backward: (scoring, shift, inputs, logs, inner, grad, dtype) -> gradients of query, key, value
+        and the bias, None without one, from the logs of the normalisers of all keys, the inner
+        products of results and their gradients [rows, heads, queries], and `grad`, the gradient of
+        the result.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -138,8 +169,8 @@ class TileKernel:
 def tiled_attention(kernel: TileKernel, scoring: Scoring, inputs: Inputs) -> jax.Array:
     """Attention by a kernel; a query that sees no key gets zeros.
 
-    The backward pass keeps the inputs, the result and one number per query and head, and computes scores again. There is no second
-    derivative, and no forward-mode one.
+    The backward pass keeps the inputs, the result and one number per query and head, and computes
+    scores again. There is no second derivative, and no forward-mode one.
 
     Returns:
       [rows, queries, heads, width] in the dtype of the query.
@@ -160,27 +191,46 @@ def _forward_vjp(kernel: TileKernel, scoring: Scoring, inputs: Inputs) -> tuple[
     return out, (inputs, out, logs)
 
 
-def _backward(kernel: TileKernel, scoring: Scoring, residuals: tuple, grad: jax.Array) -> tuple[Inputs]:
+def _backward(
+    kernel: TileKernel, scoring: Scoring, residuals: tuple, grad: jax.Array
+) -> tuple[Inputs]:
     inputs, out, logs = residuals
-    *grads, dbias = kernel.backward(scoring, 0, inputs, logs, inner_products(out, grad), grad, inputs.query.dtype)
+    *grads, dbias = kernel.backward(
+        scoring, 0, inputs, logs, inner_products(out, grad), grad, inputs.query.dtype
+    )
     dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, inputs[:3], strict=True))
     bias = inputs.arrays.bias
-    return (Inputs(dquery, dkey, dvalue, ScoreArrays(bias=None if bias is None or dbias is None else dbias.astype(bias.dtype))),)
+    return (
+        Inputs(
+            dquery,
+            dkey,
+            dvalue,
+            ScoreArrays(bias=None if bias is None or dbias is None else dbias.astype(bias.dtype)),
+        ),
+    )
 
 
 _attention.defvjp(_forward_vjp, _backward)
 
 
 def inner_products(out: jax.Array, grad: jax.Array) -> jax.Array:
-    """[rows, heads, queries], of results [rows, queries, heads, width] and their gradients; at least float32."""
+    """[rows, heads, queries], of results [rows, queries, heads, width] and their gradients; at
+    least float32.
+    """
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
     return jnp.moveaxis(jnp.sum(out.astype(dtype) * grad.astype(dtype), axis=-1), 1, 2)
 
 
-def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Results and logs of the normalisers of the same queries with two sets of keys, as with both (Dao et al., Flash-Decoding, 2023).
+def merge(
+    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Results and logs of the normalisers of the same queries with two sets of keys, as with both
+    (Dao et al., Flash-Decoding, 2023).
 
-    >>> out, logs = merge((jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1))), (3 * jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1))))
+    >>> out, logs = merge(
+    ...     (jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1))),
+    ...     (3 * jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1))),
+    ... )
     >>> out.ravel().tolist(), round(float(logs[0, 0, 0]), 3)
     ([2.0, 2.0], 0.693)
     """

@@ -1,4 +1,6 @@
-"""Stacks structurally equal nnx modules into one module whose arrays have the layers along dim 0, and unstacks them."""
+"""Stacks structurally equal nnx modules into one module whose arrays have the layers along dim 0,
+and unstacks them.
+"""
 
 import contextlib
 import dataclasses
@@ -24,10 +26,19 @@ from spmd.tree import Tree, describe, flatten
 PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."
 MOVES = (
-    *("reshape", "transpose", "convert_element_type", "bitcast_convert_type", "reduce_precision", "concatenate", "split"),
+    *(
+        "reshape",
+        "transpose",
+        "convert_element_type",
+        "bitcast_convert_type",
+        "reduce_precision",
+        "concatenate",
+        "split",
+    ),
     *("slice", "squeeze", "broadcast_in_dim", "name"),
 )
-# What a compiler computes again in each kernel that uses it, rather than to write and read it. Comparisons stay: a mask is smaller.
+# What a compiler computes again in each kernel that uses it, rather than to write and read it.
+# Comparisons stay: a mask is smaller.
 ELEMENTWISE = frozenset(
     (
         *(
@@ -65,21 +76,31 @@ ELEMENTWISE = frozenset(
             "sub",
             "tanh",
         ),
-        *("broadcast_in_dim", "convert_element_type", "iota", "reduce_precision", "reshape", "squeeze"),
+        *(
+            "broadcast_in_dim",
+            "convert_element_type",
+            "iota",
+            "reduce_precision",
+            "reshape",
+            "squeeze",
+        ),
     )
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """Layers made by `repeat`: their number, and one module with the arrays of all, [layers, ...] each."""
+    """Layers made by `repeat`: their number, and one module with the arrays of all, [layers, ...]
+    each.
+    """
 
     count: int
     module: nnx.Module
 
 
 def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Repeated:
-    """`count` layers from `make`, for `LayerStack` and `RNNStack`. The initialization is compiled once for all layers.
+    """`count` layers from `make`, for `LayerStack` and `RNNStack`. The initialization is compiled
+    once for all layers.
 
     A list of layers compiles it for each. Every layer has its own keys, split from `rngs`.
 
@@ -102,11 +123,21 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     """
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ModelError(f"repeat: {count!r} layers.", fix="a whole number from 1.")
-    keys = {name: stream.key.get_value() for name, stream in rngs.items()} if isinstance(rngs, nnx.Rngs) else {}
+    keys = (
+        {name: stream.key.get_value() for name, stream in rngs.items()}
+        if isinstance(rngs, nnx.Rngs)
+        else {}
+    )
     if any(key.ndim for key in keys.values()):
-        raise ModelError("repeat: the keys of rngs are already split, and repeat splits them.", fix="the rngs before the split.")
+        raise ModelError(
+            "repeat: the keys of rngs are already split, and repeat splits them.",
+            fix="the rngs before the split.",
+        )
     if not callable(make) or not keys:
-        raise ModelError(f"repeat({count}, {type_name(make)}, {type_name(rngs)}).", fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).")
+        raise ModelError(
+            f"repeat({count}, {type_name(make)}, {type_name(rngs)}).",
+            fix=f"repeat({count}, lambda rngs: ..., nnx.Rngs(0)).",
+        )
 
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def make_layers(keys: dict[str, jax.Array]) -> nnx.Module:
@@ -116,12 +147,19 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
         return layer
 
     try:
-        module = make_layers({name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()})
+        module = make_layers(
+            {name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()}
+        )
     except (TraceContextError, ValueError) as error:
         if "trace level" not in str(error):
             raise
-        fix = "a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, rngs=rngs)."
-        raise ModelError("repeat: make uses a module or random streams that were made outside of it.", fix=fix) from error
+        fix = (
+            "a new layer at each call, from the rngs that make is given: lambda rngs: Block(512, "
+            "rngs=rngs)."
+        )
+        raise ModelError(
+            "repeat: make uses a module or random streams that were made outside of it.", fix=fix
+        ) from error
     _with_arrays(module, "repeat")
     return Repeated(int(count), module)
 
@@ -130,15 +168,21 @@ def _with_arrays(layer: nnx.Module, caller: str) -> tuple[Any, Any]:
     """`nnx.split` of a module that has arrays to stack."""
     graphdef, state = nnx.split(layer)
     if not jax.tree.leaves(state):
-        raise ModelError(f"{caller}: its layers have no arrays to stack.", fix="call them one after the other.")
+        raise ModelError(
+            f"{caller}: its layers have no arrays to stack.", fix="call them one after the other."
+        )
     return graphdef, state
 
 
 def stack_modules(layers: Sequence[nnx.Module] | Repeated, caller: str) -> nnx.Module:
-    """`join_modules`, marked as a stack: a layout shards its layers over the axis of `[pipeline]`, and rules describe one layer."""
+    """`join_modules`, marked as a stack: a layout shards its layers over the axis of `[pipeline]`,
+    and rules describe one layer.
+    """
     if not isinstance(layers, Repeated):
         if not hasattr(layers, "__iter__"):
-            raise ModelError(f"{caller}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat.")
+            raise ModelError(
+                f"{caller}({type_name(layers)}).", fix="a list of layers, or spmd.nn.repeat."
+            )
         layers = list(layers)
         layers = Repeated(len(layers), join_modules(layers, caller))
     module = nnx.clone(layers.module)
@@ -148,30 +192,45 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, caller: str) -> nnx.M
 
 
 def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
-    """One module with the arrays of all `layers`, [layers, ...] each; all else is taken from the first layer.
+    """One module with the arrays of all `layers`, [layers, ...] each; all else is taken from the
+    first layer.
 
     Raises:
-      ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or dtype; lists all differences.
+      ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or
+        dtype; lists all differences.
     """
     layers = list(layers)
     if not layers:
         raise ModelError(f"{caller} of no layers.", fix="a list of at least one.")
     for number, layer in enumerate(layers):
         if not isinstance(layer, nnx.Module):
-            raise ModelError(f"{caller}: layer {number} is {type_name(layer)}.", fix="an nnx.Module.")
+            raise ModelError(
+                f"{caller}: layer {number} is {type_name(layer)}.", fix="an nnx.Module."
+            )
         differences = _differences(layers[0], layer)
         if differences:
-            shown = "\n".join(f"    {line}" for line in differences[:8]) + ("\n    ..." if len(differences) > 8 else "")
-            different = f"{caller}: layers 0 and {number} differ, and only equal ones can be stacked:"
-            fix = "call the layer that differs before or after the stack; an nnx.Linear first changes the width of inputs."
-            raise ModelError(f"{different}\n{shown}", fix=fix, summary=f"{different} {differences[0]}")
+            shown = "\n".join(f"    {line}" for line in differences[:8]) + (
+                "\n    ..." if len(differences) > 8 else ""
+            )
+            different = (
+                f"{caller}: layers 0 and {number} differ, and only equal ones can be stacked:"
+            )
+            fix = (
+                "call the layer that differs before or after the stack; an nnx.Linear first "
+                "changes the width of inputs."
+            )
+            raise ModelError(
+                f"{different}\n{shown}", fix=fix, summary=f"{different} {differences[0]}"
+            )
     graphdef, first = _with_arrays(layers[0], caller)
     rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
     ours, *others = (dict(nnx.iter_graph(layer)) for layer in layers)
     flat = []
     for path, variable in nnx.to_flat_state(first):
         values = [variable.get_value(), *(other[path].get_value() for other in rest)]
-        if isinstance(ours.get(path), nnx.RngKey) and any(other.get(path) is ours[path] for other in others):
+        if isinstance(ours.get(path), nnx.RngKey) and any(
+            other.get(path) is ours[path] for other in others
+        ):
             # copies of a stream that the layers share would all draw the same numbers
             values = [jax.random.fold_in(key, number) for number, key in enumerate(values)]
         joined = variable.replace(jnp.stack(values))
@@ -186,7 +245,9 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
     graphdef, state = nnx.split(module)
     count = jax.tree.leaves(state)[0].shape[0]
     if not -count <= number < count:
-        raise ModelError(f"layer {number} of a stack of {count}.", fix=f"a number from 0 to {count - 1}.")
+        raise ModelError(
+            f"layer {number} of a stack of {count}.", fix=f"a number from 0 to {count - 1}."
+        )
     layer = nnx.merge(graphdef, jax.tree.map(lambda x: x[number], state))
     for _, variable in nnx.to_flat_state(nnx.state(layer)):
         metadata = variable.get_metadata()
@@ -197,7 +258,9 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
 
 
 def _differences(first: nnx.Module, other: nnx.Module) -> list[str]:
-    """Descriptions of how two modules differ, which keeps them from one stack; functions in them are compared by name."""
+    """Descriptions of how two modules differ, which keeps them from one stack; functions in them
+    are compared by name.
+    """
     ours, theirs = (dict(nnx.iter_modules(module)) for module in (first, other))
 
     def name(path: Any) -> str:
@@ -209,13 +272,19 @@ def _differences(first: nnx.Module, other: nnx.Module) -> list[str]:
         if type(a) is not type(b):
             differences.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
             continue
-        settings = sorted(key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_pytree"))
+        settings = sorted(
+            key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_pytree")
+        )
         for key in settings:
             x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
             if UNKNOWN not in (x, y) and x != y:
                 differences.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
     arrays = [
-        {path: describe(variable.get_value()) for path, variable in nnx.to_flat_state(nnx.state(module))} for module in (first, other)
+        {
+            path: describe(variable.get_value())
+            for path, variable in nnx.to_flat_state(nnx.state(module))
+        }
+        for module in (first, other)
     ]
     for path in arrays[0].keys() | arrays[1].keys():
         x, y = (described.get(path, "missing") for described in arrays)
@@ -235,17 +304,23 @@ def _setting(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return str(value)
     name = getattr(value, "__qualname__", None)  # of a function or a type
-    return f"{value.__module__}.{name}" if isinstance(name, str) and not isinstance(value, nnx.Variable) else UNKNOWN
+    return (
+        f"{value.__module__}.{name}"
+        if isinstance(name, str) and not isinstance(value, nnx.Variable)
+        else UNKNOWN
+    )
 
 
 class Layers:
-    """A stacked module split into a pure function and plain trees, leaves [layers, ...], for a scan or a pipeline.
+    """A stacked module split into a pure function and plain trees, leaves [layers, ...], for a scan
+    or a pipeline.
 
     Attributes:
       params: parameters.
       paths: the path of each parameter in the model, by its path here; empty outside of a step.
       keys: keys of the random streams, as uint32 data.
-      kept: state that a call of a layer changes: counts of random streams, averages of batch statistics.
+      kept: state that a call of a layer changes: counts of random streams, averages of batch
+        statistics.
     """
 
     def __init__(self, module: nnx.Module):
@@ -256,10 +331,18 @@ class Layers:
             for path, variable in nnx.to_flat_state(parts[0])
             if PATH in variable.get_metadata()
         }
-        params = nnx.to_pure_dict(parts[0], lambda variable: variable.get_raw_value())  # codes of quantized ones, not their values
+        # codes of quantized ones, not their values
+        params = nnx.to_pure_dict(parts[0], lambda variable: variable.get_raw_value())
         keys, self.kept = (nnx.to_pure_dict(part) for part in parts[1:])
-        parts_of_owners = ((name, name if name in owners else name.rpartition("/")[0]) for name in flatten(params))  # codes and scales
-        self.paths = {name: owners[owner] + name.removeprefix(owner) for name, owner in parts_of_owners if owner in owners}
+        # codes and scales
+        parts_of_owners = (
+            (name, name if name in owners else name.rpartition("/")[0]) for name in flatten(params)
+        )
+        self.paths = {
+            name: owners[owner] + name.removeprefix(owner)
+            for name, owner in parts_of_owners
+            if owner in owners
+        }
         self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
@@ -277,11 +360,18 @@ class Layers:
         return jax.tree.leaves(self.variables)[0].shape[0]
 
     def call(
-        self, function: Callable[[Any], Any], variables: Sequence[Tree], change: Callable[[Any], Any] = lambda key: key
+        self,
+        function: Callable[[Any], Any],
+        variables: Sequence[Tree],
+        change: Callable[[Any], Any] = lambda key: key,
     ) -> tuple[Any, Tree]:
-        """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is applied to its keys first."""
+        """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is
+        applied to its keys first.
+        """
         params, keys, kept = variables
-        wrapped = jax.tree.map(lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls)
+        wrapped = jax.tree.map(
+            lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls
+        )
         layer = nnx.merge(self._graphdef, params, wrapped, kept)
         result = function(layer)
         _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
@@ -289,24 +379,35 @@ class Layers:
         before = flatten(kept)
         created = sorted(flatten(after).keys() - before.keys())
         if created:
-            why = f"a layer of a stack creates {first_names(created)} when called, which a stack cannot store."
+            why = (
+                f"a layer of a stack creates {first_names(created)} when called, which a stack "
+                "cannot store."
+            )
             raise ModelError(why, fix="return it.")
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 
     def without_change(self, result: Any) -> Any:
-        """`result` of `call`, for a cell, which is called once for every time step and so may keep no state.
+        """`result` of `call`, for a cell, which is called once for every time step and so may keep
+        no state.
 
         Raises:
           ModelError: it keeps some.
         """
         if self._changed:
-            why = f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, once for every time step."
-            raise ModelError(why, fix="RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.")
+            why = (
+                f"a recurrent cell changes {first_names(sorted(self._changed))} when it is called, "
+                "once for every time step."
+            )
+            raise ModelError(
+                why,
+                fix="RNNStack(dropout=...) in place of Dropout, LayerNorm in place of BatchNorm.",
+            )
         return result
 
     def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
-        """`result` of `call`, for a layer that is called once for every microbatch and so may keep no state but counts.
+        """`result` of `call`, for a layer that is called once for every microbatch and so may keep
+        no state but counts.
 
         Raises:
           ModelError: it keeps other state.
@@ -314,24 +415,42 @@ class Layers:
         changed = self._changed - self._counts
         if changed:
             when = "when it is called, and it is called once for every microbatch."
-            fix = "LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without [pipeline]."
-            raise ModelError(f"a layer of a pipelined stack changes {first_names(sorted(changed))} {when}", fix=fix)
+            fix = (
+                "LayerNorm, RMSNorm or GroupNorm in place of BatchNorm; or a layout without "
+                "[pipeline]."
+            )
+            raise ModelError(
+                f"a layer of a pipelined stack changes {first_names(sorted(changed))} {when}",
+                fix=fix,
+            )
         return result, kept
 
     def keep(self, kept: Tree) -> None:
         """Store in the module what its layers have changed."""
         if self._changed:
             values = flatten(kept)
-            names = {path: "/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(self._module))}
-            changed = [(path, values[name]) for path, name in names.items() if name in self._changed]
+            names = {
+                path: "/".join(map(str, path))
+                for path, _ in nnx.to_flat_state(nnx.state(self._module))
+            }
+            changed = [
+                (path, values[name]) for path, name in names.items() if name in self._changed
+            ]
             nnx.update(self._module, nnx.from_flat_state(changed))
 
 
 def run_layers(
-    parallel: ParallelConfig, layers: Layers, run_layer: Callable[..., tuple], x: Tree, xs: tuple, *, unroll: bool
+    parallel: ParallelConfig,
+    layers: Layers,
+    run_layer: Callable[..., tuple],
+    x: Tree,
+    xs: tuple,
+    *,
+    unroll: bool,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, layer's part of xs) -> (x, kept)` from layer to layer; where the step says so, with parameters that are gathered layer
-    by layer. `xs`: the parameters of `layers`, then all else that has a value for each layer.
+    """`run_layer(x, layer's part of xs) -> (x, kept)` from layer to layer; where the step says so,
+    with parameters that are gathered layer by layer. `xs`: the parameters of `layers`, then all
+    else that has a value for each layer.
 
     Of what the forward pass computes, the backward pass then keeps what `gathered_policy` says.
     """
@@ -339,18 +458,30 @@ def run_layers(
     if gather is None:
         return named_layers(functools.partial(scan_layers, run_layer, unroll=unroll))(x, xs)
     (params, *others), paths = xs, layers.paths
-    communication = Communication(functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths))
-    remat_policy = gather.remat_policy(next(path.removesuffix(f"/{name}") for name, path in paths.items()))
+    communication = Communication(
+        functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths)
+    )
+    remat_policy = gather.remat_policy(
+        next(path.removesuffix(f"/{name}") for name, path in paths.items())
+    )
     flat, structure = flatten(params), jax.tree.structure(params)
-    trained = {name: leaf for name, leaf in flat.items() if name not in paths or gather.trains(paths[name])}
+    trained = {
+        name: leaf for name, leaf in flat.items() if name not in paths or gather.trains(paths[name])
+    }
     frozen = {name: leaf for name, leaf in flat.items() if name not in trained}
     full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], flat))
 
     def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
         with recomputed_by_caller(remat_policy is not None):
-            return _same_shape(run_layer, x, (jax.tree.unflatten(structure, [full[name] for name in flat]), *others))
+            return _same_shape(
+                run_layer,
+                x,
+                (jax.tree.unflatten(structure, [full[name] for name in flat]), *others),
+            )
 
-    residuals = {path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals}
+    residuals = {
+        path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals
+    }
     policy_of = gathered_policy(full, remat_policy)
     stack = Stack(trained, tuple(others), residuals, frozen)
     return scan_gathered(communication, run, x, stack, policy_of=policy_of, unroll=unroll)
@@ -366,12 +497,15 @@ def recomputed_by_caller(recomputed: bool) -> Iterator[None]:
         RECOMPUTED.reset(token)
 
 
-def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Callable[[Any], Callable[..., Any]]:
-    """From the program of a layer to its policy of `jax.checkpoint`: what `[remat]` says, or all but elementwise results; never gathered
-    parameters `full`, moved or cast.
+def gathered_policy(
+    full: Tree, remat_policy: Callable[..., Any] | None
+) -> Callable[[Any], Callable[..., Any]]:
+    """From the program of a layer to its policy of `jax.checkpoint`: what `[remat]` says, or all
+    but elementwise results; never gathered parameters `full`, moved or cast.
 
-    Between the forward and the backward pass of a layer lie collectives, across which a compiler fuses nothing: it would write every
-    value that the gradient uses, where it computes a GELU again from its input in a model whose passes it sees at once.
+    Between the forward and the backward pass of a layer lie collectives, across which a compiler
+    fuses nothing: it would write every value that the gradient uses, where it computes a GELU again
+    from its input in a model whose passes it sees at once.
     """
     sizes = {leaf.size for leaf in jax.tree.leaves(full)}
 
@@ -379,7 +513,12 @@ def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Call
         recomputes = remat_policy is None and not _computes_in_parts(jaxpr)
 
         def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
-            own_name = remat_policy is not None and primitive.name == "name" and params["name"] != LAYER_PARAMS  # the layout asks for it
+            # the layout asks for it
+            own_name = (
+                remat_policy is not None
+                and primitive.name == "name"
+                and params["name"] != LAYER_PARAMS
+            )
             if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
                 return False
             if remat_policy is None:
@@ -392,20 +531,30 @@ def gathered_policy(full: Tree, remat_policy: Callable[..., Any] | None) -> Call
 
 
 def _computes_in_parts(jaxpr: Any) -> bool:
-    """Whether it has loops, or products in a function with a gradient of its own, whose results follow elementwise from many products: to
-    compute them again takes another loop, or all of these products."""
+    """Whether it has loops, or products in a function with a gradient of its own, whose results
+    follow elementwise from many products: to compute them again takes another loop, or all of these
+    products.
+    """
     for equation in equations(jaxpr):
         name = equation.primitive.name
-        inner = (part for jaxpr in inner_jaxprs(equation) for part in equations(jaxpr)) if name.startswith("custom_vjp") else ()
+        inner = (
+            (part for jaxpr in inner_jaxprs(equation) for part in equations(jaxpr))
+            if name.startswith("custom_vjp")
+            else ()
+        )
         if name in ("scan", "while") or any(part.primitive.name == "dot_general" for part in inner):
             return True
     return False
 
 
-def scan_layers(function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool) -> tuple[Tree, Tree]:
+def scan_layers(
+    function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool
+) -> tuple[Tree, Tree]:
     """`function(x, layer's part of xs) -> (x, kept)` from layer to layer."""
     count = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(functools.partial(_same_shape, function), x, xs, unroll=count if unroll else 1)
+    return jax.lax.scan(
+        functools.partial(_same_shape, function), x, xs, unroll=count if unroll else 1
+    )
 
 
 def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
@@ -413,7 +562,10 @@ def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
     y, kept = function(x, part)
     before, after = (jax.tree.map(describe, tree) for tree in (x, y))
     if before != after:
-        why = f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of a layer is the input of the next one."
+        why = (
+            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of "
+            "a layer is the input of the next one."
+        )
         raise ModelError(why, fix="layers that keep shape and dtype.")
     return y, kept
 

@@ -1,7 +1,8 @@
-"""What is known of the values of a traced program before it runs: constants, causal masks and windows, and what an array repeats.
+"""What is known of the values of a traced program before it runs: constants, causal masks and
+windows, and what an array repeats.
 
-Every function asks about an array as some outer array has it: `dims` says, for each dim of the outer array, which dim of the array it is;
-None where the array is repeated.
+Every function asks about an array as some outer array has it: `dims` says, for each dim of the
+outer array, which dim of the array it is; None where the array is repeated.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ _SCALARS: dict[str, Callable[..., Any]] = {
     "pow": np.power,
     "log": np.log,
 }
-_ORDER = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}  # left - right, times a sign, plus a number, is at least 0
+# left - right, times a sign, plus a number, is at least 0
+_ORDER = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,9 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """True where the index along dim `plus` minus that along dim `minus`, plus `more`, is at least 0."""
+    """True where the index along dim `plus` minus that along dim `minus`, plus `more`, is at least
+    0.
+    """
 
     plus: int
     minus: int
@@ -56,7 +60,8 @@ class Values:
     Attributes:
       inputs: of the jaxpr, and its constants.
       constants: values that are known, by variable.
-      outer: of inputs of an inner jaxpr that do not change from call to call: the values around it, and what they are there.
+      outer: of inputs of an inner jaxpr that do not change from call to call: the values around it,
+        and what they are there.
     """
 
     equations: Mapping[Any, Any]
@@ -79,12 +84,17 @@ class Values:
             return None
         source, params = self.constant(equation.invars[0]), equation.params
         limits = zip(
-            params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(params["start_indices"]), strict=True
+            params["start_indices"],
+            params["limit_indices"],
+            params["strides"] or (1,) * len(params["start_indices"]),
+            strict=True,
         )
         return None if source is None else source[tuple(slice(*limit) for limit in limits)]
 
     def scalar(self, atom: Any) -> Any:
-        """The number that a scalar is, or that all entries of an array are; None if it is not known."""
+        """The number that a scalar is, or that all entries of an array are; None if it is not
+        known.
+        """
         value, equation = self.constant(atom), self.equation(atom)
         if value is not None:
             return value.reshape(())[()] if value.size == 1 else None
@@ -92,7 +102,14 @@ class Values:
             around = self.outer.get(atom)
             return around[0].scalar(around[1]) if around else None
         name, dtype = equation.primitive.name, atom.aval.dtype
-        if name not in _SCALARS and name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "integer_pow", "copy"):
+        if name not in _SCALARS and name not in (
+            "broadcast_in_dim",
+            "reshape",
+            "squeeze",
+            "convert_element_type",
+            "integer_pow",
+            "copy",
+        ):
             return None
         inputs = [self.scalar(x) for x in equation.invars]
         if any(x is None for x in inputs):
@@ -101,8 +118,12 @@ class Values:
             return np.asarray(np.power(inputs[0], equation.params["y"]), dtype)[()]
         return np.asarray(_SCALARS[name](*inputs) if name in _SCALARS else inputs[0], dtype)[()]
 
-    def source(self, atom: Any, dims: Dims, through: Callable[[Any], bool] | None = None) -> tuple[Any, Dims]:
-        """The array that `atom` only repeats, reorders, or adds dims of 1 to; `through`: other equations of one input to look through."""
+    def source(
+        self, atom: Any, dims: Dims, through: Callable[[Any], bool] | None = None
+    ) -> tuple[Any, Dims]:
+        """The array that `atom` only repeats, reorders, or adds dims of 1 to; `through`: other
+        equations of one input to look through.
+        """
         while (equation := self.equation(atom)) is not None:
             inner = dims if through is not None and through(equation) else moved(equation, dims)
             if inner is None:
@@ -115,11 +136,17 @@ class Values:
         equation = self.equation(atom)
         if atom.aval.dtype == dtype:
             return atom
-        source = equation.invars[0] if equation is not None and equation.primitive.name == "convert_element_type" else None
+        source = (
+            equation.invars[0]
+            if equation is not None and equation.primitive.name == "convert_element_type"
+            else None
+        )
         return source if source is not None and source.aval.dtype == dtype else None
 
     def masked(self, atom: Any, dims: Dims, most: float) -> list[View | Band] | None:
-        """Of an array of zeros, and numbers of at most `most` where a key is not seen: where it is seen, as `seen` says."""
+        """Of an array of zeros, and numbers of at most `most` where a key is not seen: where it is
+        seen, as `seen` says.
+        """
         atom, dims = self.source(atom, dims, _keeps_truth)
         equation = self.equation(atom)
         if equation is None:
@@ -144,8 +171,16 @@ class Values:
         """Of an array of ones where a key is not seen, and zeros."""
         atom, dims = self.source(atom, dims, _keeps_truth)
         equation = self.equation(atom)
-        if equation is not None and equation.primitive.name == "sub" and self.scalar(equation.invars[0]) == 1:
-            return self.seen(equation.invars[1], dims) if self._is_indicator(equation.invars[1]) else None
+        if (
+            equation is not None
+            and equation.primitive.name == "sub"
+            and self.scalar(equation.invars[0]) == 1
+        ):
+            return (
+                self.seen(equation.invars[1], dims)
+                if self._is_indicator(equation.invars[1])
+                else None
+            )
         return self.seen(atom, dims, True) if self._is_indicator(atom) else None
 
     def seen(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
@@ -155,7 +190,11 @@ class Values:
         if parts is None:
             return opaque
         bands = [part for part in parts if isinstance(part, Band)]
-        inside = all(part.atom in self.equations or part.atom in self.inputs for part in parts if isinstance(part, View))
+        inside = all(
+            part.atom in self.equations or part.atom in self.inputs
+            for part in parts
+            if isinstance(part, View)
+        )
         return parts if inside else [*bands, *opaque]
 
     def _parts(self, atom: Any, dims: Dims, negated: bool) -> list[View | Band] | None:
@@ -174,14 +213,23 @@ class Values:
             return self._parts(inputs[0], dims, not negated)
         if (name in ("and", "mul") and not negated) or (name == "or" and negated):
             return self._all(*((x, dims, negated) for x in inputs))
-        if name in ("ne", "gt", "eq") and self.scalar(inputs[1]) == 0 and (name == "ne" or self._is_indicator(inputs[0])):
+        if (
+            name in ("ne", "gt", "eq")
+            and self.scalar(inputs[1]) == 0
+            and (name == "ne" or self._is_indicator(inputs[0]))
+        ):
             return self._parts(inputs[0], dims, negated is not (name == "eq"))
         if name == "slice":
             parts = self._parts(inputs[0], dims, negated) or ()
             bands = [part for part in parts if isinstance(part, Band)]
             if parts and len(bands) == len(parts) and not equation.params["strides"]:
-                starts = [0 if dim is None else equation.params["start_indices"][dim] for dim in dims]
-                return [Band(band.plus, band.minus, band.more + starts[band.plus] - starts[band.minus]) for band in bands]
+                starts = [
+                    0 if dim is None else equation.params["start_indices"][dim] for dim in dims
+                ]
+                return [
+                    Band(band.plus, band.minus, band.more + starts[band.plus] - starts[band.minus])
+                    for band in bands
+                ]
         if name in _ORDER:
             band = self._band(name, inputs, dims, negated)
             return [View(atom, dims, negated)] if band is None else band
@@ -220,24 +268,36 @@ class Values:
         name, inputs = equation.primitive.name, equation.invars
         if name in ("mul", "select_n"):
             return all(map(self._is_indicator, inputs[-2:]))
-        return name in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice") and self._is_indicator(
-            inputs[0]
-        )
+        return name in (
+            "broadcast_in_dim",
+            "reshape",
+            "squeeze",
+            "transpose",
+            "convert_element_type",
+            "slice",
+        ) and self._is_indicator(inputs[0])
 
-    def _band(self, name: str, inputs: list[Any], dims: Dims, negated: bool) -> list[View | Band] | None:
+    def _band(
+        self, name: str, inputs: list[Any], dims: Dims, negated: bool
+    ) -> list[View | Band] | None:
         """A comparison of positions."""
         left, right = (self._position(x, dims) for x in inputs)
         if left is None or right is None:
             return None
         sign, more = _ORDER[name]
-        steps = {dim: sign * (left[0].get(dim, 0) - right[0].get(dim, 0)) for dim in left[0].keys() | right[0].keys()}
+        steps = {
+            dim: sign * (left[0].get(dim, 0) - right[0].get(dim, 0))
+            for dim in left[0].keys() | right[0].keys()
+        }
         more += sign * (left[1] - right[1])
         if negated:
             steps, more = {dim: -step for dim, step in steps.items()}, -more - 1
         return _of_steps(steps, more)
 
     def _position(self, atom: Any, dims: Dims) -> tuple[dict[int, int], int] | None:
-        """An array of integers as a sum of indices, by outer dim with their factors, and a number."""
+        """An array of integers as a sum of indices, by outer dim with their factors, and a
+        number.
+        """
         atom, dims = self.source(atom, dims, _keeps_integers)
         number, equation = self.scalar(atom), self.equation(atom)
         if number is not None:
@@ -255,20 +315,32 @@ class Values:
             found, starts = self._position(inputs[0], dims), equation.params["start_indices"]
             if found is None:
                 return None
-            return found[0], found[1] + sum(found[0].get(place, 0) * starts[dim] for place, dim in enumerate(dims) if dim is not None)
+            return found[0], found[1] + sum(
+                found[0].get(place, 0) * starts[dim]
+                for place, dim in enumerate(dims)
+                if dim is not None
+            )
         if name not in ("add", "sub"):
             return None
-        (left, right), sign = (self._position(x, dims if x.aval.shape else (None,) * len(dims)) for x in inputs), 1 if name == "add" else -1
+        (left, right), sign = (
+            (self._position(x, dims if x.aval.shape else (None,) * len(dims)) for x in inputs),
+            1 if name == "add" else -1,
+        )
         if left is None or right is None:
             return None
-        return {dim: left[0].get(dim, 0) + sign * right[0].get(dim, 0) for dim in left[0].keys() | right[0].keys()}, left[1] + sign * right[
-            1
-        ]
+        return {
+            dim: left[0].get(dim, 0) + sign * right[0].get(dim, 0)
+            for dim in left[0].keys() | right[0].keys()
+        }, left[1] + sign * right[1]
 
     def _triangle(self, atom: Any, dims: Dims, negated: bool) -> list[View | Band] | None:
         """A constant array that is a causal mask."""
         value = self.constant(atom)
-        places = [place for place, dim in enumerate(dims) if dim is not None and value is not None and value.shape[dim] > 1]
+        places = [
+            place
+            for place, dim in enumerate(dims)
+            if dim is not None and value is not None and value.shape[dim] > 1
+        ]
         if value is None or len(places) != 2:
             return None
         queries, keys = places if dims[places[0]] < dims[places[1]] else places[::-1]  # type: ignore[operator]
@@ -290,7 +362,9 @@ def _keeps_integers(equation: Any) -> bool:
     """Whether integers stay what they are."""
     if equation.primitive.name != "convert_element_type":
         return False
-    return all(np.issubdtype(x.aval.dtype, np.integer) for x in (equation.invars[0], equation.outvars[0]))
+    return all(
+        np.issubdtype(x.aval.dtype, np.integer) for x in (equation.invars[0], equation.outvars[0])
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -304,32 +378,48 @@ def _of_steps(steps: dict[int, int], more: int) -> list[View | Band] | None:
     if not steps:
         return [] if more >= 0 else None
     by_step = {step: dim for dim, step in steps.items()}
-    return [Band(by_step[1], by_step[-1], more)] if len(steps) == 2 and by_step.keys() == {1, -1} else None
+    return (
+        [Band(by_step[1], by_step[-1], more)]
+        if len(steps) == 2 and by_step.keys() == {1, -1}
+        else None
+    )
 
 
 def _of_line(value: np.ndarray, dims: Dims) -> tuple[dict[int, int], int] | None:
     """A constant array of evenly spaced integers along one dim."""
     line = value.reshape(-1)
     places = [place for place, dim in enumerate(dims) if dim is not None and value.shape[dim] > 1]
-    if len(places) != 1 or not np.issubdtype(value.dtype, np.integer) or line.size < 2 or line.size != max(value.shape):
+    if (
+        len(places) != 1
+        or not np.issubdtype(value.dtype, np.integer)
+        or line.size < 2
+        or line.size != max(value.shape)
+    ):
         return None
     step = int(line[1]) - int(line[0])
     return ({places[0]: step}, int(line[0])) if (np.diff(line) == step).all() else None
 
 
 def moved(equation: Any, dims: Dims) -> Dims | None:
-    """The dims of an equation's input, from those of its output; None: it does more than to repeat, reorder or add dims of 1."""
+    """The dims of an equation's input, from those of its output; None: it does more than to repeat,
+    reorder or add dims of 1.
+    """
     if len(equation.invars) != 1:
         return None
     name, source, params = equation.primitive.name, equation.invars[0].aval, equation.params
     if name == "broadcast_in_dim":
         places = tuple(params["broadcast_dimensions"])
-        inner: dict[int, int | None] = {int(place): number for number, place in enumerate(places) if source.shape[number] > 1}
+        inner: dict[int, int | None] = {
+            int(place): number for number, place in enumerate(places) if source.shape[number] > 1
+        }
     elif name == "transpose":
         inner = dict(enumerate(params["permutation"]))
     elif name in ("reshape", "squeeze"):
         new = equation.outvars[0].aval.shape
-        kept, wide = ([number for number, size in enumerate(shape) if size > 1] for shape in (source.shape, new))
+        kept, wide = (
+            [number for number, size in enumerate(shape) if size > 1]
+            for shape in (source.shape, new)
+        )
         if [source.shape[number] for number in kept] != [new[number] for number in wide]:
             return None
         inner = dict(zip(wide, kept, strict=True))

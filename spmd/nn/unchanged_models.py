@@ -1,4 +1,6 @@
-"""The attention of models that call JAX's and flax's functions, by the implementation of the layout's `[attention]`."""
+"""The attention of models that call JAX's and flax's functions, by the implementation of the
+layout's `[attention]`.
+"""
 
 import dataclasses
 import inspect
@@ -15,8 +17,13 @@ from spmd.nn.attention_kernels import AS_WRITTEN, Attend, may_replace
 from spmd.nn.parallel_context import ParallelConfig, current
 from spmd.nn.scoring import ScoreArrays, Scoring, with_dropout
 
-PRODUCTS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # functions of the model's own, in linen
-NAMES = {"jax": "jax.nn.dot_product_attention", "nnx": "flax's nnx attention", "linen": "flax's linen attention"}
+# functions of the model's own, in linen
+PRODUCTS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
+NAMES = {
+    "jax": "jax.nn.dot_product_attention",
+    "nnx": "flax's nnx attention",
+    "linen": "flax's linen attention",
+}
 
 
 def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -26,9 +33,12 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _as_written("jax", "it returns the normalisers", original, args, kwargs)
     if current().attention == "as_written" and given["implementation"] is None:
         return _as_written("jax", "", original, args, kwargs)
-    query, key, value, bias, mask, scale = (given[name] for name in ("query", "key", "value", "bias", "mask", "scale"))
+    query, key, value, bias, mask, scale = (
+        given[name] for name in ("query", "key", "value", "bias", "mask", "scale")
+    )
     plain = {**given, "implementation": "xla"}
-    like = jax.eval_shape(lambda arrays: original(**{**plain, **arrays}), _arrays(plain))  # raises what JAX raises
+    # raises what JAX raises
+    like = jax.eval_shape(lambda arrays: original(**{**plain, **arrays}), _arrays(plain))
     query, key, value = (_with_dims(x, 4) for x in (query, key, value))
     window, lengths = given["local_window_size"], given["query_seq_lengths"]
     scoring = Scoring(
@@ -36,8 +46,14 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given["is_causal"],
         (window, window) if isinstance(window, int) else window or (None, None),
     )
-    arrays = ScoreArrays(_with_dims(mask, 4), _with_dims(bias, 4), key_lengths=given["key_value_seq_lengths"])
-    out = attend(Attend(scoring, query, key, value, arrays), given["implementation"], lambda: original(*args, **kwargs))
+    arrays = ScoreArrays(
+        _with_dims(mask, 4), _with_dims(bias, 4), key_lengths=given["key_value_seq_lengths"]
+    )
+    out = attend(
+        Attend(scoring, query, key, value, arrays),
+        given["implementation"],
+        lambda: original(*args, **kwargs),
+    )
     if lengths is not None:
         within = jnp.arange(query.shape[1]) < lengths[:, None]
         out = jnp.where(within[:, :, None, None], out, jnp.zeros_like(out))
@@ -49,31 +65,54 @@ def _of_nnx(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
     if given["module"] is None and given["dropout_rate"] == 0:
         return original(*args, **kwargs)
-    return _of_flax("nnx", lambda *arrays, dtype: given["promote_dtype"](arrays, dtype=dtype), given, original, args, kwargs)
+    return _of_flax(
+        "nnx",
+        lambda *arrays, dtype: given["promote_dtype"](arrays, dtype=dtype),
+        given,
+        original,
+        args,
+        kwargs,
+    )
 
 
 def _of_linen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`flax.linen.dot_product_attention`."""
-    return _of_flax("linen", promote_dtype, _arguments(original, args, kwargs), original, args, kwargs)
+    return _of_flax(
+        "linen", promote_dtype, _arguments(original, args, kwargs), original, args, kwargs
+    )
 
 
 CALLS = {"jax": _of_jax, "nnx": _of_nnx, "linen": _of_linen}  # for `replaced_calls`
 
 
 def with_calls(parallel: ParallelConfig) -> ParallelConfig:
-    """A configuration under which calls of JAX's and flax's attention are replaced, if they may be."""
+    """A configuration under which calls of JAX's and flax's attention are replaced, if they may
+    be.
+    """
     return dataclasses.replace(parallel, calls=CALLS) if may_replace(parallel) else parallel
 
 
 def _of_flax(
-    name: str, promote: Callable[..., Any], given: dict[str, Any], original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    name: str,
+    promote: Callable[..., Any],
+    given: dict[str, Any],
+    original: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Attention with flax's arguments."""
     own = [argument for argument in PRODUCTS if given.get(argument) is not None]
-    why = "its weights are sown" if given["module"] is not None else f"it has its own {', '.join(own)}" if own else ""
+    why = (
+        "its weights are sown"
+        if given["module"] is not None
+        else f"it has its own {', '.join(own)}"
+        if own
+        else ""
+    )
     if why or current().attention == "as_written":
         return _as_written(name, why, original, args, kwargs)
-    like = jax.eval_shape(lambda arrays: original(**{**given, **arrays}), _arrays(given))  # raises what flax raises
+    # raises what flax raises
+    like = jax.eval_shape(lambda arrays: original(**{**given, **arrays}), _arrays(given))
     query, key, value = promote(given["query"], given["key"], given["value"], dtype=given["dtype"])
     batch, mask = query.shape[:-3], given["mask"]
     dropout = 0.0 if given["deterministic"] else float(given["dropout_rate"])
@@ -90,16 +129,24 @@ def _of_flax(
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
     if dropout:
         scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-        scoring, arrays = with_dropout(scoring, arrays, given["dropout_rng"], scores, shared=given["broadcast_dropout"])
-    return attend(Attend(scoring, query, key, value, arrays), as_written=lambda: original(*args, **kwargs)).reshape(like.shape)
+        scoring, arrays = with_dropout(
+            scoring, arrays, given["dropout_rng"], scores, shared=given["broadcast_dropout"]
+        )
+    return attend(
+        Attend(scoring, query, key, value, arrays), as_written=lambda: original(*args, **kwargs)
+    ).reshape(like.shape)
 
 
-def _as_written(name: str, why: str, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _as_written(
+    name: str, why: str, original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """The original function; a note says `why`."""
     parallel = current()
     parallel.used.add("attention")
     if why:
-        parallel.notes[f"note: {NAMES[name]} is computed as it is written, with all scores: {why}."] = None
+        parallel.notes[
+            f"note: {NAMES[name]} is computed as it is written, with all scores: {why}."
+        ] = None
     with jax.named_scope(AS_WRITTEN):
         return original(*args, **kwargs)
 
@@ -113,7 +160,11 @@ def _arguments(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 def _arrays(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that are arrays."""
-    return {name: value for name, value in given.items() if hasattr(value, "shape") and hasattr(value, "dtype")}
+    return {
+        name: value
+        for name, value in given.items()
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+    }
 
 
 def _with_dims(x: Any, dims: int) -> Any:
@@ -122,7 +173,9 @@ def _with_dims(x: Any, dims: int) -> Any:
 
 
 def _one_batch_dim(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """An array that is broadcast to [*batch, heads, queries, keys], as one that is broadcast to [rows, heads, queries, keys]."""
+    """An array that is broadcast to [*batch, heads, queries, keys], as one that is broadcast to
+    [rows, heads, queries, keys].
+    """
     x = _with_dims(x, len(batch) + 3)
     rows = x.shape[:-3]
     if any(size != 1 for size in rows):

@@ -1,7 +1,9 @@
-"""Attention that a model writes out, two products and a softmax between them, goes to the implementation of the layout's `[attention]`.
+"""Attention that a model writes out, two products and a softmax between them, goes to the
+implementation of the layout's `[attention]`.
 
-The pattern is looked for in the traced program, as a compiler does it: inductor of PyTorch has a list of programs
-(`torch/_inductor/fx_passes/fuse_attention.py`); here one reading of the operations between the products covers their combinations.
+The pattern is looked for in the traced program, as a compiler does it: inductor of PyTorch has a
+list of programs (`torch/_inductor/fx_passes/fuse_attention.py`); here one reading of the operations
+between the products covers their combinations.
 """
 
 import dataclasses
@@ -27,11 +29,14 @@ from spmd.nn.written_dims import arrange, wide
 from spmd.nn.written_scores import Found, find
 
 REPLACED = "is written out, and is replaced"
-SMALL = 32  # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and end outside
+# equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and
+# end outside
+SMALL = 32
 
 
 def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pure function of arrays, with the attention that it writes out replaced as the `[attention]` of the layout in force says.
+    """A pure function of arrays, with the attention that it writes out replaced as the
+    `[attention]` of the layout in force says.
 
     Example:
       >>> double = fuse_attention(lambda x: 2 * x)
@@ -45,16 +50,26 @@ def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         with recorded_programs() as programs:
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed, programs)))(*jax.tree.leaves(args))
+        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed, programs)))(
+            *jax.tree.leaves(args)
+        )
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
 def _rewritten(closed: Any, programs: Mapping[str, InnerProgram]) -> Any:
-    """The jaxpr of a closed one with its attention replaced; notes say what was and what was not."""
+    """The jaxpr of a closed one with its attention replaced; notes say what was and what was
+    not.
+    """
     places: dict[str, list[str]] = {}
-    jaxpr = _Program(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), {}, places, programs).rewritten()
+    jaxpr = _Program(
+        closed.jaxpr,
+        dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+        {},
+        places,
+        programs,
+    ).rewritten()
     for text, where in places.items():
         named = list(dict.fromkeys(where))
         more = f" and {len(named) - 2} more" if len(named) > 2 else ""
@@ -89,7 +104,9 @@ class _Program:
         outputs = [x if hasattr(x, "val") else known.get(x, x) for x in jaxpr.outvars]
         constants = {v: x for v, x in self.constants.items() if _is_known(x)}
         computed = {x: equation for equation in found for x in equation.outvars}
-        values = Values(computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), constants, self.outer)
+        values = Values(
+            computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), constants, self.outer
+        )
         changed = [self._inside(equation, values) for equation in found]
         fused = any(new is not old for new, old in zip(changed, found, strict=True))
         for attention in find(found, values):
@@ -98,15 +115,20 @@ class _Program:
                 changed, fused = new, True
                 self._note(attention, REPLACED)
             else:
-                self._note(attention, f"is computed as it is written, with all scores: {attention.why or new}")
+                self._note(
+                    attention,
+                    f"is computed as it is written, with all scores: {attention.why or new}",
+                )
                 changed, fused = _marked(attention.weighted, changed), True
         if not fused:
             return jaxpr
         return jaxpr.replace(eqns=without_unused(changed, outputs), outvars=outputs)
 
     def _note(self, attention: Found, text: str) -> None:
-        scopes = re.sub(r"\w+\(|\)", "", self._scopes(attention.weighted)).split("/")  # of transformations, which a name is put into
-        place = "/".join(scope for scope in scopes if scope and "->" not in scope)  # einsum names a scope for its formula
+        # of transformations, which a name is put into
+        scopes = re.sub(r"\w+\(|\)", "", self._scopes(attention.weighted)).split("/")
+        # einsum names a scope for its formula
+        place = "/".join(scope for scope in scopes if scope and "->" not in scope)
         self.places.setdefault(text, []).append(place or "the model")
 
     def _scopes(self, equation: Any) -> str:
@@ -120,11 +142,21 @@ class _Program:
         if equation.primitive.name.startswith("custom_"):
             if program := self._program_of(equation):
                 inputs = equation.invars[len(equation.invars) - len(program.constants) :]
-                outer = {x: (values, atom) for x, atom in zip(program.jaxpr.constvars, inputs, strict=True)}
+                outer = {
+                    x: (values, atom)
+                    for x, atom in zip(program.jaxpr.constvars, inputs, strict=True)
+                }
                 program.jaxpr = dataclasses.replace(
-                    self, jaxpr=program.jaxpr, constants={}, outer=outer, scopes=self._scopes(equation)
+                    self,
+                    jaxpr=program.jaxpr,
+                    constants={},
+                    outer=outer,
+                    scopes=self._scopes(equation),
                 ).rewritten()
-                return dataclasses.replace(self, places={})._within(equation, {"": equation.invars}, values)  # the same, undifferentiated
+                # the same, undifferentiated
+                return dataclasses.replace(self, places={})._within(
+                    equation, {"": equation.invars}, values
+                )
             self._look_into(equation)
         return equation
 
@@ -132,7 +164,12 @@ class _Program:
         """The program that an equation with a gradient of its own runs."""
         if not self.programs:
             return None
-        named = (inner.params["name"] for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr) if inner.primitive.name == "name")
+        named = (
+            inner.params["name"]
+            for jaxpr in inner_jaxprs(equation)
+            for inner in equations(jaxpr)
+            if inner.primitive.name == "name"
+        )
         return next((self.programs[name] for name in named if name in self.programs), None)
 
     def _within(self, equation: Any, steady: dict[str, list[Any]], values: Values) -> Any:
@@ -142,7 +179,9 @@ class _Program:
             parts = value if isinstance(value, tuple) else (value,)
             if parts and all(hasattr(part, "jaxpr") or hasattr(part, "eqns") for part in parts):
                 inputs = steady.get(key, steady.get("")) or []
-                new = tuple(self._inner(part, inputs, values, self._scopes(equation)) for part in parts)
+                new = tuple(
+                    self._inner(part, inputs, values, self._scopes(equation)) for part in parts
+                )
                 if any(part is not old for part, old in zip(new, parts, strict=True)):
                     params[key] = new if isinstance(value, tuple) else new[0]
         changed = any(params[key] is not value for key, value in equation.params.items())
@@ -152,16 +191,30 @@ class _Program:
         """A jaxpr, or a closed one, of an equation; `inputs`: what its first inputs always are."""
         jaxpr, consts = (part.jaxpr, part.consts) if hasattr(part, "jaxpr") else (part, ())
         outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs, strict=False)}
-        new = _Program(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), outer, self.places, self.programs, scopes).rewritten()
+        new = _Program(
+            jaxpr,
+            dict(zip(jaxpr.constvars, consts, strict=True)),
+            outer,
+            self.places,
+            self.programs,
+            scopes,
+        ).rewritten()
         return part if new is jaxpr else part.replace(jaxpr=new) if hasattr(part, "jaxpr") else new
 
     def _look_into(self, equation: Any) -> None:
         """Say so of attention in a function that has a gradient of its own."""
         for jaxpr in inner_jaxprs(equation):
             found, _ = inlined(jaxpr, SMALL)
-            values = Values({x: e for e in found for x in e.outvars}, frozenset([*jaxpr.invars, *jaxpr.constvars]))
+            values = Values(
+                {x: e for e in found for x in e.outvars},
+                frozenset([*jaxpr.invars, *jaxpr.constvars]),
+            )
             for attention in find(found, values):
-                self._note(attention, "is computed as it is written, with all scores: it is in a function with a gradient of its own")
+                self._note(
+                    attention,
+                    "is computed as it is written, with all scores: it is in a function with a "
+                    "gradient of its own",
+                )
 
 
 def _is_known(constant: Any) -> bool:
@@ -173,14 +226,20 @@ def _is_known(constant: Any) -> bool:
 
 
 def _marked(equation: Any, program: list[Any]) -> list[Any]:
-    """The equations, of which one is in a scope that says it is to stay, when the program around this one is looked through."""
+    """The equations, of which one is in a scope that says it is to stay, when the program around
+    this one is looked through.
+    """
     source = equation.source_info
-    kept = equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(AS_WRITTEN)))
+    kept = equation.replace(
+        source_info=source.replace(name_stack=source.name_stack.extend(AS_WRITTEN))
+    )
     return [kept if old is equation else old for old in program]
 
 
 def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
-    """By name of a parameter that is a jaxpr ("": any): what its first inputs are in every call. None: no such equation."""
+    """By name of a parameter that is a jaxpr ("": any): what its first inputs are in every call.
+    None: no such equation.
+    """
     if name == "scan":
         return {"": inputs[: scanned(params)[0]]}
     if name == "while":
@@ -188,7 +247,11 @@ def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str
         return {"cond_jaxpr": inputs[:first], "body_jaxpr": inputs[first : first + second]}
     if name == "cond":
         return {"": inputs[1:]}
-    return {"": inputs} if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call") else None
+    return (
+        {"": inputs}
+        if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call")
+        else None
+    )
 
 
 def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
@@ -205,7 +268,9 @@ def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[
         [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
     except _NoKernelError:
         return "no kernel takes it"
-    equation = equation.replace(invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info)
+    equation = equation.replace(
+        invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info
+    )
     return [equation if old is found.weighted else old for old in program]
 
 
@@ -228,10 +293,18 @@ def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
     scoring = Scoring(found.scale, found.after == 0, window, found.cap, precision=found.precision)
     full = (dims.rows, heads, dims.queries, dims.keys)
 
-    def attention(query_: jax.Array, key_: jax.Array, value_: jax.Array, *others: jax.Array) -> jax.Array:
-        by_query = arrange(query_.astype(dtype), query.dims, sizes, (dims.rows, dims.queries, heads, dims.size))
-        by_key = arrange(key_.astype(dtype), key.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.size))
-        values = arrange(value_.astype(dtype), value.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.width))
+    def attention(
+        query_: jax.Array, key_: jax.Array, value_: jax.Array, *others: jax.Array
+    ) -> jax.Array:
+        by_query = arrange(
+            query_.astype(dtype), query.dims, sizes, (dims.rows, dims.queries, heads, dims.size)
+        )
+        by_key = arrange(
+            key_.astype(dtype), key.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.size)
+        )
+        values = arrange(
+            value_.astype(dtype), value.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.width)
+        )
         masks, biases = others[: len(found.masks)], others[len(found.masks) :]
         mask = key_mask = bias = None
         for part, x in zip(found.masks, masks, strict=True):
@@ -243,9 +316,17 @@ def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
             else:
                 mask = seen if mask is None else mask & seen
         for part, x in zip(found.biases, biases, strict=True):
-            more = arrange(x, part.kept(sizes), sizes, full).astype(jnp.promote_types(x.dtype, jnp.float32)) * part.factor
+            more = (
+                arrange(x, part.kept(sizes), sizes, full).astype(
+                    jnp.promote_types(x.dtype, jnp.float32)
+                )
+                * part.factor
+            )
             bias = more if bias is None else bias + more
-        out = attend(Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)), as_written=_no_kernel)
+        out = attend(
+            Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)),
+            as_written=_no_kernel,
+        )
         order = wide((*dims.rows, *dims.queries, *heads, *dims.width), sizes)
         out = out.reshape([sizes[role] for role in order])
         out = jnp.transpose(out, [order.index(role) for role in wide(found.result, sizes)])

@@ -1,7 +1,7 @@
 """Dims of arrays of an attention that a model writes out, by what they are for.
 
-A role is a number: one for each dim that the product of queries and keys has. A dim of an array has a tuple of roles, because a reshape
-may join dims and split them again; a dim of size 1 has none.
+A role is a number: one for each dim that the product of queries and keys has. A dim of an array has
+a tuple of roles, because a reshape may join dims and split them again; a dim of size 1 has none.
 """
 
 import math
@@ -37,18 +37,35 @@ def reshaped(dims: Sequence[Roles], sizes: Sizes, shape: Sequence[int]) -> tuple
     return tuple(found)
 
 
-def arrange(x: jax.Array, dims: Sequence[Roles], sizes: Sizes, wanted: Sequence[Roles]) -> jax.Array:
-    """An array with dims of these roles, as one with a dim for each of `wanted`, of size 1 where `x` has none of its roles.
+def arrange(
+    x: jax.Array, dims: Sequence[Roles], sizes: Sizes, wanted: Sequence[Roles]
+) -> jax.Array:
+    """An array with dims of these roles, as one with a dim for each of `wanted`, of size 1 where
+    `x` has none of its roles.
 
     Example:
-      >>> arrange(jnp.zeros((2, 5, 12)), [(0,), (1,), (2, 3)], {0: 2, 1: 5, 2: 4, 3: 3, 4: 7}, [(2, 3), (4,), (0, 1)]).shape
+      >>> arrange(
+      ...     jnp.zeros((2, 5, 12)),
+      ...     [(0,), (1,), (2, 3)],
+      ...     {0: 2, 1: 5, 2: 4, 3: 3, 4: 7},
+      ...     [(2, 3), (4,), (0, 1)],
+      ... ).shape
       (12, 1, 10)
     """
     here = [role for roles in dims for role in roles]
     order = [role for roles in wanted for role in roles if role in here]
-    x = jnp.transpose(x.reshape([sizes[role] for role in here]), [here.index(role) for role in order])
+    x = jnp.transpose(
+        x.reshape([sizes[role] for role in here]), [here.index(role) for role in order]
+    )
     # of a dim that is wanted, an array has all roles or none
-    full = [role for roles in wanted if not set(here).isdisjoint(roles) for role in wide(roles, sizes)]
+    full = [
+        role for roles in wanted if not set(here).isdisjoint(roles) for role in wide(roles, sizes)
+    ]
     x = x.reshape([sizes[role] if role in here else 1 for role in full])
     x = jnp.broadcast_to(x, [sizes[role] for role in full])
-    return x.reshape([1 if set(here).isdisjoint(roles) else math.prod(sizes[role] for role in roles) for roles in wanted])
+    return x.reshape(
+        [
+            1 if set(here).isdisjoint(roles) else math.prod(sizes[role] for role in roles)
+            for roles in wanted
+        ]
+    )

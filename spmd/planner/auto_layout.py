@@ -57,8 +57,13 @@ def devices_here() -> Cluster:
         if near is not None:
             like, here = near.target.name, f"{near.nodes}x{near.devices}xhere.toml"
             search = f'spmd search SCRIPT --target {here} --save mine.toml, and layout="mine.toml"'
-            fix = f"spmd calibrate --out here.toml --like {like} ({near.target.title} has the nearest name), then {search}; or {fix}"
-        raise OptionError(f'layout="auto": no target that is shipped describes {devices[0].device_kind}.', fix=fix)
+            fix = (
+                f"spmd calibrate --out here.toml --like {like} ({near.target.title} has the "
+                f"nearest name), then {search}; or {fix}"
+            )
+        raise OptionError(
+            f'layout="auto": no target that is shipped describes {devices[0].device_kind}.', fix=fix
+        )
     return cluster
 
 
@@ -72,10 +77,17 @@ def check_auto(mesh: Any, precision: str, accumulate: int) -> None:
     if mesh is not None:
         fix = "leave mesh out, or name a layout."
         if isinstance(mesh, Mesh):
-            fix = "leave mesh out, call fit where no mesh is set with jax.set_mesh, or name a layout."
-        raise OptionError(f'layout="auto" chooses the mesh as well, and {MeshSpec.parse(mesh)} is given.', fix=fix)
+            fix = (
+                "leave mesh out, call fit where no mesh is set with jax.set_mesh, or name a layout."
+            )
+        raise OptionError(
+            f'layout="auto" chooses the mesh as well, and {MeshSpec.parse(mesh)} is given.', fix=fix
+        )
     if accumulate != 1:
-        raise OptionError('layout="auto" chooses accumulate as well.', fix="leave accumulate out, or name a layout.")
+        raise OptionError(
+            'layout="auto" chooses accumulate as well.',
+            fix="leave accumulate out, or name a layout.",
+        )
 
 
 def auto_layout(
@@ -90,11 +102,13 @@ def auto_layout(
     saved: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Chosen:
-    """The layout for the devices that are here, and the number of microbatches. Process 0 searches, and all processes get the same.
+    """The layout for the devices that are here, and the number of microbatches. Process 0 searches,
+    and all processes get the same.
 
     Args:
       sample: a batch, or its shapes; the others as of `plan`.
-      saved: the file that an earlier run has written. If it is there, and for as many devices, nothing is searched.
+      saved: the file that an earlier run has written. If it is there, and for as many devices,
+        nothing is searched.
       say: called with the lines of the search, in process 0.
 
     Raises:
@@ -102,7 +116,13 @@ def auto_layout(
       SpmdError: what `search` raises; in all processes, with the same text.
       RendezvousTimeout: process 0 compiles nothing new for half an hour.
     """
-    options = {"loss": loss, "optimizer": optimizer, "metrics": metrics, "precision": precision, "seed": seed}
+    options = {
+        "loss": loss,
+        "optimizer": optimizer,
+        "metrics": metrics,
+        "precision": precision,
+        "seed": seed,
+    }
 
     def choose(report: Callable[[], None]) -> str:
         def say_and_report(line: str) -> None:
@@ -112,13 +132,21 @@ def auto_layout(
         chosen = _choose(model, sample, saved, say_and_report, **options)
         return json.dumps([chosen.layout.name, *chosen[1:]])
 
-    name, accumulate, text, line = json.loads(from_first_process(choose, 'it searches for a layout (layout="auto")'))
+    name, accumulate, text, line = json.loads(
+        from_first_process(choose, 'it searches for a layout (layout="auto")')
+    )
     return Chosen(loads(text, 'layout="auto"', name), accumulate, text, line)
 
 
-def _choose(model: Any, sample: Tree, saved: Path | None, say: Callable[[str], None], **options: Any) -> Chosen:
+def _choose(
+    model: Any, sample: Tree, saved: Path | None, say: Callable[[str], None], **options: Any
+) -> Chosen:
     """What was saved, if it is for such a step on as many devices; else what a search finds."""
-    here, rows, precision = devices_here(), check_leaves(abstract(sample), "the batch"), options["precision"]
+    here, rows, precision = (
+        devices_here(),
+        check_leaves(abstract(sample), "the batch"),
+        options["precision"],
+    )
     if saved is not None and saved.is_file():
         layout, text = Layout.load(saved), saved.read_text(encoding="utf-8")
         accumulate, why = _accumulate(text, rows, precision), ""
@@ -129,7 +157,14 @@ def _choose(model: Any, sample: Tree, saved: Path | None, say: Callable[[str], N
         else:
             return Chosen(layout, accumulate, text, f'layout="auto": that of {saved}.')
         say(f'layout="auto": {saved} is not used, because {why}.')
-    result = search(model, abstract(sample), target=here, compiles=COMPILES, say=lambda line: say(f'layout="auto": {line}'), **options)
+    result = search(
+        model,
+        abstract(sample),
+        target=here,
+        compiles=COMPILES,
+        say=lambda line: say(f'layout="auto": {line}'),
+        **options,
+    )
     if result.interrupted:
         raise KeyboardInterrupt
     text, best = result.to_toml(), result.plans[0][0]

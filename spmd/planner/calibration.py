@@ -1,6 +1,7 @@
 """`spmd.calibrate`: measures the devices that are here, and describes them as a target for plans.
 
-The figures are those with which the planner's own model of time (`timeline.py`) predicts the times of small programs (`probes.py`).
+The figures are those with which the planner's own model of time (`timeline.py`) predicts the times
+of small programs (`probes.py`).
 """
 
 import dataclasses
@@ -31,14 +32,19 @@ from spmd.user_paths import output_path, write_text
 from spmd.xla import shard_map
 
 PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names
-SHARES = tuple(f"achieved.{name}" for name in ("matmul", "memory", "link", "convolution", "attention", "attention_backward"))
+SHARES = tuple(
+    f"achieved.{name}"
+    for name in ("matmul", "memory", "link", "convolution", "attention", "attention_backward")
+)
 ROUNDS = 15  # at most
 FEWEST = 5  # rounds, however long they take
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One program: what it computes, the figure that it shows, its median time and quartiles in seconds, and what the target predicts."""
+    """One program: what it computes, the figure that it shows, its median time and quartiles in
+    seconds, and what the target predicts.
+    """
 
     name: str
     figure: str
@@ -77,12 +83,29 @@ class Calibration:
 
     def __str__(self) -> str:
         rows = [
-            (one.name, one.figure, duration(one.seconds), " to ".join(map(duration, one.quartiles)), f"{one.predicted / one.seconds:.2f}")
+            (
+                one.name,
+                one.figure,
+                duration(one.seconds),
+                " to ".join(map(duration, one.quartiles)),
+                f"{one.predicted / one.seconds:.2f}",
+            )
             for one in self.measured
         ]
         table = aligned([("PROGRAM", "SHOWS", "MEDIAN", "QUARTILES", "PREDICTED / MEDIAN"), *rows])
         figures = aligned([("FIGURE", "VALUE", "MAY BE OFF BY"), *figure_rows(self.target)])
-        return filled("\n".join([f"{self.target.title}: {self.rounds} rounds", "", *table, "", *figures, *self.notes]))
+        return filled(
+            "\n".join(
+                [
+                    f"{self.target.title}: {self.rounds} rounds",
+                    "",
+                    *table,
+                    "",
+                    *figures,
+                    *self.notes,
+                ]
+            )
+        )
 
     __repr__ = __str__
 
@@ -92,13 +115,22 @@ class Calibration:
         Raises:
           OptionError: another suffix than .toml, the file exists, or it cannot be written.
         """
-        return write_text(output_path(path, "a target's file", (".toml",), overwrite=overwrite), target_text(self.target))
+        return write_text(
+            output_path(path, "a target's file", (".toml",), overwrite=overwrite),
+            target_text(self.target),
+        )
 
 
 class Measurement:
     """Programs that are compiled for devices, and their times so far."""
 
-    def __init__(self, devices: Sequence[Any], base: Target, *, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Any],
+        base: Target,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.devices, self.base = devices, base
         self.programs: list[_Program] = []
         self.notes: list[str] = []
@@ -108,9 +140,11 @@ class Measurement:
             say(f"compiling {number} of {len(probes)}: {probe.name}")
             try:
                 self.programs.append(_Program(probe, mesh))
-            except (RuntimeError, ValueError, NotImplementedError) as error:  # cuDNN is missing, or too old for this GPU
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                # cuDNN is missing, or too old for this GPU
                 self.notes.append(
-                    f"note: {probe.name} could not be compiled, so {probe.figure} stays that of {base.name}: {first_line(error)}"
+                    f"note: {probe.name} could not be compiled, so {probe.figure} stays that of "
+                    f"{base.name}: {first_line(error)}"
                 )
 
     def run(self) -> None:
@@ -125,36 +159,80 @@ class Measurement:
         base, cpu = self.base.name, self.base.platform == "cpu"
         slower = [program for program in programs if statistics.median(program.times) > begin]
         notes = [*self.notes]
-        notes += [f"note: {one.probe.name} took no longer than a program without it." for one in programs if one not in slower]
+        notes += [
+            f"note: {one.probe.name} took no longer than a program without it."
+            for one in programs
+            if one not in slower
+        ]
         observed = [program.observation(begin) for program in slower]
         target, unknown = fit(_start(self.base), observed, most_share=1e3 if cpu else 1.0)
-        shown = [(program, one) for program, one in zip(slower, observed, strict=True) if one.figure not in unknown]
+        shown = [
+            (program, one)
+            for program, one in zip(slower, observed, strict=True)
+            if one.figure not in unknown
+        ]
         figures = {one.figure for _, one in shown}
         target = dataclasses.replace(target, spread=spread_of(target, [one for _, one in shown]))
-        stays = "as float32 is" if cpu else f"as in {base}"  # XLA:CPU multiplies narrower floats in float32
-        notes += [f"note: no compiled program depends on {path}: planned {stays}." for path in unknown]
-        full = [path for path in sorted(figures) if path in SHARES and figure_of(target, path) > 0.999 and not cpu]
-        notes += [f"note: {path} = 1: programs were faster than the peak figures of {base} allow." for path in full]
+        # XLA:CPU multiplies narrower floats in float32
+        stays = "as float32 is" if cpu else f"as in {base}"
+        notes += [
+            f"note: no compiled program depends on {path}: planned {stays}." for path in unknown
+        ]
+        full = [
+            path
+            for path in sorted(figures)
+            if path in SHARES and figure_of(target, path) > 0.999 and not cpu
+        ]
+        notes += [
+            f"note: {path} = 1: programs were faster than the peak figures of {base} allow."
+            for path in full
+        ]
         target = self._described(_absolute(target, figures) if cpu else target, rounds, figures)
         measured = tuple(
-            Measured(program.probe.name, one.figure, one.seconds, program.quartiles(begin), one.predict(target)) for program, one in shown
+            Measured(
+                program.probe.name,
+                one.figure,
+                one.seconds,
+                program.quartiles(begin),
+                one.predict(target),
+            )
+            for program, one in shown
         )
         return Calibration(target, len(self.devices), measured, rounds, tuple(notes))
 
     def _described(self, target: Target, rounds: int, figures: Collection[str]) -> Target:
-        """The target with its title, its memory, and the sources of its figures; those in `figures` were measured."""
+        """The target with its title, its memory, and the sources of its figures; those in `figures`
+        were measured.
+        """
         count, cpu, base = len(self.devices), target.platform == "cpu", self.base
         kind = processor() if cpu else self.devices[0].device_kind
-        how = f"measured on {datetime.date.today()} by spmd calibrate on {kind}, {count} at once, medians of {rounds} rounds"
+        how = (
+            f"measured on {datetime.date.today()} by spmd calibrate on {kind}, {count} at once, "
+            f"medians of {rounds} rounds"
+        )
         how += f", jax {jax.__version__}"
-        kept = {name: f"as in {base.name}: {base.sources.get(name, 'assumed')}" for name in ("flops", "inside", "between")}
+        kept = {
+            name: f"as in {base.name}: {base.sources.get(name, 'assumed')}"
+            for name in ("flops", "inside", "between")
+        }
         rest = ", ".join(path.partition(".")[2] for path in SHARES if path not in figures)
-        sources = {**base.sources, **kept, "achieved": how + (f"; as in {base.name}: {rest}" if rest and not cpu else "")}
-        sources["spread"] = f"the errors of the programs measured, and the noise of their times; others as in {base.name}"
+        sources = {
+            **base.sources,
+            **kept,
+            "achieved": how + (f"; as in {base.name}: {rest}" if rest and not cpu else ""),
+        }
+        sources["spread"] = (
+            "the errors of the programs measured, and the noise of their times; others as in "
+            f"{base.name}"
+        )
         if not cpu:
-            sources["flops"] += "".join(f"; {path} {how}" for path in sorted(figures) if path.startswith("flops."))
+            sources["flops"] += "".join(
+                f"; {path} {how}" for path in sorted(figures) if path.startswith("flops.")
+            )
             sources["inside"] += f"; latency {how}" if "inside.latency" in figures else ""
-            return dataclasses.replace(target, title=f"{kind}, calibrated", devices_per_node=count, sources=sources)
+            return dataclasses.replace(
+                target, title=f"{kind}, calibrated", devices_per_node=count, sources=sources
+            )
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
         sources |= {
             "memory": f"this machine's memory, divided by {count}; bandwidth {how}",
@@ -163,19 +241,36 @@ class Measurement:
         }
         sources |= {"inside": how} if "achieved.link" in figures else {}
         title = f"one of {count} devices simulated on {os.cpu_count()} cores of {kind}"
-        return dataclasses.replace(target, title=title, memory=memory, devices_per_node=count, simulated=count, sources=sources)
+        return dataclasses.replace(
+            target,
+            title=title,
+            memory=memory,
+            devices_per_node=count,
+            simulated=count,
+            sources=sources,
+        )
 
 
 def compile_probe(probe: Probe, mesh: Mesh) -> Any:
-    """A probe as all devices of a mesh run it, each on arrays of its own; arguments have a leading dim for devices."""
+    """A probe as all devices of a mesh run it, each on arrays of its own; arguments have a leading
+    dim for devices.
+    """
     spec = PartitionSpec(AXIS)
 
     def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x[None] for x in probe.function(*(x[0] for x in shards)))
 
-    mapped = jax.jit(shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec), donate_argnums=tuple(range(probe.donated)))
+    mapped = jax.jit(
+        shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec),
+        donate_argnums=tuple(range(probe.donated)),
+    )
     sharding = NamedSharding(mesh, spec)
-    return mapped.lower(*(jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding) for shape, dtype in probe.shapes)).compile()
+    return mapped.lower(
+        *(
+            jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
+            for shape, dtype in probe.shapes
+        )
+    ).compile()
 
 
 def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
@@ -184,7 +279,9 @@ def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
 
     def predict(target: Target) -> float:
         cluster, spec = Cluster(1, devices, target), MeshSpec(((AXIS, devices),))
-        return max(timeline_of(module, spec, cluster, (AXIS,), temporaries=temporaries).seconds, 1e-12)
+        return max(
+            timeline_of(module, spec, cluster, (AXIS,), temporaries=temporaries).seconds, 1e-12
+        )
 
     return predict
 
@@ -195,15 +292,23 @@ class _Program:
     def __init__(self, probe: Probe, mesh: Mesh) -> None:
         self.probe, self.times = probe, list[float]()
 
-        def draw(key: jax.Array) -> tuple[jax.Array, ...]:  # not constants, which cost a GPU less power and so are multiplied faster
-            return tuple(0.02 * jax.random.normal(key, (mesh.size, *shape), dtype) for shape, dtype in probe.shapes)
+        # not constants, which cost a GPU less power and so are multiplied faster
+        def draw(key: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(
+                0.02 * jax.random.normal(key, (mesh.size, *shape), dtype)
+                for shape, dtype in probe.shapes
+            )
 
         self.compiled = compile_probe(probe, mesh)
         self.predict = predictor(self.compiled, mesh.size)
-        self.arguments = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))(jax.random.key(0))
+        self.arguments = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))(
+            jax.random.key(0)
+        )
 
     def run(self) -> None:
-        """Run twice, and keep the second time: the first finds the caches and the free memory that another program has left."""
+        """Run twice, and keep the second time: the first finds the caches and the free memory that
+        another program has left.
+        """
         for timed in (False, True):
             began = time.perf_counter()
             results = jax.block_until_ready(self.compiled(*self.arguments))
@@ -219,7 +324,9 @@ class _Program:
         """Its median time, without the `begin` seconds in which any program starts."""
         median = max(statistics.median(self.times) - begin, 1e-9)
         first, third = self.quartiles(begin)
-        return Observation(self.probe.figure, self.predict, median, min((third - first) / 2 / median, 1.0))
+        return Observation(
+            self.probe.figure, self.predict, median, min((third - first) / 2 / median, 1.0)
+        )
 
 
 def calibrate(
@@ -229,15 +336,17 @@ def calibrate(
     seconds: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measure devices as a training step uses them, all at once, and describe them as a target for plans.
+    """Measure devices as a training step uses them, all at once, and describe them as a target for
+    plans.
 
-    Products, convolutions, attention, memory, collectives and launches are measured with small programs. On a CPU first simulate devices
-    (`spmd.simulate_devices`): they share its cores, so the target describes one of that many.
+    Products, convolutions, attention, memory, collectives and launches are measured with small
+    programs. On a CPU first simulate devices (`spmd.simulate_devices`): they share its cores, so
+    the target describes one of that many.
 
     Args:
       devices: all of one kind, of this process; default: all.
-      like: the target with the peak figures, and the compiler's description, of this kind of device; default: the shipped target
-        of that name. What is not measured stays as it is there.
+      like: the target with the peak figures, and the compiler's description, of this kind of
+        device; default: the shipped target of that name. What is not measured stays as it is there.
       seconds: how long programs run, after they are compiled: up to 15 rounds, and at least 5.
       say: called with a line on progress.
 
@@ -245,7 +354,8 @@ def calibrate(
       A `Calibration`; `save` writes the target's file.
 
     Raises:
-      OptionError: devices of several kinds or processes; no shipped target is of this kind; an invalid option.
+      OptionError: devices of several kinds or processes; no shipped target is of this kind; an
+        invalid option.
 
     Example:
       >>> calibrate(like="h100")  # on a CPU
@@ -253,8 +363,14 @@ def calibrate(
       spmd.errors.OptionError: like="h100" describes a device of platform "cuda", and here is "cpu".
           fix: known: cpu.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise OptionError(f"{option('seconds', repr(seconds))}.", fix="a number of seconds, such as 60.")
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 < seconds < float("inf")
+    ):
+        raise OptionError(
+            f"{option('seconds', repr(seconds))}.", fix="a number of seconds, such as 60."
+        )
     devices = list(jax.devices() if devices is None else devices)
     measurement = Measurement(devices, base_target(devices, like), say=say)
     measurement.run()  # the first is slower, and is not counted
@@ -290,14 +406,17 @@ def base_target(devices: Sequence[Any], like: str | None = None) -> Target:
         if base.platform != here:
             same = [key for key, target in known.items() if target.platform == here]
             why = f'describes a device of platform "{base.platform}", and here is "{here}"'
-            raise OptionError(f"{option('like', quoted(like))} {why}.", fix=did_you_mean(like, same))
+            raise OptionError(
+                f"{option('like', quoted(like))} {why}.", fix=did_you_mean(like, same)
+            )
         return base
     found = known["cpu"] if here == "cpu" else of_device(kind)
     if found is None:
         near = ", ".join(key for key, target in known.items() if target.platform == here)
         raise OptionError(
             f"no shipped target describes {kind}.",
-            fix=f"{option('like')} and the target of a similar device, whose peak figures are taken: {near}; or a file of your own.",
+            fix=f"{option('like')} and the target of a similar device, whose peak figures are "
+            f"taken: {near}; or a file of your own.",
         )
     return found
 
@@ -310,15 +429,24 @@ def _start(base: Target) -> Target:
 
 
 def _absolute(target: Target, measured: Collection[str]) -> Target:
-    """A target whose peak figures are the fastest that was measured, for devices without a data sheet."""
+    """A target whose peak figures are the fastest that was measured, for devices without a data
+    sheet.
+    """
     shares = target.achieved
     most = max(shares.matmul, shares.convolution)
-    flops = {dtype: rate * most for dtype, rate in target.flops.items() if dtype == "float32" or f"flops.{dtype}" in measured}
-    flops |= {"vector": min(target.flops["vector"], flops["float32"])}  # others are multiplied in float32
+    flops = {
+        dtype: rate * most
+        for dtype, rate in target.flops.items()
+        if dtype == "float32" or f"flops.{dtype}" in measured
+    }
+    # others are multiplied in float32
+    flops |= {"vector": min(target.flops["vector"], flops["float32"])}
     achieved = Achieved(shares.matmul / most, 1.0, 1.0, shares.launch, shares.convolution / most)
     inside = Link(target.inside.bandwidth * shares.link, target.inside.latency)
     bandwidth = target.memory_bandwidth * shares.memory
-    return dataclasses.replace(target, flops=flops, achieved=achieved, inside=inside, memory_bandwidth=bandwidth)
+    return dataclasses.replace(
+        target, flops=flops, achieved=achieved, inside=inside, memory_bandwidth=bandwidth
+    )
 
 
 def figure_rows(target: Target) -> list[tuple[str, str, str]]:
@@ -328,23 +456,54 @@ def figure_rows(target: Target) -> list[tuple[str, str, str]]:
     ('matrix products, bfloat16', '534 TFLOP/s', '12 %')
     """
     achieved, spread = target.achieved, target.spread
-    rates = [(f"matrix products, {dtype}", target.rate(dtype) * achieved.matmul, "matmul") for dtype in target.flops if dtype != "vector"]
+    rates = [
+        (f"matrix products, {dtype}", target.rate(dtype) * achieved.matmul, "matmul")
+        for dtype in target.flops
+        if dtype != "vector"
+    ]
     peak = target.rate("float32" if target.platform == "cpu" else "bfloat16")
-    names = ("convolution", "attention", "attention_backward") if target.platform == "cuda" else ("convolution",)
-    rates += [(name.replace("_", ", "), peak * getattr(achieved, name), name.partition("_")[0]) for name in names]
-    moved = [("memory", target.memory_bandwidth * achieved.memory, "memory"), ("first touch of memory", target.first_touch, "memory")]
+    names = (
+        ("convolution", "attention", "attention_backward")
+        if target.platform == "cuda"
+        else ("convolution",)
+    )
+    rates += [
+        (name.replace("_", ", "), peak * getattr(achieved, name), name.partition("_")[0])
+        for name in names
+    ]
+    moved = [
+        ("memory", target.memory_bandwidth * achieved.memory, "memory"),
+        ("first touch of memory", target.first_touch, "memory"),
+    ]
     moved.append(("what a device sends", target.inside.bandwidth * achieved.link, "link"))
-    times = [("launch overhead", achieved.launch, "launch"), ("latency of a round of a collective", target.inside.latency, "link")]
-    rows = [(name, f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s", kind) for name, rate, kind in rates]
+    times = [
+        ("launch overhead", achieved.launch, "launch"),
+        ("latency of a round of a collective", target.inside.latency, "link"),
+    ]
+    rows = [
+        (
+            name,
+            f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s",
+            kind,
+        )
+        for name, rate, kind in rates
+    ]
     rows += [(name, f"{rate / 1e9:,.3g} GB/s", kind) for name, rate, kind in moved if rate]
     rows += [(name, duration(value), kind) for name, value, kind in times]
-    return [(name, value, f"{getattr(spread, kind):.0%}".replace("%", " %")) for name, value, kind in rows]
+    return [
+        (name, value, f"{getattr(spread, kind):.0%}".replace("%", " %"))
+        for name, value, kind in rows
+    ]
 
 
 def processor() -> str:
     """The name of this machine's processor, as Linux says it."""
     try:
-        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,7 +1,8 @@
-"""The candidates of `spmd.search`: each layout on every mesh of its axes, with reductions, microbatches and rematerialization.
+"""The candidates of `spmd.search`: each layout on every mesh of its axes, with reductions,
+microbatches and rematerialization.
 
-An axis that a layout declares with one device may have one; the candidate is then the layout without it. Their order is deterministic.
-With the model, a candidate is all that a plan needs.
+An axis that a layout declares with one device may have one; the candidate is then the layout
+without it. Their order is deterministic. With the model, a candidate is all that a plan needs.
 """
 
 import dataclasses
@@ -24,16 +25,23 @@ from spmd.specs import spec_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten
 
-REMAT_SAVES = ("everything", "dots", "nothing")  # values of `[remat] save` that are tried, from most to least memory
+# values of `[remat] save` that are tried, from most to least memory
+REMAT_SAVES = ("everything", "dots", "nothing")
 
 
 def remat_level(remat: Remat) -> int:
-    """How little a `[remat]` keeps: the place in `REMAT_SAVES`; that of "dots" for named values, offloading, and rules.
+    """How little a `[remat]` keeps: the place in `REMAT_SAVES`; that of "dots" for named values,
+    offloading, and rules.
 
     >>> remat_level(Remat()), remat_level(Remat(("attention",))), remat_level(Remat("nothing"))
     (0, 1, 2)
     """
-    plain = isinstance(remat.saves, str) and remat.saves in REMAT_SAVES and not remat.rules and not remat.offload
+    plain = (
+        isinstance(remat.saves, str)
+        and remat.saves in REMAT_SAVES
+        and not remat.rules
+        and not remat.offload
+    )
     return REMAT_SAVES.index(remat.saves) if plain else 1
 
 
@@ -61,7 +69,8 @@ class Candidate:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.layout, self.accumulate, self.family, self.remat_level))  # of thousands, each looked up many times
+        # of thousands, each looked up many times
+        return hash((self.layout, self.accumulate, self.family, self.remat_level))
 
     @functools.cached_property
     def mesh(self) -> MeshSpec:
@@ -70,17 +79,28 @@ class Candidate:
 
     @functools.cached_property
     def group(self) -> "Candidate":
-        """The same without what only saves memory: one microbatch, and the layout's own rematerialization."""
-        return dataclasses.replace(self, accumulate=1, remat_level=0, layout=dataclasses.replace(self.layout, remat=Remat()))
+        """The same without what only saves memory: one microbatch, and the layout's own
+        rematerialization.
+        """
+        return dataclasses.replace(
+            self,
+            accumulate=1,
+            remat_level=0,
+            layout=dataclasses.replace(self.layout, remat=Remat()),
+        )
 
     @functools.cached_property
     def placement(self) -> "Candidate":
         """The group, whatever the pipeline's microbatches: what says where arrays live."""
         pipeline = dataclasses.replace(self.layout.pipeline, microbatches=None)
-        return dataclasses.replace(self.group, layout=dataclasses.replace(self.group.layout, pipeline=pipeline))
+        return dataclasses.replace(
+            self.group, layout=dataclasses.replace(self.group.layout, pipeline=pipeline)
+        )
 
     def distance(self, other: "Candidate") -> float:
-        """How much another candidate of the same family differs: doublings of mesh axes, plus one for each other difference."""
+        """How much another candidate of the same family differs: doublings of mesh axes, plus one
+        for each other difference.
+        """
         same = (
             self.layout.gradients.reduction == other.layout.gradients.reduction,
             self.layout.pipeline.microbatches == other.layout.pipeline.microbatches,
@@ -88,12 +108,18 @@ class Candidate:
         )
         ours, theirs = self.mesh.sizes, other.mesh.sizes
         axes = ours | theirs
-        return _doublings((ours.get(axis, 1) for axis in axes), (theirs.get(axis, 1) for axis in axes)) + same.count(False)
+        return _doublings(
+            (ours.get(axis, 1) for axis in axes), (theirs.get(axis, 1) for axis in axes)
+        ) + same.count(False)
 
     def __str__(self) -> str:
         layout = self.layout
         parts = [f"{layout.name} on {self.mesh}", f"reduction {layout.gradients.reduction}"]
-        parts += [f"{layout.pipeline.microbatches} microbatches in the pipeline"] if layout.pipeline.microbatches else []
+        parts += (
+            [f"{layout.pipeline.microbatches} microbatches in the pipeline"]
+            if layout.pipeline.microbatches
+            else []
+        )
         parts += [f"remat {layout.remat}"] if layout.remat != Remat() else []
         parts += [f"{key} {as_toml(value)}" for key, value in layout.compiler.keys.items()]
         return ", ".join(parts + [f"accumulate {self.accumulate}"] * (self.accumulate > 1))
@@ -116,10 +142,17 @@ class CandidateSpace:
     rows: int
 
     def meshes(self, family: int) -> list[MeshSpec]:
-        """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded axis has at least two devices."""
+        """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded
+        axis has at least two devices.
+        """
         names, wanted = zip(*_axes(self.layouts[family]), strict=True)
-        least = [min(size, 2) for size in wanted]  # a sharded axis of size 1 would make another layout
-        possible = [sizes for sizes in _factors(self.devices, len(names)) if all(map(operator.ge, sizes, least))]
+        # a sharded axis of size 1 would make another layout
+        least = [min(size, 2) for size in wanted]
+        possible = [
+            sizes
+            for sizes in _factors(self.devices, len(names))
+            if all(map(operator.ge, sizes, least))
+        ]
         ordered = sorted(possible, key=lambda sizes: (_doublings(sizes, wanted), sizes))
         return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in ordered]
 
@@ -129,11 +162,18 @@ class CandidateSpace:
             return None
         if self.meshes(family):
             return "every candidate of it is one of a layout with more axes"
-        axes = ", ".join(f"{name} of {'any size' if size < 2 else '2 or more'}" for name, size in _axes(self.layouts[family]))
-        return f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no mesh of its axes ({axes})"
+        axes = ", ".join(
+            f"{name} of {'any size' if size < 2 else '2 or more'}"
+            for name, size in _axes(self.layouts[family])
+        )
+        return (
+            f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no "
+            f"mesh of its axes ({axes})"
+        )
 
     def groups(self, family: int) -> list[Candidate]:
-        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones first.
+        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones
+        first.
 
         What two layouts have in common is a candidate of the one with more axes.
         """
@@ -142,7 +182,9 @@ class CandidateSpace:
     @functools.cached_property
     def _groups(self) -> dict[int, list[Candidate]]:
         groups, seen = {}, set()
-        for family in sorted(range(len(self.layouts)), key=lambda family: -len(_axes(self.layouts[family]))):
+        for family in sorted(
+            range(len(self.layouts)), key=lambda family: -len(_axes(self.layouts[family]))
+        ):
             distinct = {_comparable(group.layout): group for group in self._variants(family)}
             groups[family] = [group for layout, group in distinct.items() if layout not in seen]
             seen |= distinct.keys()
@@ -152,22 +194,40 @@ class CandidateSpace:
         declared = self.layouts[family]
         for mesh in self.meshes(family):
             unused = unused_axes(declared, mesh)
-            layout = dataclasses.replace(without_axes(declared, unused), mesh=tuple(axis for axis in mesh.axes if axis[0] not in unused))
+            layout = dataclasses.replace(
+                without_axes(declared, unused),
+                mesh=tuple(axis for axis in mesh.axes if axis[0] not in unused),
+            )
             stages = mesh.sizes.get(layout.pipeline.axis or "", 1)
             adjustable = stages > 1 and layout.pipeline.microbatches is None
-            for count, reduction in itertools.product(MICROBATCHES_PER_STAGE if adjustable else (None,), _reductions(layout)):
-                pipeline = dataclasses.replace(layout.pipeline, microbatches=count * stages) if count else layout.pipeline
+            for count, reduction in itertools.product(
+                MICROBATCHES_PER_STAGE if adjustable else (None,), _reductions(layout)
+            ):
+                pipeline = (
+                    dataclasses.replace(layout.pipeline, microbatches=count * stages)
+                    if count
+                    else layout.pipeline
+                )
                 gradients = dataclasses.replace(layout.gradients, reduction=reduction)
-                yield Candidate(dataclasses.replace(layout, pipeline=pipeline, gradients=gradients), 1, family, 0)
+                yield Candidate(
+                    dataclasses.replace(layout, pipeline=pipeline, gradients=gradients),
+                    1,
+                    family,
+                    0,
+                )
 
     def lighter(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Variants that need less memory: the next level of rematerialization, and each larger number of microbatches."""
+        """Variants that need less memory: the next level of rematerialization, and each larger
+        number of microbatches.
+        """
         remats, level = self._remats(candidate.family), candidate.remat_level + 1
         if level < len(remats):
             layout = dataclasses.replace(candidate.layout, remat=remats[level])
             yield dataclasses.replace(candidate, layout=layout, remat_level=level)
         workers = math.prod(candidate.mesh.sizes[axis] for axis in candidate.layout.data_axes())
-        for count in microbatches(self.rows, workers * (candidate.layout.pipeline.microbatches or 1)):
+        for count in microbatches(
+            self.rows, workers * (candidate.layout.pipeline.microbatches or 1)
+        ):
             if count > candidate.accumulate:
                 yield dataclasses.replace(candidate, accumulate=count)
 
@@ -187,7 +247,10 @@ class CandidateSpace:
 
     def _remats(self, family: int) -> list[Remat]:
         declared = self.layouts[family].remat
-        return [declared, *(remat for remat in self.remats if remat_level(remat) > remat_level(declared))]
+        return [
+            declared,
+            *(remat for remat in self.remats if remat_level(remat) > remat_level(declared)),
+        ]
 
 
 def _comparable(layout: Layout) -> Layout:
@@ -196,18 +259,27 @@ def _comparable(layout: Layout) -> Layout:
 
 def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:
     """How many times axes must be doubled or halved; a wanted size of -1 is any."""
-    return sum(abs(math.log2(size / wish)) for size, wish in zip(sizes, wanted, strict=True) if wish > 0)
+    return sum(
+        abs(math.log2(size / wish)) for size, wish in zip(sizes, wanted, strict=True) if wish > 0
+    )
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
-    """The axes that a layout declares, or those that it mentions: the first data axis takes the devices that the others leave."""
+    """The axes that a layout declares, or those that it mentions: the first data axis takes the
+    devices that the others leave.
+    """
     if layout.mesh:
         return layout.mesh
     data = layout.data_axes()
     rules = (layout.batch, *layout.batch.rules, *layout.params, *layout.activations)
-    entries = (*(entry for rule in rules for entry in rule.spec), *(entry for _, entry in layout.axes))
+    entries = (
+        *(entry for rule in rules for entry in rule.spec),
+        *(entry for _, entry in layout.axes),
+    )
     axes = [*data, *spec_axes((*entries, layout.pipeline.axis, layout.sequence.axis))]
-    return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(axes)) or (("data", -1),)
+    return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(axes)) or (
+        ("data", -1),
+    )
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -217,7 +289,9 @@ def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
     [(1, 4), (2, 2), (4, 1)]
     """
     divisors = [number for number in range(1, count + 1) if count % number == 0]
-    return (sizes for sizes in itertools.product(divisors, repeat=parts) if math.prod(sizes) == count)
+    return (
+        sizes for sizes in itertools.product(divisors, repeat=parts) if math.prod(sizes) == count
+    )
 
 
 def _reductions(layout: Layout) -> tuple[str, ...]:
@@ -227,7 +301,8 @@ def _reductions(layout: Layout) -> tuple[str, ...]:
 
 
 def microbatches(rows: int, parts: int) -> list[int]:
-    """Numbers of microbatches, above one, that divide each part's rows evenly; each at least twice the one before.
+    """Numbers of microbatches, above one, that divide each part's rows evenly; each at least twice
+    the one before.
 
     >>> microbatches(32, 2), microbatches(450, 2), microbatches(3, 2)
     ([2, 4, 8, 16], [3, 9, 25, 75, 225], [])
@@ -240,16 +315,27 @@ def microbatches(rows: int, parts: int) -> list[int]:
 
 
 def remats(placed: PlacedModel) -> tuple[Remat, ...]:
-    """What a model may recompute: each repeated submodule separately, or the whole forward pass where none repeats."""
+    """What a model may recompute: each repeated submodule separately, or the whole forward pass
+    where none repeats.
+    """
     paths = [*flatten(placed.abstract_state.params), *flatten(placed.abstract_state.frozen)]
-    stacks = {path.partition("/layers/")[0] + "/layers" for path in placed.model.stacks() if "/layers/" in path}
+    stacks = {
+        path.partition("/layers/")[0] + "/layers"
+        for path in placed.model.stacks()
+        if "/layers/" in path
+    }
     rest = [path for path in paths if not any(path.startswith(stack) for stack in stacks)]
-    numbered = {match.group(1) + "*" for path in rest if (match := re.match(r"(.*?[/_])\d+/.+/", path))}  # blocks/0/up/kernel
+    # blocks/0/up/kernel
+    numbered = {
+        match.group(1) + "*" for path in rest if (match := re.match(r"(.*?[/_])\d+/.+/", path))
+    }
     modules = tuple(sorted(stacks | numbered))
     return tuple(Remat(save, modules) for save in REMAT_SAVES[1:])
 
 
-def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layout]") -> tuple[tuple[Layout, ...], dict[str, str]]:
+def chosen_layouts(
+    candidates: "str | Path | Layout | Sequence[str | Path | Layout]",
+) -> tuple[tuple[Layout, ...], dict[str, str]]:
     """The layouts to search, and the reasons for those left out, by name.
 
     Raises:
@@ -257,20 +343,28 @@ def chosen_layouts(candidates: "str | Path | Layout | Sequence[str | Path | Layo
     """
     if candidates in ("exact", "all"):
         layouts = [Layout.load(name) for name in shipped()]
-        left_out = {} if candidates == "all" else {layout.name: why for layout in layouts if (why := update_differences(layout))}
+        left_out = (
+            {}
+            if candidates == "all"
+            else {layout.name: why for layout in layouts if (why := update_differences(layout))}
+        )
         return tuple(layout for layout in layouts if layout.name not in left_out), left_out
     if isinstance(candidates, Layout | Path):
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
         raise OptionError(
-            f"{option('candidates', repr(candidates))} is {'empty' if candidates == [] else type_name(candidates)}.",
-            fix='"exact" (layouts whose updates equal those of one device), "all", or a list of layouts: ["fsdp", "my.toml"].',
+            f"{option('candidates', repr(candidates))} is "
+            f"{'empty' if candidates == [] else type_name(candidates)}.",
+            fix='"exact" (layouts whose updates equal those of one device), "all", or a list of '
+            'layouts: ["fsdp", "my.toml"].',
         )
     return tuple(dict.fromkeys(Layout.load(layout) for layout in candidates)), {}
 
 
 def update_differences(layout: Layout) -> str | None:
-    """How a layout's updates differ from those of one device, apart from rounding; None if they do not."""
+    """How a layout's updates differ from those of one device, apart from rounding; None if they do
+    not.
+    """
     gradients, server = layout.gradients, layout.parameter_server
     differences = []
     if gradients.compressed or gradients.weights != "exact":

@@ -18,11 +18,13 @@ DRAWN = ("step", "peak memory", "sent")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Figures of several plans; printed, a table with one column per plan, each figure with its ratio to the first plan's.
+    """Figures of several plans; printed, a table with one column per plan, each figure with its
+    ratio to the first plan's.
 
     Attributes:
       names: short names of the plans, from what differs between them.
-      figures: one value per plan, by name; bytes on or from one device, seconds of a step, rows per second of all devices.
+      figures: one value per plan, by name; bytes on or from one device, seconds of a step, rows per
+        second of all devices.
     """
 
     names: tuple[str, ...]
@@ -31,8 +33,19 @@ class Comparison:
     def _rows(self) -> list[tuple[str, ...]]:
         rows = []
         for name, values in self.figures.items():
-            ratios = [f" ({value / values[0]:.2f})" if values[0] and at else "" for at, value in enumerate(values)]
-            rows.append((name, *(_format(name, value) + ratio for value, ratio in zip(values, ratios, strict=True))))
+            ratios = [
+                f" ({value / values[0]:.2f})" if values[0] and at else ""
+                for at, value in enumerate(values)
+            ]
+            rows.append(
+                (
+                    name,
+                    *(
+                        _format(name, value) + ratio
+                        for value, ratio in zip(values, ratios, strict=True)
+                    ),
+                )
+            )
         return rows
 
     def __str__(self) -> str:
@@ -45,9 +58,14 @@ class Comparison:
         drawn = []
         for name in DRAWN:
             if values := self.figures.get(name):
-                shown = [(plan, value, _format(name, value)) for plan, value in zip(self.names, values, strict=True)]
+                shown = [
+                    (plan, value, _format(name, value))
+                    for plan, value in zip(self.names, values, strict=True)
+                ]
                 drawn.append(f"<p>{html.escape(name)}</p>{bars(shown, name)}")
-        listed = folded("all figures", f'<div class="wide">{table(("", *self.names), self._rows())}</div>')
+        listed = folded(
+            "all figures", f'<div class="wide">{table(("", *self.names), self._rows())}</div>'
+        )
         return framed("".join(drawn) + listed)
 
 
@@ -66,10 +84,21 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
     Example:
       >>> import jax, optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
-      >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-      >>> options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), "target": "4xcpu"}
-      >>> comparison = compare(spmd.plan(model, batch, **options), spmd.plan(model, batch, layout="fsdp", **options))
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> batch = {
+      ...     "x": jax.ShapeDtypeStruct((32, 64), "float32"),
+      ...     "y": jax.ShapeDtypeStruct((32, 8), "float32"),
+      ... }
+      >>> options = {
+      ...     "loss": spmd.losses.mean_squared_error,
+      ...     "optimizer": optax.adam(0.1),
+      ...     "target": "4xcpu",
+      ... }
+      >>> comparison = compare(
+      ...     spmd.plan(model, batch, **options), spmd.plan(model, batch, layout="fsdp", **options)
+      ... )
       >>> comparison.names, comparison.figures["optimizer"]
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
@@ -86,30 +115,53 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
         "optimizer": [plan.memory.optimizer for plan in compared],
         "temporaries": [plan.memory.temporaries for plan in compared],
         "sent": [plan.traffic.bytes() for plan in compared],
-        **{f"  {purpose}": [plan.traffic.bytes(purpose) for plan in compared] for purpose in PURPOSES},
+        **{
+            f"  {purpose}": [plan.traffic.bytes(purpose) for plan in compared]
+            for purpose in PURPOSES
+        },
         "  to other nodes": [plan.traffic.between for plan in compared],
         "  to other sites": [plan.traffic.between_sites for plan in compared],
         "step": [plan.timeline.seconds for plan in compared],
         **{f"  {limit}": [plan.timeline.parts[limit] for plan in compared] for limit in LIMITS},
-        "step, on average": [plan.period.seconds if plan.period.steps > 1 else 0 for plan in compared],
+        "step, on average": [
+            plan.period.seconds if plan.period.steps > 1 else 0 for plan in compared
+        ],
         "rows/s": [plan.rows_per_second for plan in compared],
     }
-    return Comparison(_names(compared), {name: tuple(values) for name, values in figures.items() if any(values)})
+    return Comparison(
+        _names(compared), {name: tuple(values) for name, values in figures.items() if any(values)}
+    )
 
 
 def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
-    """Names from as few properties as distinguish the plans: layout, mesh, target, precision, microbatches, reduction, codec."""
+    """Names from as few properties as distinguish the plans: layout, mesh, target, precision,
+    microbatches, reduction, codec.
+    """
     properties = []
     for plan in plans:
         config, gradients = plan.program.placed.config, plan.layout.gradients
-        how = (config.precision, f"{config.accumulate} microbatches", gradients.reduction, gradients.codec)
+        how = (
+            config.precision,
+            f"{config.accumulate} microbatches",
+            gradients.reduction,
+            gradients.codec,
+        )
         properties.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
-    differ = [at for at, values in enumerate(zip(*properties, strict=True)) if len(set(values)) > 1] or [0]
-    names = [tuple(", ".join(values[at] for at in differ[:count]) for values in properties) for count in range(1, len(differ) + 1)]
+    differ = [
+        at for at, values in enumerate(zip(*properties, strict=True)) if len(set(values)) > 1
+    ] or [0]
+    names = [
+        tuple(", ".join(values[at] for at in differ[:count]) for values in properties)
+        for count in range(1, len(differ) + 1)
+    ]
     return next((few for few in names if len(set(few)) == len(plans)), names[-1])
 
 
 def _format(name: str, value: float) -> str:
     if name.startswith("rows"):
         return f"{value:,.0f}"
-    return seconds(value) if name.strip() in ("step", "step, on average", *LIMITS) else format_bytes(value)
+    return (
+        seconds(value)
+        if name.strip() in ("step", "step, on average", *LIMITS)
+        else format_bytes(value)
+    )

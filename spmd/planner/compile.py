@@ -1,4 +1,6 @@
-"""Compile a step for hardware that need not be present: in a separate process, with a timeout and a cache."""
+"""Compile a step for hardware that need not be present: in a separate process, with a timeout and a
+cache.
+"""
 
 import contextlib
 import dataclasses
@@ -31,7 +33,8 @@ from spmd.train.compiled_step import Program
 from spmd.train.compiler_options import check_buffering
 
 PLUGIN = "jax_cuda13_plugin"
-COMPILERS = {  # by platform: the compiler's module, its distribution, our extra, and the kind of device
+# by platform: the compiler's module, its distribution, our extra, and the kind of device
+COMPILERS = {
     "cuda": (PLUGIN, "jax-cuda13-plugin", "gpu-compiler", "GPU"),
     "tpu": ("libtpu", "libtpu", "tpu-compiler", "TPU"),
     "cpu": ("jaxlib", "jaxlib", "", "CPU"),
@@ -49,11 +52,14 @@ class Compiled:
     Attributes:
       compiler: a description of the compiler; `exact` says whether it is the target's own.
       hlo: the scheduled program of one device, as text.
-      sizes: bytes on one device according to XLA: argument, output, alias (outputs in donated arguments), temp, generated_code.
+      sizes: bytes on one device according to XLA: argument, output, alias (outputs in donated
+        arguments), temp, generated_code.
       buffers: XLA's buffer assignment report; "" if it writes none.
       seconds: compile time, without tracing.
-      options: the compiler options of the layout and of the platform, by XLA's names; an estimate by another compiler has none.
-      retried: XLA's error with these options alone, where it needed another one, which is among them; "" where it needed none.
+      options: the compiler options of the layout and of the platform, by XLA's names; an estimate
+        by another compiler has none.
+      retried: XLA's error with these options alone, where it needed another one, which is among
+        them; "" where it needed none.
     """
 
     compiler: str
@@ -72,13 +78,30 @@ def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
         return "cpu", "XLA:CPU, on simulated devices"
     module, _, extra, kind = COMPILERS[target.platform]
     if target.platform == "tpu" and nodes > 1:
-        return "cpu", "an ESTIMATE by XLA:CPU: XLA:TPU does not express communication between slices as collectives, only within one"
+        return (
+            "cpu",
+            "an ESTIMATE by XLA:CPU: XLA:TPU does not express communication between slices as "
+            "collectives, only within one",
+        )
     if importlib.util.find_spec(module) is not None:
-        return target.platform, f"XLA:{kind} with a description of {target.title}; no {kind} was needed"
-    return "cpu", f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed ({how_to_install(extra)})"
+        return (
+            target.platform,
+            f"XLA:{kind} with a description of {target.title}; no {kind} was needed",
+        )
+    return (
+        "cpu",
+        f"an ESTIMATE by XLA:CPU: the compiler for {target.title} is not installed "
+        f"({how_to_install(extra)})",
+    )
 
 
-def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> Compiled:
+def compile_step(
+    program: Program,
+    cluster: Cluster,
+    *,
+    timeout: float = 600.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Compiled:
     """Compile a step on a full batch for a cluster; nothing is allocated at the model's size.
 
     Args:
@@ -86,25 +109,40 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
       say: called once a second with a line on how long it has taken.
 
     Raises:
-      CompileError: a part of the step runs in this process only, or the compiler fails, or takes too long.
+      CompileError: a part of the step runs in this process only, or the compiler fails, or takes
+        too long.
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
     try:
         with gpu_of(cluster.target):
             exported, donated = program.export(platform)
-    except (NotImplementedError, ValueError, RuntimeError, TypeError, AssertionError, AttributeError) as error:
-        # jax.export raises all of these, for what it cannot serialize; whatever it was is in the error, with what to leave out
+    except (
+        NotImplementedError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+        AssertionError,
+        AttributeError,
+    ) as error:
+        # jax.export raises all of these, for what it cannot serialize; whatever it was is in the
+        # error, with what to leave out
         raise CompileError(
             f"the step cannot be exported to another process: {first_line(error)}",
-            fix="plan it without code that needs the host or its devices: jax.debug.print, jax.pure_callback, a mesh of your own, or "
-            'cuDNN\'s attention where XLA partitions it (beside model axes, or under reduction "compiler").',
+            fix="plan it without code that needs the host or its devices: jax.debug.print, "
+            "jax.pure_callback, a mesh of your own, or "
+            "cuDNN's attention where XLA partitions it (beside model axes, or under reduction "
+            '"compiler").',
         ) from error
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
     _, distribution, _, kind = COMPILERS[platform]
     exact = platform == cluster.target.platform
-    options, declared = dict(program.compiler_options) if exact else {}, program.placed.resolved.layout.compiler
+    options, declared = (
+        dict(program.compiler_options) if exact else {},
+        program.placed.resolved.layout.compiler,
+    )
     request = {
-        "exported": fields | {"_get_vjp": None},  # a function, which cannot be pickled and is not called
+        # a function, which cannot be pickled and is not called
+        "exported": fields | {"_get_vjp": None},
         "donated": donated,
         "options": options,
         "chosen": sorted(declared.chosen),
@@ -112,20 +150,40 @@ def compile_step(program: Program, cluster: Cluster, *, timeout: float = 600.0, 
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "topology": topology(cluster) if platform != "cpu" else {},
-        "compiler": (jax.__version__, jaxlib.__version__, importlib.metadata.version(distribution), _flags()),  # part of the cache's key
+        # part of the cache's key
+        "compiler": (
+            jax.__version__,
+            jaxlib.__version__,
+            importlib.metadata.version(distribution),
+            _flags(),
+        ),
     }
     blob = pickle.dumps(request)
     folder = cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32]
     try:
         hlo, memory, buffers = program_files(
-            blob, folder, cluster.count if platform == "cpu" else 1, f"{cluster} with XLA:{kind}", timeout, say
+            blob,
+            folder,
+            cluster.count if platform == "cpu" else 1,
+            f"{cluster} with XLA:{kind}",
+            timeout,
+            say,
         )
     except CompileError as error:
         check_buffering(str(error), declared, program.placed.resolved.layout.source)
         raise
     sizes = json.loads(memory)
     options |= sizes.pop("options", {})
-    return Compiled(compiler, exact, hlo, sizes, buffers, sizes.pop("seconds"), options, sizes.pop("retried", ""))
+    return Compiled(
+        compiler,
+        exact,
+        hlo,
+        sizes,
+        buffers,
+        sizes.pop("seconds"),
+        options,
+        sizes.pop("retried", ""),
+    )
 
 
 def check_timeout(timeout: float, name: str = "timeout") -> None:
@@ -138,8 +196,11 @@ def check_timeout(timeout: float, name: str = "timeout") -> None:
         raise OptionError(f"{option(name, repr(timeout))}.", fix="a positive number of seconds.")
 
 
-def program_files(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> tuple[str, ...]:
-    """`FILES` of a program, as texts: from its folder in the cache, where the compile server's results are kept.
+def program_files(
+    blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]
+) -> tuple[str, ...]:
+    """`FILES` of a program, as texts: from its folder in the cache, where the compile server's
+    results are kept.
 
     Args:
       blob: the request, if they are not there.
@@ -159,7 +220,8 @@ def program_files(blob: bytes, folder: Path, devices: int, target: str, timeout:
             files = _read(folder)
         except (OSError, ValueError) as error:
             raise CompileError(
-                f"the compiled program in {folder} cannot be read: {error}.", fix="try again; or another folder, in $SPMD_CACHE."
+                f"the compiled program in {folder} cannot be read: {error}.",
+                fix="try again; or another folder, in $SPMD_CACHE.",
             ) from error
     return files
 
@@ -173,7 +235,9 @@ def _cached(folder: Path) -> tuple[str, ...] | None:
 
 
 def _read(folder: Path) -> tuple[str, ...]:
-    """Read the files of a program; raises an `OSError` or a `ValueError` if any is missing or truncated."""
+    """Read the files of a program; raises an `OSError` or a `ValueError` if any is missing or
+    truncated.
+    """
     texts = []
     for name in FILES:
         with name_errors(folder / name):
@@ -186,18 +250,24 @@ def _read(folder: Path) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _compile(blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]) -> None:
+def _compile(
+    blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]
+) -> None:
     """Compile a request in the compile server, and store the results in the cache."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _evict(folder.parent)
-        with tempfile.TemporaryDirectory(prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as name:
             work = Path(name)
             (work / "request.pickle").write_bytes(blob)
             compile_client.compile_request(work, _environment(), devices, target, timeout, say)
             if not (work / "memory.json").is_file():
                 failed, log = f"compiling for {target} failed:", _last(work / compile_client.LOG)
-                raise CompileError(f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}")
+                raise CompileError(
+                    f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}"
+                )
             _store(work, folder)
     except OSError as error:
         why = f"the cache of compiled programs, {folder.parent}, cannot be written: {error}"
@@ -213,7 +283,8 @@ def _store(work: Path, folder: Path) -> None:
         (work / file).replace(done / file)
     if _cached(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)  # damaged
-    sync_tree(done)  # before it has its name: after a loss of power, a program with a name is complete
+    # before it has its name: after a loss of power, a program with a name is complete
+    sync_tree(done)
     try:
         done.replace(folder)
     except OSError:
@@ -226,7 +297,11 @@ def _evict(folder: Path) -> None:
     programs = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
     old = sorted(programs, key=lambda path: path.stat().st_mtime)[: -CACHE_SIZE + 1]
     local = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")  # a folder may be shared by hosts
-    stale = [path for path in folder.glob("plan-*") if (match := local.match(path.name)) and not _alive(int(match.group(1)))]
+    stale = [
+        path
+        for path in folder.glob("plan-*")
+        if (match := local.match(path.name)) and not _alive(int(match.group(1)))
+    ]
     for path in [*old, *stale]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -240,12 +315,21 @@ def _alive(process: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables that the compile server gets in addition to this process's; "" removes one."""
+    """Environment variables that the compile server gets in addition to this process's; "" removes
+    one.
+    """
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    variables = {"XLA_FLAGS": _flags(), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": paths}
-    variables |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")  # programs from that cache have no buffer report
-    return variables | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # no query of a cloud's metadata, and no lock file
+    variables = {
+        "XLA_FLAGS": _flags(),
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONPATH": paths,
+    }
+    # programs from that cache have no buffer report
+    variables |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")
+    # no query of a cloud's metadata, and no lock file
+    return variables | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def _flags() -> str:
@@ -256,18 +340,30 @@ def _flags() -> str:
 
 def _last(path: Path) -> str:
     """The last error of a log, without its traceback."""
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]  # the compiler aborted; its stack follows
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
+    # the compiler aborted; its stack follows
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
     if fatal:
         return f"    {fatal[-1].partition('] ')[2] or fatal[-1]}"
     starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
     shown = lines[starts[-1] :] if starts else lines[-5:]
-    end = next((number for number, line in enumerate(shown) if line.startswith("-----")), len(shown))  # a note on JAX's frames follows
-    return "\n".join(f"    {line}" for line in shown[:end][:12]) or "    it printed nothing; is the disk full?"
+    # a note on JAX's frames follows
+    end = next(
+        (number for number, line in enumerate(shown) if line.startswith("-----")), len(shown)
+    )
+    return (
+        "\n".join(f"    {line}" for line in shown[:end][:12])
+        or "    it printed nothing; is the disk full?"
+    )
 
 
 def topology(cluster: Cluster) -> dict[str, Any]:
-    """The arguments of `jax.experimental.topologies.get_topology_desc` for a cluster; a TPU cluster is a slice.
+    """The arguments of `jax.experimental.topologies.get_topology_desc` for a cluster; a TPU cluster
+    is a slice.
 
     Raises:
       OptionError: no slice has this number of chips.
@@ -276,7 +372,11 @@ def topology(cluster: Cluster) -> dict[str, Any]:
     if target.platform == "cuda":
         shape = f"1x{cluster.nodes}x{cluster.devices}"
         return {"platform": "cuda", "target_config": description(target), "topology": shape}
-    bounds, dims, remaining = [1] * target.compiler["dims"], target.compiler["dims"], cluster.devices
+    bounds, dims, remaining = (
+        [1] * target.compiler["dims"],
+        target.compiler["dims"],
+        cluster.devices,
+    )
     while remaining > 1 and remaining % 2 == 0:
         at = min(range(dims), key=lambda dim: (bounds[dim], -dim if dims == 2 else dim))
         bounds[at], remaining = 2 * bounds[at], remaining // 2
@@ -287,11 +387,18 @@ def topology(cluster: Cluster) -> dict[str, Any]:
     host = [min(size, 2) for size in bounds[:2]] + [1]
     name = f"{target.compiler['name']}:{'x'.join(map(str, bounds))}"
     kind = "megacore" if dims == 3 else "default"  # both cores of a chip as one device
-    return {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": tuple(host), "chip_config_name": kind}
+    return {
+        "platform": "tpu",
+        "topology_name": name,
+        "chips_per_host_bounds": tuple(host),
+        "chip_config_name": kind,
+    }
 
 
 def description(target: Target) -> str:
-    """A device's description for the GPU compiler, as a text proto. All fields are set, because missing ones go unnoticed."""
+    """A device's description for the GPU compiler, as a text proto. All fields are set, because
+    missing ones go unnoticed.
+    """
     specific = target.compiler
     major, minor = specific["compute_capability"]
     common = {
@@ -309,13 +416,29 @@ def description(target: Target) -> str:
         "thread_dim_limit_z": 64,
         "device_address_bits": 64,
     }
-    fields = common | {name: value for name, value in specific.items() if name not in ("compute_capability", "name")}
-    fields |= {"memory_bandwidth": int(target.memory_bandwidth), "device_memory_size": target.memory}
+    fields = common | {
+        name: value
+        for name, value in specific.items()
+        if name not in ("compute_capability", "name")
+    }
+    fields |= {
+        "memory_bandwidth": int(target.memory_bandwidth),
+        "device_memory_size": target.memory,
+    }
     lines = [f"  {name}: {value}" for name, value in fields.items()]
-    texts = {"device_vendor": "NVIDIA Corporation", "name": specific["name"], "dnn_version": ".".join(map(str, VERSION))}
-    texts |= dict.fromkeys(("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0")
+    texts = {
+        "device_vendor": "NVIDIA Corporation",
+        "name": specific["name"],
+        "dnn_version": ".".join(map(str, VERSION)),
+    }
+    texts |= dict.fromkeys(
+        ("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0"
+    )
     lines += [f'  {name}: "{value}"' for name, value in texts.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    numbers = " ".join(f"{part}: {number}" for part, number in zip(("major", "minor", "patch"), VERSION, strict=True))
+    numbers = " ".join(
+        f"{part}: {number}"
+        for part, number in zip(("major", "minor", "patch"), VERSION, strict=True)
+    )
     rest = f'dnn_version_info {{ {numbers} }}\ndevice_description_str: "{specific["name"]}"\n'
     return "\n".join(["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"', rest])

@@ -1,9 +1,12 @@
-"""A process that compiles exported steps for devices that need not be present: `python -m spmd.planner.compile_server DEVICES REPLIES`.
+"""A process that compiles exported steps for devices that need not be present: `python -m
+spmd.planner.compile_server DEVICES REPLIES`.
 
-It is a separate process because XLA fixes the number of simulated devices once, because a compiler may hang, and because the GPU plugin
-cannot be loaded in a process whose JAX looks for GPUs. Each line of its standard input is a folder with a `request.pickle`. The server
-writes `program.hlo`, `memory.json`, XLA's buffer assignment and its output (`log`) there, and then a byte to the pipe REPLIES. It exits
-when its input is closed, when its parent exits, even while it compiles, and after a minute idle.
+It is a separate process because XLA fixes the number of simulated devices once, because a compiler
+may hang, and because the GPU plugin cannot be loaded in a process whose JAX looks for GPUs. Each
+line of its standard input is a folder with a `request.pickle`. The server writes `program.hlo`,
+`memory.json`, XLA's buffer assignment and its output (`log`) there, and then a byte to the pipe
+REPLIES. It exits when its input is closed, when its parent exits, even while it compiles, and after
+a minute idle.
 """
 
 import contextlib
@@ -30,7 +33,8 @@ from spmd.planner.compile_client import LOG
 from spmd.train.compiler_options import check_compiler_options, other_options
 
 IDLE = 60.0  # seconds
-SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")  # of XLA's analysis of memory, in bytes
+# of XLA's analysis of memory, in bytes
+SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
 
 
 def main(devices: int, replies: int) -> None:
@@ -53,7 +57,8 @@ def main(devices: int, replies: int) -> None:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
         jax.clear_caches()
-        _print_to(Path(os.devnull), os.O_WRONLY)  # the client removes the folder, so nothing in it may stay open
+        # the client removes the folder, so nothing in it may stay open
+        _print_to(Path(os.devnull), os.O_WRONLY)
         os.write(replies, b".")
 
 
@@ -67,18 +72,29 @@ def _print_to(path: Path, flags: int) -> None:
 
 
 def _compile(folder: Path) -> None:
-    request = pickle.loads((folder / "request.pickle").read_bytes())  # written by the process that started this one
+    # written by the process that started this one
+    request = pickle.loads((folder / "request.pickle").read_bytes())
     jax.config.update("jax_enable_x64", request["x64"])
     exported = jax.export.Exported(**request["exported"])
     names, sizes = zip(*request["mesh"], strict=True)
-    devices = get_topology_desc(**request["topology"]).devices if request["topology"] else jax.devices()[: math.prod(sizes)]
+    devices = (
+        get_topology_desc(**request["topology"]).devices
+        if request["topology"]
+        else jax.devices()[: math.prod(sizes)]
+    )
     check_compiler_options(request["options"], request["layout"], SingleDeviceSharding(devices[0]))
     mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     places = exported.in_shardings_jax(mesh)
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at) for aval, at in zip(exported.in_avals, places, strict=True)]
-    # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of results are given
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at)
+        for aval, at in zip(exported.in_avals, places, strict=True)
+    ]
+    # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of
+    # results are given
     on_host = any(aval.memory_space == jax.memory.Space.Host for aval in exported.in_avals)
-    results: dict[str, Any] = {"out_shardings": list(exported.out_shardings_jax(mesh))} if on_host else {}
+    results: dict[str, Any] = (
+        {"out_shardings": list(exported.out_shardings_jax(mesh))} if on_host else {}
+    )
     lowered = jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
     started, retried = time.perf_counter(), {}
@@ -97,7 +113,9 @@ def _compile(folder: Path) -> None:
     for report in (folder / "dump").glob("*after_optimizations-buffer-assignment.txt"):
         report.replace(folder / "buffers.txt")
     with name_errors(folder / "memory.json"):  # last: it marks the results as complete
-        (folder / "memory.json").write_text(json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8")
+        (folder / "memory.json").write_text(
+            json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8"
+        )
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:

@@ -1,4 +1,6 @@
-"""The cost of one instruction of a compiled program: its matrix products, convolutions and attention, and bytes of memory traffic."""
+"""The cost of one instruction of a compiled program: its matrix products, convolutions and
+attention, and bytes of memory traffic.
+"""
 
 import dataclasses
 import json
@@ -14,18 +16,35 @@ from spmd.planner.kernel_time import Product, causal_share, matmul
 from spmd.planner.target import HIGHEST
 
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "opt-barrier",
-    "add-dependency", "domain",
-}  # fmt: skip
-UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)  # operations whose FLOPs are not modelled
-KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")  # custom calls that run a kernel of the program's own (Pallas)
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "add-dependency",
+    "domain",
+}
+# operations whose FLOPs are not modelled
+UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)
+# custom calls that run a kernel of the program's own (Pallas)
+KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")
 ATTENTION = re.compile(r"mha|attention|flash", re.IGNORECASE)  # names of kernels
-# Products of the size of the scores that a kernel makes, by what its name says, and how many of them repeat what another product has made.
-# Forward: scores and output. Backward, with the scores made again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their
-# gradient twice; others have a kernel for keys and values and one for queries.
+# Products of the size of the scores that a kernel makes, by what its name says, and how many of
+# them repeat what another product has made. Forward: scores and output. Backward, with the scores
+# made again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their gradient twice;
+# others have a kernel for keys and values and one for queries.
 PRODUCTS = (
-    (r"preprocess", 0, 0), (r"mha_backward", 7, 3), (r"dkv|dk_dv", 4, 1), (r"dq", 3, 2), (r"backward|bwd", 5, 1), (r"", 2, 0),
-)  # fmt: skip
+    (r"preprocess", 0, 0),
+    (r"mha_backward", 7, 3),
+    (r"dkv|dk_dv", 4, 1),
+    (r"dq", 3, 2),
+    (r"backward|bwd", 5, 1),
+    (r"", 2, 0),
+)
 SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -46,30 +65,49 @@ class Cost:
 
 
 def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
-    """The cost of an instruction other than a collective or a loop, with everything that is fused into it."""
+    """The cost of an instruction other than a collective or a loop, with everything that is fused
+    into it.
+    """
     if instr.op in FREE:
         return Cost((), 0.0)
-    parts = [(computation, instr), *(nested for called in instr.called for nested in module.nested(called))]
-    products = [product for name, part in parts if (product := product_of(module, name, part)) is not None and product.flops]
+    parts = [
+        (computation, instr),
+        *(nested for called in instr.called for nested in module.nested(called)),
+    ]
+    products = [
+        product
+        for name, part in parts
+        if (product := product_of(module, name, part)) is not None and product.flops
+    ]
     return Cost(tuple(products), _bytes(module, computation, instr))
 
 
 def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
-    """Bytes that an instruction, or an asynchronous copy that it starts, moves between the memories of device and host.
+    """Bytes that an instruction, or an asynchronous copy that it starts, moves between the memories
+    of device and host.
 
     Of arrays in both memories the smaller side counts: a slice of a stack is copied, not the stack.
     """
-    if instr.op in FREE or instr.op in ("while", "conditional", "call", "custom-call") or instr.op.endswith("-done"):
+    if (
+        instr.op in FREE
+        or instr.op in ("while", "conditional", "call", "custom-call")
+        or instr.op.endswith("-done")
+    ):
         return 0.0
     arrays = list(instr.arrays)  # of a start: operands and results
     if not instr.op.endswith("-start"):
         arrays += [array for part in module.operands(computation, instr) for array in part.arrays]
-    sides = [sum(array.bytes for array in arrays if array.shape and array.host == host) for host in (True, False)]
+    sides = [
+        sum(array.bytes for array in arrays if array.shape and array.host == host)
+        for host in (True, False)
+    ]
     return float(min(sides))
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
-    """Solvers, transforms and kernels other than attention of a program, by name: their FLOPs are not counted."""
+    """Solvers, transforms and kernels other than attention of a program, by name: their FLOPs are
+    not counted.
+    """
     names = []
     for instr in (instr for lines in module.computations.values() for instr in lines):
         if KERNEL.search(instr.custom_call):
@@ -89,9 +127,12 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
 
     Args:
       kernel: the name; "" is a forward pass.
-      query, key: shapes [..., length or heads, heads or length, width]; a key's longer middle dim is the length.
+      query, key: shapes [..., length or heads, heads or length, width]; a key's longer middle dim
+        is the length.
 
-    >>> attention_products("mha_forward", (2, 128, 4, 16), (2, 128, 4, 16)) == 2 * 2 * (2 * 4 * 128 * 128) * 16
+    >>> attention_products("mha_forward", (2, 128, 4, 16), (2, 128, 4, 16)) == 2 * 2 * (
+    ...     2 * 4 * 128 * 128
+    ... ) * 16
     True
     """
     if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
@@ -101,10 +142,16 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
 
 
 def attention_recomputed(instr: Instruction) -> float:
-    """The share of a kernel's products that repeat what the forward pass, or another kernel, has made; 0 for other instructions."""
+    """The share of a kernel's products that repeat what the forward pass, or another kernel, has
+    made; 0 for other instructions.
+    """
     name = instr.custom_call
     if KERNEL.search(name) and ATTENTION.search(_kernel(instr)):
-        return next(again / max(count, 1) for pattern, count, again in PRODUCTS if re.search(pattern, _kernel(instr)))
+        return next(
+            again / max(count, 1)
+            for pattern, count, again in PRODUCTS
+            if re.search(pattern, _kernel(instr))
+        )
     return 1 / 5 if "fmha" in name and "backward" in name.lower() else 0.0
 
 
@@ -116,7 +163,9 @@ def product_of(module: Module, computation: str, instr: Instruction) -> Product 
     if len(inputs) < 2:
         return None
     dtype = inputs[0].dtype
-    if dtype == "float32" and re.search(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest):
+    if dtype == "float32" and re.search(
+        r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest
+    ):
         dtype = HIGHEST
     if instr.op == "dot":
         return _matmul(instr, inputs[0], dtype, r"lhs_{}_dims=\{{([\d,]*)\}}")
@@ -128,29 +177,55 @@ def product_of(module: Module, computation: str, instr: Instruction) -> Product 
     if "conv" in name.lower():
         if "BackwardFilter" in name:  # from the input and the output's gradient
             return _convolution(instr, inputs[0], instr.arrays[0], inputs[1], dtype)
-        ends = (instr.arrays[0], inputs[0]) if "BackwardInput" in name else (inputs[0], instr.arrays[0])
+        ends = (
+            (instr.arrays[0], inputs[0])
+            if "BackwardInput" in name
+            else (inputs[0], instr.arrays[0])
+        )
         return _convolution(instr, ends[0], inputs[1], ends[1], dtype)
     if KERNEL.search(name):
         kernel = _kernel(instr)
-        return _attention(kernel, attention_products(kernel, inputs[0].shape, inputs[1].shape), inputs, dtype) if kernel else None
+        return (
+            _attention(
+                kernel, attention_products(kernel, inputs[0].shape, inputs[1].shape), inputs, dtype
+            )
+            if kernel
+            else None
+        )
     if "fmha" in name or "Attention" in name:
         return _cudnn_attention(instr, inputs, name)
     return None
 
 
 def _matmul(instr: Instruction, left: Array, dtype: str, dims: str) -> Product:
-    """A matrix product; `dims` is the pattern of the dims of its left operand, contracting or batch."""
-    found = (re.findall(r"\d+", captured(dims.format(kind), instr.rest)) for kind in ("contracting", "batch"))
+    """A matrix product; `dims` is the pattern of the dims of its left operand, contracting or
+    batch.
+    """
+    found = (
+        re.findall(r"\d+", captured(dims.format(kind), instr.rest))
+        for kind in ("contracting", "batch")
+    )
     depth, count = (math.prod(left.shape[int(dim)] for dim in numbers) for numbers in found)
     rows = left.size / (depth * count) if left.size else 0.0
-    return matmul(dtype, (count, rows, instr.arrays[0].size / (count * rows) if rows else 0.0, depth))
+    return matmul(
+        dtype, (count, rows, instr.arrays[0].size / (count * rows) if rows else 0.0, depth)
+    )
 
 
-def _convolution(instr: Instruction, image: Array, kernel: Array, output: Array, dtype: str) -> Product:
-    """A convolution, without products with padding or between dilated pixels, as a product with the last dim of its result as columns."""
+def _convolution(
+    instr: Instruction, image: Array, kernel: Array, output: Array, dtype: str
+) -> Product:
+    """A convolution, without products with padding or between dilated pixels, as a product with the
+    last dim of its result as columns.
+    """
     flops = _convolution_flops(instr, image, kernel, output)
     size, columns = instr.arrays[0].size, instr.arrays[0].shape[-1] if instr.arrays[0].shape else 1
-    return Product("convolution", dtype, flops, (1, size / max(columns, 1), columns, flops / (2.0 * max(size, 1))))
+    return Product(
+        "convolution",
+        dtype,
+        flops,
+        (1, size / max(columns, 1), columns, flops / (2.0 * max(size, 1))),
+    )
 
 
 def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
@@ -161,47 +236,78 @@ def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: 
     dims = sorted(label for label in of_kernel if label.isdigit())
     fields = re.findall(r"(\w+)=([\dx_-]+)", captured(r"window=\{([^}]*)\}", instr.rest))
     window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in fields}
-    total = 2.0 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")] * kernel.shape[of_kernel.index("i")]
+    total = (
+        2.0
+        * output.shape[of_output.index("b")]
+        * output.shape[of_output.index("f")]
+        * kernel.shape[of_kernel.index("i")]
+    )
     for number, label in enumerate(dims):
         stride, kernel_dilation, image_dilation = (
-            int(window[key][number]) if key in window else 1 for key in ("stride", "rhs_dilate", "lhs_dilate")
+            int(window[key][number]) if key in window else 1
+            for key in ("stride", "rhs_dilate", "lhs_dilate")
         )
         low = int(window["pad"][number].split("_")[0]) if "pad" in window else 0
-        sides = [array.shape[text.index(label)] for array, text in ((image, of_image), (kernel, of_kernel), (output, of_output))]
+        sides = [
+            array.shape[text.index(label)]
+            for array, text in ((image, of_image), (kernel, of_kernel), (output, of_output))
+        ]
         total *= _pairs(tuple(sides), low, stride, kernel_dilation, image_dilation)
     return total
 
 
-def _pairs(sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, image_dilation: int) -> int:
-    """Along one dim, how many pairs of an output pixel and a kernel pixel fall on a pixel of the image."""
+def _pairs(
+    sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, image_dilation: int
+) -> int:
+    """Along one dim, how many pairs of an output pixel and a kernel pixel fall on a pixel of the
+    image.
+    """
     image, kernel, output = sides
     at = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * kernel_dilation
-    return int(((at >= 0) & (at <= (image - 1) * image_dilation) & (at % image_dilation == 0)).sum())
+    return int(
+        ((at >= 0) & (at <= (image - 1) * image_dilation) & (at % image_dilation == 0)).sum()
+    )
 
 
 def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Product:
-    """The attention of a Pallas kernel. Its name says whether it leaves out what a causal mask does."""
+    """The attention of a Pallas kernel. Its name says whether it leaves out what a causal mask
+    does.
+    """
     length = max(inputs[0].shape[1:-1], default=1)
     backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel) is not None
     share = causal_share(length, length) if "causal" in kernel else 1.0
     scores = math.prod(inputs[0].shape[:-1]) * length
-    return Product("attention_backward" if backward else "attention", dtype, flops, scores=scores, share=share)
+    return Product(
+        "attention_backward" if backward else "attention", dtype, flops, scores=scores, share=share
+    )
 
 
 def _cudnn_attention(instr: Instruction, inputs: list[Array], name: str) -> Product | None:
-    """cuDNN's attention: two matrix products in the forward pass, five in the backward pass; all scores count as FLOPs."""
-    shape = json.loads(captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}").get("dimensions", [])
+    """cuDNN's attention: two matrix products in the forward pass, five in the backward pass; all
+    scores count as FLOPs.
+    """
+    shape = json.loads(
+        captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}"
+    ).get("dimensions", [])
     if not shape:
         return None
     scores, backward = math.prod(map(int, shape)), "backward" in name.lower()
     flops = (5 if backward else 2) * 2.0 * scores * inputs[0].shape[-1]
     causal = "CAUSAL" in captured(r'"mask_type": ?"(\w*)"', instr.rest)
     share = causal_share(int(shape[-2]), int(shape[-1])) if causal else 1.0
-    return Product("attention_backward" if backward else "attention", inputs[0].dtype, flops, scores=scores, share=share)
+    return Product(
+        "attention_backward" if backward else "attention",
+        inputs[0].dtype,
+        flops,
+        scores=scores,
+        share=share,
+    )
 
 
 def _bytes(module: Module, computation: str, instr: Instruction) -> float:
-    """Bytes read and written. If a fusion only slices an operand, the slices count; if it updates one in place, the update, twice."""
+    """Bytes read and written. If a fusion only slices an operand, the slices count; if it updates
+    one in place, the update, twice.
+    """
     inputs = module.operands(computation, instr)
     if instr.op in SLICES:
         return 2.0 * sum(array.bytes for array in instr.arrays)
@@ -215,12 +321,30 @@ def _bytes(module: Module, computation: str, instr: Instruction) -> float:
     total = result
     table = {part.name: part for part in body}
     for number, size in enumerate(sizes):
-        name = next((part.name for part in body if part.op == "parameter" and part.rest.startswith(f"({number})")), "")
+        name = next(
+            (
+                part.name
+                for part in body
+                if part.op == "parameter" and part.rest.startswith(f"({number})")
+            ),
+            "",
+        )
         users = list(_users(body, name))
-        if users and all(part.op in (*SLICES, "dynamic-update-slice") and part.operands[0] == used for used, part in users):
-            updated = [array for _, part in users if part.op == "dynamic-update-slice" for array in table[part.operands[1]].arrays]
+        if users and all(
+            part.op in (*SLICES, "dynamic-update-slice") and part.operands[0] == used
+            for used, part in users
+        ):
+            updated = [
+                array
+                for _, part in users
+                if part.op == "dynamic-update-slice"
+                for array in table[part.operands[1]].arrays
+            ]
             total += sum(array.bytes for array in updated) - (min(result, size) if updated else 0.0)
-            size = min(size, sum(array.bytes for _, part in users if part.op in SLICES for array in part.arrays))
+            size = min(
+                size,
+                sum(array.bytes for _, part in users if part.op in SLICES for array in part.arrays),
+            )
         total += size
     return max(total, 0.0)
 

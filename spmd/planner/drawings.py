@@ -1,4 +1,6 @@
-"""Drawings as SVG: the shards of an array on a mesh, throughput by devices, utilization by speed of links, memory against time."""
+"""Drawings as SVG: the shards of an array on a mesh, throughput by devices, utilization by speed of
+links, memory against time.
+"""
 
 import functools
 import html
@@ -29,13 +31,23 @@ def shards_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     >>> from jax.sharding import NamedSharding, PartitionSpec
     >>> from spmd.mesh import abstract_mesh
     >>> mesh = abstract_mesh(MeshSpec.parse("data=2,model=2"))
-    >>> shards_of(jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "model"))))
+    >>> shards_of(
+    ...     jax.ShapeDtypeStruct(
+    ...         (4, 8), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "model"))
+    ...     )
+    ... )
     {(0, 0): [0, 2], (0, 1): [1, 3]}
     """
     mesh = MeshSpec.parse(leaf.sharding.mesh)
-    dims = [entry_axes(entry) for entry in leaf.sharding.spec] + [()] * (len(leaf.shape) - len(leaf.sharding.spec))
+    dims = [entry_axes(entry) for entry in leaf.sharding.spec] + [()] * (
+        len(leaf.shape) - len(leaf.sharding.spec)
+    )
     holders: dict[tuple[int, ...], list[int]] = {}
-    ids = [device.id for device in leaf.sharding.mesh.devices.flat] if isinstance(leaf.sharding.mesh, Mesh) else range(mesh.size)
+    ids = (
+        [device.id for device in leaf.sharding.mesh.devices.flat]
+        if isinstance(leaf.sharding.mesh, Mesh)
+        else range(mesh.size)
+    )
     for device, coordinates in zip(ids, np.ndindex(*mesh.sizes.values()), strict=True):
         at = dict(zip(mesh.names, coordinates, strict=True))
         index = tuple(_position([(at[axis], mesh.sizes[axis]) for axis in axes]) for axes in dims)
@@ -49,7 +61,9 @@ def _position(digits: Iterable[tuple[int, int]]) -> int:
 
 
 def array_drawing(path: str, leaf: Any) -> Html:
-    """An array of any rank as a grid of its shards with the devices that hold them: the last dim horizontally, all others vertically."""
+    """An array of any rank as a grid of its shards with the devices that hold them: the last dim
+    horizontally, all others vertically.
+    """
     shards = shards_of(leaf)
     counts = [1 + max(index[dim] for index in shards) for dim in range(len(leaf.shape))]
     columns = min(counts[-1], SHARDS) if counts else 1
@@ -57,21 +71,43 @@ def array_drawing(path: str, leaf: Any) -> Html:
     gap = min(1.0, width / 8)
     parts = []
     for number, (index, devices) in enumerate(sorted(shards.items())[:SHARDS]):
-        row, column = _position(zip(index[:-1], counts[:-1], strict=True)), index[-1] if index else 0
+        row, column = (
+            _position(zip(index[:-1], counts[:-1], strict=True)),
+            index[-1] if index else 0,
+        )
         sizes = [size // count for size, count in zip(leaf.shape, counts, strict=True)]
         ends = zip(index, counts, sizes, strict=True)
-        ranges = [":" if count == 1 else f"{at * size}:{(at + 1) * size}" for at, count, size in ends]
+        ranges = [
+            ":" if count == 1 else f"{at * size}:{(at + 1) * size}" for at, count, size in ends
+        ]
         names = device_ranges(devices)
         title = f"[{', '.join(ranges)}] on device{'s' * (len(devices) > 1)} {names}"
         x, y = column * width, row * height
-        parts.append(box(x + gap, y + gap, width - 2 * gap, height - 2 * gap, COLOURS[number % len(COLOURS)], title))
+        parts.append(
+            box(
+                x + gap,
+                y + gap,
+                width - 2 * gap,
+                height - 2 * gap,
+                COLOURS[number % len(COLOURS)],
+                title,
+            )
+        )
         if 7 * len(names) < width:
             parts.append(on_box(x + width / 2, y + height / 2 + 4, names))
     more = f"; {len(shards) - SHARDS} more shards are not drawn" if len(shards) > SHARDS else ""
     spec = tuple(leaf.sharding.spec)
     label = f"{path}  " if path else ""
-    label += f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the devices that hold each shard{more}"
-    drawing = svg((row + 1) * height, parts, label, width=round(columns * width) if columns * width < WIDTH / 2 else None)
+    label += (
+        f"{describe(leaf)}, {f'spec {spec_text(spec)}' if any(spec) else 'replicated'}: the "
+        f"devices that hold each shard{more}"
+    )
+    drawing = svg(
+        (row + 1) * height,
+        parts,
+        label,
+        width=round(columns * width) if columns * width < WIDTH / 2 else None,
+    )
     return framed(f"<p>{html.escape(label)}</p>{drawing}")
 
 
@@ -90,8 +126,15 @@ def device_ranges(devices: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]], knees: Mapping[str, int], label: str) -> str:
-    """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec, and a circle at its knee, if any."""
+def throughput_chart(
+    devices: Sequence[int],
+    rates: Mapping[str, Sequence[float]],
+    knees: Mapping[str, int],
+    label: str,
+) -> str:
+    """Rows per second over number of devices as SVG, both axes logarithmic: a line for each codec,
+    and a circle at its knee, if any.
+    """
     top = math.log2(max(map(max, rates.values())))
     low = math.log2(min(map(min, rates.values())))
 
@@ -102,14 +145,28 @@ def throughput_chart(devices: Sequence[int], rates: Mapping[str, Sequence[float]
     marks = {}
     for codec, line in ((codec, rates[codec]) for codec in knees):
         knee = devices.index(knees[codec])
-        marks[codec] = knee, f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s"
+        marks[codec] = (
+            knee,
+            f"{codec}: doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s",
+        )
     lines = {codec: [height(rate) for rate in line] for codec, line in rates.items()}
     names = {codec: f"{codec}, from {knees[codec]}" if codec in knees else codec for codec in rates}
-    return _line_chart([*map(str, devices)], lines, {f"{2.0**power:,.0f}": height(2.0**power) for power in powers}, marks, names, label)
+    return _line_chart(
+        [*map(str, devices)],
+        lines,
+        {f"{2.0**power:,.0f}": height(2.0**power) for power in powers},
+        marks,
+        names,
+        label,
+    )
 
 
-def utilization_chart(speeds: Sequence[str], shares: Mapping[int, Sequence[float]], enough: float, label: str) -> str:
-    """Utilization over the speed of links as SVG: a line for each period, with a circle at the first speed where it is `enough`."""
+def utilization_chart(
+    speeds: Sequence[str], shares: Mapping[int, Sequence[float]], enough: float, label: str
+) -> str:
+    """Utilization over the speed of links as SVG: a line for each period, with a circle at the
+    first speed where it is `enough`.
+    """
     lines, marks, names = {}, {}, {}
     for steps, line in shares.items():
         name = f"{steps} steps" if steps > 1 else "every step"
@@ -117,7 +174,14 @@ def utilization_chart(speeds: Sequence[str], shares: Mapping[int, Sequence[float
         first = next((at for at, share in enumerate(line) if share >= enough), None)
         if first is not None:
             marks[name] = first, f"{name}: {line[first]:.1%} at {speeds[first]}"
-    return _line_chart(speeds, lines, {f"{share}%": share / 100 for share in range(0, 101, 20)}, marks, names, label)
+    return _line_chart(
+        speeds,
+        lines,
+        {f"{share}%": share / 100 for share in range(0, 101, 20)},
+        marks,
+        names,
+        label,
+    )
 
 
 def _line_chart(
@@ -150,25 +214,37 @@ def _line_chart(
         parts.append(f'<line x1="{at}" y1="12" x2="{at}" y2="{bottom}" stroke="var(--soft)"/>')
         parts.append(caption(x(position), bottom + 18, name, "middle"))
     for name, height in ticks.items():
-        parts.append(f'<line x1="{left}" y1="{y(height):.1f}" x2="{right}" y2="{y(height):.1f}" stroke="var(--soft)"/>')
+        parts.append(
+            f'<line x1="{left}" y1="{y(height):.1f}" x2="{right}" y2="{y(height):.1f}" '
+            'stroke="var(--soft)"/>'
+        )
         parts.append(caption(left - 8, y(height) + 4, name, "end"))
     for number, (name, heights) in enumerate(lines.items()):
         colour = "acefd"[number % 5]
-        points = " ".join(f"{x(position):.1f},{y(height):.1f}" for position, height in enumerate(heights))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="var(--{colour})" stroke-width="2"/>')
+        points = " ".join(
+            f"{x(position):.1f},{y(height):.1f}" for position, height in enumerate(heights)
+        )
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="var(--{colour})" stroke-width="2"/>'
+        )
         if name in marks:
             at, title = marks[name]
             centre = f'cx="{x(at):.1f}" cy="{y(heights[at]):.1f}"'
-            parts.append(f'<circle {centre} r="6" fill="var(--{colour})"><title>{html.escape(title)}</title></circle>')
+            parts.append(
+                f'<circle {centre} r="6" '
+                f'fill="var(--{colour})"><title>{html.escape(title)}</title></circle>'
+            )
         parts.append(legend(right + 20, 32 + 22 * number, colour, names[name]))
     return svg(bottom + 26, parts, label)
 
 
 def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, label: str) -> str:
-    """Memory over time of plans as SVG: a circle for each, and a line along the Pareto front; time is logarithmic.
+    """Memory over time of plans as SVG: a circle for each, and a line along the Pareto front; time
+    is logarithmic.
 
     Args:
-      points: (the series, which has a colour; a name; seconds; bytes) of each, fastest first; they are numbered in this order.
+      points: (the series, which has a colour; a name; seconds; bytes) of each, fastest first; they
+        are numbered in this order.
       capacity: bytes of a device, a line if it is near.
     """
     series = list(dict.fromkeys(point[0] for point in points))
@@ -193,32 +269,49 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         parts.append(caption(x(at), bottom + 18, seconds(at), "middle"))
     if capacity <= top:
         parts.append(_line((left, y(capacity)), (right, y(capacity)), "bad"))
-        parts.append(caption(right - 6, y(capacity) + 14, f"{format_bytes(capacity)} on a device", "end"))
+        parts.append(
+            caption(right - 6, y(capacity) + 14, f"{format_bytes(capacity)} on a device", "end")
+        )
     front: list[tuple[float, float]] = []
     for _, _, time, size in points:
         if not front or y(size) > front[-1][1]:
             front += [*([(x(time), front[-1][1])] if front else []), (x(time), y(size))]
-    corners = " ".join(f"{across:.1f},{down:.1f}" for across, down in [*front, (right, front[-1][1])])
+    corners = " ".join(
+        f"{across:.1f},{down:.1f}" for across, down in [*front, (right, front[-1][1])]
+    )
     parts.append(f'<polyline points="{corners}" fill="none" stroke="var(--f)" stroke-width="2"/>')
     for number, (kind, name, time, size) in reversed(list(enumerate(points, 1))):
         place, on_front = f'cx="{x(time):.1f}" cy="{y(size):.1f}"', (x(time), y(size)) in front
         colour = COLOURS[series.index(kind) % len(COLOURS)]
         title = html.escape(f"{number}. {name}: {seconds(time)}, {format_bytes(size)}")
-        shape = f'r="7" fill="var(--{colour})"' if on_front else f'r="5" fill="var(--{colour})" fill-opacity="0.45"'
+        shape = (
+            f'r="7" fill="var(--{colour})"'
+            if on_front
+            else f'r="5" fill="var(--{colour})" fill-opacity="0.45"'
+        )
         parts.append(f"<circle {place} {shape}><title>{title}</title></circle>")
         faster = front[: front.index((x(time), y(size)))] if on_front else []
         legible = on_front and all(math.dist((x(time), y(size)), other) > 14 for other in faster)
-        parts += [caption(x(time) + 9, y(size) - 7, "1, the best" if number == 1 else str(number))] * legible
-    parts += [legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind) for number, kind in enumerate(series)]
+        parts += [
+            caption(x(time) + 9, y(size) - 7, "1, the best" if number == 1 else str(number))
+        ] * legible
+    parts += [
+        legend(right + 20, 32 + 22 * number, COLOURS[number % len(COLOURS)], kind)
+        for number, kind in enumerate(series)
+    ]
     parts.append(
         caption(
             left,
             bottom + 40,
-            "seconds of a step, and peak memory of a device; the line is the Pareto front, numbers are those of the table",
+            "seconds of a step, and peak memory of a device; the line is the Pareto front, numbers "
+            "are those of the table",
         )
     )
     return svg(bottom + 48, parts, label)
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], colour: str) -> str:
-    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" stroke="var(--{colour})"/>'
+    return (
+        f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" '
+        f'stroke="var(--{colour})"/>'
+    )

@@ -1,4 +1,6 @@
-"""Finds the figures of a target with which its predictions are the times that were measured. Nothing here measures or compiles."""
+"""Finds the figures of a target with which its predictions are the times that were measured.
+Nothing here measures or compiles.
+"""
 
 import dataclasses
 import math
@@ -23,7 +25,8 @@ class Observation:
     """One program's time.
 
     Attributes:
-      figure: the key of the target's file that it shows, such as "achieved.matmul" or "first_touch".
+      figure: the key of the target's file that it shows, such as "achieved.matmul" or
+        "first_touch".
       predict: the program's time in seconds on a target.
       seconds: the median time.
       noise: half of the distance between the quartiles, as a share of the median.
@@ -56,14 +59,24 @@ def with_figure(target: Target, path: str, number: float) -> Target:
     """
     name, _, key = path.partition(".")
     value = getattr(target, name)
-    changed = number if not key else {**value, key: number} if isinstance(value, Mapping) else dataclasses.replace(value, **{key: number})
+    changed = (
+        number
+        if not key
+        else {**value, key: number}
+        if isinstance(value, Mapping)
+        else dataclasses.replace(value, **{key: number})
+    )
     return dataclasses.replace(target, **{name: changed})
 
 
-def fit(target: Target, observations: Sequence[Observation], *, most_share: float = 1.0) -> tuple[Target, tuple[str, ...]]:
-    """A target that predicts what was observed, and the figures that could not be fitted because no program depends on them.
+def fit(
+    target: Target, observations: Sequence[Observation], *, most_share: float = 1.0
+) -> tuple[Target, tuple[str, ...]]:
+    """A target that predicts what was observed, and the figures that could not be fitted because no
+    program depends on them.
 
-    For each figure the geometric mean of predicted / measured of its programs becomes 1, in the order of the observations.
+    For each figure the geometric mean of predicted / measured of its programs becomes 1, in the
+    order of the observations.
 
     Args:
       target: the figures to start with; those that no observation shows stay.
@@ -72,23 +85,36 @@ def fit(target: Target, observations: Sequence[Observation], *, most_share: floa
     by_figure: dict[str, list[Observation]] = {}
     for one in observations:
         by_figure.setdefault(one.figure, []).append(one)
-    unknown = [path for path, group in by_figure.items() if not any(_shows(target, one) for one in group)]
+    unknown = [
+        path for path, group in by_figure.items() if not any(_shows(target, one) for one in group)
+    ]
     for _ in range(PASSES):
         for path, group in by_figure.items():
             if path not in unknown:
-                most = most_share if path.startswith("achieved.") and path != "achieved.launch" else math.inf
+                most = (
+                    most_share
+                    if path.startswith("achieved.") and path != "achieved.launch"
+                    else math.inf
+                )
                 target = _solve(target, path, group, most)
     return target, tuple(unknown)
 
 
 def spread_of(target: Target, observations: Sequence[Observation]) -> Spread:
-    """How far off the figures may be: the errors of each kind's programs, and the noise of their times, added as squares."""
+    """How far off the figures may be: the errors of each kind's programs, and the noise of their
+    times, added as squares.
+    """
     squares: dict[str, list[float]] = {}
     for one in observations:
         name, _, key = one.figure.partition(".")
         kind = SPREADS.get(name, SPREADS.get(key, key))
-        squares.setdefault(kind, []).append(math.log(one.predict(target) / one.seconds) ** 2 + one.noise**2)
-    shares = {kind: round(min(max(math.sqrt(sum(values) / len(values)), 0.01), 1.0), 3) for kind, values in squares.items()}
+        squares.setdefault(kind, []).append(
+            math.log(one.predict(target) / one.seconds) ** 2 + one.noise**2
+        )
+    shares = {
+        kind: round(min(max(math.sqrt(sum(values) / len(values)), 0.01), 1.0), 3)
+        for kind, values in squares.items()
+    }
     return dataclasses.replace(target.spread, **shares)
 
 
@@ -98,7 +124,9 @@ def _shows(target: Target, one: Observation) -> bool:
 
 
 def _solve(target: Target, path: str, group: Sequence[Observation], most: float) -> Target:
-    """The target with the figure for which the mean logarithm of predicted / measured is 0; otherwise with the nearest that it may have."""
+    """The target with the figure for which the mean logarithm of predicted / measured is 0;
+    otherwise with the nearest that it may have.
+    """
 
     def error(logarithm: float) -> float:
         changed = with_figure(target, path, math.exp(logarithm))
@@ -110,7 +138,9 @@ def _solve(target: Target, path: str, group: Sequence[Observation], most: float)
 
 
 def _root(error: Callable[[float], float], low: float, start: float, high: float) -> float:
-    """Where a monotone function is 0 in an interval, or the end where it is nearest to 0: by secants that keep a bracket (Illinois)."""
+    """Where a monotone function is 0 in an interval, or the end where it is nearest to 0: by
+    secants that keep a bracket (Illinois).
+    """
     rises = error(high) > error(low)
     here, there = start, low if (error(start) > 0) == rises else high
     at_here, at_there = error(here), error(there)

@@ -1,4 +1,6 @@
-"""Where the products that a compiled program executes are more than the model's: what MFU leaves out and HFU counts."""
+"""Where the products that a compiled program executes are more than the model's: what MFU leaves
+out and HFU counts.
+"""
 
 import dataclasses
 import re
@@ -13,7 +15,11 @@ from spmd.planner.model_flops import PASSES
 from spmd.planner.timeline import REMATERIALIZED, REMATTED
 from spmd.planner.variance import Variance
 
-RECOMPUTED, BY_XLA, IN_KERNELS = "recomputed in the backward pass", "recomputed by XLA", "recomputed in kernels of attention"
+RECOMPUTED, BY_XLA, IN_KERNELS = (
+    "recomputed in the backward pass",
+    "recomputed by XLA",
+    "recomputed in kernels of attention",
+)
 BUBBLES, REPLICATED, PADDING, OTHER = "pipeline bubbles", "replicated", "padding by XLA", "other"
 NOTHING_BEYOND = "nothing is executed beyond the model's products."
 NEGATIVE = "other: gradients that nothing needs, as of the batch"
@@ -26,7 +32,8 @@ class FlopShares:
     Attributes:
       executed: those of all products of the compiled program.
       model: those that the model asks for: three times its products in the forward pass.
-      beyond: the difference of both, by its causes; "other" is what is left, and negative where no gradients are needed, as of a batch.
+      beyond: the difference of both, by its causes; "other" is what is left, and negative where no
+        gradients are needed, as of a batch.
       masked: of both, scores that a mask leaves out, and that fused kernels do not compute.
       empty: of both, places of experts beyond the tokens' choices, which their capacity makes.
     """
@@ -41,16 +48,43 @@ class FlopShares:
         """A line or two; causes of less than a thousandth of what is executed are left out."""
         if not self.executed:
             return NOTHING_BEYOND
-        causes = {cause: flops for cause, flops in self.beyond.items() if abs(flops) >= 0.001 * self.executed}
-        shares = [f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}" for cause, flops in causes.items()]
-        lines = [f"executed beyond the model's: {', '.join(shares)}."] if max(causes.values(), default=0.0) > 0 else []
-        inside = ((self.masked, "masked scores, which fused kernels leave out"), (self.empty, "empty places of experts"))
-        counted = [f"{flops / self.executed:.1%} {what}" for flops, what in inside if flops >= 0.001 * self.executed]
-        return "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else [])) or NOTHING_BEYOND
+        causes = {
+            cause: flops
+            for cause, flops in self.beyond.items()
+            if abs(flops) >= 0.001 * self.executed
+        }
+        shares = [
+            f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}"
+            for cause, flops in causes.items()
+        ]
+        lines = (
+            [f"executed beyond the model's: {', '.join(shares)}."]
+            if max(causes.values(), default=0.0) > 0
+            else []
+        )
+        inside = (
+            (self.masked, "masked scores, which fused kernels leave out"),
+            (self.empty, "empty places of experts"),
+        )
+        counted = [
+            f"{flops / self.executed:.1%} {what}"
+            for flops, what in inside
+            if flops >= 0.001 * self.executed
+        ]
+        return (
+            "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else []))
+            or NOTHING_BEYOND
+        )
 
 
 def flop_shares(
-    module: Module, mesh: MeshSpec, schedules: Collection[Schedule], *, executed: float, model: float, empty: float = 0.0
+    module: Module,
+    mesh: MeshSpec,
+    schedules: Collection[Schedule],
+    *,
+    executed: float,
+    model: float,
+    empty: float = 0.0,
 ) -> FlopShares:
     """The shares of a program.
 
@@ -59,27 +93,41 @@ def flop_shares(
       executed, model, empty: FLOPs of one device.
     """
     walk = _Walk(module, Variance(module, mesh), schedules)
-    beyond: dict[str, float] = dict.fromkeys((RECOMPUTED, BY_XLA, IN_KERNELS, BUBBLES, REPLICATED, PADDING), 0.0)
+    beyond: dict[str, float] = dict.fromkeys(
+        (RECOMPUTED, BY_XLA, IN_KERNELS, BUBBLES, REPLICATED, PADDING), 0.0
+    )
     masked = forward = 0.0
     for found in walk.products(module.entry):
         masked += found.flops * (1 - found.product.share)
         causes = dict(walk.causes(found))
-        forward += 0.0 if "transpose(" in found.scope or RECOMPUTED in causes else found.flops - sum(causes.values())
+        forward += (
+            0.0
+            if "transpose(" in found.scope or RECOMPUTED in causes
+            else found.flops - sum(causes.values())
+        )
         for cause, flops in causes.items():
             beyond[cause] += flops
     # XLA may merge a product with its repetition, and keep the repetition's scope.
     beyond[RECOMPUTED] -= min(beyond[RECOMPUTED], max(model / PASSES - forward, 0.0))
-    return FlopShares(executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty)
+    return FlopShares(
+        executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty
+    )
 
 
 def executed_flops(module: Module, mesh: MeshSpec) -> float:
-    """FLOPs of all products that one device of a mesh executes in a compiled program, as HFU counts them; 0 of a module without any."""
-    return sum(found.flops for found in _Walk(module, Variance(module, mesh), ()).products(module.entry))
+    """FLOPs of all products that one device of a mesh executes in a compiled program, as HFU counts
+    them; 0 of a module without any.
+    """
+    return sum(
+        found.flops for found in _Walk(module, Variance(module, mesh), ()).products(module.entry)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A product, the instruction that it is or is fused into, how often it runs, and the share of this that is a bubble."""
+    """A product, the instruction that it is or is fused into, how often it runs, and the share of
+    this that is a bubble.
+    """
 
     product: Product
     computation: str
@@ -104,21 +152,34 @@ class _Walk:
     schedules: Collection[Schedule]
 
     def products(self, name: str, times: int = 1, bubble: float = 0.0) -> Iterator[_Found]:
-        """Every product of a computation, loops multiplied out; of a conditional, those of the branch with the most."""
+        """Every product of a computation, loops multiplied out; of a conditional, those of the
+        branch with the most.
+        """
         for instr in self.module.computations.get(name, ()):
             if instr.op == "while":
                 body, trips = instr.called_as("body"), self.module.trip_count(name, instr) or 1
                 yield from self.products(body, times * trips, bubble or self._bubble(body, trips))
             elif instr.op == "conditional":
                 branches = [tuple(self.products(called, times, bubble)) for called in instr.called]
-                yield from max(branches, key=lambda branch: sum(found.flops for found in branch), default=())
+                yield from max(
+                    branches, key=lambda branch: sum(found.flops for found in branch), default=()
+                )
             elif instr.op in ("call", "async-start"):
                 for called in instr.called:
                     yield from self.products(called, times, bubble)
-            elif instr.op not in FREE and not collective_kind(instr.op) and cost_of(self.module, name, instr).products:
-                parts = [(name, instr), *(nested for called in instr.called for nested in self.module.nested(called))]
+            elif (
+                instr.op not in FREE
+                and not collective_kind(instr.op)
+                and cost_of(self.module, name, instr).products
+            ):
+                parts = [
+                    (name, instr),
+                    *(nested for called in instr.called for nested in self.module.nested(called)),
+                ]
                 for computation, part in parts:
-                    if (product := product_of(self.module, computation, part)) is not None and product.flops:
+                    if (
+                        product := product_of(self.module, computation, part)
+                    ) is not None and product.flops:
                         yield _Found(product, computation, part, instr, times, bubble)
 
     def causes(self, found: _Found) -> Iterator[tuple[str, float]]:
@@ -141,8 +202,13 @@ class _Walk:
             flops *= 1 - share
 
     def _bubble(self, body: str, trips: int) -> float:
-        """The share of a loop over the ticks of a pipeline in which a stage's results are discarded; 0 for other loops."""
-        if not any(collective_kind(instr.op) == "collective_permute" for instr in self.module.computations.get(body, ())):
+        """The share of a loop over the ticks of a pipeline in which a stage's results are
+        discarded; 0 for other loops.
+        """
+        if not any(
+            collective_kind(instr.op) == "collective_permute"
+            for instr in self.module.computations.get(body, ())
+        ):
             return 0.0
         for schedule in self.schedules:
             if trips in (schedule.ticks, schedule.forward.ticks):
@@ -150,15 +216,27 @@ class _Walk:
         return 0.0
 
     def _padded(self, found: _Found) -> float:
-        """The share of a product that XLA adds by padding its operands; a model's own padding is its own."""
+        """The share of a product that XLA adds by padding its operands; a model's own padding is
+        its own.
+        """
         if found.part.op != "dot":
             return 0.0
         kept = 1.0
-        for number, (operand, side) in enumerate(zip(self.module.operands(found.computation, found.part), ("lhs", "rhs"), strict=False)):
+        for number, (operand, side) in enumerate(
+            zip(self.module.operands(found.computation, found.part), ("lhs", "rhs"), strict=False)
+        ):
             if operand.op != "pad" or re.search(r"/pad\b", operand.scope):
                 continue
             before = self.module.operands(found.computation, operand)[0].arrays[0].shape
-            shared = re.findall(r"\d+", "".join(re.findall(rf"{side}_(?:contracting|batch)_dims=(\{{[\d,]*\}})", found.part.rest)))
+            shared = re.findall(
+                r"\d+",
+                "".join(
+                    re.findall(
+                        rf"{side}_(?:contracting|batch)_dims=(\{{[\d,]*\}})", found.part.rest
+                    )
+                ),
+            )
             for dim, (old, new) in enumerate(zip(before, operand.arrays[0].shape, strict=True)):
-                kept *= old / new if number == 0 or str(dim) not in shared else 1.0  # a dim that both sides have is padded in both
+                # a dim that both sides have is padded in both
+                kept *= old / new if number == 0 or str(dim) not in shared else 1.0
         return 1 - kept

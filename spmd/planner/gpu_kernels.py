@@ -1,9 +1,11 @@
-"""Kernels for GPUs are lowered without cuDNN and without a GPU. Everything private to JAX that concerns plans is in this file.
+"""Kernels for GPUs are lowered without cuDNN and without a GPU. Everything private to JAX that
+concerns plans is in this file.
 
-`jax.nn.dot_product_attention(..., implementation="cudnn")` asks the installed cuDNN for its version and the first GPU for its
-compute capability, and claims to need devices, though lowering needs none of them where all mesh axes are manual, as in the library's own
-step. While a plan traces and exports a step, the target answers. (Elsewhere JAX has the partitioner call back into Python: such a step
-cannot be exported.) From jax 0.11 on, kernels of Triton ask for the compute capability too.
+`jax.nn.dot_product_attention(..., implementation="cudnn")` asks the installed cuDNN for its version
+and the first GPU for its compute capability, and claims to need devices, though lowering needs none
+of them where all mesh axes are manual, as in the library's own step. While a plan traces and
+exports a step, the target answers. (Elsewhere JAX has the partitioner call back into Python: such a
+step cannot be exported.) From jax 0.11 on, kernels of Triton ask for the compute capability too.
 """
 
 import contextlib
@@ -21,7 +23,9 @@ VERSION = (9, 10, 0)  # as the description of a target says that the GPU compile
 
 @contextlib.contextmanager
 def gpu_of(target: Target) -> Iterator[None]:
-    """Inside, JAX's lowering finds the cuDNN and the compute capability of a target; unchanged unless it is a GPU of NVIDIA."""
+    """Inside, JAX's lowering finds the cuDNN and the compute capability of a target; unchanged
+    unless it is a GPU of NVIDIA.
+    """
     if target.platform != "cuda":
         yield
         return
@@ -33,15 +37,28 @@ def gpu_of(target: Target) -> Iterator[None]:
 
     answers: list[tuple[Any, str, Any]] = [
         (fused_attention, "check_cudnn_version", lambda: number),
-        (fused_attention, "check_compute_capability", lambda least: (major, minor) >= compute_capability(least)),
-        (fused_attention, "is_cuda_compute_capability_equal", lambda wanted: (major, minor) == compute_capability(wanted)),
+        (
+            fused_attention,
+            "check_compute_capability",
+            lambda least: (major, minor) >= compute_capability(least),
+        ),
+        (
+            fused_attention,
+            "is_cuda_compute_capability_equal",
+            lambda wanted: (major, minor) == compute_capability(wanted),
+        ),
     ]
-    with contextlib.suppress(ImportError):  # before jax 0.11 all kernels are lowered for 9.0 where no GPU is present
+    # before jax 0.11 all kernels are lowered for 9.0 where no GPU is present
+    with contextlib.suppress(ImportError):
         gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
-        info = gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
+        info = gpu_info.GpuInfo(
+            gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor
+        )
         answers.append((gpu_info, "get_gpu_info", lambda: info))
     devices = dispatch.prim_requires_devices_during_lowering
-    needless = {primitive for primitive in devices if primitive.name.startswith("dot_product_attention_")}
+    needless = {
+        primitive for primitive in devices if primitive.name.startswith("dot_product_attention_")
+    }
     before = [(module, name, getattr(module, name)) for module, name, _ in answers]
     try:
         for module, name, answer in answers:

@@ -1,8 +1,10 @@
-"""How long one kernel takes on a target: a matrix product, a convolution, fused attention, or one that only reads and writes.
+"""How long one kernel takes on a target: a matrix product, a convolution, fused attention, or one
+that only reads and writes.
 
-A product is computed in tiles, one on each core at a time, so it takes a number of complete waves of tiles: 109 take as long on 108 cores
-as 216 (NVIDIA, Matrix Multiplication Background User's Guide, sections 2.3 and 3). The best is taken of the tiles that libraries have, and
-of numbers of parts of the depth. Shares of the peak are those of the target's `[achieved]`.
+A product is computed in tiles, one on each core at a time, so it takes a number of complete waves
+of tiles: 109 take as long on 108 cores as 216 (NVIDIA, Matrix Multiplication Background User's
+Guide, sections 2.3 and 3). The best is taken of the tiles that libraries have, and of numbers of
+parts of the depth. Shares of the peak are those of the target's `[achieved]`.
 """
 
 import dataclasses
@@ -10,14 +12,21 @@ import math
 
 from spmd.planner.target import Target
 
-TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))  # rows, columns: cuBLAS's usual ones
+# rows, columns: cuBLAS's usual ones
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8, 16, 32)  # of the depth over several tiles, whose results are added up
 WAVE = 1e-6  # seconds to fill the cores' pipelines and to write a tile's result; assumed
-# A tile of a x b elements does a b / (a + b) operations for each element that it loads. At this number, loads take as long as operations.
+# A tile of a x b elements does a b / (a + b) operations for each element that it loads. At this
+# number, loads take as long as operations.
 BALANCED = 16.0
-EXPONENTIALS = 16  # for each core and clock (CUDA C++ Programming Guide, arithmetic instructions, compute capability 8.0 and 9.0)
-KEPT = 32 * 2**20  # bytes: glibc returns a larger block to the system, so the next step gets new pages (mallopt(3), M_MMAP_THRESHOLD)
-DIAGONAL = 128  # queries and keys of a block of attention; those on the diagonal are computed completely
+# for each core and clock (CUDA C++ Programming Guide, arithmetic instructions, compute capability
+# 8.0 and 9.0)
+EXPONENTIALS = 16
+# bytes: glibc returns a larger block to the system, so the next step gets new pages (mallopt(3),
+# M_MMAP_THRESHOLD)
+KEPT = 32 * 2**20
+# queries and keys of a block of attention; those on the diagonal are computed completely
+DIAGONAL = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,29 +69,40 @@ def product_time(product: Product, target: Target) -> float:
 
     >>> from spmd.planner.target import load
     >>> a100 = load("a100_80")  # 108 cores
-    >>> waves = [product_time(matmul("bfloat16", (1, count * 256, 128, 4096)), a100) for count in (108, 109)]
+    >>> waves = [
+    ...     product_time(matmul("bfloat16", (1, count * 256, 128, 4096)), a100)
+    ...     for count in (108, 109)
+    ... ]
     >>> 1.4 < waves[1] / waves[0] < 2.0
     True
     """
     rate = target.rate(product.dtype) * getattr(target.achieved, product.kind)
     if not product.sides:
         special = EXPONENTIALS * target.cores * target.clock
-        return product.share * (product.flops / rate + (product.scores / special if special else 0.0))
+        return product.share * (
+            product.flops / rate + (product.scores / special if special else 0.0)
+        )
     if not target.cores:
         return product.flops / rate
     count, rows, columns, _ = product.sides
-    added = memory_time(2 * 4.0 * count * rows * columns, target)  # a part of each result is written in float32, and read
+    # a part of each result is written in float32, and read
+    added = memory_time(2 * 4.0 * count * rows * columns, target)
     options = ((tile, split) for tile in TILES for split in SPLITS)
     return min(
-        _tiled(product.sides, tile, split, rate / target.cores, target.cores) + (split * added if split > 1 else 0.0)
+        _tiled(product.sides, tile, split, rate / target.cores, target.cores)
+        + (split * added if split > 1 else 0.0)
         for tile, split in options
     )
 
 
-def _tiled(sides: tuple[float, ...], tile: tuple[int, int], split: int, rate: float, cores: int) -> float:
+def _tiled(
+    sides: tuple[float, ...], tile: tuple[int, int], split: int, rate: float, cores: int
+) -> float:
     """Seconds with one size of tile; `rate` is one core's, in the largest tile."""
     count, rows, columns, depth = sides
-    waves = math.ceil(count * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]) * split / cores)
+    waves = math.ceil(
+        count * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]) * split / cores
+    )
     return waves * (2.0 * tile[0] * tile[1] * (depth / split) / (rate * _relative(tile)) + WAVE)
 
 
@@ -102,5 +122,7 @@ def memory_time(size: float, target: Target) -> float:
 
 
 def first_touch_time(temporaries: float, target: Target) -> float:
-    """Seconds in which the operating system clears the memory of a step's temporaries; 0 where steps keep it."""
+    """Seconds in which the operating system clears the memory of a step's temporaries; 0 where
+    steps keep it.
+    """
     return temporaries / target.first_touch if target.first_touch and temporaries > KEPT else 0.0

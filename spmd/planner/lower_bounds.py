@@ -1,7 +1,8 @@
 """Lower bounds on a step's memory and time, in closed form, from the same figures as a plan's.
 
-Nothing is compiled: the layout determines the shards of parameters and optimizer state, the FLOPs are those of the step on one device,
-divided evenly, and gradients cross the links once to be reduced.
+Nothing is compiled: the layout determines the shards of parameters and optimizer state, the FLOPs
+are those of the step on one device, divided evenly, and gradients cross the links once to be
+reduced.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ from spmd.tree import Tree, flatten, nbytes
 
 @dataclasses.dataclass(frozen=True)
 class LowerBounds:
-    """Lower bounds of a step: `state` bytes on each device, and `seconds`; `why` says what these are spent on."""
+    """Lower bounds of a step: `state` bytes on each device, and `seconds`; `why` says what these
+    are spent on.
+    """
 
     state: int
     seconds: float
@@ -32,7 +35,9 @@ class LowerBounds:
 
 
 def trainable_paths(placed: PlacedModel) -> set[str]:
-    """Parameters that a gradient can change; those that an optimizer freezes are neither sent nor written."""
+    """Parameters that a gradient can change; those that an optimizer freezes are neither sent nor
+    written.
+    """
     state = placed.abstract_state
 
     def updates(grads: Tree, opt: Tree, params: Tree) -> Tree:
@@ -48,15 +53,23 @@ def trainable_paths(placed: PlacedModel) -> set[str]:
 
 
 def divided_activations(alone: PlanData) -> float:
-    """Bytes of activations of the step on one device, at least: its temporaries without two full copies of all parameters.
+    """Bytes of activations of the step on one device, at least: its temporaries without two full
+    copies of all parameters.
 
-    One for gradients, and one for parameters in the dtype of the computation and their gradients: on a mesh these need not be full.
+    One for gradients, and one for parameters in the dtype of the computation and their gradients:
+    on a mesh these need not be full.
     """
     arrays = alone.program.placed.abstract_variables
-    return max(0.0, alone.memory.temporaries - 2.0 * sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen)))))
+    return max(
+        0.0,
+        alone.memory.temporaries
+        - 2.0 * sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen)))),
+    )
 
 
-def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]) -> LowerBounds:
+def lower_bounds_of(
+    placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]
+) -> LowerBounds:
     """The bounds of a placed model.
 
     Args:
@@ -65,13 +78,18 @@ def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trai
     """
     state, target = placed.abstract_state, cluster.target
     on_server = placed.resolved.layout.gradients.reduction == "parameter_server"
-    trained_params = {path: leaf for path, leaf in flatten(state.params).items() if path in trainable}
+    trained_params = {
+        path: leaf for path, leaf in flatten(state.params).items() if path in trainable
+    }
     moved = (
-        0 if on_server else 2 * tree_on_device((trained_params, state.opt)) + tree_on_device(state.frozen)
+        0
+        if on_server
+        else 2 * tree_on_device((trained_params, state.opt)) + tree_on_device(state.frozen)
     )  # read, and written but for those
     parts = {
         "matrix products, divided evenly": alone.multiplying / cluster.count,
-        "reading and writing parameters": moved / (target.memory_bandwidth * target.achieved.memory),
+        "reading and writing parameters": moved
+        / (target.memory_bandwidth * target.achieved.memory),
         "gradients on the links": _reduction_time(placed, cluster, trainable),
     }
     why = max(parts, key=lambda name: parts[name])
@@ -80,12 +98,28 @@ def lower_bounds_of(placed: PlacedModel, cluster: Cluster, alone: Timeline, trai
 
 def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection[str]) -> float:
     """Seconds to reduce all gradients in one collective."""
-    resolved, gradients, mesh = placed.resolved, placed.resolved.layout.gradients, placed.resolved.mesh
-    if gradients.reduction not in ("all_reduce", "reduce_scatter") or gradients.compressed or resolved.workers == 1:
+    resolved, gradients, mesh = (
+        placed.resolved,
+        placed.resolved.layout.gradients,
+        placed.resolved.mesh,
+    )
+    if (
+        gradients.reduction not in ("all_reduce", "reduce_scatter")
+        or gradients.compressed
+        or resolved.workers == 1
+    ):
         return 0.0  # what XLA or a codec sends is not known without compiling
     size = 0
     for place in (place for path, place in resolved.placements.items() if path in trainable):
-        size += place.nbytes // num_shards(tuple(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes), mesh)
+        size += place.nbytes // num_shards(
+            tuple(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes), mesh
+        )
     ids = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
-    workers = ids[tuple(slice(None) if name in resolved.data_axes else 0 for name in mesh.names)].ravel().tolist()
-    return reduction_time(gradients.reduction, size, len(workers), devices_per_node(workers, cluster), cluster)
+    workers = (
+        ids[tuple(slice(None) if name in resolved.data_axes else 0 for name in mesh.names)]
+        .ravel()
+        .tolist()
+    )
+    return reduction_time(
+        gradients.reduction, size, len(workers), devices_per_node(workers, cluster), cluster
+    )

@@ -25,11 +25,23 @@ from spmd.wire.server.arrivals import HELD, SQUARES, SUM
 
 LIKELY = 0.95  # how likely a step fits that is not called tight
 DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are nine in ten
-TIGHT = 0.92  # of a device's memory, where a target does not say what else is needed beside the program
+# of a device's memory, where a target does not say what else is needed beside the program
+TIGHT = 0.92
 PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless one of these variables says otherwise
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LARGEST = 8  # temporaries that are listed
-PARTS = ("parameters", "frozen", "optimizer", "exchange", "statistics", "batch", "constants", "fresh", "temporaries")  # of the program
+# of the program
+PARTS = (
+    "parameters",
+    "frozen",
+    "optimizer",
+    "exchange",
+    "statistics",
+    "batch",
+    "constants",
+    "fresh",
+    "temporaries",
+)
 TITLES = {  # of fields of `Memory` in reports, where they differ from the field's name
     "frozen": "frozen parameters",
     "exchange": "codecs and servers",
@@ -47,12 +59,16 @@ EXCHANGE = {  # the parts of the state of codecs and servers, by their keys
     SQUARES: "mean squares of gradients",
     RESIDUAL: "residuals of codecs",
 }
-_VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)")
+_VALUE = re.compile(
+    r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A part of a device's memory that is divided from the rest: where, the bytes expected there, those it has, and how likely these do."""
+    """A part of a device's memory that is divided from the rest: where, the bytes expected there,
+    those it has, and how likely these do.
+    """
 
     where: str
     expected: int
@@ -60,7 +76,10 @@ class Side:
     likelihood: float
 
     def __str__(self) -> str:
-        return f"{format_bytes(self.expected)} of {format_bytes(self.room)} {self.where} ({percent(self.likelihood)})"
+        return (
+            f"{format_bytes(self.expected)} of {format_bytes(self.room)} {self.where} "
+            f"({percent(self.likelihood)})"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +87,26 @@ class Memory:
     """Bytes on one device; all devices hold the same.
 
     Attributes:
-      parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state of codecs and servers, the rest.
+      parameters, optimizer, exchange, statistics: the state: parameters, optimizer state, the state
+        of codecs and servers, the rest.
       exchange_parts: what `exchange` consists of, by what it is.
       batch: the arrays of one batch and their weights.
-      gradients: as the optimizer takes them: reduced, or a worker's where each has an optimizer; a part of `temporaries`.
+      gradients: as the optimizer takes them: reduced, or a worker's where each has an optimizer; a
+        part of `temporaries`.
       temporaries: gradients, activations and copies, as XLA has packed them.
       constants: arrays in the model's code that are not in its state, such as a numpy table.
       fresh: results that reuse no argument's buffer; the full state if it is not donated.
-      host: pinned memory of the host that one device uses: the state's arrays there, and offloaded activations.
+      host: pinned memory of the host that one device uses: the state's arrays there, and offloaded
+        activations.
       peak: the most that is allocated at once, according to XLA.
       capacity: the device's memory.
       unread: arrays of the state that a step does not read, which XLA does not count.
-      largest: (bytes, array, scope in the program) of the largest temporaries; they share memory, so they do not add up.
-      items: what the device's memory is needed for, as expected, and how far off that may be: the program, and what is beside it.
-      pool: bytes of a GPU that JAX allocates from, by default or as `pool_is_set` in the environment; None on other devices.
+      largest: (bytes, array, scope in the program) of the largest temporaries; they share memory,
+        so they do not add up.
+      items: what the device's memory is needed for, as expected, and how far off that may be: the
+        program, and what is beside it.
+      pool: bytes of a GPU that JAX allocates from, by default or as `pool_is_set` in the
+        environment; None on other devices.
     """
 
     parameters: int
@@ -127,16 +152,26 @@ class Memory:
 
     @property
     def sides(self) -> tuple["Side", ...]:
-        """What each part of the device's memory must hold: on a GPU the part that JAX allocates from, and what that leaves."""
+        """What each part of the device's memory must hold: on a GPU the part that JAX allocates
+        from, and what that leaves.
+        """
         if self.pool is None:
             return (Side("", self.expected, self.capacity, likelihood(self.items, self.capacity)),)
         pool = round(self._best_pool or self.pool)
-        parts = ("in JAX's part", self.inside, pool), ("beside it", self.outside, self.capacity - pool)
-        return tuple(Side(where, round(total(items)[0]), room, likelihood(items, room)) for where, items, room in parts)
+        parts = (
+            ("in JAX's part", self.inside, pool),
+            ("beside it", self.outside, self.capacity - pool),
+        )
+        return tuple(
+            Side(where, round(total(items)[0]), room, likelihood(items, room))
+            for where, items, room in parts
+        )
 
     @property
     def likelihood(self) -> float:
-        """How likely the step fits: that all sides do, whose parts are off independently of each other."""
+        """How likely the step fits: that all sides do, whose parts are off independently of each
+        other.
+        """
         return math.prod(side.likelihood for side in self.sides)
 
     @property
@@ -145,7 +180,11 @@ class Memory:
         left = self.capacity - self.expected
         if self.pool is None or not self.pool_is_set:
             return left
-        return min(left, round(self.pool - total(self.inside)[0]), round(self.capacity - self.pool - total(self.outside)[0]))
+        return min(
+            left,
+            round(self.pool - total(self.inside)[0]),
+            round(self.capacity - self.pool - total(self.outside)[0]),
+        )
 
     @property
     def fits(self) -> bool:
@@ -154,23 +193,37 @@ class Memory:
 
     @property
     def _best_pool(self) -> float | None:
-        """Bytes that JAX should allocate from, so that both sides are equally likely to have enough; None if it need not be changed."""
+        """Bytes that JAX should allocate from, so that both sides are equally likely to have
+        enough; None if it need not be changed.
+        """
         if self.pool is None or self.pool_is_set or likelihood(self.inside, self.pool) >= LIKELY:
             return None
         (inside, spread), (outside, other) = total(self.inside), total(self.outside)
         room = self.capacity - inside - outside
-        return inside + (min(3 * spread, room * spread / (spread + other)) if spread + other else 0.0)
+        return inside + (
+            min(3 * spread, room * spread / (spread + other)) if spread + other else 0.0
+        )
 
     @property
     def fraction(self) -> float | None:
-        """The share of a GPU's memory that JAX must be given for the step to fit; None if it has enough, or nothing would do."""
-        return None if self._best_pool is None or not self.fits else math.ceil(100 * self._best_pool / self.capacity) / 100
+        """The share of a GPU's memory that JAX must be given for the step to fit; None if it has
+        enough, or nothing would do.
+        """
+        return (
+            None
+            if self._best_pool is None or not self.fits
+            else math.ceil(100 * self._best_pool / self.capacity) / 100
+        )
 
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
         others = ("largest", "items", "pool", "pool_is_set", "exchange_parts")
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in others}
+        sizes = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in others
+        }
         return sizes | {"expected": self.expected, "headroom": self.headroom}
 
     @property
@@ -183,16 +236,33 @@ class Memory:
     @property
     def verdict(self) -> str:
         """Whether it fits, with the numbers."""
-        share = f"{format_bytes(self.expected)} of {format_bytes(self.capacity)} ({self.expected / self.capacity:.1%})"
+        share = (
+            f"{format_bytes(self.expected)} of {format_bytes(self.capacity)} "
+            f"({self.expected / self.capacity:.1%})"
+        )
         sure = not total(self.items)[1]
         low, high = map(format_bytes, self.range)
         share += "" if sure else f", from {low} to {high} in nine cases of ten"
-        chance = "" if sure else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} likelihood"
+        chance = (
+            ""
+            if sure
+            else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} "
+            "likelihood"
+        )
         share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
-        if not sure and self.pool is not None and self.likelihood < LIKELY and self.range[0] <= self.capacity:
+        if (
+            not sure
+            and self.pool is not None
+            and self.likelihood < LIKELY
+            and self.range[0] <= self.capacity
+        ):
             share += f"; {' and '.join(map(str, self.sides))}"
         if not self.fits:
-            left = f"{format_bytes(-self.headroom)} too much" if self.headroom < 0 else f"only {format_bytes(self.headroom)} left"
+            left = (
+                f"{format_bytes(-self.headroom)} too much"
+                if self.headroom < 0
+                else f"only {format_bytes(self.headroom)} left"
+            )
             return f"{self.word}{chance}: {share}; {left} on each device."
         if self.likelihood < LIKELY:
             return f"{self.word}: fits{chance}: {share}."
@@ -203,28 +273,49 @@ class Memory:
         )
 
     def __str__(self) -> str:
-        titles = TITLES | ({"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {})
-        sizes = {name: {titles.get(name, name): getattr(self, name)} for name in PARTS if getattr(self, name)}
+        titles = TITLES | (
+            {"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {}
+        )
+        sizes = {
+            name: {titles.get(name, name): getattr(self, name)}
+            for name in PARTS
+            if getattr(self, name)
+        }
         sizes |= {"exchange": self.exchange_parts} if self.exchange else {}
         sizes = [(title, size) for part in sizes.values() for title, size in part.items()]
-        rows = [(title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]]
+        rows = [
+            (title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]
+        ]
         program, *beside = self.items
-        rows.append(("peak", self.peak, f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""))
+        rows.append(
+            (
+                "peak",
+                self.peak,
+                f"  +- {format_bytes(round(program.deviation))}" if program.deviation else "",
+            )
+        )
         rows += [(item.title, round(item.expected), _deviation(item)) for item in beside]
         rows += [("expected", self.expected, "")] if beside else []
         rows += [("in the host's memory", self.host, "")] if self.host else []
-        lines = [*(f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows), self.verdict]
+        lines = [
+            *(f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows),
+            self.verdict,
+        ]
         lines.append(f"{gauge(self.expected, self.capacity)} {format_bytes(self.capacity)}")
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
-            lines += [f"  {format_bytes(size):>10}  {array}  {where}" for size, array, where in self.largest]
+            lines += [
+                f"  {format_bytes(size):>10}  {array}  {where}"
+                for size, array, where in self.largest
+            ]
         return "\n".join(lines)
 
 
 def _deviation(item: Item) -> str:
     if not item.deviation and item.pool:
         return ""
-    return f"  +- {format_bytes(round(item.deviation))}{'' if item.pool else ', outside of what JAX allocates'}"
+    outside = "" if item.pool else ", outside of what JAX allocates"
+    return f"  +- {format_bytes(round(item.deviation))}{outside}"
 
 
 def percent(likelihood: float) -> str:
@@ -233,20 +324,32 @@ def percent(likelihood: float) -> str:
     >>> percent(0.973), percent(0.99999), percent(1e-6)
     ('97%', 'more than 99%', 'less than 1%')
     """
-    return "more than 99%" if likelihood > 0.99 else "less than 1%" if likelihood < 0.01 else f"{likelihood:.0%}"
+    return (
+        "more than 99%"
+        if likelihood > 0.99
+        else "less than 1%"
+        if likelihood < 0.01
+        else f"{likelihood:.0%}"
+    )
 
 
 def memory_fraction() -> float | None:
-    """The share of a GPU's memory that the environment has JAX allocate from; None if it does not say."""
+    """The share of a GPU's memory that the environment has JAX allocate from; None if it does not
+    say.
+    """
     chosen = next((value for name in FRACTIONS if (value := os.environ.get(name))), None)
     return None if chosen is None else float(chosen)
 
 
 def usable_memory(target: Target) -> int | None:
-    """Bytes that programs may use on each device, as a device would report them to `fit`; None for CPUs, which do not."""
+    """Bytes that programs may use on each device, as a device would report them to `fit`; None for
+    CPUs, which do not.
+    """
     if target.platform == "cuda":
         return int((memory_fraction() or PREALLOCATED) * target.memory)
-    return None if target.platform == "cpu" else int(target.memory - target.overhead.runtime.expected)
+    return (
+        None if target.platform == "cpu" else int(target.memory - target.overhead.runtime.expected)
+    )
 
 
 def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Cluster) -> Memory:
@@ -257,11 +360,21 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     arguments = tree_on_device((state, batch, weights, events))
     unread = max(arguments - sizes["argument"], 0)
     fresh = sizes["output"] - sizes["alias"]
-    constants = sum(int(size) for size in re.findall(r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE))
-    peak, batch_size = arguments + constants + fresh + sizes["temp"] + sizes["generated_code"], tree_on_device((batch, weights, events))
+    constants = sum(
+        int(size)
+        for size in re.findall(
+            r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE
+        )
+    )
+    peak, batch_size = (
+        arguments + constants + fresh + sizes["temp"] + sizes["generated_code"],
+        tree_on_device((batch, weights, events)),
+    )
     beside = overhead_items(module, cluster, batch_size)
     by_kind = Counter[str]()
-    for kind, leaf in ((kind, leaf) for entry in state.exchange.values() for kind, leaf in entry.items()):
+    for kind, leaf in (
+        (kind, leaf) for entry in state.exchange.values() for kind, leaf in entry.items()
+    ):
         by_kind[EXCHANGE.get(kind, TITLES["exchange"])] += tree_on_device(leaf)
     own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
     return Memory(
@@ -275,7 +388,8 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         temporaries=sizes["temp"],
         constants=constants,
         fresh=fresh,
-        host=sum(on_device(leaf) for leaf in jax.tree.leaves(state) if in_host_memory(leaf)) + sizes.get("host_temp", 0),
+        host=sum(on_device(leaf) for leaf in jax.tree.leaves(state) if in_host_memory(leaf))
+        + sizes.get("host_temp", 0),
         peak=peak,
         capacity=target.memory,
         unread=unread,
@@ -294,7 +408,10 @@ def _gradients(program: Program, params: Tree) -> int:
     size = 0
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]
-        axes = {*spec_axes(mean_spec(place)), *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes)}
+        axes = {
+            *spec_axes(mean_spec(place)),
+            *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes),
+        }
         size += nbytes(leaf) // num_shards(tuple(axes), resolved.mesh)
     return size
 
@@ -314,4 +431,7 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
                 values[key] = (int(size), str(arrays[0]), plain_scopes(scopes.get(name, ""))[0])
     counts = Counter(sorted(values.values(), key=lambda item: -item[0]))
     shown = list(counts.items())[:LARGEST]
-    return tuple((size, f"{array}{f' x {count}' if count > 1 else ''}", where) for (size, array, where), count in shown)
+    return tuple(
+        (size, f"{array}{f' x {count}' if count > 1 else ''}", where)
+        for (size, array, where), count in shown
+    )

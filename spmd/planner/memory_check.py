@@ -1,4 +1,6 @@
-"""Whether a step fits in the memory of this process's devices, according to the compiler, before the first step runs."""
+"""Whether a step fits in the memory of this process's devices, according to the compiler, before
+the first step runs.
+"""
 
 from spmd.errors import DeviceMemoryError
 from spmd.planner.memory import LIKELY, percent
@@ -27,15 +29,26 @@ def check_step_memory(program: Program) -> str | None:
     peak = max(analysis.argument_size_in_bytes, state) + fresh + temporaries
     kind = mesh.local_devices[0].device_kind
     target = of_device(kind)
-    needed = program_items(target.overhead if target else Overhead(), peak, 0)  # of its own compiler and device, XLA's figure is exact
+    # of its own compiler and device, XLA's figure is exact
+    needed = program_items(target.overhead if target else Overhead(), peak, 0)
     chance, expected = likelihood(needed, limit), round(total(needed)[0])
     share = f"{format_bytes(peak)} of {format_bytes(limit)} on each {kind} ({peak / limit:.0%})"
-    line = f"a step needs {share}: {format_bytes(state)} of state, {format_bytes(temporaries)} of temporaries."
+    line = (
+        f"a step needs {share}: {format_bytes(state)} of state, {format_bytes(temporaries)} of "
+        "temporaries."
+    )
     if chance < 0.5:
-        lost = f", with {format_bytes(expected - peak)} that the allocator cannot use" if expected > peak else ""
+        lost = (
+            f", with {format_bytes(expected - peak)} that the allocator cannot use"
+            if expected > peak
+            else ""
+        )
         raise DeviceMemoryError(
-            f"{line}\n    {format_bytes(expected - limit)} too much on each of {mesh.size} devices{lost}.\n"
-            "    JAX preallocates 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.",
-            fix="`spmd plan` shows what another layout, microbatches or [remat] would need; check_memory=False starts anyway.",
+            f"{line}\n    {format_bytes(expected - limit)} too much on each of {mesh.size} "
+            f"devices{lost}.\n"
+            "    JAX preallocates 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION "
+            "says otherwise.",
+            fix="`spmd plan` shows what another layout, microbatches or [remat] would need; "
+            "check_memory=False starts anyway.",
         )
     return line if chance >= LIKELY else f"{line[:-1]}; it fits with {percent(chance)} likelihood."

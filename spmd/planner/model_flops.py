@@ -1,4 +1,6 @@
-"""The model's own operations in a step, which MFU counts: those of its products, without recomputation, replicas and bubbles."""
+"""The model's own operations in a step, which MFU counts: those of its products, without
+recomputation, replicas and bubbles.
+"""
 
 import dataclasses
 import math
@@ -15,26 +17,43 @@ from spmd.train.activations import Seen
 from spmd.train.compiled_step import Program
 from spmd.train.loss_trace import trace_objective
 
-PASSES = 3  # a backward pass takes twice the operations of the forward pass (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)
+# a backward pass takes twice the operations of the forward pass (Chowdhery et al. 2022,
+# arXiv:2204.02311, appendix B)
+PASSES = 3
 WIDEST = 8  # outputs for each input of a layer inside a model; a head over a vocabulary has more
 
 
 def trace_model(program: Program) -> Any:
-    """The jaxpr of the loss on a full batch, for a single device, with attention as it is written."""
+    """The jaxpr of the loss on a full batch, for a single device, with attention as it is
+    written.
+    """
     layout = Layout(attention=Attention("as_written"))
-    names = dict.fromkeys([*program.placed.mesh.axis_names, *layout.data_axes()])  # the model's own code may name each of them
-    placed = program.placed.with_layout(abstract_mesh(MeshSpec(tuple((name, 1) for name in names))), layout, accumulate=1)
-    _, jaxpr = trace_objective(placed, placed.objective.for_training(), program.sample, program.rows, Seen(placed.resolved), {})
+    # the model's own code may name each of them
+    names = dict.fromkeys([*program.placed.mesh.axis_names, *layout.data_axes()])
+    placed = program.placed.with_layout(
+        abstract_mesh(MeshSpec(tuple((name, 1) for name in names))), layout, accumulate=1
+    )
+    _, jaxpr = trace_objective(
+        placed,
+        placed.objective.for_training(),
+        program.sample,
+        program.rows,
+        Seen(placed.resolved),
+        {},
+    )
     return jaxpr.jaxpr
 
 
 def model_flops(jaxpr: Any) -> float:
-    """FLOPs of the model in a step, of all devices: three times those of the loss, whose jaxpr this is."""
+    """FLOPs of the model in a step, of all devices: three times those of the loss, whose jaxpr this
+    is.
+    """
     return PASSES * flops(jaxpr)
 
 
 def flops(jaxpr: Any) -> float:
-    """FLOPs of the matrix products, convolutions and attention kernels of a jaxpr; a loop of unknown length counts once.
+    """FLOPs of the matrix products, convolutions and attention kernels of a jaxpr; a loop of
+    unknown length counts once.
 
     >>> w = jax.numpy.ones((8, 8))
     >>> def run(x):
@@ -60,18 +79,27 @@ def main_dtype(jaxpr: Any) -> str:
 
 
 def empty_places(jaxpr: Any, times: int = 1) -> float:
-    """Of `model_flops`, those of experts' places that no token has chosen: an expert has more of them than an even share of the choices."""
+    """Of `model_flops`, those of experts' places that no token has chosen: an expert has more of
+    them than an even share of the choices.
+    """
     total, choices, experts = 0.0, 0, 0
     for equation in jaxpr.eqns:
         name, sides = equation.primitive.name, [variable.aval for variable in equation.invars]
         if name == "top_k":
             experts = sides[0].shape[-1]
             choices = sides[0].size // experts * equation.outvars[0].aval.shape[-1]
-        elif name == "dot_general" and choices and equation.params["dimension_numbers"][1] == ((0,), (0,)) and sides[0].shape[0] == experts:
+        elif (
+            name == "dot_general"
+            and choices
+            and equation.params["dimension_numbers"][1] == ((0,), (0,))
+            and sides[0].shape[0] == experts
+        ):
             places = math.prod(sides[0].shape[:2])
             total += PASSES * times * flops_of(equation) * max(1 - choices / places, 0.0)
         for inner in inner_jaxprs(equation):
-            total += empty_places(inner, times * (equation.params["length"] if name == "scan" else 1))
+            total += empty_places(
+                inner, times * (equation.params["length"] if name == "scan" else 1)
+            )
     return total
 
 
@@ -81,15 +109,26 @@ def flops_of(equation: Any) -> float:
     inputs = [variable.aval for variable in equation.invars]
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * equation.outvars[0].aval.size * math.prod(inputs[0].shape[dim] for dim in contracted)
+        return (
+            2.0
+            * equation.outvars[0].aval.size
+            * math.prod(inputs[0].shape[dim] for dim in contracted)
+        )
     if name == "conv_general_dilated":
         kernel = inputs[1]
-        return 2.0 * equation.outvars[0].aval.size * kernel.size / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+        return (
+            2.0
+            * equation.outvars[0].aval.size
+            * kernel.size
+            / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+        )
     if name.startswith("ragged_dot"):
         return 2.0 * inputs[0].size * inputs[1].shape[-1]
     if name.startswith("dot_product_attention_fwd"):  # cuDNN's, whose primitives JAX keeps private
         return attention_products("", inputs[0].shape, inputs[1].shape)
-    if name == "pallas_call" and (attention := attention_products(params.get("name") or "", *(x.shape for x in inputs[:2]))):
+    if name == "pallas_call" and (
+        attention := attention_products(params.get("name") or "", *(x.shape for x in inputs[:2]))
+    ):
         return attention
     inner = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     if name == "cond":
@@ -121,7 +160,9 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
     """Those of a program whose loss has this jaxpr."""
     leaves = jax.tree.leaves(program.sample)
     lengths = {size for leaf in leaves for size in leaf.shape[1:]}
-    tokens = max((leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)), default=0)
+    tokens = max(
+        (leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)), default=0
+    )
     scores, logits = set(), set()
     for equation in equations(jaxpr):
         if equation.primitive.name != "dot_general":
@@ -129,14 +170,23 @@ def large_products(program: Program, jaxpr: Any) -> LargeProducts:
         contracted, batches = equation.params["dimension_numbers"]
         sides, out = [variable.aval for variable in equation.invars], equation.outvars[0].aval
         width = math.prod(sides[0].shape[dim] for dim in contracted[0])
-        # of what is multiplied, the longest dim that is left: a query's group of heads may be a dim of its own
+        # of what is multiplied, the longest dim that is left: a query's group of heads may be a dim
+        # of its own
         pair = tuple(
-            max((size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}), default=1)
+            max(
+                (size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}),
+                default=1,
+            )
             for side, summed, batch in zip(sides, contracted, batches, strict=True)
         )
         batch = batches[0]
         if batch and out.size > sum(side.size for side in sides) and lengths & {*pair}:
             scores.add(pair)
-        elif not batch and out.shape and out.shape[-1] > WIDEST * width and 2 * out.size // out.shape[-1] > tokens > 0:
+        elif (
+            not batch
+            and out.shape
+            and out.shape[-1] > WIDEST * width
+            and 2 * out.size // out.shape[-1] > tokens > 0
+        ):
             logits.add((width, out.shape[-1]))
     return LargeProducts(frozenset(scores), frozenset(logits))

@@ -1,8 +1,10 @@
-"""What a step uses of a device's memory beside what XLA plans for its program, as independent estimates.
+"""What a step uses of a device's memory beside what XLA plans for its program, as independent
+estimates.
 
-In the memory that JAX allocates from: workspaces of libraries, batches that `fit` places ahead, and what the allocator cannot use. Outside
-of it: the CUDA context, and NCCL's buffers for each group of devices that communicates. A target's `[overhead]` has the figures and their
-sources; a target without it has none of these.
+In the memory that JAX allocates from: workspaces of libraries, batches that `fit` places ahead, and
+what the allocator cannot use. Outside of it: the CUDA context, and NCCL's buffers for each group of
+devices that communicates. A target's `[overhead]` has the figures and their sources; a target
+without it has none of these.
 """
 
 import dataclasses
@@ -16,7 +18,8 @@ from spmd.planner.target import Cluster, Estimate, Overhead
 
 PREFETCHED = 2  # batches that `fit` places ahead, unless its `prefetch` says otherwise
 ESTIMATED = 4  # times as far off is a program's memory by another compiler; assumed
-DIRECT = ("all_to_all", "collective_permute")  # NCCL sends these to each device directly, through buffers of its own for each
+# NCCL sends these to each device directly, through buffers of its own for each
+DIRECT = ("all_to_all", "collective_permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +37,13 @@ class Item:
 
 
 def likelihood(items: Iterable[Item], limit: float) -> float:
-    """The probability that these need no more than `limit` bytes together, if each is off independently of the others.
+    """The probability that these need no more than `limit` bytes together, if each is off
+    independently of the others.
 
-    >>> round(likelihood([Item("a", 60, 3), Item("b", 20, 4)], limit=85), 3), likelihood([Item("a", 60, 0)], limit=60)
+    >>> (
+    ...     round(likelihood([Item("a", 60, 3), Item("b", 20, 4)], limit=85), 3),
+    ...     likelihood([Item("a", 60, 0)], limit=60),
+    ... )
     (0.841, 1.0)
     """
     expected, deviation = total(items)
@@ -49,7 +56,9 @@ def total(items: Iterable[Item]) -> tuple[float, float]:
     return sum(item.expected for item in items), math.hypot(*(item.deviation for item in items))
 
 
-def program_items(overhead: Overhead, size: int, temporaries: int, *, exact: bool = True) -> tuple[Item, Item]:
+def program_items(
+    overhead: Overhead, size: int, temporaries: int, *, exact: bool = True
+) -> tuple[Item, Item]:
     """A program's bytes, and what the allocator loses beside them.
 
     Args:
@@ -58,24 +67,49 @@ def program_items(overhead: Overhead, size: int, temporaries: int, *, exact: boo
     """
     off = overhead.temporaries
     return (
-        Item("program", size + off.expected * temporaries, off.deviation * temporaries * (1 if exact else ESTIMATED)),
-        Item("fragmentation", size * overhead.fragmentation.expected, size * overhead.fragmentation.deviation),
+        Item(
+            "program",
+            size + off.expected * temporaries,
+            off.deviation * temporaries * (1 if exact else ESTIMATED),
+        ),
+        Item(
+            "fragmentation",
+            size * overhead.fragmentation.expected,
+            size * overhead.fragmentation.deviation,
+        ),
     )
 
 
 def overhead_items(module: Module, cluster: Cluster, batch: int) -> tuple[Item, ...]:
-    """Everything else that a step needs on one device of a cluster; `batch` is the size of its arrays there. () if the target has none."""
+    """Everything else that a step needs on one device of a cluster; `batch` is the size of its
+    arrays there. () if the target has none.
+    """
     target, platform = cluster.target.overhead, cluster.target.platform
     if target == Overhead():
         return ()
     items = [Item("batches placed ahead", PREFETCHED * batch, 0.0)]
     if workspace := max(_workspaces(module, target), key=lambda one: one.expected, default=None):
         items.append(_item("workspace of a library", workspace))
-    items.append(_item("CUDA context" if platform == "cuda" else "the runtime's own", target.runtime, pool=False))
+    items.append(
+        _item(
+            "CUDA context" if platform == "cuda" else "the runtime's own",
+            target.runtime,
+            pool=False,
+        )
+    )
     if count := len(communicators(module)):
-        items.append(_item(f"NCCL, {count} group{'s' * (count > 1)} of devices", target.communicator, count, pool=False))
+        items.append(
+            _item(
+                f"NCCL, {count} group{'s' * (count > 1)} of devices",
+                target.communicator,
+                count,
+                pool=False,
+            )
+        )
     if peers := direct_peers(module, cluster):
-        items.append(_item(f"NCCL, {peers} direct peer{'s' * (peers > 1)}", target.peer, peers, pool=False))
+        items.append(
+            _item(f"NCCL, {peers} direct peer{'s' * (peers > 1)}", target.peer, peers, pool=False)
+        )
     return tuple(item for item in items if item.expected)
 
 
@@ -87,37 +121,52 @@ def _item(title: str, estimate: Estimate, count: int = 1, *, pool: bool = True) 
 def _collectives(module: Module) -> Iterator[tuple[Instruction, list[list[int]]]]:
     """Every collective of a program between several devices, with its groups."""
     for instr in (instr for lines in module.computations.values() for instr in lines):
-        if collective_kind(instr.op) and max(map(len, members := groups(instr, module.partitions)), default=0) > 1:
+        if (
+            collective_kind(instr.op)
+            and max(map(len, members := groups(instr, module.partitions)), default=0) > 1
+        ):
             yield instr, members
 
 
 def communicators(module: Module) -> set[frozenset[int]]:
-    """The groups of devices of which the first device is a member: XLA makes one of NCCL's communicators for each.
+    """The groups of devices of which the first device is a member: XLA makes one of NCCL's
+    communicators for each.
 
-    A permutation has no groups in XLA's programs, only pairs; its communicator is that of all devices.
+    A permutation has no groups in XLA's programs, only pairs; its communicator is that of all
+    devices.
     """
     everything = frozenset(range(module.partitions))
     return {
-        everything if collective_kind(instr.op) == "collective_permute" else next(frozenset(group) for group in members if 0 in group)
+        everything
+        if collective_kind(instr.op) == "collective_permute"
+        else next(frozenset(group) for group in members if 0 in group)
         for instr, members in _collectives(module)
     }
 
 
 def direct_peers(module: Module, cluster: Cluster) -> int:
-    """With how many devices of its own node a device exchanges data directly; the most of any device."""
+    """With how many devices of its own node a device exchanges data directly; the most of any
+    device.
+    """
     peers: dict[int, set[int]] = defaultdict(set)
     for instr, members in _collectives(module):
         for group in members if collective_kind(instr.op) in DIRECT else ():
             for device in group:
-                peers[device].update(other for other in group if other // cluster.devices == device // cluster.devices and other != device)
+                peers[device].update(
+                    other
+                    for other in group
+                    if other // cluster.devices == device // cluster.devices and other != device
+                )
     return max(map(len, peers.values()), default=0)
 
 
 def _workspaces(module: Module, overhead: Overhead) -> Iterator[Estimate]:
-    """Workspaces of kernels of libraries for which the program has none; kernels run one at a time, so the largest is enough.
+    """Workspaces of kernels of libraries for which the program has none; kernels run one at a time,
+    so the largest is enough.
 
-    Without a GPU, XLA has products computed by Triton, which on a GPU cuBLAS may compute faster. cuDNN's backward pass of attention adds up
-    the gradient of the queries in float32 (Dao 2023, arXiv:2307.08691, section 3.1), and reads as 0 bytes here.
+    Without a GPU, XLA has products computed by Triton, which on a GPU cuBLAS may compute faster.
+    cuDNN's backward pass of attention adds up the gradient of the queries in float32 (Dao 2023,
+    arXiv:2307.08691, section 3.1), and reads as 0 bytes here.
     """
     for name, lines in module.computations.items():
         for instr in lines:

@@ -1,4 +1,6 @@
-"""`spmd.plan`, and the `Plan` that it returns: memory, communication and time of a training step, before anything runs."""
+"""`spmd.plan`, and the `Plan` that it returns: memory, communication and time of a training step,
+before anything runs.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,7 +20,14 @@ from spmd.planner.run_cost import RunCost, run_cost
 from spmd.planner.suggest_changes import COMPILES, Changes, changes_of
 from spmd.planner.suggest_fixes import Fix, fixes_of
 from spmd.planner.target import Cluster
-from spmd.planner.text_report import explanation, placements_text, seconds, text, to_json, with_sections
+from spmd.planner.text_report import (
+    explanation,
+    placements_text,
+    seconds,
+    text,
+    to_json,
+    with_sections,
+)
 from spmd.render.html import Html, Text
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import Tree
@@ -36,8 +45,10 @@ class Plan(PlanData):
       rows: rows in a full batch.
       memory: bytes on each device; `memory.verdict` says whether the step fits.
       traffic: every collective of the compiled step.
-      timeline: predicted times of a step; where workers train separately, of one in which all parameters are synchronized.
-      period: the steps between two synchronizations, their average time, and the share of it in which devices compute.
+      timeline: predicted times of a step; where workers train separately, of one in which all
+        parameters are synchronized.
+      period: the steps between two synchronizations, their average time, and the share of it in
+        which devices compute.
       flops: the model's operations, those of the compiled program, and why these are more.
       schedules: of pipelines, by stack.
       compiled: the compiled program and its statistics; `compiled.compiler` names the compiler.
@@ -48,9 +59,20 @@ class Plan(PlanData):
     Example:
       >>> import jax, optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
-      >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-      >>> plan = spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu")
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> batch = {
+      ...     "x": jax.ShapeDtypeStruct((32, 64), "float32"),
+      ...     "y": jax.ShapeDtypeStruct((32, 8), "float32"),
+      ... }
+      >>> plan = spmd.plan(
+      ...     model,
+      ...     batch,
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.sgd(0.1),
+      ...     target="4xcpu",
+      ... )
       >>> print(plan.explain("w"))
       w  float32[64, 8], 2.0 KiB
         replicated, chosen by default replicate
@@ -59,8 +81,11 @@ class Plan(PlanData):
     """
 
     @outside_of_mesh()
-    def fixes(self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> "tuple[Fix[Plan], ...]":
-        """Changes that would make the step fit, each one planned, in the order of `spmd.planner.suggest_fixes.fixes_of`; () if it fits.
+    def fixes(
+        self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None
+    ) -> "tuple[Fix[Plan], ...]":
+        """Changes that would make the step fit, each one planned, in the order of
+        `spmd.planner.suggest_fixes.fixes_of`; () if it fits.
 
         Args:
           timeout: seconds for the compiler, for each change.
@@ -83,10 +108,12 @@ class Plan(PlanData):
         timeout: float = 600.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> "Changes[Plan]":
-        """What known changes to the three largest costs would bring, each one planned separately; printed, a table.
+        """What known changes to the three largest costs would bring, each one planned separately;
+        printed, a table.
 
         Args:
-          tokens, rows, steps, price: as for `cost`; with them, the cost of a run of as many rows is shown for each change.
+          tokens, rows, steps, price: as for `cost`; with them, the cost of a run of as many rows is
+            shown for each change.
           compiles: the most programs to compile.
           timeout: seconds for each.
           say: called with a line for each program.
@@ -94,18 +121,35 @@ class Plan(PlanData):
         Raises:
           OptionError: as `cost`; compiles is less than 1.
         """
-        return changes_of(self, tokens=tokens, rows=rows, steps=steps, price=price, compiles=compiles, timeout=timeout, say=say)
+        return changes_of(
+            self,
+            tokens=tokens,
+            rows=rows,
+            steps=steps,
+            price=price,
+            compiles=compiles,
+            timeout=timeout,
+            say=say,
+        )
 
     def cost(
-        self, *, tokens: float | None = None, rows: float | None = None, steps: float | None = None, price: float | None = None
+        self,
+        *,
+        tokens: float | None = None,
+        rows: float | None = None,
+        steps: float | None = None,
+        price: float | None = None,
     ) -> RunCost:
-        """Hours and device-hours of a run, and money if `price` is that of a device-hour; each with the range of the step's time.
+        """Hours and device-hours of a run, and money if `price` is that of a device-hour; each with
+        the range of the step's time.
 
         Args:
-          tokens, rows, steps: one of them, how long the run is. Tokens of a row are those of the batch's arrays of integers [rows, tokens].
+          tokens, rows, steps: one of them, how long the run is. Tokens of a row are those of the
+            batch's arrays of integers [rows, tokens].
 
         Raises:
-          OptionError: a number is not positive, not exactly one of the three is given, or the batch does not show its tokens.
+          OptionError: a number is not positive, not exactly one of the three is given, or the batch
+            does not show its tokens.
         """
         return run_cost(self, tokens=tokens, rows=rows, steps=steps, price=price)
 
@@ -119,13 +163,17 @@ class Plan(PlanData):
 
     def __repr__(self) -> str:
         step = seconds(self.period.seconds)
-        return f"Plan of {self.layout.name} on mesh {self.mesh} of {self.cluster}: {step} per step, {self.memory.verdict}"
+        return (
+            f"Plan of {self.layout.name} on mesh {self.mesh} of {self.cluster}: {step} per step, "
+            f"{self.memory.verdict}"
+        )
 
     def _repr_html_(self) -> str:
         return fragment(self)
 
     def save(self, path: str | Path, more: Mapping[str, str] | None = None) -> Path:
-        """Write the report to a file, .html or .txt; its folder is created if needed, and an existing report is replaced.
+        """Write the report to a file, .html or .txt; its folder is created if needed, and an
+        existing report is replaced.
 
         Args:
           path: of the file.
@@ -138,10 +186,16 @@ class Plan(PlanData):
           OptionError: another suffix, or the file cannot be written.
         """
         path, more = output_path(path, *REPORT, overwrite=True), more or {}
-        return write_text(path, page(self, more) if path.suffix.lower() == ".html" else f"{with_sections(str(self), more)}\n")
+        return write_text(
+            path,
+            page(self, more)
+            if path.suffix.lower() == ".html"
+            else f"{with_sections(str(self), more)}\n",
+        )
 
     def explain(self, path: str) -> Text:
-        """Everything about one parameter: its spec and the rule that chose it, its shards, and how it is gathered and reduced.
+        """Everything about one parameter: its spec and the rule that chose it, its shards, and how
+        it is gathered and reduced.
 
         Args:
           path: of the parameter, such as "blocks/0/up/kernel".
@@ -155,7 +209,8 @@ class Plan(PlanData):
         return explanation(self, path)
 
     def drawing(self, path: str) -> Html:
-        """One parameter's shards on the mesh, each with the devices that hold it, as HTML for a notebook's cell or a page.
+        """One parameter's shards on the mesh, each with the devices that hold it, as HTML for a
+        notebook's cell or a page.
 
         Raises:
           OptionError: there is no such parameter.
@@ -163,7 +218,9 @@ class Plan(PlanData):
         return array_drawing(path, self.parameter(path))
 
     def placements(self) -> Text:
-        """Every array of the state and the devices that hold each shard of it, one line each, in the model's order."""
+        """Every array of the state and the devices that hold each shard of it, one line each, in
+        the model's order.
+        """
         return placements_text(self)
 
     def to_json(self, **more: Any) -> str:
@@ -190,14 +247,15 @@ def plan(
 ) -> Plan:
     """Predict what a training step needs and how long it takes, on hardware that you need not have.
 
-    The step that `fit` would run is compiled by the target's own compiler, in a separate process; nothing is allocated at the model's
-    size.
+    The step that `fit` would run is compiled by the target's own compiler, in a separate process;
+    nothing is allocated at the model's size.
 
     Args:
       model, loss, optimizer, mesh, layout, metrics, precision, accumulate, seed: as for `fit`.
       batch: one full batch, arrays or their shapes [rows, ...].
-      target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd targets` lists the names; the path of a TOML file may replace a name.
-        "2x4x8xh100@1Gb/s,30ms" is two sites of 4 nodes of 8, and the link of each site.
+      target: "8xh100", or "4x8xh100" for 4 nodes of 8; `spmd targets` lists the names; the path of
+        a TOML file may replace a name. "2x4x8xh100@1Gb/s,30ms" is two sites of 4 nodes of 8, and
+        the link of each site.
       timeout: seconds that the compiler may take.
       say: called once a second with a line on how long the compiler has taken.
 
@@ -205,15 +263,31 @@ def plan(
       A `Plan`; print it.
 
     Raises:
-      SpmdError: what `fit` would raise, immediately; an unknown target; a mesh with another number of devices than the target.
+      SpmdError: what `fit` would raise, immediately; an unknown target; a mesh with another number
+        of devices than the target.
 
     Example:
       >>> import jax, optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
-      >>> batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-      >>> result = plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), target="4xcpu")
-      >>> result.memory.parameters, result.memory.optimizer, result.traffic.bytes("gradients")  # XLA sends the loss along
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> batch = {
+      ...     "x": jax.ShapeDtypeStruct((32, 64), "float32"),
+      ...     "y": jax.ShapeDtypeStruct((32, 8), "float32"),
+      ... }
+      >>> result = plan(
+      ...     model,
+      ...     batch,
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.adam(0.1),
+      ...     target="4xcpu",
+      ... )
+      >>> (
+      ...     result.memory.parameters,
+      ...     result.memory.optimizer,
+      ...     result.traffic.bytes("gradients"),
+      ... )  # XLA sends the loss along
       (2048, 4100, 3084)
     """
     check_timeout(timeout)
@@ -222,7 +296,14 @@ def plan(
     config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
     platform, memory = cluster.target.platform, usable_memory(cluster.target)
-    placed = PlacedModel(config, abstract_mesh(spec), declared, platform=platform, kernels=compiler, device_memory=memory)
+    placed = PlacedModel(
+        config,
+        abstract_mesh(spec),
+        declared,
+        platform=platform,
+        kernels=compiler,
+        device_memory=memory,
+    )
     return build_plan(Plan, placed, batch, cluster, timeout=timeout, say=say)
 
 
@@ -232,7 +313,11 @@ def _mesh(mesh: Any, cluster: Cluster) -> MeshSpec:
     try:
         return spec.resolve(cluster.count)
     except MeshError:
-        other = "" if -1 in spec.sizes.values() else f", or {option('target', quoted(f'{spec.size}x{cluster.target.name}'))}"
+        other = (
+            ""
+            if -1 in spec.sizes.values()
+            else f", or {option('target', quoted(f'{spec.size}x{cluster.target.name}'))}"
+        )
         raise MeshError(
             f"mesh {spec} does not use the {cluster.count} devices of target {cluster} exactly.",
             fix=f"{option('mesh', quoted(spec.nearest(cluster.count)))}{other}.",

@@ -1,6 +1,8 @@
-"""Small programs whose times show a machine's figures: products, bytes of memory, collectives, and operations that are only launched.
+"""Small programs whose times show a machine's figures: products, bytes of memory, collectives, and
+operations that are only launched.
 
-Each is what a training step does: layers forward and backward, updates of an optimizer, loops. All devices run it at once, like a step.
+Each is what a training step does: layers forward and backward, updates of an optimizer, loops. All
+devices run it at once, like a step.
 """
 
 import dataclasses
@@ -36,10 +38,13 @@ class Probe:
     donated: int = 0
 
 
-# Sizes are chosen so that a program takes some 10 ms: rows and width of layers, MiB of one array, side and channels of images.
+# Sizes are chosen so that a program takes some 10 ms: rows and width of layers, MiB of one array,
+# side and channels of images.
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the programs are on a kind of device; `dtypes`: of products, first the one that most programs multiply."""
+    """How large the programs are on a kind of device; `dtypes`: of products, first the one that
+    most programs multiply.
+    """
 
     dtypes: tuple[str, ...]
     layers: tuple[tuple[int, int], ...]
@@ -48,14 +53,29 @@ class Sizes:
     messages: tuple[int, int]
 
 
-CPU = Sizes(("float32", "bfloat16"), ((128, 512), (512, 256), (128, 1024)), (1, 4), (64, 8, 16), (2**14, 2**22))
-ACCELERATOR = Sizes(("bfloat16", "float32"), ((4096, 2048), (8192, 4096), (8192, 8192)), (64, 256), (128, 32, 128), (2**16, 2**27))
+CPU = Sizes(
+    ("float32", "bfloat16"),
+    ((128, 512), (512, 256), (128, 1024)),
+    (1, 4),
+    (64, 8, 16),
+    (2**14, 2**22),
+)
+ACCELERATOR = Sizes(
+    ("bfloat16", "float32"),
+    ((4096, 2048), (8192, 4096), (8192, 8192)),
+    (64, 256),
+    (128, 32, 128),
+    (2**16, 2**27),
+)
 ATTENTION = (4, 2048, 16, 128)  # rows, tokens, heads, width
-SAVED = 12  # arrays of 4 MiB that blocks save for their gradients: more than is kept between steps (`kernel_time.KEPT`)
+# arrays of 4 MiB that blocks save for their gradients: more than is kept between steps
+# (`kernel_time.KEPT`)
+SAVED = 12
 
 
 def probes_of(platform: str, devices: int) -> tuple[Probe, ...]:
-    """The programs for a kind of device; the first computes nothing, and its time is that of starting a program.
+    """The programs for a kind of device; the first computes nothing, and its time is that of
+    starting a program.
 
     >>> [probe.figure for probe in probes_of("cpu", 1)][:3]
     ['', 'achieved.launch', 'achieved.launch']
@@ -63,35 +83,93 @@ def probes_of(platform: str, devices: int) -> tuple[Probe, ...]:
     sizes = CPU if platform == "cpu" else ACCELERATOR
     main = sizes.dtypes[0]
     probes = [Probe("nothing", "", _nothing, (((8,), "float32"),))]
-    steps, layers = (((256, 8, 64), main), ((64, 128), main)), (((8, 64), main), *((((64, 64), main),) * 32))
-    probes.append(Probe("256 steps of a recurrent layer of 64, with gradients", "achieved.launch", _recurrent, steps))
-    probes.append(Probe("32 dense layers of 64, with gradients", "achieved.launch", _small_layers, layers))
+    steps, layers = (
+        (((256, 8, 64), main), ((64, 128), main)),
+        (((8, 64), main), *((((64, 64), main),) * 32)),
+    )
+    probes.append(
+        Probe(
+            "256 steps of a recurrent layer of 64, with gradients",
+            "achieved.launch",
+            _recurrent,
+            steps,
+        )
+    )
+    probes.append(
+        Probe("32 dense layers of 64, with gradients", "achieved.launch", _small_layers, layers)
+    )
     for dtype in sizes.dtypes:
         for rows, width in sizes.layers if dtype == main else sizes.layers[1:2]:
             shapes = (((rows, width), dtype), ((width, width), dtype), ((width, width), dtype))
             figure = "achieved.matmul" if dtype == main else f"flops.{dtype}"
-            probes.append(Probe(f"two dense layers, {dtype}[{rows}, {width}], with gradients", figure, _dense, shapes))
+            probes.append(
+                Probe(
+                    f"two dense layers, {dtype}[{rows}, {width}], with gradients",
+                    figure,
+                    _dense,
+                    shapes,
+                )
+            )
     rows, side, channels = sizes.images
-    images = ((rows, side, side, channels), main), ((3, 3, channels, channels), main), ((3, 3, channels, 2 * channels), main)
+    images = (
+        ((rows, side, side, channels), main),
+        ((3, 3, channels, channels), main),
+        ((3, 3, channels, 2 * channels), main),
+    )
     layers = f"two convolutions 3x3, {main}[{rows}, {side}, {side}, {channels}], with gradients"
     probes.append(Probe(layers, "achieved.convolution", _convolutions, images))
     for size in sizes.arrays:
         arrays = (((size * 2**18,), "float32"),) * 4
-        probes.append(Probe(f"an update by Adam, arrays of {size} MiB", "achieved.memory", _adam, arrays, donated=3))
+        probes.append(
+            Probe(
+                f"an update by Adam, arrays of {size} MiB",
+                "achieved.memory",
+                _adam,
+                arrays,
+                donated=3,
+            )
+        )
     if platform == "cpu":  # XLA:GPU fuses them into one kernel
         normed = (((sizes.arrays[0] * 2**10, 256), main),)
         name = f"8 normalizations, arrays of {sizes.arrays[0]} MiB"
         probes.append(Probe(name, "achieved.memory", functools.partial(_normalize, 8), normed))
         kept = (((1024, 16), main), ((16, 1024), main), ((1024, 16), main))
-        probes.append(Probe(f"{SAVED} dense blocks, each saves 4 MiB", "first_touch", functools.partial(_blocks, SAVED), kept))
+        probes.append(
+            Probe(
+                f"{SAVED} dense blocks, each saves 4 MiB",
+                "first_touch",
+                functools.partial(_blocks, SAVED),
+                kept,
+            )
+        )
     if platform == "gpu":
         heads = ((ATTENTION, main),) * 3
-        probes.append(Probe(f"causal attention by cuDNN, {main}{list(ATTENTION)}", "achieved.attention", _attention, heads))
-        probes.append(Probe("the same with gradients", "achieved.attention_backward", _attention_gradients, heads))
-    for figure, size in zip(("inside.latency", "achieved.link"), sizes.messages, strict=True) if devices > 1 else ():
+        probes.append(
+            Probe(
+                f"causal attention by cuDNN, {main}{list(ATTENTION)}",
+                "achieved.attention",
+                _attention,
+                heads,
+            )
+        )
+        probes.append(
+            Probe(
+                "the same with gradients",
+                "achieved.attention_backward",
+                _attention_gradients,
+                heads,
+            )
+        )
+    for figure, size in (
+        zip(("inside.latency", "achieved.link"), sizes.messages, strict=True) if devices > 1 else ()
+    ):
         array = (((devices, size // 4 // devices), "float32"),)
         probes.append(Probe(f"4 all-reduces of {size >> 10} KiB", figure, _all_reduces, array))
-        probes.append(Probe(f"4 reduce-scatters and all-gathers of {size >> 10} KiB", figure, _scatters, array))
+        probes.append(
+            Probe(
+                f"4 reduce-scatters and all-gathers of {size >> 10} KiB", figure, _scatters, array
+            )
+        )
     return tuple(probes)
 
 
@@ -130,7 +208,9 @@ def _dense(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _convolutions(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         return jnp.square(convolve(jax.nn.relu(convolve(x, first)), second).astype("float32")).sum()
@@ -138,7 +218,9 @@ def _convolutions(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return jax.grad(loss, (0, 1, 2))(*arrays)
 
 
-def _adam(mean: jax.Array, square: jax.Array, params: jax.Array, grads: jax.Array) -> tuple[jax.Array, ...]:
+def _adam(
+    mean: jax.Array, square: jax.Array, params: jax.Array, grads: jax.Array
+) -> tuple[jax.Array, ...]:
     mean, square = 0.9 * mean + 0.1 * grads, 0.99 * square + 0.01 * grads * grads
     return mean, square, params - 1e-3 * mean / (jnp.sqrt(jnp.abs(square)) + 1e-8)
 
@@ -161,7 +243,9 @@ def _blocks(count: int, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, .
 
 
 def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array]:
-    return (jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"),)
+    return (
+        jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn"),
+    )
 
 
 def _attention_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -68,15 +68,42 @@ class RunCost:
     def figures(self) -> Mapping[str, Any]:
         """For a script: each estimate as (expected, low, high)."""
         estimates = {"hours": self.hours, "device_hours": self.device_hours, "money": self.money}
-        return {"rows": self.rows, "steps": self.steps, "devices": self.devices, "price": self.price, "fits": self.fits} | estimates
+        return {
+            "rows": self.rows,
+            "steps": self.steps,
+            "devices": self.devices,
+            "price": self.price,
+            "fits": self.fits,
+        } | estimates
 
     def __str__(self) -> str:
-        rows = [("hours", self.hours, ""), ("device-hours", self.device_hours, f", of {self.devices} devices")]
-        rows += [("money", self.money, f", at {self.price:,.6g} per device-hour")] if self.money is not None else []
+        rows = [
+            ("hours", self.hours, ""),
+            ("device-hours", self.device_hours, f", of {self.devices} devices"),
+        ]
+        rows += (
+            [("money", self.money, f", at {self.price:,.6g} per device-hour")]
+            if self.money is not None
+            else []
+        )
         lines = [f"{self.length}: {_count(self.steps, 'step')}"]
-        lines += aligned([(name, amount(of.expected), f"from {amount(of.low)} to {amount(of.high)}{more}") for name, of, more in rows])
+        lines += aligned(
+            [
+                (name, amount(of.expected), f"from {amount(of.low)} to {amount(of.high)}{more}")
+                for name, of, more in rows
+            ]
+        )
         lines.append("Data loading, evaluation, checkpoints and restarts are not included.")
-        return filled("\n".join(lines + ([] if self.fits else ["The step does not fit: on these devices the run is not possible."])))
+        return filled(
+            "\n".join(
+                lines
+                + (
+                    []
+                    if self.fits
+                    else ["The step does not fit: on these devices the run is not possible."]
+                )
+            )
+        )
 
     __repr__ = __str__
 
@@ -101,27 +128,45 @@ def amount(value: float) -> str:
 
 
 def run_cost(
-    plan: PlanData, *, tokens: float | None = None, rows: float | None = None, steps: float | None = None, price: float | None = None
+    plan: PlanData,
+    *,
+    tokens: float | None = None,
+    rows: float | None = None,
+    steps: float | None = None,
+    price: float | None = None,
 ) -> RunCost:
     """The cost of a run of so many tokens, rows or steps.
 
     Raises:
-      OptionError: a number is not positive; not exactly one of the three is given; or the batch has no tokens.
+      OptionError: a number is not positive; not exactly one of the three is given; or the batch has
+        no tokens.
     """
     check_run(tokens=tokens, rows=rows, steps=steps, price=price)
     batch = _count(plan.rows, "row")
     if tokens is not None:
         leaf, length = tokens_of_row(plan.program.sample)
-        rows, said = tokens / length, f"{_count(tokens, 'token')}, {length:,} in each row of {leaf}, in batches of {batch}"
+        rows, said = (
+            tokens / length,
+            f"{_count(tokens, 'token')}, {length:,} in each row of {leaf}, in batches of {batch}",
+        )
     elif rows is not None:
         said = f"{_count(rows, 'row')}, in batches of {batch}"
     else:
         said, rows = f"batches of {batch}", (steps or 0) * plan.rows
     step = Estimate(plan.period.seconds, *plan.period.range)
-    return RunCost(said, rows, math.ceil(rows / plan.rows), plan.cluster.count, step, price, plan.fits)
+    return RunCost(
+        said, rows, math.ceil(rows / plan.rows), plan.cluster.count, step, price, plan.fits
+    )
 
 
-def check_run(*, tokens: Any = None, rows: Any = None, steps: Any = None, price: Any = None, optional: bool = False) -> None:
+def check_run(
+    *,
+    tokens: Any = None,
+    rows: Any = None,
+    steps: Any = None,
+    price: Any = None,
+    optional: bool = False,
+) -> None:
     """Refuse numbers that say nothing about a run.
 
     Args:
@@ -131,11 +176,21 @@ def check_run(*, tokens: Any = None, rows: Any = None, steps: Any = None, price:
       OptionError: names each argument and its value.
     """
     numbers_ = {"tokens": tokens, "rows": rows, "steps": steps, "price": price}
-    wrong = [option(name, short_repr(value)) for name, value in numbers_.items() if value is not None and not _positive(value)]
+    wrong = [
+        option(name, short_repr(value))
+        for name, value in numbers_.items()
+        if value is not None and not _positive(value)
+    ]
     if not wrong and steps is not None and steps != int(steps):
-        raise OptionError(f"{option('steps', short_repr(steps))}: not a whole number.", fix=f"such as {option('steps', math.ceil(steps))}.")
+        raise OptionError(
+            f"{option('steps', short_repr(steps))}: not a whole number.",
+            fix=f"such as {option('steps', math.ceil(steps))}.",
+        )
     if wrong:
-        raise OptionError(f"{', '.join(wrong)}: not a positive number.", fix=f"such as {option('tokens', '1e12')}, {option('price', 2.5)}.")
+        raise OptionError(
+            f"{', '.join(wrong)}: not a positive number.",
+            fix=f"such as {option('tokens', '1e12')}, {option('price', 2.5)}.",
+        )
     given = [name for name in ("tokens", "rows", "steps") if numbers_[name] is not None]
     if len(given) > 1:
         raise OptionError(f"{' and '.join(given)} are given, and {ONE}.", fix=f"only {given[0]}.")
@@ -144,11 +199,16 @@ def check_run(*, tokens: Any = None, rows: Any = None, steps: Any = None, price:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and 0 < float(value) < math.inf
+    )
 
 
 def tokens_of_row(sample: Any) -> tuple[str, int]:
-    """Tokens in a row of a batch, with the names of the leaves that hold them: those of integers, [rows, tokens].
+    """Tokens in a row of a batch, with the names of the leaves that hold them: those of integers,
+    [rows, tokens].
 
     Padding counts.
 
@@ -156,16 +216,33 @@ def tokens_of_row(sample: Any) -> tuple[str, int]:
       OptionError: there is no such leaf, or their lengths differ.
 
     >>> import jax
-    >>> tokens_of_row({"tokens": jax.ShapeDtypeStruct((8, 128), "int32"), "label": jax.ShapeDtypeStruct((8,), "int32")})
+    >>> tokens_of_row(
+    ...     {
+    ...         "tokens": jax.ShapeDtypeStruct((8, 128), "int32"),
+    ...         "label": jax.ShapeDtypeStruct((8,), "int32"),
+    ...     }
+    ... )
     ('"tokens"', 128)
     """
     leaves = flatten(sample)
-    lengths = {path: leaf.shape[1] for path, leaf in leaves.items() if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)}
+    lengths = {
+        path: leaf.shape[1]
+        for path, leaf in leaves.items()
+        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    }
     named = {f'"{path}"' if path else "the only array": length for path, length in lengths.items()}
     if not lengths:
-        shapes = ", ".join(f"{path or 'the only array'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items())
-        why = f"tokens of a row are not known: no array of the batch is one of integers [rows, tokens] ({shapes})."
-        raise OptionError(why, fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens.")
+        shapes = ", ".join(
+            f"{path or 'the only array'} {leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in leaves.items()
+        )
+        why = (
+            "tokens of a row are not known: no array of the batch is one of integers [rows, "
+            f"tokens] ({shapes})."
+        )
+        raise OptionError(
+            why, fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens."
+        )
     if len(set(lengths.values())) > 1:
         several = ", ".join(f"{path} {length:,}" for path, length in named.items())
         raise OptionError(

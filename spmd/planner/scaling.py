@@ -1,4 +1,6 @@
-"""When does adding devices stop helping? Predicted throughput of data-parallel training on one batch, by number of devices and codec."""
+"""When does adding devices stop helping? Predicted throughput of data-parallel training on one
+batch, by number of devices and codec.
+"""
 
 import dataclasses
 import html
@@ -43,22 +45,46 @@ class Saturation:
     limited: bool
 
     def knee(self, codec: str) -> int:
-        """The number of devices at which doubling them first gains less than 1.1x; the last of the table if there is none."""
+        """The number of devices at which doubling them first gains less than 1.1x; the last of the
+        table if there is none.
+        """
         rates = self.rates[codec]
-        return next((self.devices[at] for at in range(len(rates) - 1) if rates[at + 1] < MIN_GAIN * rates[at]), self.devices[-1])
+        return next(
+            (
+                self.devices[at]
+                for at in range(len(rates) - 1)
+                if rates[at + 1] < MIN_GAIN * rates[at]
+            ),
+            self.devices[-1],
+        )
 
     def __str__(self) -> str:
         names = list(self.rates)
-        lines = [f"{'devices':>8}" + "".join(f"{f'{name} ({self.shares[name]:.2f})':>20}" for name in names)]
+        lines = [
+            f"{'devices':>8}"
+            + "".join(f"{f'{name} ({self.shares[name]:.2f})':>20}" for name in names)
+        ]
         for at, count in enumerate(self.devices):
-            cells = [f"{self.rates[name][at]:,.0f}{' <' if self.knee(name) == count != self.devices[-1] else '  '}" for name in names]
+            knees = [self.knee(name) == count != self.devices[-1] for name in names]
+            cells = [
+                f"{self.rates[name][at]:,.0f}{' <' if is_knee else '  '}"
+                for name, is_knee in zip(names, knees, strict=True)
+            ]
             lines.append(f"{count:>8}" + "".join(f"{cell:>20}" for cell in cells))
         lines += [
-            f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes sent as a share of exact gradients.",
-            f"< marks where doubling the devices gains less than {MIN_GAIN}x. Columns are equal where computation hides all communication.",
-            *([f"The rows cannot be divided evenly over {2 * self.devices[-1]} devices."] if self.limited else []),
-            f"Assumed, from the plan for {self.planned}: products scale with a worker's rows, other operations as they do between two",
-            f"compiled batches, and launch overhead is constant; {self.exposed:.0%} of communication is waited for, as in the plan, and",
+            f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes "
+            "sent as a share of exact gradients.",
+            f"< marks where doubling the devices gains less than {MIN_GAIN}x. Columns are equal "
+            "where computation hides all communication.",
+            *(
+                [f"The rows cannot be divided evenly over {2 * self.devices[-1]} devices."]
+                if self.limited
+                else []
+            ),
+            f"Assumed, from the plan for {self.planned}: products scale with a worker's rows, "
+            "other operations as they do between two",
+            f"compiled batches, and launch overhead is constant; {self.exposed:.0%} of "
+            "communication is waited for, as in the plan, and",
             f"of the rest what {BACKWARD:.0%} of computation does not hide.",
         ]
         return filled("\n".join(lines))
@@ -67,24 +93,32 @@ class Saturation:
 
     def _repr_html_(self) -> Html:
         label = f"rows/s of all devices for a batch of {self.rows} rows, by number of devices"
-        knees = {codec: knee for codec in self.rates if (knee := self.knee(codec)) != self.devices[-1]}
+        knees = {
+            codec: knee for codec in self.rates if (knee := self.knee(codec)) != self.devices[-1]
+        }
         chart = throughput_chart(self.devices, self.rates, knees, label)
-        return framed(f"<p>{label}; a circle marks where doubling them gains little</p>{chart}<pre>{html.escape(str(self))}</pre>")
+        return framed(
+            f"<p>{label}; a circle marks where doubling them gains "
+            f"little</p>{chart}<pre>{html.escape(str(self))}</pre>"
+        )
 
 
 def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) -> Saturation:
     """Predict how fast 1, 2, 4 … devices of a plan's kind would train its batch, data-parallel.
 
-    The plan's number of devices is one of them, and has the plan's rate. The step is compiled once more, for another number of rows, to
-    see what of a step does not depend on them, such as the optimizer's update.
+    The plan's number of devices is one of them, and has the plan's rate. The step is compiled once
+    more, for another number of rows, to see what of a step does not depend on them, such as the
+    optimizer's update.
 
     Args:
       plan: of data-parallel training: every worker holds all parameters.
       codecs: codecs for the gradients, with their default options.
-      most: the largest number of devices, if the plan has not more; the table ends before it where it cannot divide the rows evenly.
+      most: the largest number of devices, if the plan has not more; the table ends before it where
+        it cannot divide the rows evenly.
 
     Returns:
-      A table: devices, and rows per second for each codec; `knee(codec)` is where more devices stop to pay.
+      A table: devices, and rows per second for each codec; `knee(codec)` is where more devices stop
+        to pay.
 
     Raises:
       OptionError: a plan whose parameters are sharded, or not a plan.
@@ -92,20 +126,40 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     Example:
       >>> import jax, optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"])
-      >>> batch = {"x": jax.ShapeDtypeStruct((1024, 512), "float32"), "y": jax.ShapeDtypeStruct((1024, 512), "float32")}
-      >>> result = saturation(spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="4xcpu"))
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((512, 512))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> batch = {
+      ...     "x": jax.ShapeDtypeStruct((1024, 512), "float32"),
+      ...     "y": jax.ShapeDtypeStruct((1024, 512), "float32"),
+      ... }
+      >>> result = saturation(
+      ...     spmd.plan(
+      ...         model,
+      ...         batch,
+      ...         loss=spmd.losses.mean_squared_error,
+      ...         optimizer=optax.sgd(0.1),
+      ...         target="4xcpu",
+      ...     )
+      ... )
       >>> result.devices[-1], result.knee("int8") >= result.knee("exact")
       (1024, True)
     """
     if not isinstance(plan, Plan):
         raise OptionError(f"saturation({type_name(plan)}).", fix="what spmd.plan returns.")
     placed = plan.program.placed
-    if placed.storage is not None or any(place.copies(plan.mesh) != plan.mesh.size for place in placed.resolved.all_placements.values()):
-        why = f"{plan.layout.source} shards parameters, but data parallelism replicates them on every worker"
+    if placed.storage is not None or any(
+        place.copies(plan.mesh) != plan.mesh.size
+        for place in placed.resolved.all_placements.values()
+    ):
+        why = (
+            f"{plan.layout.source} shards parameters, but data parallelism replicates them on "
+            "every worker"
+        )
         raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
     workers, times = placed.resolved.workers, plan.timeline
-    counts = [workers // (workers & -workers)]  # its odd factor, so that doubling it reaches the plan's number
+    # its odd factor, so that doubling it reaches the plan's number
+    counts = [workers // (workers & -workers)]
     while divides := plan.rows % (2 * counts[-1] * placed.config.accumulate) == 0:
         if 2 * counts[-1] > max(most, workers):
             break
@@ -117,40 +171,70 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     hidden = max(BACKWARD, times.hidden / (times.seconds - times.exposed))  # of computation
     rates: dict[str, list[float]] = {codec: [] for codec in codecs}
     for count in counts:
-        computation = times.launches + fixed + (times.multiplying + times.memory - fixed) * workers / count
+        computation = (
+            times.launches + fixed + (times.multiplying + times.memory - fixed) * workers / count
+        )
         for codec, line in rates.items():
             communication = _reduction(plan, shares[codec], count)
             communication *= waited / _reduction(plan, own, workers) if workers > 1 else 1.0
             line.append(
-                plan.rows / (computation + exposed * communication + max((1 - exposed) * communication - hidden * computation, 0.0))
+                plan.rows
+                / (
+                    computation
+                    + exposed * communication
+                    + max((1 - exposed) * communication - hidden * computation, 0.0)
+                )
             )
     lines = {codec: tuple(line) for codec, line in rates.items()}
-    return Saturation(tuple(counts), lines, {codec: shares[codec] for codec in codecs}, plan.rows, workers, exposed, not divides)
+    return Saturation(
+        tuple(counts),
+        lines,
+        {codec: shares[codec] for codec in codecs},
+        plan.rows,
+        workers,
+        exposed,
+        not divides,
+    )
 
 
 def _reduction(plan: Plan, share: float, count: int) -> float:
-    """Seconds to average gradients over so many devices, of which a codec sends a share of the bytes."""
+    """Seconds to average gradients over so many devices, of which a codec sends a share of the
+    bytes.
+    """
     cluster = plan.cluster
     per_node = min(count, cluster.devices if cluster.nodes > 1 else cluster.target.devices_per_node)
-    return reduction_time("all_reduce", int(plan.memory.parameters * share), count, per_node, cluster) if count > 1 else 0.0
+    return (
+        reduction_time("all_reduce", int(plan.memory.parameters * share), count, per_node, cluster)
+        if count > 1
+        else 0.0
+    )
 
 
 def _fixed_memory(plan: Plan) -> float:
-    """Seconds of operations at memory bandwidth that do not depend on the rows: those that half or twice as many would leave."""
+    """Seconds of operations at memory bandwidth that do not depend on the rows: those that half or
+    twice as many would leave.
+    """
     placed, times = plan.program.placed, plan.timeline
     halves = plan.rows % (2 * placed.resolved.workers * placed.config.accumulate) == 0
     rows = plan.rows // 2 if halves else 2 * plan.rows
     other = plan_with(plan, {"rows": rows}).timeline.memory
-    return min(max(times.memory - (times.memory - other) / (1 - rows / plan.rows), 0.0), times.memory)
+    return min(
+        max(times.memory - (times.memory - other) / (1 - rows / plan.rows), 0.0), times.memory
+    )
 
 
 def _share(plan: Plan, codec: str) -> float:
-    """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step that is traced for two workers."""
+    """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step
+    that is traced for two workers.
+    """
     if codec == "exact":
         return 1.0
     placed = plan.program.placed
-    layout = dataclasses.replace(plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=())
-    sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {layout.data_axes()[-1]: 2}  # the model's own code may name each axis
+    layout = dataclasses.replace(
+        plan.layout, gradients=Gradients("all_reduce", codec=codec), mesh=()
+    )
+    # the model's own code may name each axis
+    sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {layout.data_axes()[-1]: 2}
     two = placed.with_layout(abstract_mesh(MeshSpec(tuple(sizes.items()))), layout)
     program = Program(two, plan.program.sample)
     return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)

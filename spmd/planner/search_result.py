@@ -1,4 +1,6 @@
-"""The result of `spmd.search`: plans, the Pareto front of memory against time, and why the other candidates were rejected."""
+"""The result of `spmd.search`: plans, the Pareto front of memory against time, and why the other
+candidates were rejected.
+"""
 
 import dataclasses
 import html
@@ -17,13 +19,16 @@ from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.tree import format_bytes
 from spmd.user_paths import output_path, write_text
 
-_FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")  # bytes and times, which differ between candidates rejected for one reason
+# bytes and times, which differ between candidates rejected for one reason
+_FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")
 FOUND = "# Found by spmd.search"  # the first words of a file
 FRONT = "front: no other plan is as fast in less memory, or faster in as little (the Pareto front)"
 
 
 class Reason(str):
-    """Why a candidate was rejected; `kind` is "memory", "limit" (of `compiles` or `seconds`), or "" for any other reason."""
+    """Why a candidate was rejected; `kind` is "memory", "limit" (of `compiles` or `seconds`), or ""
+    for any other reason.
+    """
 
     kind: str
 
@@ -48,11 +53,14 @@ class Search:
       plans: every candidate that was compiled and fits, fastest first, with its plan.
       rejected: every other candidate and the reason, in the order of candidates.
       left_out: layouts that were not searched, and why.
-      complete: whether each candidate was compiled or ruled out; if not, the search stopped at `compiles`, at `seconds` or by Ctrl-C.
+      complete: whether each candidate was compiled or ruled out; if not, the search stopped at
+        `compiles`, at `seconds` or by Ctrl-C.
       would_hold: if nothing fits, a plan on the smallest mesh found on which the step fits.
       interrupted: whether Ctrl-C ended the search; the plans are those made before.
-      programs, seconds: how many programs were compiled, apart from those for one device, and how long everything took.
-      time_limit: the limit that ended the search before all candidates were tried, such as "the time limit of 150 s"; "" if none did.
+      programs, seconds: how many programs were compiled, apart from those for one device, and how
+        long everything took.
+      time_limit: the limit that ended the search before all candidates were tried, such as "the
+        time limit of 150 s"; "" if none did.
     """
 
     cluster: Cluster
@@ -82,31 +90,53 @@ class Search:
         return tuple(front)
 
     def drawing(self) -> Html:
-        """Memory against time of every plan, and the Pareto front, as HTML for a notebook's cell or a page.
+        """Memory against time of every plan, and the Pareto front, as HTML for a notebook's cell or
+        a page.
 
         Raises:
           OptionError: nothing fits.
         """
         if not self.plans:
-            raise OptionError(f"search: {self._why_nothing}, so there is nothing to draw.", fix="print(search) shows what was tried.")
+            raise OptionError(
+                f"search: {self._why_nothing}, so there is nothing to draw.",
+                fix="print(search) shows what was tried.",
+            )
         return framed(self._chart)
 
     @property
     def _chart(self) -> str:
-        points = [(candidate.layout.name, str(candidate), plan.period.seconds, plan.memory.peak) for candidate, plan in self.plans]
-        return pareto_chart(points, self.cluster.target.memory, f"memory against time of {len(points)} plans for {self.cluster}")
+        points = [
+            (candidate.layout.name, str(candidate), plan.period.seconds, plan.memory.peak)
+            for candidate, plan in self.plans
+        ]
+        return pareto_chart(
+            points,
+            self.cluster.target.memory,
+            f"memory against time of {len(points)} plans for {self.cluster}",
+        )
 
     @property
     def _why_nothing(self) -> str:
         if all(why.kind != "memory" for why in self.rejected.values()):
-            first = next(iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates")
+            first = next(
+                iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates"
+            )
             return f"no candidate could be planned for {self.cluster}: {first}"
-        return f"nothing fits {self.cluster}" if self.complete else f"nothing that was compiled fits {self.cluster}"
+        return (
+            f"nothing fits {self.cluster}"
+            if self.complete
+            else f"nothing that was compiled fits {self.cluster}"
+        )
 
     @property
     def _larger_mesh(self) -> str:
         plan = self.would_hold
-        return f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: {plan.memory.verdict}" if plan is not None else ""
+        return (
+            f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: "
+            f"{plan.memory.verdict}"
+            if plan is not None
+            else ""
+        )
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +146,9 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            fix = self._larger_mesh or ("a smaller model or batch" if self.complete else "more compiles")
+            fix = self._larger_mesh or (
+                "a smaller model or batch" if self.complete else "more compiles"
+            )
             raise OptionError(f"search: {self._why_nothing}.", fix=f"{fix}.")
         return self.plans[0][0].layout
 
@@ -132,7 +164,10 @@ class Search:
         arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
         arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
         step = f"{seconds(best.period.seconds)} per step predicted, {best.memory.verdict}"
-        return f"{FOUND} for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n{layout.to_toml()}"
+        return (
+            f"{FOUND} for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n"
+            f"{layout.to_toml()}"
+        )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the best layout as a TOML file; its folder is made if it is not there.
@@ -146,24 +181,42 @@ class Search:
     @property
     def head(self) -> str:
         """How many candidates fit, for which target, and the same step on one device."""
-        alone = f"on one device: {seconds(self.alone.timeline.seconds)}, {format_bytes(self.alone.memory.peak)}."
-        head = f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for {self.cluster} were compiled and fit; {alone}"
+        alone = (
+            f"on one device: {seconds(self.alone.timeline.seconds)}, "
+            f"{format_bytes(self.alone.memory.peak)}."
+        )
+        head = (
+            f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for "
+            f"{self.cluster} were compiled and fit; {alone}"
+        )
         return f"{head}\n{self._why_ended}" if self.time_limit else head
 
     @property
     def _why_ended(self) -> str:
         """What the time limit has left out, as a sentence."""
         left = sum(why.kind == "limit" for why in self.rejected.values())
-        of = f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried; max_seconds (--max-seconds) sets it."
-        return f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after {_programs(self.programs)}: {of}"
+        of = (
+            f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried; "
+            "max_seconds (--max-seconds) sets it."
+        )
+        return (
+            f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after "
+            f"{_programs(self.programs)}: {of}"
+        )
 
     @property
     def verdict(self) -> str:
         """A sentence that says that nothing fits, and on which mesh the step would."""
-        return self._why_nothing[0].upper() + self._why_nothing[1:] + (f"; {self._larger_mesh}" if self.would_hold else "")
+        return (
+            self._why_nothing[0].upper()
+            + self._why_nothing[1:]
+            + (f"; {self._larger_mesh}" if self.would_hold else "")
+        )
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table: its header, then every plan, fastest first; the last column marks the Pareto front."""
+        """The table: its header, then every plan, fastest first; the last column marks the Pareto
+        front.
+        """
         fastest = self.plans[0][1].period.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "vs best", "peak", "waits", "sent/device", "")]
         front = {candidate for candidate, _ in self.front}
@@ -171,13 +224,32 @@ class Search:
             step, waits = plan.period.seconds, 1 - plan.period.utilization
             peak, sent = format_bytes(plan.memory.peak), format_bytes(plan.traffic.bytes())
             mark = "front" if candidate in front else ""
-            rows.append((str(number), str(candidate), seconds(step), f"{step / fastest:.2f}", peak, f"{waits:.0%}", sent, mark))
+            rows.append(
+                (
+                    str(number),
+                    str(candidate),
+                    seconds(step),
+                    f"{step / fastest:.2f}",
+                    peak,
+                    f"{waits:.0%}",
+                    sent,
+                    mark,
+                )
+            )
         return rows
 
     def conclusion(self, count: int = 5) -> str:
-        """The fastest plans and the best, and what it took to find them: the end of what `spmd search` prints."""
+        """The fastest plans and the best, and what it took to find them: the end of what `spmd
+        search` prints.
+        """
         took = f"{_programs(self.programs)} in {self.seconds:.0f} s"
-        took += ", then interrupted" if self.interrupted else f", then {self.time_limit}" if self.time_limit else ""
+        took += (
+            ", then interrupted"
+            if self.interrupted
+            else f", then {self.time_limit}"
+            if self.time_limit
+            else ""
+        )
         if self.best is None:
             return filled(f"{self.verdict}; {took}.")
         header, *rows = self.rows()
@@ -186,14 +258,19 @@ class Search:
         return filled("\n".join([title, *aligned([header, *rows[:count]]), best]))
 
     def reasons(self) -> list[str]:
-        """One line for each reason for rejecting candidates of a layout, however many they are; of several figures, the first one's."""
+        """One line for each reason for rejecting candidates of a layout, however many they are; of
+        several figures, the first one's.
+        """
         by_reason: dict[tuple[str, str], list[Candidate]] = {}
         for candidate, why in self.rejected.items():
-            by_reason.setdefault((candidate.layout.name, _FIGURES.sub("", why)), []).append(candidate)
-        lines = [
-            f"  {group[0] if len(group) == 1 else f'{name}, {len(group)} candidates such as {group[0]}'}: {self.rejected[group[0]]}"
-            for (name, _), group in by_reason.items()
-        ]
+            by_reason.setdefault((candidate.layout.name, _FIGURES.sub("", why)), []).append(
+                candidate
+            )
+        lines = []
+        for (name, _), group in by_reason.items():
+            first = group[0]
+            several = f"{name}, {len(group)} candidates such as {first}"
+            lines.append(f"  {first if len(group) == 1 else several}: {self.rejected[first]}")
         return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 
     def __str__(self) -> str:
@@ -204,12 +281,19 @@ class Search:
 
     def _repr_html_(self) -> Html:
         header, *body = self.rows()
-        best = folded("the best layout as TOML", f"<pre>{html.escape(self.to_toml())}</pre>") if self.plans else ""
+        best = (
+            folded("the best layout as TOML", f"<pre>{html.escape(self.to_toml())}</pre>")
+            if self.plans
+            else ""
+        )
         fits = (
             f'{self._chart}<div class="wide">{table(header, body)}</div><p>{FRONT}</p>'
             if body
             else f'<p class="verdict bad">{html.escape(self.verdict)}</p>'
         )
         reasons = "\n".join(line.strip() for line in self.reasons())
-        rejected = folded(f"{len(self.rejected) + len(self.left_out)} rejected, and why", f"<pre>{html.escape(reasons)}</pre>")
+        rejected = folded(
+            f"{len(self.rejected) + len(self.left_out)} rejected, and why",
+            f"<pre>{html.escape(reasons)}</pre>",
+        )
         return framed(f"<p>{html.escape(self.head)}</p>{fits}{best}{rejected if reasons else ''}")

@@ -1,4 +1,6 @@
-"""What a step spends its time on, as costs that a change may lower: the largest are the end of every plan."""
+"""What a step spends its time on, as costs that a change may lower: the largest are the end of
+every plan.
+"""
 
 import dataclasses
 
@@ -6,14 +8,22 @@ from spmd.planner.flop_shares import BUBBLES, BY_XLA, RECOMPUTED, REPLICATED, Fl
 from spmd.planner.timeline import Timeline
 
 SHOWN = 3  # costs at the end of a report
-MULTIPLYING = {"products": "matrix products", "convolutions": "convolutions", "attention": "fused attention"}
+MULTIPLYING = {
+    "products": "matrix products",
+    "convolutions": "convolutions",
+    "attention": "fused attention",
+}
 EXPOSED, RECOMPUTATION = "exposed", "recomputation"  # kinds that others name, too
 BEYOND = {  # kinds of products beyond the model's, with their causes
     RECOMPUTATION: (RECOMPUTED, BY_XLA),
     "bubbles": (BUBBLES,),
     "replicated": (REPLICATED,),
 }
-TITLES = {RECOMPUTATION: "recomputation", "bubbles": "pipeline bubbles", "replicated": "products replicated on several devices"}
+TITLES = {
+    RECOMPUTATION: "recomputation",
+    "bubbles": "pipeline bubbles",
+    "replicated": "products replicated on several devices",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +31,8 @@ class StepCost:
     """A part of a step's time.
 
     Attributes:
-      kind: "products", "convolutions", "attention", "memory", "launches", "exposed", "recomputation", "bubbles" or "replicated".
+      kind: "products", "convolutions", "attention", "memory", "launches", "exposed",
+        "recomputation", "bubbles" or "replicated".
       what: the same in words, with how well the device is used or what is communicated.
       seconds: of a step.
       share: of the step.
@@ -38,11 +49,14 @@ class StepCost:
 def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
     """The costs of a step, largest first; they add up to it.
 
-    Products beyond the model's are costs of their own, in proportion to their FLOPs: those of the model are what is left.
+    Products beyond the model's are costs of their own, in proportion to their FLOPs: those of the
+    model are what is left.
     """
     seconds: dict[tuple[str, str, str], float] = {}
     shares = {
-        kind: sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes) / flops.executed if flops.executed else 0.0
+        kind: sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes) / flops.executed
+        if flops.executed
+        else 0.0
         for kind, causes in BEYOND.items()
     }
     for kind, share in shares.items():
@@ -51,14 +65,28 @@ def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
     for kind, title in MULTIPLYING.items():
         if took := getattr(timeline, kind):
             of_model = max(1 - sum(shares.values()), 0.0)
-            seconds[kind, f"{title}, at {timeline.at_peak.get(kind, 0.0) / took:.0%} of peak", ""] = took * of_model
-    seconds["memory", "element-wise work and other operations, at memory bandwidth", ""] = timeline.memory - timeline.repeated_memory
+            seconds[
+                kind, f"{title}, at {timeline.at_peak.get(kind, 0.0) / took:.0%} of peak", ""
+            ] = took * of_model
+    seconds["memory", "element-wise work and other operations, at memory bandwidth", ""] = (
+        timeline.memory - timeline.repeated_memory
+    )
     seconds["launches", "launch overhead", ""] = timeline.launches
     for wait in timeline.waits:
         transfer = wait.transfer
         _, nodes, sites = transfer.counts
-        where = " between sites" if sites > 1 or transfer.leaving else " between nodes" if nodes > 1 else ""
-        key = EXPOSED, f"exposed communication: {transfer.kind} of {transfer.purpose}{where}", transfer.purpose
+        where = (
+            " between sites"
+            if sites > 1 or transfer.leaving
+            else " between nodes"
+            if nodes > 1
+            else ""
+        )
+        key = (
+            EXPOSED,
+            f"exposed communication: {transfer.kind} of {transfer.purpose}{where}",
+            transfer.purpose,
+        )
         seconds[key] = seconds.get(key, 0.0) + wait.exposed
     hosts = timeline.exposed - sum(wait.exposed for wait in timeline.waits)
     seconds[EXPOSED, "exposed communication: copies between device and host", "host"] = hosts

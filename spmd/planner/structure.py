@@ -1,8 +1,11 @@
-"""Logical axis names for a model that carries none: dims of parameters that are used together in the traced loss are one axis.
+"""Logical axis names for a model that carries none: dims of parameters that are used together in
+the traced loss are one axis.
 
-A dim of a kernel and the dim of the array that it multiplies are one axis, and so are the dims of what is added, reshaped or transposed.
-So the hidden dim of two layers of an MLP is one axis, which their kernels share, and the heads of attention are one, through scores and
-softmax. Sharding such an axis needs one sum over devices where it is contracted, as in Shoeybi et al. 2019 (arXiv:1909.08053, section 3).
+A dim of a kernel and the dim of the array that it multiplies are one axis, and so are the dims of
+what is added, reshaped or transposed. So the hidden dim of two layers of an MLP is one axis, which
+their kernels share, and the heads of attention are one, through scores and softmax. Sharding such
+an axis needs one sum over devices where it is contracted, as in Shoeybi et al. 2019
+(arXiv:1909.08053, section 3).
 """
 
 import dataclasses
@@ -20,15 +23,20 @@ from spmd.specs import Spec
 from spmd.train.compiled_step import Program
 from spmd.tree import flatten
 
-STREAM, HIDDEN, HEADS, VOCABULARY = "embed", "mlp", "heads", "vocab"  # names that shipped layouts have in their [axes]
-STREAM_MATRICES = 4  # that have the axis of most parameters, if they add to a stream; the hidden axis of an MLP has two or three
+# names that shipped layouts have in their [axes]
+STREAM, HIDDEN, HEADS, VOCABULARY = "embed", "mlp", "heads", "vocab"
+# that have the axis of most parameters, if they add to a stream; the hidden axis of an MLP has two
+# or three
+STREAM_MATRICES = 4
 EVEN = 8  # devices that must divide an axis other than heads: few divide classes or colours
 
 Dims = tuple[int, ...]  # of an array: a number for each dim
 
 
 class Axes:
-    """Numbers of dims, of which some are found to be one axis (a union-find). `gcd` is that of the sizes of an axis' dims."""
+    """Numbers of dims, of which some are found to be one axis (a union-find). `gcd` is that of the
+    sizes of an axis' dims.
+    """
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -36,7 +44,8 @@ class Axes:
         self._members: list[int] = []
         self.batches: set[int] = set()  # dims over which products run side by side, such as heads
         self.looked_up: set[int] = set()  # dims from which rows are taken, such as a vocabulary's
-        self.scored: set[int] = set()  # dims over which two activations are multiplied and summed, as queries and keys are
+        # dims over which two activations are multiplied and summed, as queries and keys are
+        self.scored: set[int] = set()
         self.weights: set[int] = set()  # dims of parameters, and of what is computed of them alone
 
     def new(self, shape: Sequence[int]) -> Dims:
@@ -54,7 +63,9 @@ class Axes:
         return dim
 
     def gcd(self, dim: int) -> int:
-        """What sizes of all dims of an axis are multiples of: what shards one dim evenly shards all."""
+        """What sizes of all dims of an axis are multiples of: what shards one dim evenly shards
+        all.
+        """
         return self._gcd[self.find(dim)]
 
     def is_shared(self, dim: int) -> bool:
@@ -76,8 +87,9 @@ class Axes:
 
 
 def names_of(program: Program) -> dict[str, Names]:
-    """Logical axis names by path of a parameter, for those that have any: "embed" for the axis of most parameters, and "mlp", "heads" or
-    "vocab" for axes of which each matrix has one at most; {} where none is found.
+    """Logical axis names by path of a parameter, for those that have any: "embed" for the axis of
+    most parameters, and "mlp", "heads" or "vocab" for axes of which each matrix has one at most; {}
+    where none is found.
 
     Example: of an MLP, {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}.
     """
@@ -88,7 +100,9 @@ def names_of(program: Program) -> dict[str, Names]:
     axes.weights = {dim for found in inputs[: len(params)] for dim in found}
     walk(axes, jaxpr, inputs)
     dims = {path: tuple(map(axes.find, found)) for path, found in zip(params, inputs, strict=False)}
-    return name_axes(axes, dims, {path: leaf.size * leaf.dtype.itemsize for path, leaf in params.items()})
+    return name_axes(
+        axes, dims, {path: leaf.size * leaf.dtype.itemsize for path, leaf in params.items()}
+    )
 
 
 def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) -> dict[str, Names]:
@@ -98,30 +112,52 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
     for path, found in matrices.items():
         for axis in {*found}:
             weights[axis] = weights.get(axis, 0) + sizes[path]
-    batches, looked_up, scored = ({axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up, axes.scored))
+    batches, looked_up, scored = (
+        {axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up, axes.scored)
+    )
     shared = (axis for axis in weights if axes.is_shared(axis) and axis not in scored)
     ordered = sorted(shared, key=lambda axis: (-weights[axis], axis))
-    stream = next((axis for axis in ordered[:1] if sum(axis in found for found in matrices.values()) >= STREAM_MATRICES), None)
+    stream = next(
+        (
+            axis
+            for axis in ordered[:1]
+            if sum(axis in found for found in matrices.values()) >= STREAM_MATRICES
+        ),
+        None,
+    )
     even = [axis for axis in ordered if axes.gcd(axis) % (2 if axis in batches else EVEN) == 0]
 
     def separate(candidates: Iterable[int]) -> list[int]:
         """Axes of which no matrix has two; those of more bytes first."""
         chosen: list[int] = []
         for axis in candidates:
-            if not any(axis in found and not {*chosen}.isdisjoint(found) for found in matrices.values()):
+            if not any(
+                axis in found and not {*chosen}.isdisjoint(found) for found in matrices.values()
+            ):
                 chosen.append(axis)
         return chosen
 
     def covered(chosen: Collection[int]) -> int:
-        return sum(sizes[path] for path, found in matrices.items() if not {*chosen}.isdisjoint(found))
+        return sum(
+            sizes[path] for path, found in matrices.items() if not {*chosen}.isdisjoint(found)
+        )
 
     sharded = separate(axis for axis in even if axis != stream)
-    if stream is None and covered(separate(even[1:])) >= covered(sharded):  # of layers one after the other, every second axis
+    # of layers one after the other, every second axis
+    if stream is None and covered(separate(even[1:])) >= covered(sharded):
         stream, sharded = next(iter(even), None), separate(even[1:])
-    names = {axis: VOCABULARY if axis in looked_up else HEADS if axis in batches else HIDDEN for axis in sharded}
+    names = {
+        axis: VOCABULARY if axis in looked_up else HEADS if axis in batches else HIDDEN
+        for axis in sharded
+    }
     names |= {stream: STREAM} if stream in even else {}
-    found = {path: tuple(_last_of_each([names.get(axis) for axis in own])) for path, own in dims.items()}
-    return {path: entries for path, entries in found.items() if any(entries) and entries != (STREAM,)}  # of a vector, a layout's default
+    found = {
+        path: tuple(_last_of_each([names.get(axis) for axis in own])) for path, own in dims.items()
+    }
+    # of a vector, a layout's default
+    return {
+        path: entries for path, entries in found.items() if any(entries) and entries != (STREAM,)
+    }
 
 
 def _last_of_each(entries: Sequence[str | None]) -> list[str | None]:
@@ -130,7 +166,9 @@ def _last_of_each(entries: Sequence[str | None]) -> list[str | None]:
 
 
 def without_names(layouts: Sequence[Layout], program: Program) -> tuple[Layout, ...]:
-    """Layouts for a model whose parameters have no name of their `[axes]`: those tables become rules by path, as `names_of` says."""
+    """Layouts for a model whose parameters have no name of their `[axes]`: those tables become
+    rules by path, as `names_of` says.
+    """
     placed = program.placed
     known = {name for layout in layouts for name, _ in layout.axes}
     if any(name in known for names in placed.axis_names.values() for name in each_name(names)):
@@ -141,7 +179,9 @@ def without_names(layouts: Sequence[Layout], program: Program) -> tuple[Layout, 
 
 
 def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str]) -> Layout:
-    """The layout with rules by path in place of its `[axes]`; without `[axes]`, or if it names none of these, as it is."""
+    """The layout with rules by path in place of its `[axes]`; without `[axes]`, or if it names none
+    of these, as it is.
+    """
     table = dict(layout.axes)
     alike: dict[tuple[Spec, str], list[str]] = {}  # by spec, and path without numbers
     for path, entries in names.items():
@@ -150,13 +190,21 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     patterns = []
     for found in alike.values():
         levels = zip(*(path.split("/") for path in found), strict=True)
-        patterns.append("/".join(level[0] if len({*level}) == 1 else re.sub(r"\d+", "*", level[0]) for level in levels))
+        patterns.append(
+            "/".join(
+                level[0] if len({*level}) == 1 else re.sub(r"\d+", "*", level[0])
+                for level in levels
+            )
+        )
     matched, rules = match_all(patterns, paths), []
     for ((spec, _), found), pattern in zip(alike.items(), patterns, strict=True):
         rules += [Rule(path, spec) for path in ([pattern] if matched[pattern] == found else found)]
     if not rules:
         return layout
-    description = f"{layout.name}, with rules by path for a model whose parameters have no logical axis names."
+    description = (
+        f"{layout.name}, with rules by path for a model whose parameters have no logical axis "
+        "names."
+    )
     words = {"name": f"{layout.name}_by_path", "description": description, "use_when": ""}
     return dataclasses.replace(layout, **words, axes=(), params=(*rules, *layout.params))
 
@@ -190,10 +238,17 @@ def _inner(axes: Axes, equation: Any, given: list[Dims]) -> list[Dims] | None:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         body, (consts, carried) = params["jaxpr"].jaxpr, scanned(params)
-        outputs = walk(axes, body, [*given[: consts + carried], *(dims[1:] for dims in given[consts + carried :])])
+        outputs = walk(
+            axes,
+            body,
+            [*given[: consts + carried], *(dims[1:] for dims in given[consts + carried :])],
+        )
         for before, after in zip(given[consts : consts + carried], outputs[:carried], strict=True):
             axes.join_all(zip(before, after, strict=True))
-        return [*outputs[:carried], *((*axes.new((params["length"],)), *dims) for dims in outputs[carried:])]
+        return [
+            *outputs[:carried],
+            *((*axes.new((params["length"],)), *dims) for dims in outputs[carried:]),
+        ]
     if name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         outputs = walk(axes, params["body_jaxpr"].jaxpr, given[params["cond_nconsts"] :])
@@ -213,7 +268,9 @@ def _inner(axes: Axes, equation: Any, given: list[Dims]) -> list[Dims] | None:
 def _takes(inner: Any, equation: Any) -> bool:
     """Whether a jaxpr has the inputs and outputs of an equation."""
     pairs = ((inner.invars, equation.invars), (inner.outvars, equation.outvars))
-    return all([x.aval.shape for x in ours] == [x.aval.shape for x in theirs] for ours, theirs in pairs)
+    return all(
+        [x.aval.shape for x in ours] == [x.aval.shape for x in theirs] for ours, theirs in pairs
+    )
 
 
 Pairs = Iterable[tuple[int, int]]
@@ -226,7 +283,9 @@ def _elementwise(axes: Axes, equation: Any, given: list[Dims], results: list[Dim
             if len(own) == len(dims):
                 yield from (
                     (one, two)
-                    for one, two, size, wanted in zip(own, dims, other.aval.shape, variable.aval.shape, strict=True)
+                    for one, two, size, wanted in zip(
+                        own, dims, other.aval.shape, variable.aval.shape, strict=True
+                    )
                     if size == wanted > 1
                 )
 
@@ -239,7 +298,10 @@ def _broadcast(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]
 
 
 def _transpose(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    return ((given[0][place], dim) for dim, place in zip(results[0], equation.params["permutation"], strict=True))
+    return (
+        (given[0][place], dim)
+        for dim, place in zip(results[0], equation.params["permutation"], strict=True)
+    )
 
 
 def _reduce(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
@@ -252,12 +314,17 @@ def _reshape(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) 
     """Of dims that are split or joined, the outermost: a shard of it is a shard of all."""
     sides = [
         [(dim, size) for dim, size in zip(own, shape, strict=True) if size > 1]
-        for own, shape in ((given[0], equation.invars[0].aval.shape), (results[0], equation.outvars[0].aval.shape))
+        for own, shape in (
+            (given[0], equation.invars[0].aval.shape),
+            (results[0], equation.outvars[0].aval.shape),
+        )
     ]
     while all(sides):
         (one, first), (other, second) = (side.pop(0) for side in sides)
         yield one, other
-        while first != second and all(side or size for side, size in zip(sides, (first, second), strict=True)):
+        while first != second and all(
+            side or size for side, size in zip(sides, (first, second), strict=True)
+        ):
             short = int(first > second)
             if not sides[short]:
                 return
@@ -276,13 +343,18 @@ def _dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> P
                 axes.scored.add(given[0][one])
     kept = [given[0][place] for place in batches[0]]
     for side in (0, 1):
-        kept += [dim for place, dim in enumerate(given[side]) if place not in contracted[side] and place not in batches[side]]
+        kept += [
+            dim
+            for place, dim in enumerate(given[side])
+            if place not in contracted[side] and place not in batches[side]
+        ]
     yield from zip(kept, results[0], strict=True)
 
 
 def _ragged_dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
     left, right = given[:2]
-    if (len(left), len(right), len(results[0])) == (2, 3, 2):  # rows, each times the matrix of its group
+    # rows, each times the matrix of its group
+    if (len(left), len(right), len(results[0])) == (2, 3, 2):
         yield from ((left[1], right[1]), (left[0], results[0][0]), (right[2], results[0][1]))
 
 
@@ -296,7 +368,10 @@ def _convolution(axes: Axes, equation: Any, given: list[Dims], results: list[Dim
 
 def _gather(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    shape, left_out = equation.invars[0].aval.shape, (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    shape, left_out = (
+        equation.invars[0].aval.shape,
+        (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims),
+    )
     kept = [place for place in range(len(shape)) if place not in left_out]
     for place, to in zip(kept, numbers.offset_dims, strict=True):
         if sizes[place] == shape[place]:
@@ -308,7 +383,11 @@ def _gather(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -
 
 def _concatenate(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
     for own in given:
-        yield from (pair for place, pair in enumerate(zip(own, results[0], strict=True)) if place != equation.params["dimension"])
+        yield from (
+            pair
+            for place, pair in enumerate(zip(own, results[0], strict=True))
+            if place != equation.params["dimension"]
+        )
 
 
 _RULES = {
@@ -322,5 +401,17 @@ _RULES = {
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "concatenate": _concatenate,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"), _reduce),
+    **dict.fromkeys(
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "argmax",
+            "argmin",
+        ),
+        _reduce,
+    ),
 }

@@ -43,22 +43,36 @@ class Fix(Generic[PlanT]):
             return f"{self.change}: {self.why}"
         memory, step = self.plan.memory, f"{seconds(self.plan.timeline.seconds)} per step"
         verdict = "fits" if self.fits else "does not fit"
-        return f"{self.change}: {verdict}, {format_bytes(memory.expected)} of {format_bytes(memory.capacity)}, {step}"
+        return (
+            f"{self.change}: {verdict}, {format_bytes(memory.expected)} of "
+            f"{format_bytes(memory.capacity)}, {step}"
+        )
 
 
-def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None) -> tuple[Fix[PlanT], ...]:
-    """Plan one change after the other, each on top of the earlier ones that helped, until the step fits.
+def fixes_of(
+    plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None
+) -> tuple[Fix[PlanT], ...]:
+    """Plan one change after the other, each on top of the earlier ones that helped, until the step
+    fits.
 
-    In this order: attention in parts, where its scores are stored; rematerialization that saves matrix products, then nothing; gradients
-    reduced in every microbatch; more microbatches; optimizer state sharded over the workers; parameters too; twice the devices, and twice
-    again.
+    In this order: attention in parts, where its scores are stored; rematerialization that saves
+    matrix products, then nothing; gradients reduced in every microbatch; more microbatches;
+    optimizer state sharded over the workers; parameters too; twice the devices, and twice again.
 
     Returns:
       All changes that were tried; the last one fits if any does. () for a plan that fits.
     """
     fixes: list[Fix[PlanT]] = []
     best = plan
-    for step in (fuse_attention, _remat, _reduce_each, _microbatches, shard_optimizer, shard_parameters, _more_devices):
+    for step in (
+        fuse_attention,
+        _remat,
+        _reduce_each,
+        _microbatches,
+        shard_optimizer,
+        shard_parameters,
+        _more_devices,
+    ):
         before = best
         for change, changes in step(before):
             if best.fits:
@@ -70,7 +84,9 @@ def fixes_of(plan: PlanT, *, timeout: float = 600.0, say: Callable[[str], None] 
                 fixes.append(Fix(change, None, error.summary))
                 break  # more of the same would be rejected too
             fixes.append(Fix(change, planned))
-            if planned.memory.peak < best.memory.peak * (MIN_SAVING if step is _more_devices else 1.0):
+            if planned.memory.peak < best.memory.peak * (
+                MIN_SAVING if step is _more_devices else 1.0
+            ):
                 best = planned
             elif step is _more_devices:
                 break
@@ -81,19 +97,31 @@ def plan_with(plan: PlanT, changes: Mapping[str, Any], *, timeout: float = 600.0
     """The plan of the same step with changes.
 
     Args:
-      changes: some of `layout`, `mesh`, `cluster`, `accumulate`, `precision`, and `rows` of the batch.
+      changes: some of `layout`, `mesh`, `cluster`, `accumulate`, `precision`, and `rows` of the
+        batch.
 
     Raises:
       SpmdError: as `spmd.plan`.
     """
-    variant = {"layout": plan.layout, "mesh": plan.mesh, "cluster": plan.cluster, "rows": plan.rows} | dict(changes)
+    variant = {
+        "layout": plan.layout,
+        "mesh": plan.mesh,
+        "cluster": plan.cluster,
+        "rows": plan.rows,
+    } | dict(changes)
     options = {name: variant.get(name) for name in ("accumulate", "precision")}
-    placed = plan.program.placed.with_layout(abstract_mesh(variant["mesh"]), variant["layout"], **options)
-    sample = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((variant["rows"], *leaf.shape[1:]), leaf.dtype), plan.program.sample)
+    placed = plan.program.placed.with_layout(
+        abstract_mesh(variant["mesh"]), variant["layout"], **options
+    )
+    sample = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((variant["rows"], *leaf.shape[1:]), leaf.dtype),
+        plan.program.sample,
+    )
     return build_plan(type(plan), placed, sample, variant["cluster"], timeout=timeout)
 
 
-_Changes = Iterator[tuple[str, dict[str, Any]]]  # as text, and the layout, mesh, cluster and number of microbatches that it changes
+# as text, and the layout, mesh, cluster and number of microbatches that it changes
+_Changes = Iterator[tuple[str, dict[str, Any]]]
 
 
 def fuse_attention(plan: PlanData) -> _Changes:
@@ -103,7 +131,10 @@ def fuse_attention(plan: PlanData) -> _Changes:
     if stored_scores(plan.memory, plan.program.placed, products):
         implementation = in_parts(plan.program.placed)
         attention = dataclasses.replace(plan.layout.attention, implementation=implementation)
-        yield f'[attention] implementation = "{implementation}"', {"layout": dataclasses.replace(plan.layout, attention=attention)}
+        yield (
+            f'[attention] implementation = "{implementation}"',
+            {"layout": dataclasses.replace(plan.layout, attention=attention)},
+        )
 
 
 def _remat(plan: PlanData) -> _Changes:
@@ -115,14 +146,21 @@ def _remat(plan: PlanData) -> _Changes:
 def remat_text(remat: Remat) -> str:
     """A `[remat]` in one line."""
     where = f" modules = {list(remat.modules)}".replace("'", '"') if remat.modules else ""
-    saves = f'"{remat.saves}"' if isinstance(remat.saves, str) else str(list(remat.saves)).replace("'", '"')
+    saves = (
+        f'"{remat.saves}"'
+        if isinstance(remat.saves, str)
+        else str(list(remat.saves)).replace("'", '"')
+    )
     return f"[remat] save = {saves}{where}"
 
 
 def _reduce_each(plan: PlanData) -> _Changes:
     if plan.program.accumulated == "local":
         gradients = dataclasses.replace(plan.layout.gradients, accumulate="reduced")
-        yield '[gradients] accumulate = "reduced"', {"layout": dataclasses.replace(plan.layout, gradients=gradients)}
+        yield (
+            '[gradients] accumulate = "reduced"',
+            {"layout": dataclasses.replace(plan.layout, gradients=gradients)},
+        )
 
 
 def _microbatches(plan: PlanData) -> _Changes:
@@ -138,29 +176,59 @@ def _microbatches(plan: PlanData) -> _Changes:
 def shard_optimizer(plan: PlanData) -> _Changes:
     """Optimizer state sharded over the workers, where parameters and state are replicated."""
     layout = plan.layout
-    replicated = layout.default.params == "replicate" and layout.gradients.reduction in ("all_reduce", "compiler")
+    replicated = layout.default.params == "replicate" and layout.gradients.reduction in (
+        "all_reduce",
+        "compiler",
+    )
     if replicated and layout.data_axes() and layout.optimizer.shard is None:
-        axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
-        layout = dataclasses.replace(layout, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients)
+        axis, gradients = (
+            layout.data_axes()[-1],
+            dataclasses.replace(layout.gradients, reduction="reduce_scatter"),
+        )
+        layout = dataclasses.replace(
+            layout, optimizer=dataclasses.replace(layout.optimizer, shard=axis), gradients=gradients
+        )
         yield f'[optimizer] shard = "{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
 def shard_parameters(plan: PlanData) -> _Changes:
-    """Parameters, and with them optimizer state, sharded over the workers, where they are replicated."""
+    """Parameters, and with them optimizer state, sharded over the workers, where they are
+    replicated.
+    """
     layout = plan.layout
-    if layout.default.params == "replicate" and layout.data_axes() and layout.gradients.reduction != "parameter_server":
-        axis, gradients = layout.data_axes()[-1], dataclasses.replace(layout.gradients, reduction="reduce_scatter")
+    if (
+        layout.default.params == "replicate"
+        and layout.data_axes()
+        and layout.gradients.reduction != "parameter_server"
+    ):
+        axis, gradients = (
+            layout.data_axes()[-1],
+            dataclasses.replace(layout.gradients, reduction="reduce_scatter"),
+        )
         layout = dataclasses.replace(
-            layout, optimizer=dataclasses.replace(layout.optimizer, shard=None), default=Default(f"shard:{axis}"), gradients=gradients
+            layout,
+            optimizer=dataclasses.replace(layout.optimizer, shard=None),
+            default=Default(f"shard:{axis}"),
+            gradients=gradients,
         )
         yield f'[default] params = "shard:{axis}", reduction = "reduce_scatter"', {"layout": layout}
 
 
 def _more_devices(plan: PlanData) -> _Changes:
-    axes, cluster, mesh, accumulate = plan.layout.data_axes(), plan.cluster, plan.mesh, plan.program.placed.config.accumulate
+    axes, cluster, mesh, accumulate = (
+        plan.layout.data_axes(),
+        plan.cluster,
+        plan.mesh,
+        plan.program.placed.config.accumulate,
+    )
     while axes and 2 * cluster.count <= LARGEST:
         cluster = cluster.doubled()
-        mesh = MeshSpec(tuple((name, 2 * size if name == axes[-1] else size) for name, size in mesh.axes))
+        mesh = MeshSpec(
+            tuple((name, 2 * size if name == axes[-1] else size) for name, size in mesh.axes)
+        )
         accumulate = max(accumulate // 2, 1)  # the same number of rows per microbatch and device
         fewer = f", accumulate={accumulate}" if accumulate > 1 else ""
-        yield f'target "{cluster}", mesh "{mesh}"{fewer}', {"mesh": mesh, "cluster": cluster, "accumulate": accumulate}
+        yield (
+            f'target "{cluster}", mesh "{mesh}"{fewer}',
+            {"mesh": mesh, "cluster": cluster, "accumulate": accumulate},
+        )

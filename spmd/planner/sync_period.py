@@ -1,7 +1,9 @@
-"""The steps between two synchronizations of workers that train separately: which steps send and receive what, and how long each takes.
+"""The steps between two synchronizations of workers that train separately: which steps send and
+receive what, and how long each takes.
 
-The program of a step has a branch for each fragment that is sent and for each that is received. Which of them a step takes is data
-(`spmd.wire.server.sync_schedule`), so one compiled program has the times of all steps, for any number of steps between synchronizations.
+The program of a step has a branch for each fragment that is sent and for each that is received.
+Which of them a step takes is data (`spmd.wire.server.sync_schedule`), so one compiled program has
+the times of all steps, for any number of steps between synchronizations.
 """
 
 import dataclasses
@@ -23,9 +25,11 @@ class StepKind:
 
     Attributes:
       count: how many of these the period has.
-      due: what they send and receive, such as "send/0" of the first fragment; empty for steps in which workers train alone.
+      due: what they send and receive, such as "send/0" of the first fragment; empty for steps in
+        which workers train alone.
       seconds, deviation: the time of one, and how far off it may be.
-      exposed: seconds of it in which nothing is computed, because communication is waited for; `hidden`: communication beside computation.
+      exposed: seconds of it in which nothing is computed, because communication is waited for;
+        `hidden`: communication beside computation.
     """
 
     count: int
@@ -38,14 +42,19 @@ class StepKind:
 
 @dataclasses.dataclass(frozen=True)
 class SyncPeriod:
-    """The steps until the same parameters are synchronized again; a single step where workers synchronize in each.
+    """The steps until the same parameters are synchronized again; a single step where workers
+    synchronize in each.
 
     Attributes:
       kinds: its steps, those of the most frequent kind first.
       site_bytes: bytes that cross a site's link in one direction in a period.
 
-    >>> alone = StepKind(count=9, due=frozenset(), seconds=1.0, deviation=0.1, exposed=0.0, hidden=0.0)
-    >>> outer = StepKind(count=1, due=frozenset({"send/0"}), seconds=6.0, deviation=1.1, exposed=5.0, hidden=0.0)
+    >>> alone = StepKind(
+    ...     count=9, due=frozenset(), seconds=1.0, deviation=0.1, exposed=0.0, hidden=0.0
+    ... )
+    >>> outer = StepKind(
+    ...     count=1, due=frozenset({"send/0"}), seconds=6.0, deviation=1.1, exposed=5.0, hidden=0.0
+    ... )
     >>> period = SyncPeriod((alone, outer))
     >>> period.steps, period.total, period.seconds, round(period.utilization, 3)
     (10, 15.0, 1.5, 0.667)
@@ -105,12 +114,19 @@ def sync_period(server: ParameterServer | None, times: StepTimes, traffic: Traff
       times: of a step, called with `due` as `timeline_of` is.
       traffic: of a step with all of them.
     """
-    counts = Counter(due_in_step(server, number) for number in range(server.every or 1)) if server else Counter([frozenset[str]()])
+    counts = (
+        Counter(due_in_step(server, number) for number in range(server.every or 1))
+        if server
+        else Counter([frozenset[str]()])
+    )
     kinds = []
     for due, count in counts.most_common():
         step = times(due=due if server else None)
         kinds.append(StepKind(count, due, step.seconds, step.deviation, step.exposed, step.hidden))
-    crossing = ((t.leaving * t.levels[2] * t.times, 1 if t.conditional else counts.total()) for t in traffic.transfers)
+    crossing = (
+        (t.leaving * t.levels[2] * t.times, 1 if t.conditional else counts.total())
+        for t in traffic.transfers
+    )
     return SyncPeriod(tuple(kinds), sum(size * often for size, often in crossing))
 
 
@@ -122,12 +138,25 @@ def due_in_step(server: ParameterServer, number: int) -> frozenset[str]:
     [['send/1'], ['receive/1'], ['send/0'], ['receive/0']]
     """
     number += 2 * (server.every or 1)  # so that all that was sent before has arrived
-    parts = {"send": due_fragments(server, number), "receive": due_fragments(server, number - server.overlap)}
-    return frozenset(f"{part}/{turn}" for part, turns in parts.items() for turn in turns.nonzero()[0])
+    parts = {
+        "send": due_fragments(server, number),
+        "receive": due_fragments(server, number - server.overlap),
+    }
+    return frozenset(
+        f"{part}/{turn}" for part, turns in parts.items() for turn in turns.nonzero()[0]
+    )
 
 
 def unmarked_parts(server: ParameterServer, module: Module) -> list[str]:
-    """Parts of a synchronization whose branch the compiled program does not name, so that every step is timed with them."""
+    """Parts of a synchronization whose branch the compiled program does not name, so that every
+    step is timed with them.
+    """
     found = {sync_turn(instr) for _, instr in module.nested(module.entry)}
-    wanted = frozenset().union(*(due_in_step(server, number) for number in range(server.every or 1)))
-    return sorted(part for part in wanted if part not in found and not (server.mode == "elastic" and part.startswith("receive")))
+    wanted = frozenset().union(
+        *(due_in_step(server, number) for number in range(server.every or 1))
+    )
+    return sorted(
+        part
+        for part in wanted
+        if part not in found and not (server.mode == "elastic" and part.startswith("receive"))
+    )

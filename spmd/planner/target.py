@@ -15,16 +15,26 @@ from spmd.errors import OptionError, Problem, did_you_mean, option, raise_proble
 from spmd.user_paths import as_path
 
 PLATFORMS = ("cuda", "tpu", "cpu")
-MOST, SLOWEST = 1e24, 3600  # figures of a target's file, in bytes, FLOPs and the like; seconds to another site
+# figures of a target's file, in bytes, FLOPs and the like; seconds to another site
+MOST, SLOWEST = 1e24, 3600
 LARGEST = 1024  # devices of the largest cluster that is tried if nothing fits
-MIN_SAVING = 0.95  # of the memory before; if doubling the devices saves less, more devices will not help
+# of the memory before; if doubling the devices saves less, more devices will not help
+MIN_SAVING = 0.95
 HIGHEST = "float32 at highest precision"  # products without rounding in matrix units
 _CLUSTER = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?(?:(\d+)x)?(.+)", re.DOTALL)
 _GPU = (
-    "core_count", "fpus_per_core", "clock_rate_ghz", "l2_cache_size", "shared_memory_per_core", "shared_memory_per_block_optin",
-    "compute_capability", "pcie_bandwidth", "name",
-)  # fmt: skip
-_MORE_SHARES = ("convolution", "attention", "attention_backward")  # of [achieved], which a target may leave out
+    "core_count",
+    "fpus_per_core",
+    "clock_rate_ghz",
+    "l2_cache_size",
+    "shared_memory_per_core",
+    "shared_memory_per_block_optin",
+    "compute_capability",
+    "pcie_bandwidth",
+    "name",
+)
+# of [achieved], which a target may leave out
+_MORE_SHARES = ("convolution", "attention", "attention_backward")
 _TABLES = {
     "flops": ("float32", "vector"),
     "inside": ("bandwidth", "latency"),
@@ -36,13 +46,28 @@ _TABLES = {
     "overhead": (),
 }
 _MORE_FIGURES = ("devices_per_node", "first_touch", "simulated")
-_OPTIONAL = {"achieved": _MORE_SHARES, "spread": ("matmul", "memory", "link", "launch", "convolution", "attention")}
-_OPTIONAL |= {"overhead": ("runtime", "communicator", "peer", "workspace", "convolution", "fragmentation", "temporaries")}
+_OPTIONAL = {
+    "achieved": _MORE_SHARES,
+    "spread": ("matmul", "memory", "link", "launch", "convolution", "attention"),
+}
+_OPTIONAL |= {
+    "overhead": (
+        "runtime",
+        "communicator",
+        "peer",
+        "workspace",
+        "convolution",
+        "fragmentation",
+        "temporaries",
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects a device to others: bytes per second in one direction, and seconds until the first byte arrives."""
+    """What connects a device to others: bytes per second in one direction, and seconds until the
+    first byte arrives.
+    """
 
     bandwidth: float
     latency: float
@@ -51,21 +76,22 @@ class Link:
         return f"{self.bandwidth * 8 / 1e9:g}Gb/s,{self.latency * 1e3:g}ms"
 
 
-# Between sites, if neither a target's file nor its name says: the fastest pair of OpenDiLoCo's sites had 0.935 Gb/s, as others cite it;
-# light needs 30 ms for 6,000 km of fibre.
+# Between sites, if neither a target's file nor its name says: the fastest pair of OpenDiLoCo's
+# sites had 0.935 Gb/s, as others cite it; light needs 30 ms for 6,000 km of fibre.
 SITES = Link(bandwidth=125e6, latency=0.03)
 
 
 @dataclasses.dataclass(frozen=True)
 class Achieved:
-    """The shares of a device's peak figures that programs achieve, and the launch overhead of an operation in seconds.
+    """The shares of a device's peak figures that programs achieve, and the launch overhead of an
+    operation in seconds.
 
     Attributes:
       matmul: of the peak, in matrix products whose sides fill all cores.
       memory, link: of the bandwidth.
       launch: seconds between the end of a kernel and the beginning of the next.
-      convolution, attention, attention_backward: of the peak, in convolutions and in kernels of fused attention apart from exponentials;
-        `matmul` if a target does not say.
+      convolution, attention, attention_backward: of the peak, in convolutions and in kernels of
+        fused attention apart from exponentials; `matmul` if a target does not say.
     """
 
     matmul: float
@@ -83,7 +109,9 @@ class Achieved:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How far off the figures of `Achieved` may be, as shares of them: half of the range that a plan prints."""
+    """How far off the figures of `Achieved` may be, as shares of them: half of the range that a
+    plan prints.
+    """
 
     matmul: float = 0.25
     memory: float = 0.25
@@ -106,10 +134,12 @@ class Overhead:
     """What a step uses of a device's memory beside what XLA plans.
 
     Attributes:
-      runtime: bytes of the CUDA context with its kernels; on a TPU, those that its runtime keeps for itself.
+      runtime: bytes of the CUDA context with its kernels; on a TPU, those that its runtime keeps
+        for itself.
       communicator: bytes of NCCL's buffers for each group of devices that communicates.
       peer: bytes of NCCL's buffers for each device of the same node that is sent to directly.
-      workspace, convolution: bytes of a library's workspace, for a matrix product and for a convolution.
+      workspace, convolution: bytes of a library's workspace, for a matrix product and for a
+        convolution.
       fragmentation: the share of a program's memory that the allocator cannot use.
       temporaries: the share of a program's temporaries by which XLA's own figure is off.
     """
@@ -130,15 +160,21 @@ class Target:
     Attributes:
       memory: bytes that a program can use on one device.
       memory_bandwidth: bytes per second.
-      flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector" is float32 outside of matrix units.
-      inside, between: links to devices of the same node, and to other nodes of the same site, of each device.
+      flops: floating-point operations per second, dense, by the dtype that is multiplied; "vector"
+        is float32 outside of matrix units.
+      inside, between: links to devices of the same node, and to other nodes of the same site, of
+        each device.
       sites: the link of a site to other sites, which all of its devices share.
       achieved: the shares of these figures that programs achieve.
       spread: how far off these shares may be.
-      overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not say.
-      compiler: XLA:GPU's description of a GPU; for a TPU, libtpu's name and the number of dims of a slice.
-      first_touch: bytes per second at which a step first writes memory that it allocates, which a CPU's system clears; 0: free.
-      simulated: how many devices shared this machine's cores when the figures were measured; 0: each has its own.
+      overhead: what a step uses of the memory beside what XLA plans; nothing if a target does not
+        say.
+      compiler: XLA:GPU's description of a GPU; for a TPU, libtpu's name and the number of dims of a
+        slice.
+      first_touch: bytes per second at which a step first writes memory that it allocates, which a
+        CPU's system clears; 0: free.
+      simulated: how many devices shared this machine's cores when the figures were measured; 0:
+        each has its own.
       sources: the source of each figure.
     """
 
@@ -162,12 +198,16 @@ class Target:
 
     @property
     def host_bandwidth(self) -> float | None:
-        """Bytes per second between a device and its host, in one direction; None if the target does not say, as TPUs do not."""
+        """Bytes per second between a device and its host, in one direction; None if the target does
+        not say, as TPUs do not.
+        """
         return self.compiler.get("pcie_bandwidth")
 
     @property
     def cores(self) -> int:
-        """A GPU's multiprocessors; 0 for other devices, whose products are not computed in waves of tiles."""
+        """A GPU's multiprocessors; 0 for other devices, whose products are not computed in waves of
+        tiles.
+        """
         return self.compiler.get("core_count", 0)
 
     @property
@@ -187,7 +227,9 @@ class Cluster:
 
     >>> str(Cluster.parse("2x8xh100")), Cluster.parse("2x8xh100").count
     ('2x8xh100', 16)
-    >>> far = Cluster.parse("4x2x8xh100@500Mb/s,80ms")  # sites x nodes x devices, and the link of each site
+    >>> far = Cluster.parse(
+    ...     "4x2x8xh100@500Mb/s,80ms"
+    ... )  # sites x nodes x devices, and the link of each site
     >>> str(far), far.sites, far.nodes, far.count
     ('4x2x8xh100@0.5Gb/s,80ms', 4, 8, 64)
 
@@ -213,7 +255,11 @@ class Cluster:
 
     def __str__(self) -> str:
         kind = f"{self.devices}x{self.target.name}"
-        return f"{self.sites}x{self.nodes // self.sites}x{kind}@{self.target.sites}" if self.sites > 1 else f"{self.nodes}x{kind}"
+        return (
+            f"{self.sites}x{self.nodes // self.sites}x{kind}@{self.target.sites}"
+            if self.sites > 1
+            else f"{self.nodes}x{kind}"
+        )
 
     def doubled(self) -> "Cluster":
         """Twice the devices: on the same nodes if they have room, otherwise on twice the nodes.
@@ -227,9 +273,11 @@ class Cluster:
 
     @staticmethod
     def parse(value: "str | Cluster") -> "Cluster":
-        """Read `"8x8xh100"` (nodes x devices x kind), `"8xh100"` (one node) or `"h100"` (one device); a kind may be a TOML file's path.
+        """Read `"8x8xh100"` (nodes x devices x kind), `"8xh100"` (one node) or `"h100"` (one
+        device); a kind may be a TOML file's path.
 
-        `"4x8x8xh100"` is sites x nodes x devices x kind, and `"4x8x8xh100@1Gb/s,30ms"` says what links the sites.
+        `"4x8x8xh100"` is sites x nodes x devices x kind, and `"4x8x8xh100@1Gb/s,30ms"` says what
+        links the sites.
 
         Raises:
           OptionError: an unknown target, an invalid file, no devices, or a link that is none.
@@ -238,7 +286,11 @@ class Cluster:
             return value
         match = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
-            why = "the target is empty" if isinstance(value, str) else f"{option('target', repr(value))} is {type_name(value)}"
+            why = (
+                "the target is empty"
+                if isinstance(value, str)
+                else f"{option('target', repr(value))} is {type_name(value)}"
+            )
             raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
         *numbers, name = match.groups()
         name, link = _split_link(name)
@@ -247,16 +299,25 @@ class Cluster:
         sites, nodes, devices = [1, 1, 1, *counts][-3:]
         if min(sites, nodes, devices) < 1:
             shown = " x ".join(map(str, (sites, nodes, devices)[len(counts) < 3 :]))
-            raise OptionError(f'target "{value}": {shown} devices are none.', fix=f'at least one, such as "{name}".')
+            raise OptionError(
+                f'target "{value}": {shown} devices are none.',
+                fix=f'at least one, such as "{name}".',
+            )
         if link and sites == 1:
-            fix = f'sites x nodes x devices, such as "2x{nodes}x{devices}x{name}@{link}", or leave out "@{link}".'
+            fix = (
+                f'sites x nodes x devices, such as "2x{nodes}x{devices}x{name}@{link}", or leave '
+                f'out "@{link}".'
+            )
             raise OptionError(f'target "{value}": a link between sites, but one site.', fix=fix)
         target = load(name)
         target = dataclasses.replace(target, sites=_site_link(value, link)) if link else target
         most = target.devices_per_node
         if len(counts) < 2 and target.platform == "cuda" and devices > most:
             why = f"a node has only {most} devices, and links between nodes are slower"
-            raise OptionError(f'target "{value}": {why}.', fix=f'nodes x devices, such as "{devices // most}x{most}x{name}".')
+            raise OptionError(
+                f'target "{value}": {why}.',
+                fix=f'nodes x devices, such as "{devices // most}x{most}x{name}".',
+            )
         return Cluster(sites * nodes, devices, target, sites)
 
 
@@ -277,11 +338,16 @@ def _check_kind(value: str, name: str) -> None:
         why = f"{counted[1]} is not a number of devices"
     else:
         why = "it has more counts than sites x nodes x devices"
-    raise OptionError(f'target "{value}": {why}.', fix='such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.')
+    raise OptionError(
+        f'target "{value}": {why}.',
+        fix='such as "8xh100", "4x8xh100" or "2x4x8xh100"; `spmd targets` lists kinds.',
+    )
 
 
 def _split_link(name: str) -> tuple[str, str]:
-    """A kind, and the link between sites that follows it; "" if none does. A file's path may have an @."""
+    """A kind, and the link between sites that follows it; "" if none does. A file's path may have
+    an @.
+    """
     kind, at, link = name.rpartition("@")
     return (kind, link) if at and not link.endswith(".toml") else (name, "")
 
@@ -293,9 +359,14 @@ def _site_link(target: str, link: str) -> Link:
     try:
         network = Network.parse({"bandwidth": bandwidth.strip(), "latency": latency.strip()})
     except ValueError as error:
-        raise OptionError(f'target "{target}": of the link between sites, {error}', fix='such as "@1Gb/s,30ms".') from None
+        raise OptionError(
+            f'target "{target}": of the link between sites, {error}', fix='such as "@1Gb/s,30ms".'
+        ) from None
     if network.bandwidth > MOST or network.latency > SLOWEST:
-        why = f"of the link between sites, {link} is more than {MOST:g} bytes per second, or takes longer than {SLOWEST} s"
+        why = (
+            f"of the link between sites, {link} is more than {MOST:g} bytes per second, or takes "
+            f"longer than {SLOWEST} s"
+        )
         raise OptionError(f'target "{target}": {why}.', fix='such as "@1Gb/s,30ms".')
     return Link(network.bandwidth, network.latency)
 
@@ -324,10 +395,20 @@ def _gpus() -> dict[str, Target]:
 
 
 def cluster_of(devices: Sequence[Any]) -> Cluster | None:
-    """JAX's devices as a cluster, by the shipped descriptions; None if none describes them. Those of one process are one node.
+    """JAX's devices as a cluster, by the shipped descriptions; None if none describes them. Those
+    of one process are one node.
 
     >>> from types import SimpleNamespace
-    >>> str(cluster_of([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=n // 4) for n in range(16)]))
+    >>> str(
+    ...     cluster_of(
+    ...         [
+    ...             SimpleNamespace(
+    ...                 platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=n // 4
+    ...             )
+    ...             for n in range(16)
+    ...         ]
+    ...     )
+    ... )
     '2x8xh100'
     """
     target = load("cpu") if devices[0].platform == "cpu" else of_device(devices[0].device_kind)
@@ -335,17 +416,33 @@ def cluster_of(devices: Sequence[Any]) -> Cluster | None:
 
 
 def nearest_cluster(devices: Sequence[Any]) -> Cluster | None:
-    """JAX's devices as a cluster of the shipped target with the most similar name; None if none is of their platform.
+    """JAX's devices as a cluster of the shipped target with the most similar name; None if none is
+    of their platform.
 
     >>> from types import SimpleNamespace
-    >>> str(nearest_cluster([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-PCIE-40GB", process_index=0)] * 4))
+    >>> str(
+    ...     nearest_cluster(
+    ...         [
+    ...             SimpleNamespace(
+    ...                 platform="gpu", device_kind="NVIDIA A100-PCIE-40GB", process_index=0
+    ...             )
+    ...         ]
+    ...         * 4
+    ...     )
+    ... )
     '1x4xa100_40'
     """
-    kind, platform = devices[0].device_kind, {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
+    kind, platform = (
+        devices[0].device_kind,
+        {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform),
+    )
     near = [target for target in map(load, shipped()) if target.platform == platform]
     if not near:
         return None
-    return _as_cluster(devices, max(near, key=lambda target: difflib.SequenceMatcher(None, kind, target.title).ratio()))
+    return _as_cluster(
+        devices,
+        max(near, key=lambda target: difflib.SequenceMatcher(None, kind, target.title).ratio()),
+    )
 
 
 def _as_cluster(devices: Sequence[Any], target: Target) -> Cluster:
@@ -364,20 +461,32 @@ def load(name: str) -> Target:
     path = known[name] if name in known else as_path(name, "target")
     if name.endswith(".toml") and not path.is_file():
         raise OptionError(
-            f'there is no file "{name}", the target.', fix="the path of a target's file, or a name that `spmd targets` lists."
+            f'there is no file "{name}", the target.',
+            fix="the path of a target's file, or a name that `spmd targets` lists.",
         )
     if name not in known and not name.endswith(".toml"):
-        raise OptionError(f'there is no target "{name}".', fix=f"{did_you_mean(name, known)} Paths of TOML files end in .toml.")
+        raise OptionError(
+            f'there is no target "{name}".',
+            fix=f"{did_you_mean(name, known)} Paths of TOML files end in .toml.",
+        )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not TOML: {error}.", fix="`spmd targets` shows those that are shipped.") from error
+        raise OptionError(
+            f"{path} is not TOML: {error}.", fix="`spmd targets` shows those that are shipped."
+        ) from error
     raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
     links = [key for key in ("inside", "between", "sites") if key in table]
-    parsed: dict[str, Any] = {key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in links}
+    parsed: dict[str, Any] = {
+        key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in links
+    }
     parsed |= {"name": path.stem, "achieved": Achieved(**table["achieved"])}
     parsed |= {"spread": Spread(**table["spread"])} if "spread" in table else {}
-    parsed |= {"overhead": Overhead(**{key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()})}
+    parsed |= {
+        "overhead": Overhead(
+            **{key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()}
+        )
+    }
     return Target(**(table | parsed))
 
 
@@ -388,14 +497,35 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
     optional |= {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
     needed = [name for name in fields if name not in optional]
     problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
-    problems += [Problem(name, ["unknown key."], did_you_mean(name, fields)) for name in table if name not in fields]
+    problems += [
+        Problem(name, ["unknown key."], did_you_mean(name, fields))
+        for name in table
+        if name not in fields
+    ]
     if table.get("platform", PLATFORMS[0]) not in PLATFORMS:
         fix = did_you_mean(str(table["platform"]), PLATFORMS)
         problems.append(Problem("platform", [f"{table['platform']!r} is not a platform."], fix))
-    problems += _not_positive({name: table[name] for name in ("memory", "memory_bandwidth", *_MORE_FIGURES) if name in table})
-    floats = {name: table[name] for name in ("memory", "devices_per_node", "simulated") if isinstance(table.get(name), float)}
-    parts = [name for name, value in floats.items() if math.isfinite(value) and not value.is_integer()]
-    problems += [Problem(name, [f"{table[name]} is not a whole number."], f"such as {math.ceil(table[name])}.") for name in parts]
+    problems += _not_positive(
+        {
+            name: table[name]
+            for name in ("memory", "memory_bandwidth", *_MORE_FIGURES)
+            if name in table
+        }
+    )
+    floats = {
+        name: table[name]
+        for name in ("memory", "devices_per_node", "simulated")
+        if isinstance(table.get(name), float)
+    }
+    parts = [
+        name for name, value in floats.items() if math.isfinite(value) and not value.is_integer()
+    ]
+    problems += [
+        Problem(
+            name, [f"{table[name]} is not a whole number."], f"such as {math.ceil(table[name])}."
+        )
+        for name in parts
+    ]
     slices = table.get("platform") == "tpu"
     for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
         part = table.get(name)
@@ -404,20 +534,53 @@ def _problems(table: dict[str, Any]) -> list[Problem]:
         if not isinstance(part, dict):
             problems.append(Problem(name, [f"{part!r} is not a table."]))
             continue
-        problems += [Problem(f"[{name}] {key}", ["it is missing."]) for key in wanted if key not in part]
+        problems += [
+            Problem(f"[{name}] {key}", ["it is missing."]) for key in wanted if key not in part
+        ]
         known = (*wanted, *_OPTIONAL.get(name, ()))
-        unknown = [] if name == "flops" else [key for key in part if key not in known]  # [flops] may have any dtype
-        problems += [Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, known)) for key in unknown]
+        # [flops] may have any dtype
+        unknown = [] if name == "flops" else [key for key in part if key not in known]
+        problems += [
+            Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, known))
+            for key in unknown
+        ]
         if name == "overhead":
             problems += _not_estimates(part)
             continue
-        problems += _not_positive({f"[{name}] {key}": part[key] for key in part if key not in ("name", "compute_capability")})
-        shares = ("matmul", "memory", "link", *_MORE_SHARES) if name == "achieved" else tuple(part) if name == "spread" else ()
+        problems += _not_positive(
+            {
+                f"[{name}] {key}": part[key]
+                for key in part
+                if key not in ("name", "compute_capability")
+            }
+        )
+        shares = (
+            ("matmul", "memory", "link", *_MORE_SHARES)
+            if name == "achieved"
+            else tuple(part)
+            if name == "spread"
+            else ()
+        )
         large = [key for key in shares if isinstance(part.get(key), int | float) and part[key] > 1]
-        problems += [Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.") for key in large]
+        problems += [
+            Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.")
+            for key in large
+        ]
         version = part.get("compute_capability", [0, 0])
-        if name == "compiler" and not slices and not (isinstance(version, list) and [type(number) for number in version] == [int, int]):
-            problems.append(Problem("[compiler] compute_capability", [f"{version!r} is not two integers."], "such as [9, 0]."))
+        if (
+            name == "compiler"
+            and not slices
+            and not (
+                isinstance(version, list) and [type(number) for number in version] == [int, int]
+            )
+        ):
+            problems.append(
+                Problem(
+                    "[compiler] compute_capability",
+                    [f"{version!r} is not two integers."],
+                    "such as [9, 0].",
+                )
+            )
     return problems
 
 
@@ -427,14 +590,23 @@ def _not_positive(figures: Mapping[str, Any]) -> list[Problem]:
             return "not a positive number"
         return f"more than {MOST:g}" if value > MOST else ""
 
-    return [Problem(name, [f"{value!r} is {why}."]) for name, value in figures.items() if (why := wrong(value))]
+    return [
+        Problem(name, [f"{value!r} is {why}."])
+        for name, value in figures.items()
+        if (why := wrong(value))
+    ]
 
 
 def _not_estimates(part: Mapping[str, Any]) -> list[Problem]:
     def right(pair: Any) -> bool:
         numbers = pair if isinstance(pair, list) else []
-        return len(numbers) == 2 and all(type(number) in (int, float) and number >= 0 for number in numbers)
+        return len(numbers) == 2 and all(
+            type(number) in (int, float) and number >= 0 for number in numbers
+        )
 
     wrong = [key for key, pair in part.items() if key in _OPTIONAL["overhead"] and not right(pair)]
     fix = "what is expected and its standard deviation, such as [550e6, 150e6]."
-    return [Problem(f"[overhead] {key}", [f"{part[key]!r} is not two numbers of 0 or more."], fix) for key in wrong]
+    return [
+        Problem(f"[overhead] {key}", [f"{part[key]!r} is not two numbers of 0 or more."], fix)
+        for key in wrong
+    ]

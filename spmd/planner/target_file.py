@@ -25,7 +25,9 @@ def target_text(target: Target) -> str:
     4e-06
     """
     numbers = ("memory", "memory_bandwidth", "devices_per_node", "first_touch", "simulated")
-    heads = {"title": target.title, "platform": target.platform} | {name: getattr(target, name) for name in numbers}
+    heads = {"title": target.title, "platform": target.platform} | {
+        name: getattr(target, name) for name in numbers
+    }
     lines = [f"{name} = {_value(value)}" for name, value in heads.items() if value]
     for name in TABLES:
         part = getattr(target, name)
@@ -33,7 +35,15 @@ def target_text(target: Target) -> str:
             continue
         table = part if isinstance(part, Mapping) else vars(part)
         comment = f"  # {COMMENTS[name]}" if name in COMMENTS else ""
-        lines += ["", f"[{name}]{comment}", *(f"{key} = {_value(value)}" for key, value in table.items())] if table else []
+        lines += (
+            [
+                "",
+                f"[{name}]{comment}",
+                *(f"{key} = {_value(value)}" for key, value in table.items()),
+            ]
+            if table
+            else []
+        )
     return "\n".join(lines) + "\n"
 
 

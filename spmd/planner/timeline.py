@@ -1,11 +1,12 @@
 """The predicted time of a step, from its compiled program and the target's figures.
 
-Each instruction takes its launch overhead and a roofline time: its products at the rate that their sizes reach on the target
-(`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes longer.
-A collective takes the time of its bytes on the slowest of three levels of links (`Transfer.levels`) and the latencies of its hops;
-a site's devices share its link to other sites. Computation between its start and its end in XLA's schedule hides it.
-Collectives run one at a time. All devices are equal.
-Copies between device and host take the time of their bytes on the host's link, one at a time, and are hidden likewise.
+Each instruction takes its launch overhead and a roofline time: its products at the rate that their
+sizes reach on the target (`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes
+longer. A collective takes the time of its bytes on the slowest of three levels of links
+(`Transfer.levels`) and the latencies of its hops; a site's devices share its link to other sites.
+Computation between its start and its end in XLA's schedule hides it. Collectives run one at a time.
+All devices are equal. Copies between device and host take the time of their bytes on the host's
+link, one at a time, and are hidden likewise.
 """
 
 import dataclasses
@@ -29,16 +30,38 @@ LIMITS = {
     "launch overhead": "launches",
     "exposed communication": "exposed",
 }
-KINDS = {"matmul": "products", "convolution": "convolutions", "attention": "attention", "attention_backward": "attention"}
-SPREADS = {"products": "matmul", "launches": "launch", "exposed": "link", "convolutions": "convolution"}  # of parts, if named otherwise
+KINDS = {
+    "matmul": "products",
+    "convolution": "convolutions",
+    "attention": "attention",
+    "attention_backward": "attention",
+}
+# of parts, if named otherwise
+SPREADS = {
+    "products": "matmul",
+    "launches": "launch",
+    "exposed": "link",
+    "convolutions": "convolution",
+}
 REMATERIALIZED = ".remat"  # in the names of operations that XLA repeats to save memory
 REMATTED = "rematted_computation"  # in the scopes of what jax.checkpoint computes again
-ADDED = (*LIMITS.values(), "compute", "communicated", "host_seconds", "host_bytes", "rematerialized", "repeated_memory")  # of a loop's body
+# of a loop's body
+ADDED = (
+    *LIMITS.values(),
+    "compute",
+    "communicated",
+    "host_seconds",
+    "host_bytes",
+    "rematerialized",
+    "repeated_memory",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """An interval on one device, in seconds from the step's beginning: communication or computation."""
+    """An interval on one device, in seconds from the step's beginning: communication or
+    computation.
+    """
 
     name: str
     where: str
@@ -70,22 +93,27 @@ class Timeline:
 
     Attributes:
       seconds: the whole step.
-      products, convolutions, attention, memory, launches: computation, by what limits it: matrix units, in one of three kinds of kernels,
-        memory bandwidth, or launch overhead.
+      products, convolutions, attention, memory, launches: computation, by what limits it: matrix
+        units, in one of three kinds of kernels, memory bandwidth, or launch overhead.
       deviation: how far off `seconds` may be, in either direction.
-      exposed: communication that no computation hides; `hidden`: communication that computation hides.
-      host_seconds, host_bytes: copies between device and host, time on the link and bytes in both directions; what computation does not
-        hide of them is part of `exposed`.
+      exposed: communication that no computation hides; `hidden`: communication that computation
+        hides.
+      host_seconds, host_bytes: copies between device and host, time on the link and bytes in both
+        directions; what computation does not hide of them is part of `exposed`.
       flops: FLOPs of one device in a step, recomputation included.
-      model_flops: the part of them that the model asks for, however it is sharded: its products, forward and backward.
+      model_flops: the part of them that the model asks for, however it is sharded: its products,
+        forward and backward.
       peak: the device's peak, in FLOPs per second, for the dtype with the most FLOPs.
       spans: the schedule of the entry computation; a loop is one span.
       waits: collectives that are not hidden, those that take the most of the step first.
       rematerialized: seconds of computation that XLA repeats, on its own account, to save memory.
-      repeated_memory: the part of `memory` that is spent on computing again what `[remat]`, the model or XLA discards.
-      at_peak: seconds that what is multiplied takes at the device's peak, by the fields `products`, `convolutions` and `attention`.
-      operations: seconds of a step by instruction of the program and field, such as ("dot.1", "products"), loops multiplied out; launches
-        are not among them, and of communication only what is exposed.
+      repeated_memory: the part of `memory` that is spent on computing again what `[remat]`, the
+        model or XLA discards.
+      at_peak: seconds that what is multiplied takes at the device's peak, by the fields `products`,
+        `convolutions` and `attention`.
+      operations: seconds of a step by instruction of the program and field, such as ("dot.1",
+        "products"), loops multiplied out; launches are not among them, and of communication only
+        what is exposed.
     """
 
     seconds: float
@@ -107,7 +135,9 @@ class Timeline:
     deviation: float = 0.0
     repeated_memory: float = 0.0
     at_peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    operations: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict, repr=False)
+    operations: Mapping[tuple[str, str], float] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def multiplying(self) -> float:
@@ -159,7 +189,9 @@ class _Clock:
     rematerialized: float = 0.0
     repeated_memory: float = 0.0
     at_peak: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-    operations: dict[tuple[str, str], float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    operations: dict[tuple[str, str], float] = dataclasses.field(
+        default_factory=lambda: defaultdict(float)
+    )
     waits: list[Wait] = dataclasses.field(default_factory=list)
     flops: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = dataclasses.field(default_factory=list)
@@ -179,50 +211,91 @@ def timeline_of(
     """Simulate a program's schedule.
 
     Args:
-      model_flops: of the model on one device; at most what the program executes, which leaves out gradients that nothing needs.
+      model_flops: of the model on one device; at most what the program executes, which leaves out
+        gradients that nothing needs.
       widened: the target's dtype of products that another compiler has widened to float32.
-      due: the synchronizations of this step, as `sync_turn` names them; None: all that the program has.
+      due: the synchronizations of this step, as `sync_turn` names them; None: all that the program
+        has.
       temporaries: bytes that the step allocates; the time to clear them is part of `memory`.
     """
     clock = _Schedule(module, mesh, cluster, data_axes, widened, due).run(module.entry)
     cleared = first_touch_time(temporaries, cluster.target)
     clock.compute, clock.memory = clock.compute + cleared, clock.memory + cleared
     most = max(clock.flops, key=lambda dtype: clock.flops[dtype], default="float32")
-    hidden, flops, peak = max(clock.communicated - clock.exposed, 0.0), sum(clock.flops.values()), cluster.target.rate(most)
+    hidden, flops, peak = (
+        max(clock.communicated - clock.exposed, 0.0),
+        sum(clock.flops.values()),
+        cluster.target.rate(most),
+    )
     computing = clock.products, clock.memory, clock.launches
-    host, waits = (clock.host_seconds, clock.host_bytes), tuple(sorted(clock.waits, key=lambda wait: -wait.exposed))
+    host, waits = (
+        (clock.host_seconds, clock.host_bytes),
+        tuple(sorted(clock.waits, key=lambda wait: -wait.exposed)),
+    )
     counted = flops, min(model_flops, flops), peak
-    more = waits, clock.rematerialized, clock.convolutions, clock.attention, deviation(clock, cluster.target)
+    more = (
+        waits,
+        clock.rematerialized,
+        clock.convolutions,
+        clock.attention,
+        deviation(clock, cluster.target),
+    )
     more += clock.repeated_memory, dict(clock.at_peak), dict(clock.operations)
-    return Timeline(clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more)
+    return Timeline(
+        clock.compute, *computing, clock.exposed, hidden, *counted, tuple(clock.spans), *host, *more
+    )
 
 
 def sync_turn(instr: Instruction) -> str:
-    """Which part of a synchronization a conditional is, such as "send/0", by the scopes of `spmd.train.local_sgd`; "" if it is none.
+    """Which part of a synchronization a conditional is, such as "send/0", by the scopes of
+    `spmd.train.local_sgd`; "" if it is none.
 
-    >>> sync_turn(Instruction("c", (), "conditional", (), 'metadata={op_name="jit(f)/shard_map/receive/3/cond"}'))
+    >>> sync_turn(
+    ...     Instruction(
+    ...         "c", (), "conditional", (), 'metadata={op_name="jit(f)/shard_map/receive/3/cond"}'
+    ...     )
+    ... )
     'receive/3'
     """
-    return captured(r"(?:^|/)((?:send|receive)/\d+)/", instr.scope) if instr.op == "conditional" else ""
+    return (
+        captured(r"(?:^|/)((?:send|receive)/\d+)/", instr.scope)
+        if instr.op == "conditional"
+        else ""
+    )
 
 
 def deviation(parts: Any, target: Target) -> float:
-    """Seconds that a step may be off, if the figures of its parts are off independently of each other.
+    """Seconds that a step may be off, if the figures of its parts are off independently of each
+    other.
 
     >>> from types import SimpleNamespace
     >>> from spmd.planner.target import Spread, load
     >>> target = dataclasses.replace(load("h100"), spread=Spread(matmul=0.3, memory=0.4))
-    >>> round(deviation(SimpleNamespace(products=1.0, memory=1.0, convolutions=0, attention=0, launches=0, exposed=0), target), 9)
+    >>> round(
+    ...     deviation(
+    ...         SimpleNamespace(
+    ...             products=1.0, memory=1.0, convolutions=0, attention=0, launches=0, exposed=0
+    ...         ),
+    ...         target,
+    ...     ),
+    ...     9,
+    ... )
     0.5
     """
-    return math.hypot(*(getattr(parts, part) * getattr(target.spread, SPREADS.get(part, part)) for part in LIMITS.values()))
+    return math.hypot(
+        *(
+            getattr(parts, part) * getattr(target.spread, SPREADS.get(part, part))
+            for part in LIMITS.values()
+        )
+    )
 
 
 def _compute_time(clock: _Clock) -> float:
     return clock.compute
 
 
-_Pending = dict[str, tuple[float, float, Transfer | None]]  # by name of the start: when it ends, when it was started, and what it is
+# by name of the start: when it ends, when it was started, and what it is
+_Pending = dict[str, tuple[float, float, Transfer | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,24 +333,36 @@ class _Schedule(Partitioned):
         """Advance by an instruction's time and its launch overhead."""
         target = self.cluster.target
         if self.widened:
-            changed = [dataclasses.replace(one, dtype=self.widened) if one.dtype == "float32" else one for one in cost.products]
+            changed = [
+                dataclasses.replace(one, dtype=self.widened) if one.dtype == "float32" else one
+                for one in cost.products
+            ]
             cost = Cost(tuple(changed), cost.bytes)
         times: dict[str, float] = defaultdict(float)
         for product in cost.products:
             times[KINDS[product.kind]] += product_time(product, target)
         products, memory = sum(times.values()), memory_time(cost.bytes, target)
-        part = max(times, key=lambda kind: times[kind]) if products >= memory and times else "memory"
+        part = (
+            max(times, key=lambda kind: times[kind]) if products >= memory and times else "memory"
+        )
         setattr(clock, part, getattr(clock, part) + max(products, memory))
         clock.operations[instr.name, part] += max(products, memory)
         if part != "memory":
-            clock.at_peak[part] += sum(product.flops * product.share / target.rate(product.dtype) for product in cost.products)
+            clock.at_peak[part] += sum(
+                product.flops * product.share / target.rate(product.dtype)
+                for product in cost.products
+            )
         clock.launches += launch
         clock.compute += max(products, memory) + launch
         for dtype, count in cost.flops.items():
             clock.flops[dtype] += count
 
-    def _copy(self, clock: _Clock, pending: _Pending, name: str, instr: Instruction, size: float) -> None:
-        """A copy between device and host, or an instruction that reads or writes the host's memory."""
+    def _copy(
+        self, clock: _Clock, pending: _Pending, name: str, instr: Instruction, size: float
+    ) -> None:
+        """A copy between device and host, or an instruction that reads or writes the host's
+        memory.
+        """
         target = self.cluster.target
         bandwidth = (target.host_bandwidth or math.inf) * target.achieved.link
         begin = max(clock.compute, clock.host_link)
@@ -310,7 +395,9 @@ class _Schedule(Partitioned):
             if name in pending:
                 self._wait(clock, name, *pending.pop(name))
 
-    def _wait(self, clock: _Clock, name: str, done: float, started: float, transfer: Transfer | None) -> None:
+    def _wait(
+        self, clock: _Clock, name: str, done: float, started: float, transfer: Transfer | None
+    ) -> None:
         """Advance to the end of a communication."""
         if done <= clock.compute:
             return
@@ -323,15 +410,30 @@ class _Schedule(Partitioned):
 
     def _nested(self, clock: _Clock, name: str, instr: Instruction) -> None:
         if instr.op == "while":
-            inner, times = self.run(instr.called_as("body")), self.module.trip_count(name, instr) or 1
+            inner, times = (
+                self.run(instr.called_as("body")),
+                self.module.trip_count(name, instr) or 1,
+            )
         else:
-            turn, branches = sync_turn(instr), sorted((self.run(called) for called in instr.called), key=_compute_time) or [_Clock()]
-            inner, times = branches[0 if turn and self.due is not None and turn not in self.due else -1], 1
+            turn, branches = (
+                sync_turn(instr),
+                sorted((self.run(called) for called in instr.called), key=_compute_time)
+                or [_Clock()],
+            )
+            inner, times = (
+                branches[0 if turn and self.due is not None and turn not in self.due else -1],
+                1,
+            )
         for field in ADDED:
             setattr(clock, field, getattr(clock, field) + times * getattr(inner, field))
-        clock.waits += [dataclasses.replace(wait, times=times * wait.times, exposed=times * wait.exposed) for wait in inner.waits]
+        clock.waits += [
+            dataclasses.replace(wait, times=times * wait.times, exposed=times * wait.exposed)
+            for wait in inner.waits
+        ]
         clock.link = max(clock.link, clock.compute if inner.communicated else clock.link)
-        clock.host_link = max(clock.host_link, clock.compute if inner.host_seconds else clock.host_link)
+        clock.host_link = max(
+            clock.host_link, clock.compute if inner.host_seconds else clock.host_link
+        )
         for dtype, count in inner.flops.items():
             clock.flops[dtype] += times * count
         for part, value in inner.at_peak.items():
@@ -341,35 +443,51 @@ class _Schedule(Partitioned):
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on all at the same time, and its hops.
+    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on
+    all at the same time, and its hops.
 
-    A site's link is shared: the bytes of all devices that send to other sites at the same time cross it.
+    A site's link is shared: the bytes of all devices that send to other sites at the same time
+    cross it.
 
     >>> cluster = Cluster.parse("64x8xh100")
-    >>> small, large = (reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30))
+    >>> small, large = (
+    ...     reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30)
+    ... )
     >>> 1e-3 < small < 2e-3 and large > 3 * small
     True
     """
     target, (inside, between, sites) = cluster.target, transfer.levels
     links = target.inside, target.between, target.sites
     sent = inside, between, sites * transfer.leaving
-    seconds = max(size / link.bandwidth for size, link in zip(sent, links, strict=True)) / target.achieved.link
-    delays = (count * link.latency for count, link in zip(_hops(transfer, target.platform), links, strict=True))
+    seconds = (
+        max(size / link.bandwidth for size, link in zip(sent, links, strict=True))
+        / target.achieved.link
+    )
+    delays = (
+        count * link.latency
+        for count, link in zip(_hops(transfer, target.platform), links, strict=True)
+    )
     return target.achieved.launch + seconds + sum(delays)
 
 
 def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
-    """How often the latency of links inside a node, between nodes, and between sites, delays one collective.
+    """How often the latency of links inside a node, between nodes, and between sites, delays one
+    collective.
 
-    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a ring of all devices, twice for an
-    all-reduce, for which there are also trees, over nodes and along the devices of each. Others are trees. Over several sites it is a
-    collective of each site, and one of the sites.
+    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a
+    ring of all devices, twice for an all-reduce, for which there are also trees, over nodes and
+    along the devices of each. Others are trees. Over several sites it is a collective of each site,
+    and one of the sites.
     """
     inside, nodes, sites = transfer.counts
     if transfer.kind == "collective_permute":
         return (0, 0, 1) if transfer.leaving else (0, 1, 0) if nodes > 1 else (1, 0, 0)
     rounds = 2 if transfer.kind == "all_reduce" else 1
-    tree = rounds * math.ceil(math.log2(inside)), rounds * math.ceil(math.log2(nodes)), rounds * math.ceil(math.log2(sites))
+    tree = (
+        rounds * math.ceil(math.log2(inside)),
+        rounds * math.ceil(math.log2(nodes)),
+        rounds * math.ceil(math.log2(sites)),
+    )
     if platform != "cuda":
         return tree
     if transfer.kind == "all_to_all":  # everybody sends to everybody at the same time
@@ -385,6 +503,11 @@ def latency(transfer: Transfer, cluster: Cluster) -> float:
 
 
 def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
-    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group` devices, `per_node` of them on a node."""
+    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group`
+    devices, `per_node` of them on a node.
+    """
     array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)
-    return transfer_time(Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True), cluster)
+    return transfer_time(
+        Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True),
+        cluster,
+    )

@@ -1,7 +1,9 @@
-"""Reads the operations of a trace by `jax.profiler`: which instruction of which program ran on which device, and when.
+"""Reads the operations of a trace by `jax.profiler`: which instruction of which program ran on
+which device, and when.
 
-On a CPU the threads of XLA have an event for each operation. An operation that continues in other threads has a second event where it
-ends. On a GPU each device has a plane, and each of its streams a line of kernels; XLA annotates them with the instruction.
+On a CPU the threads of XLA have an event for each operation. An operation that continues in other
+threads has a second event where it ends. On a GPU each device has a plane, and each of its streams
+a line of kernels; XLA annotates them with the instruction.
 """
 
 import dataclasses
@@ -15,8 +17,12 @@ from typing import Any
 from jax.profiler import ProfileData
 
 NO_PROGRAM = ("", 0)
-COPY = "memcpy_details"  # of a copy on a GPU; one without an instruction, such as that of the next batch, is no part of a program
-END = "end: "  # in the name of the event at which an operation of a CPU ends, which its `_c` connects with the `_p` of its first event
+# of a copy on a GPU; one without an instruction, such as that of the next batch, is no part of a
+# program
+COPY = "memcpy_details"
+# in the name of the event at which an operation of a CPU ends, which its `_c` connects with the
+# `_p` of its first event
+END = "end: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +44,12 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The operations in a file that `jax.profiler` has written, `NAME.xplane.pb`, in the order in which they began."""
+    """The operations in a file that `jax.profiler` has written, `NAME.xplane.pb`, in the order in
+    which they began.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.13, about a type of jaxlib's
+        # of Python 3.13, about a type of jaxlib's
+        warnings.simplefilter("ignore", DeprecationWarning)
         return events_of(ProfileData.from_file(str(path)))
 
 
@@ -52,7 +61,12 @@ def events_of(trace: Any) -> list[Event]:
 
 def _of_plane(plane: Any) -> Iterator[Event]:
     if gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
-        for event in (event for line in plane.lines if line.name.startswith("Stream #") for event in line.events):
+        for event in (
+            event
+            for line in plane.lines
+            if line.name.startswith("Stream #")
+            for event in line.events
+        ):
             stats = dict(event.stats)
             if "hlo_op" in stats or COPY not in stats:
                 yield _event(event, stats, int(gpu[1]), event.end_ns)
@@ -64,7 +78,12 @@ def _of_plane(plane: Any) -> Iterator[Event]:
             elif "hlo_op" in (stats := dict(event.stats)):
                 begun.append((event, stats))
         for event, stats in begun:
-            yield _event(event, stats, int(stats.get("device_ordinal", 0)), max(event.end_ns, ends[stats.get("_p")]))
+            yield _event(
+                event,
+                stats,
+                int(stats.get("device_ordinal", 0)),
+                max(event.end_ns, ends[stats.get("_p")]),
+            )
 
 
 def _event(event: Any, stats: dict[str, Any], device: int, end: float) -> Event:
@@ -74,7 +93,8 @@ def _event(event: Any, stats: dict[str, Any], device: int, end: float) -> Event:
 
 
 def module_number(module: bytes) -> int:
-    """The number that a trace gives a program, from its serialized `HloModuleProto`: field 5, its `id`; 0 if it has none.
+    """The number that a trace gives a program, from its serialized `HloModuleProto`: field 5, its
+    `id`; 0 if it has none.
 
     >>> module_number(bytes([0x0A, 1, 0x66, 0x28, 0x96, 0x01]))
     150

@@ -1,4 +1,6 @@
-"""The communication of a compiled step: every collective, how often it runs, over which devices, and how many bytes it sends."""
+"""The communication of a compiled step: every collective, how often it runs, over which devices,
+and how many bytes it sends.
+"""
 
 import dataclasses
 import itertools
@@ -36,17 +38,20 @@ class Transfer:
     """One collective of the program.
 
     Attributes:
-      kind: as `spmd.wire.comm_log` calls it: all_reduce, all_gather, reduce_scatter, all_to_all, collective_permute.
-      purpose: what is sent: gradients, parameters, matrices (to the devices that update them), activations, statistics (of batches),
-        metrics.
+      kind: as `spmd.wire.comm_log` calls it: all_reduce, all_gather, reduce_scatter, all_to_all,
+        collective_permute.
+      purpose: what is sent: gradients, parameters, matrices (to the devices that update them),
+        activations, statistics (of batches), metrics.
       axes: the mesh axes of its groups; () if these are only parts of axes.
-      group: devices in a group; `per_node` of them share a node, and `per_site` a site (all of them, if it is 0).
+      group: devices in a group; `per_node` of them share a node, and `per_site` a site (all of
+        them, if it is 0).
       arrays: its result on each device.
       times: how often it runs in a step, loops multiplied out.
       where: the scope in the program that it comes from; `name`, its own name there.
       asynchronous: whether other operations may run between its start and its end.
       conditional: whether it runs only in some steps, as when workers synchronize periodically.
-      leaving: devices of a site that send to other sites at the same time, over the link that they share.
+      leaving: devices of a site that send to other sites at the same time, over the link that they
+        share.
     """
 
     kind: str
@@ -65,7 +70,9 @@ class Transfer:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Devices of a group on each node, its nodes on each site, and its sites; their product is the group."""
+        """Devices of a group on each node, its nodes on each site, and its sites; their product is
+        the group.
+        """
         site = self.per_site or self.group
         return self.per_node, site // self.per_node, self.group // site
 
@@ -73,7 +80,9 @@ class Transfer:
     def operand(self) -> int:
         """Bytes of its operands on each device."""
         size = sum(array.bytes for array in self.arrays)
-        return {"all_gather": size // self.group, "reduce_scatter": size * self.group}.get(self.kind, size)
+        return {"all_gather": size // self.group, "reduce_scatter": size * self.group}.get(
+            self.kind, size
+        )
 
     @property
     def sent(self) -> int:
@@ -82,19 +91,33 @@ class Transfer:
 
     @property
     def levels(self) -> tuple[float, float, float]:
-        """Of these, bytes to devices of the same node, to other nodes of the same site, and to other sites.
+        """Of these, bytes to devices of the same node, to other nodes of the same site, and to
+        other sites.
 
-        A ring passes through all devices of a node and then those of the next one. There are as many rings as devices in a node, each with
-        a link of its own between nodes. Two nodes exchange the halves of an all-reduce, as two trees do. Over several sites, each reduces
-        or gathers inside, and every device exchanges its part with its peers of other sites.
+        A ring passes through all devices of a node and then those of the next one. There are as
+        many rings as devices in a node, each with a link of its own between nodes. Two nodes
+        exchange the halves of an all-reduce, as two trees do. Over several sites, each reduces or
+        gathers inside, and every device exchanges its part with its peers of other sites.
         """
         (k, n, s), b = self.counts, self.operand
         if self.kind == "collective_permute":
-            return (0.0, 0.0, float(b)) if self.leaving else (0.0, float(b), 0.0) if n > 1 else (float(b), 0.0, 0.0)
+            return (
+                (0.0, 0.0, float(b))
+                if self.leaving
+                else (0.0, float(b), 0.0)
+                if n > 1
+                else (float(b), 0.0, 0.0)
+            )
         if self.kind == "all_to_all":
             return (k - 1) * b / (k * n * s), (n - 1) * b / (n * s), (s - 1) * b / s
-        turns, part = 2 if self.kind == "all_reduce" else 1, b if self.kind == "all_gather" else b / (k * n * s)  # of each device
-        site = (k * n - 1) * s * b if self.kind == "all_gather" else turns * (k * n - 1) * b / (k * n)
+        # of each device
+        turns, part = (
+            2 if self.kind == "all_reduce" else 1,
+            b if self.kind == "all_gather" else b / (k * n * s),
+        )
+        site = (
+            (k * n - 1) * s * b if self.kind == "all_gather" else turns * (k * n - 1) * b / (k * n)
+        )
         between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else site / k
         return site - between, between, turns * (s - 1) * part
 
@@ -107,11 +130,20 @@ class Traffic:
 
     def bytes(self, purpose: str | None = None) -> int:
         """Bytes that one device sends in a step, for one purpose or all."""
-        return sum(transfer.sent * transfer.times for transfer in self.transfers if purpose in (None, transfer.purpose))
+        return sum(
+            transfer.sent * transfer.times
+            for transfer in self.transfers
+            if purpose in (None, transfer.purpose)
+        )
 
     def dtypes(self, purpose: str) -> set[str]:
         """Dtypes of the arrays that are sent for a purpose."""
-        return {array.dtype for transfer in self.transfers if transfer.purpose == purpose for array in transfer.arrays}
+        return {
+            array.dtype
+            for transfer in self.transfers
+            if transfer.purpose == purpose
+            for array in transfer.arrays
+        }
 
     @property
     def between(self) -> float:
@@ -127,33 +159,51 @@ class Traffic:
         if not self.transfers:
             return "no communication."
         header, rows = traffic_rows(self)
-        parts = [f"{format_bytes(self.bytes(purpose))} of {purpose}" for purpose in PURPOSES if self.bytes(purpose)]
+        parts = [
+            f"{format_bytes(self.bytes(purpose))} of {purpose}"
+            for purpose in PURPOSES
+            if self.bytes(purpose)
+        ]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
         total += f"; {format_bytes(self.between)} to other nodes" if self.between else ""
-        total += f", {format_bytes(self.between_sites)} of them to other sites" if self.between_sites else ""
+        total += (
+            f", {format_bytes(self.between_sites)} of them to other sites"
+            if self.between_sites
+            else ""
+        )
         return filled("\n".join([*aligned([header, *rows], ruled=True), "", f"{total}."]))
 
 
 def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The header and rows of the table; equal transfers, also of equal layers, share a row, and those that send the most come first."""
-    counts = _of_equal_layers(Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers))
+    """The header and rows of the table; equal transfers, also of equal layers, share a row, and
+    those that send the most come first.
+    """
+    counts = _of_equal_layers(
+        Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers)
+    )
     rows = [
         (
             transfer.purpose,
-            transfer.kind + ("" if transfer.asynchronous else " (waits)") + (" (in some steps)" if transfer.conditional else ""),
+            transfer.kind
+            + ("" if transfer.asynchronous else " (waits)")
+            + (" (in some steps)" if transfer.conditional else ""),
             f"{', '.join(transfer.axes) or 'parts of axes'} ({transfer.group})",
             _payload(transfer.arrays),
             f"{transfer.times * count}",
             format_bytes(transfer.sent * transfer.times * count),
             transfer.where.removesuffix(f"/{transfer.kind}"),
         )
-        for transfer, count in sorted(counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1])
+        for transfer, count in sorted(
+            counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1]
+        )
     ]
     return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
 
 
 def _of_equal_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
-    """Transfers that differ only in the numbers of the layers that they come from, as one, at `blocks/{0..11}`."""
+    """Transfers that differ only in the numbers of the layers that they come from, as one, at
+    `blocks/{0..11}`.
+    """
     groups: dict[Transfer, dict[tuple[int, ...], Transfer]] = {}
     for transfer in counts:
         alike = dataclasses.replace(transfer, where=_LEVEL.sub("*", transfer.where))
@@ -167,7 +217,9 @@ def _of_equal_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
         texts = iter([ranges(level) if len(level) > 1 else str(level[0]) for level in levels])
         first = next(iter(members.values()))
         where = _LEVEL.sub(lambda match, texts=texts: next(texts), first.where)
-        joined[dataclasses.replace(first, where=where)] = sum(counts[transfer] for transfer in members.values())
+        joined[dataclasses.replace(first, where=where)] = sum(
+            counts[transfer] for transfer in members.values()
+        )
     return joined
 
 
@@ -193,12 +245,28 @@ class Partitioned:
                 if transfer.group > 1:
                     yield transfer
             elif instr.op == "while":
-                yield from self.transfers(instr.called_as("body"), times * (self.module.trip_count(name, instr) or 1))
+                yield from self.transfers(
+                    instr.called_as("body"), times * (self.module.trip_count(name, instr) or 1)
+                )
             elif instr.op == "conditional":  # the branch that sends the most
                 branches = [tuple(self.transfers(branch, times)) for branch in instr.called]
-                most = max(branches, key=lambda branch: sum(part.sent * part.times for part in branch), default=())
-                always = len({tuple(dataclasses.replace(part, name="") for part in branch) for branch in branches}) == 1
-                yield from (part if always else dataclasses.replace(part, conditional=True) for part in most)
+                most = max(
+                    branches,
+                    key=lambda branch: sum(part.sent * part.times for part in branch),
+                    default=(),
+                )
+                always = (
+                    len(
+                        {
+                            tuple(dataclasses.replace(part, name="") for part in branch)
+                            for branch in branches
+                        }
+                    )
+                    == 1
+                )
+                yield from (
+                    part if always else dataclasses.replace(part, conditional=True) for part in most
+                )
             elif instr.op in ("call", "async-start"):
                 for called in instr.called:
                     yield from self.transfers(called, times)
@@ -209,23 +277,49 @@ class Partitioned:
         differing = {differing_axes(group, self.mesh) for group in members}
         if kind == "collective_permute":
             moved = tuple(set(itertools.chain.from_iterable(differing)))
-            axes, size = (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
-            per_node = size if all(devices_per_node(pair, self.cluster) == 2 for pair in members) else 1
+            axes, size = (
+                (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
+            )
+            per_node = (
+                size if all(devices_per_node(pair, self.cluster) == 2 for pair in members) else 1
+            )
             per_site = size
         else:
-            axes, size, per_node = differing.pop(), len(members[0]), devices_per_node(members[0], self.cluster)
+            axes, size, per_node = (
+                differing.pop(),
+                len(members[0]),
+                devices_per_node(members[0], self.cluster),
+            )
             axes = () if differing or num_shards(axes, self.mesh) != size else axes
             farthest = max(members, key=lambda group: sites_of(group, self.cluster))
             per_site = devices_per_site(farthest, self.cluster, per_node)
-        purposes = [(_purpose(where, kind, axes, self.data_axes), where) for where in self.module.scopes(computation, instr)]
+        purposes = [
+            (_purpose(where, kind, axes, self.data_axes), where)
+            for where in self.module.scopes(computation, instr)
+        ]
         purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
         asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
         leaving = leaving_devices(members, self.cluster, pairs=kind == "collective_permute")
         place = _short(where), instr.name
-        return Transfer(kind, purpose, axes, size, per_node, payload(instr), times, *place, asynchronous, False, per_site, leaving)
+        return Transfer(
+            kind,
+            purpose,
+            axes,
+            size,
+            per_node,
+            payload(instr),
+            times,
+            *place,
+            asynchronous,
+            False,
+            per_site,
+            leaving,
+        )
 
 
-def traffic_of(module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]) -> Traffic:
+def traffic_of(
+    module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]
+) -> Traffic:
     """The collectives of a program."""
     return Traffic(tuple(Partitioned(module, mesh, cluster, data_axes).transfers(module.entry)))
 
@@ -242,39 +336,59 @@ def sites_of(group: Sequence[int], cluster: Cluster) -> int:
 
 
 def devices_per_site(group: Sequence[int], cluster: Cluster, per_node: int) -> int:
-    """How many devices of a group share a site; `per_node`, as if each node were a site, if they cannot be divided evenly."""
+    """How many devices of a group share a site; `per_node`, as if each node were a site, if they
+    cannot be divided evenly.
+    """
     most = max(Counter(device // cluster.devices_per_site for device in group).values())
     return most if len(group) % most == 0 and most % per_node == 0 else per_node
 
 
 def leaving_devices(members: Sequence[Sequence[int]], cluster: Cluster, *, pairs: bool) -> int:
-    """How many devices of a site send to another site in a collective of these groups, or of these pairs of sender and receiver.
+    """How many devices of a site send to another site in a collective of these groups, or of these
+    pairs of sender and receiver.
 
     >>> far = Cluster.parse("2x1x4xh100")
-    >>> leaving_devices([[0, 4], [1, 5], [2, 3]], far, pairs=False), leaving_devices([[0, 1], [3, 4]], far, pairs=True)
+    >>> (
+    ...     leaving_devices([[0, 4], [1, 5], [2, 3]], far, pairs=False),
+    ...     leaving_devices([[0, 1], [3, 4]], far, pairs=True),
+    ... )
     (2, 1)
     """
     crossing = [group for group in members if sites_of(group, cluster) > 1]
     senders = {device for group in crossing for device in (group[:1] if pairs else group)}
-    return max(Counter(device // cluster.devices_per_site for device in senders).values(), default=0)
+    return max(
+        Counter(device // cluster.devices_per_site for device in senders).values(), default=0
+    )
 
 
 def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:
-    """What is sent: by the step's own scopes; otherwise by whether a group is along the data axes."""
+    """What is sent: by the step's own scopes; otherwise by whether a group is along the data
+    axes.
+    """
     for part in where.split("/"):
         if part in _SCOPES:
             return _SCOPES[part]
     if axes and set(axes) <= set(data) and kind != "collective_permute":
         if "transpose(" in where:
             return "gradients" if kind in ("all_reduce", "reduce_scatter") else "activations"
-        return "parameters" if kind == "all_gather" else "metrics" if "jvp(" not in where else "statistics"
+        return (
+            "parameters"
+            if kind == "all_gather"
+            else "metrics"
+            if "jvp(" not in where
+            else "statistics"
+        )
     return "activations"
 
 
 def _short(where: str) -> str:
     """A scope without the parts that JAX's transformations add."""
     backward = "transpose(" in where
-    plain = re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat|rematted_computation|shard_map|jit|closed_call|while|body)\b[()]*", "", where)
+    plain = re.sub(
+        r"\b(jvp|transpose|vmap|checkpoint|remat|rematted_computation|shard_map|jit|closed_call|while|body)\b[()]*",
+        "",
+        where,
+    )
     parts = [part for part in re.sub(r"[()]", "", plain).split("/") if part]
     return "/".join([*(["backward"] if backward else []), *parts]) or "step"
 
@@ -282,4 +396,6 @@ def _short(where: str) -> str:
 def differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
     """The mesh axes along which these devices differ."""
     positions = np.unravel_index(devices, [size for _, size in mesh.axes])
-    return tuple(name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1)
+    return tuple(
+        name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1
+    )

@@ -1,4 +1,5 @@
-"""Weights of others: folders of safetensors files, read to where a layout keeps them, and written again.
+"""Weights of others: folders of safetensors files, read to where a layout keeps them, and written
+again.
 
 Example:
   >>> import spmd

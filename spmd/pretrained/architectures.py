@@ -21,7 +21,12 @@ from spmd.pretrained.safetensors_files import open_files
 
 CONFIG, PUBLISHED = "config.json", "the config.json that was published with these weights."
 MAPS = Path(__file__).parent / "maps"
-HEADS = {"bert.pooler.": ("features", "classes"), "cls.predictions.": ("masked_tokens",), "classifier.": ("classes",)}  # and their tasks
+# and their tasks
+HEADS = {
+    "bert.pooler.": ("features", "classes"),
+    "cls.predictions.": ("masked_tokens",),
+    "classifier.": ("classes",),
+}
 CLASSIFIER = "BertForSequenceClassification"
 OWN = "A model of your own: spmd.pretrained.load(model=..., name_map=...)."
 
@@ -55,42 +60,80 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
     """The model of a config.json, and the name map of its files.
 
     Args:
-      folder: where the config is. Its sizes are compared with the headers of the files there, before a model is made of them.
+      folder: where the config is. Its sizes are compared with the headers of the files there,
+        before a model is made of them.
 
     Raises:
-      PretrainedError: the config has no `model_type`, or one that this version does not know; `architectures` are not of it, or of
-        another task; sizes that are more than the files hold; or the model cannot honour a key.
+      PretrainedError: the config has no `model_type`, or one that this version does not know;
+        `architectures` are not of it, or of another task; sizes that are more than the files hold;
+        or the model cannot honour a key.
 
     Example:
-      >>> sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+      >>> sizes = {
+      ...     "vocab_size": 10,
+      ...     "hidden_size": 8,
+      ...     "intermediate_size": 16,
+      ...     "num_hidden_layers": 2,
+      ...     "num_attention_heads": 2,
+      ... }
       >>> factory, name_map, _ = find({"model_type": "llama", **sizes})
       >>> factory().config.head_dim, "mistral" in name_map.model_types
       (4, True)
     """
-    where, kind, classes = str((folder or Path()) / CONFIG), config.get("model_type"), config.get("architectures") or []
+    where, kind, classes = (
+        str((folder or Path()) / CONFIG),
+        config.get("model_type"),
+        config.get("architectures") or [],
+    )
     if not isinstance(kind, str):
         raise PretrainedError(f"{where} has no model_type.", fix=OWN)
     if kind not in shipped():
-        named = f" (architectures: {', '.join(map(str, classes))})" if isinstance(classes, list) and classes else ""
+        named = (
+            f" (architectures: {', '.join(map(str, classes))})"
+            if isinstance(classes, list) and classes
+            else ""
+        )
         fix = f"{did_you_mean(kind, shipped())} {OWN}"
-        raise PretrainedError(f'{where}: unknown model_type "{kind}"{named}; known: {", ".join(shipped())}.', fix=fix)
+        raise PretrainedError(
+            f'{where}: unknown model_type "{kind}"{named}; known: {", ".join(shipped())}.', fix=fix
+        )
     name_map = shipped()[kind]
-    known = [name for name in name_map.architectures if re.split("For|Model|LMHead", name)[0].lower() == kind.removesuffix("_text")]
+    known = [
+        name
+        for name in name_map.architectures
+        if re.split("For|Model|LMHead", name)[0].lower() == kind.removesuffix("_text")
+    ]
     if not isinstance(classes, list) or not all(name in known for name in classes):
-        why = f'{where}: architectures = {short_repr(classes)}; those of model_type = "{kind}" are {", ".join(known)}.'
+        why = (
+            f'{where}: architectures = {short_repr(classes)}; those of model_type = "{kind}" are '
+            f"{', '.join(known)}."
+        )
         every = [name for each in shipped().values() for name in each.architectures]
         contradicts = isinstance(classes, list) and all(name in every for name in classes)
         raise PretrainedError(why, fix=PUBLISHED if contradicts else OWN)
     if folder is not None:
-        check_sizes(config, [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()], where, PUBLISHED)
+        check_sizes(
+            config,
+            [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()],
+            where,
+            PUBLISHED,
+        )
     if kind == "bert":
         encoder = EncoderConfig.from_config(config, where)
-        return Architecture(functools.partial(_build, Encoder, encoder), for_task(name_map, encoder.task), encoder.notes)
+        return Architecture(
+            functools.partial(_build, Encoder, encoder),
+            for_task(name_map, encoder.task),
+            encoder.notes,
+        )
     decoder = DecoderConfig.from_config(config, where)
-    return Architecture(functools.partial(_build, Decoder, decoder), for_head(name_map, decoder.tied), decoder.notes)
+    return Architecture(
+        functools.partial(_build, Decoder, decoder), for_head(name_map, decoder.tied), decoder.notes
+    )
 
 
-def with_labels(config: Mapping[str, Any], labels: Sequence[str], where: str = "config.json") -> dict[str, Any]:
+def with_labels(
+    config: Mapping[str, Any], labels: Sequence[str], where: str = "config.json"
+) -> dict[str, Any]:
     """The config.json of a new classifier over an encoder.
 
     Raises:
@@ -98,27 +141,47 @@ def with_labels(config: Mapping[str, Any], labels: Sequence[str], where: str = "
       PretrainedError: the model is none that takes a classifier, or has one.
 
     Example:
-      >>> with_labels({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ["no", "yes"])["id2label"]
+      >>> with_labels({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ["no", "yes"])[
+      ...     "id2label"
+      ... ]
       {'0': 'no', '1': 'yes'}
     """
     several = isinstance(labels, Sequence) and not isinstance(labels, str) and len(labels) > 0
     if not several or not all(isinstance(label, str) for label in labels):
-        raise OptionError(f"labels={short_repr(labels)}.", fix='names of classes, such as ["negative", "positive"].')
+        raise OptionError(
+            f"labels={short_repr(labels)}.",
+            fix='names of classes, such as ["negative", "positive"].',
+        )
     if repeated := [label for label, count in collections.Counter(labels).items() if count > 1]:
-        raise OptionError(f"labels={short_repr(labels)} repeats {join_names(map(repr, repeated))}.", fix="one name for each class.")
+        raise OptionError(
+            f"labels={short_repr(labels)} repeats {join_names(map(repr, repeated))}.",
+            fix="one name for each class.",
+        )
     if config.get("model_type") != "bert":
-        why = f"{where}: labels= is for an encoder, and model_type is {short_repr(config.get('model_type'))}."
+        why = (
+            f"{where}: labels= is for an encoder, and model_type is "
+            f"{short_repr(config.get('model_type'))}."
+        )
         raise PretrainedError(why, fix="a folder of a BERT, or model= and name_map=.")
     if config.get("architectures") == [CLASSIFIER]:
-        raise PretrainedError(f"{where}: the model is a {CLASSIFIER} already.", fix="no labels=; or the folder that it was trained from.")
-    kept = {key: value for key, value in config.items() if key not in ("num_labels", "_num_labels", "problem_type")}
+        raise PretrainedError(
+            f"{where}: the model is a {CLASSIFIER} already.",
+            fix="no labels=; or the folder that it was trained from.",
+        )
+    kept = {
+        key: value
+        for key, value in config.items()
+        if key not in ("num_labels", "_num_labels", "problem_type")
+    }
     numbered = {str(number): label for number, label in enumerate(labels)}
     by_name = {label: number for number, label in enumerate(labels)}
     return kept | {"architectures": [CLASSIFIER], "id2label": numbered, "label2id": by_name}
 
 
 def for_head(name_map: NameMap, tied: bool) -> NameMap:
-    """Without the rules for a head of the other kind: a tensor that is a second name of the table, or an array of its own."""
+    """Without the rules for a head of the other kind: a tensor that is a second name of the table,
+    or an array of its own.
+    """
     second_names = {rule.file for rule in name_map.tensors if rule.tied}
     kept = (rule for rule in name_map.tensors if rule.file not in second_names or rule.tied == tied)
     return dataclasses.replace(name_map, tensors=tuple(kept))
@@ -128,7 +191,9 @@ def for_task(name_map: NameMap, task: str) -> NameMap:
     """Ignores the heads of an encoder's other tasks."""
     absent = tuple(prefix for prefix, tasks in HEADS.items() if task not in tasks)
     others = [rule for rule in name_map.tensors if rule.file[0].startswith(absent)]
-    ignored = tuple(IgnoredRule(rule.file[0], "it is of another task's head", rule.line) for rule in others)
+    ignored = tuple(
+        IgnoredRule(rule.file[0], "it is of another task's head", rule.line) for rule in others
+    )
     kept = tuple(rule for rule in name_map.tensors if rule not in others)
     return dataclasses.replace(name_map, tensors=kept, ignored=(*name_map.ignored, *ignored))
 

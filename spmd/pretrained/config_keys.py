@@ -1,4 +1,6 @@
-"""Reads a config.json: each key is read, or is known to change nothing (`IRRELEVANT`), or is an error."""
+"""Reads a config.json: each key is read, or is known to change nothing (`IRRELEVANT`), or is an
+error.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,29 +16,36 @@ ACTIVATIONS = {
 # Keys that change no result of a model here, by the reason.
 IRRELEVANT_BY_REASON = {
     "a name, a version, or where the file is from; `find` compares model_type and architectures": (
-        "model_type architectures transformers_version _name_or_path _commit_hash auto_map task_specific_params unsloth_fixed "
+        "model_type architectures transformers_version _name_or_path _commit_hash auto_map "
+        "task_specific_params unsloth_fixed "
         "unsloth_version"
     ),
     "the dtype of the files, which their headers say": "torch_dtype dtype use_bfloat16",
     "how weights were initialised": "initializer_range",
     "what transformers' own code returns, caches or runs on": (
-        "use_cache cache_implementation return_dict output_hidden_states output_attentions torchscript attn_implementation "
+        "use_cache cache_implementation return_dict output_hidden_states output_attentions "
+        "torchscript attn_implementation "
         "_attn_implementation_autoset tf_legacy_loss"
     ),
-    "in what parts products are computed; their sums are the same": "pretraining_tp chunk_size_feed_forward",
+    "in what parts products are computed; their sums are the same": (
+        "pretraining_tp chunk_size_feed_forward"
+    ),
     "scores in float32, as they are here in any case": "reorder_and_upcast_attn",
-    "a token's id, which generation and data read": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id",
+    "a token's id, which generation and data read": "bos_token_id eos_token_id pad_token_id "
+    "sep_token_id decoder_start_token_id",
     "classes and heads of other tasks; an encoder reads id2label": (
-        "id2label label2id num_labels problem_type finetuning_task summary_type summary_use_proj summary_activation "
+        "id2label label2id num_labels problem_type finetuning_task summary_type summary_use_proj "
+        "summary_activation "
         "summary_proj_to_labels summary_first_dropout"
     ),
     "generation takes or reports it": (
-        "temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens num_beams num_return_sequences "
-        "repetition_penalty length_penalty early_stopping no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens prefix"
+        "temperature top_k top_p typical_p do_sample max_length min_length max_new_tokens "
+        "num_beams num_return_sequences "
+        "repetition_penalty length_penalty early_stopping no_repeat_ngram_size bad_words_ids "
+        "suppress_tokens begin_suppress_tokens prefix"
     ),
-    "layer_types, which transformers makes of sliding_window_pattern, says it; it writes this one beside and never reads it": (
-        "_sliding_window_pattern"
-    ),
+    "layer_types, which transformers makes of sliding_window_pattern, says it; it writes this one "
+    "beside and never reads it": ("_sliding_window_pattern"),
 }
 IRRELEVANT = frozenset(key for keys in IRRELEVANT_BY_REASON.values() for key in keys.split())
 # Keys that would change results if they were set: they may be there with these values only.
@@ -56,7 +65,16 @@ UNSET: dict[str, tuple[Any, ...]] = {
 MOST_LAYERS = 10_000
 DEPTHS, WIDTHS = ("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd")
 DIMS = (  # of which there is a matrix of this size and the width
-    *("vocab_size", "intermediate_size", "n_inner", "num_attention_heads", "n_head", "head_dim", "n_positions", "type_vocab_size"),
+    *(
+        "vocab_size",
+        "intermediate_size",
+        "n_inner",
+        "num_attention_heads",
+        "n_head",
+        "head_dim",
+        "n_positions",
+        "type_vocab_size",
+    ),
 )
 DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
@@ -69,8 +87,11 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def check_sizes(config: Mapping[str, Any], sizes: Sequence[int], where: str = "config.json", fix: str = "") -> None:
-    """Refuse sizes that tensors with so many values cannot have: a layer is one tensor or more, and a vocabulary times the width is one.
+def check_sizes(
+    config: Mapping[str, Any], sizes: Sequence[int], where: str = "config.json", fix: str = ""
+) -> None:
+    """Refuse sizes that tensors with so many values cannot have: a layer is one tensor or more, and
+    a vocabulary times the width is one.
 
     Raises:
       PretrainedError: all such keys.
@@ -80,17 +101,38 @@ def check_sizes(config: Mapping[str, Any], sizes: Sequence[int], where: str = "c
     total, counts = sum(sizes), {key: value for key, value in config.items() if is_count(value)}
     width = next((counts[key] for key in WIDTHS if key in counts), 1)
     dims = (*DIMS, "max_position_embeddings") if config.get("model_type") == "bert" else DIMS
-    why = {key: f"there are {len(sizes):,} tensors." for key in DEPTHS if counts.get(key, 0) > len(sizes)}
-    why |= {key: f"all tensors have {total:,} values." for key in WIDTHS if counts.get(key, 0) > total}
+    why = {
+        key: f"there are {len(sizes):,} tensors."
+        for key in DEPTHS
+        if counts.get(key, 0) > len(sizes)
+    }
+    why |= {
+        key: f"all tensors have {total:,} values." for key in WIDTHS if counts.get(key, 0) > total
+    }
     too_large = [key for key in dims if counts.get(key, 0) * width > total >= width]
-    why |= {key: f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have {total:,} values." for key in too_large}
-    problems = [Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key) for key, reason in why.items()]
-    raise_problems(PretrainedError, f"{where} asks for more than the safetensors files beside it hold", problems)
+    why |= {
+        key: f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have "
+        f"{total:,} values."
+        for key in too_large
+    }
+    problems = [
+        Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key) for key, reason in why.items()
+    ]
+    raise_problems(
+        PretrainedError,
+        f"{where} asks for more than the safetensors files beside it hold",
+        problems,
+    )
 
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
 
 
 class ConfigKeys:
@@ -105,17 +147,34 @@ class ConfigKeys:
         self.used, self.notes = {*IRRELEVANT, *UNSET, *DROPOUTS}, list[str]()
         for key, accepted in UNSET.items():
             if (value := config.get(key)) is not None and value not in accepted:
-                self.wrong(key, f"the {self.what} does not have that" + (f"; {accepted[0]!r} would be fine" if accepted else ""))
+                self.wrong(
+                    key,
+                    f"the {self.what} does not have that"
+                    + (f"; {accepted[0]!r} would be fine" if accepted else ""),
+                )
         for key in DROPOUTS:
             if config.get(key):
-                self.notes.append(f"{key} = {config[key]!r} is not applied: the {self.what} drops nothing in training.")
+                self.notes.append(
+                    f"{key} = {config[key]!r} is not applied: the {self.what} drops nothing in "
+                    "training."
+                )
 
     def wrong(self, key: str, why: str) -> None:
         """Note a problem of a key and its value."""
-        said = f"{key} = {short_repr(self.config[key])}" if key in self.config else f"{key} is missing"
+        said = (
+            f"{key} = {short_repr(self.config[key])}" if key in self.config else f"{key} is missing"
+        )
         self.problems.append(f"{said}: {why}.")
 
-    def get(self, key: str, default: Any, holds: Callable[[Any], bool], wanted: str, *, null: bool = True) -> Any:
+    def get(
+        self,
+        key: str,
+        default: Any,
+        holds: Callable[[Any], bool],
+        wanted: str,
+        *,
+        null: bool = True,
+    ) -> Any:
         """A key's value, or the default if it is missing or null; `...`: it may not be."""
         self.used.add(key)
         value = self.config.get(key)
@@ -146,15 +205,26 @@ class ConfigKeys:
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation."""
         known = f"one of {', '.join(ACTIVATIONS)}"
-        return ACTIVATIONS[self.get(key, default, lambda value: isinstance(value, str) and value in ACTIVATIONS, known)]
+        return ACTIVATIONS[
+            self.get(
+                key, default, lambda value: isinstance(value, str) and value in ACTIVATIONS, known
+            )
+        ]
 
     def finish(self, where: str) -> None:
         """Raise if a key was not read, or something is wrong."""
         for key in sorted(self.config.keys() - self.used):
             if self.config[key] is not None:
-                self.wrong(key, f"the {self.what} does not know this key of a {self.config['model_type']}")
+                self.wrong(
+                    key, f"the {self.what} does not know this key of a {self.config['model_type']}"
+                )
         if self.problems:
             shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
-            fix = "a model of your own and a name map, spmd.pretrained.load(model=..., name_map=...); or remove a key that changes nothing."
+            fix = (
+                "a model of your own and a name map, spmd.pretrained.load(model=..., "
+                "name_map=...); or remove a key that changes nothing."
+            )
             why = f"{where}: the {self.what} does not fit {len(self.problems)} of its keys:"
-            raise PretrainedError(f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}")
+            raise PretrainedError(
+                f"{why}\n{shown}", fix=fix, summary=f"{where}: {min(self.problems)}"
+            )

@@ -1,6 +1,8 @@
-"""One encoder, for BERT (Devlin et al., arXiv:1810.04805): tokens see one another in both directions; norms follow attention and MLP.
+"""One encoder, for BERT (Devlin et al., arXiv:1810.04805): tokens see one another in both
+directions; norms follow attention and MLP.
 
-Layers are a `spmd.nn.LayerStack`, and parameters carry the decoder's logical axis names: vocab, embed, heads, kv_heads, mlp.
+Layers are a `spmd.nn.LayerStack`, and parameters carry the decoder's logical axis names: vocab,
+embed, heads, kv_heads, mlp.
 """
 
 import dataclasses
@@ -21,9 +23,22 @@ from spmd.nn.stacking import repeat
 from spmd.pretrained.config_keys import MOST_LAYERS, ConfigKeys, is_count
 from spmd.pretrained.decoder import ACTIVATIONS, Norm, linear, named
 
-TASKS = {"BertModel": "features", "BertForMaskedLM": "masked_tokens", "BertForSequenceClassification": "classes"}
-IRRELEVANT = {  # beside those of all models: of other code than transformers', or of versions that read them no more
-    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+TASKS = {
+    "BertModel": "features",
+    "BertForMaskedLM": "masked_tokens",
+    "BertForSequenceClassification": "classes",
+}
+# beside those of all models: of other code than transformers', or of versions that read them no
+# more
+IRRELEVANT = {
+    *(
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+    ),
     *("gradient_checkpointing", "output_past"),
 }
 
@@ -33,7 +48,8 @@ class EncoderConfig:
     """Sizes and task of an encoder.
 
     Attributes:
-      vocab, width: of the embedding. heads: of attention; they divide width. mlp_width: of the MLP. depth: layers.
+      vocab, width: of the embedding. heads: of attention; they divide width. mlp_width: of the MLP.
+        depth: layers.
       positions, token_types: of the learned tables.
       activation: "gelu", "gelu_tanh", "silu" or "relu". norm_eps: added to the variance.
       task: "features", "masked_tokens" or "classes": what the model returns. classes: how many.
@@ -61,44 +77,95 @@ class EncoderConfig:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self):
-        sizes = ("vocab", "width", "heads", "mlp_width", "depth", "positions", "token_types", "classes")
-        if wrong := [f"{name}={getattr(self, name)!r}" for name in sizes if not is_count(getattr(self, name))]:
-            raise PretrainedError(f"EncoderConfig: {', '.join(wrong)}.", fix="whole numbers from 1.")
+        sizes = (
+            "vocab",
+            "width",
+            "heads",
+            "mlp_width",
+            "depth",
+            "positions",
+            "token_types",
+            "classes",
+        )
+        if wrong := [
+            f"{name}={getattr(self, name)!r}" for name in sizes if not is_count(getattr(self, name))
+        ]:
+            raise PretrainedError(
+                f"EncoderConfig: {', '.join(wrong)}.", fix="whole numbers from 1."
+            )
         if self.width % self.heads:
-            why = f"EncoderConfig: a width of {self.width} over {self.heads} heads leaves {self.width % self.heads}."
+            why = (
+                f"EncoderConfig: a width of {self.width} over {self.heads} heads leaves "
+                f"{self.width % self.heads}."
+            )
             raise PretrainedError(why, fix="heads that divide the width.")
         if self.task not in TASKS.values():
-            raise PretrainedError(f'EncoderConfig: task="{self.task}".', fix=did_you_mean(self.task, list(TASKS.values())))
+            raise PretrainedError(
+                f'EncoderConfig: task="{self.task}".',
+                fix=did_you_mean(self.task, list(TASKS.values())),
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> "EncoderConfig":
         """From the content of a BERT's config.json, as any version of `transformers` writes it.
 
         Raises:
-          PretrainedError: all keys that are missing, unknown, or ask for what the encoder does not have.
+          PretrainedError: all keys that are missing, unknown, or ask for what the encoder does not
+            have.
 
         Example:
-          >>> EncoderConfig.from_config({"model_type": "bert", "hidden_size": 128, "num_attention_heads": 2}).mlp_width
+          >>> EncoderConfig.from_config(
+          ...     {"model_type": "bert", "hidden_size": 128, "num_attention_heads": 2}
+          ... ).mlp_width
           3072
         """
         keys = ConfigKeys(config, "encoder")
         keys.used |= IRRELEVANT
         width, heads = keys.count("hidden_size", 768), keys.count("num_attention_heads", 12)
         if not keys.problems and width % heads:
-            keys.wrong("num_attention_heads", f"hidden_size {width} / {heads} leaves {width % heads}")
+            keys.wrong(
+                "num_attention_heads", f"hidden_size {width} / {heads} leaves {width % heads}"
+            )
         names = config.get("architectures") or ["BertModel"]
-        task = TASKS.get(names[0], "") if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
+        task = (
+            TASKS.get(names[0], "")
+            if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+            else ""
+        )
         if not task:
             keys.wrong("architectures", f"wanted one of {', '.join(TASKS)}")
-        keys.get("position_embedding_type", "absolute", lambda value: value == "absolute", '"absolute", a learned table')
-        keys.get("is_decoder", False, lambda value: value is False, "false: tokens see those after them")
+        keys.get(
+            "position_embedding_type",
+            "absolute",
+            lambda value: value == "absolute",
+            '"absolute", a learned table',
+        )
+        keys.get(
+            "is_decoder", False, lambda value: value is False, "false: tokens see those after them"
+        )
         if not keys.flag("tie_word_embeddings", True) and task == "masked_tokens":
-            keys.wrong("tie_word_embeddings", "the head of the encoder is the table of its embedding")
+            keys.wrong(
+                "tie_word_embeddings", "the head of the encoder is the table of its embedding"
+            )
         fields: dict[str, Any] = {
-            **{"vocab": keys.count("vocab_size", 30522), "width": width, "heads": heads, "task": task},
-            **{"mlp_width": keys.count("intermediate_size", 3072), "depth": keys.count("num_hidden_layers", 12, MOST_LAYERS)},
-            **{"positions": keys.count("max_position_embeddings", 512), "token_types": keys.count("type_vocab_size", 2)},
-            **{"activation": keys.activation("hidden_act", "gelu"), "norm_eps": keys.number("layer_norm_eps", 1e-12)},
+            **{
+                "vocab": keys.count("vocab_size", 30522),
+                "width": width,
+                "heads": heads,
+                "task": task,
+            },
+            **{
+                "mlp_width": keys.count("intermediate_size", 3072),
+                "depth": keys.count("num_hidden_layers", 12, MOST_LAYERS),
+            },
+            **{
+                "positions": keys.count("max_position_embeddings", 512),
+                "token_types": keys.count("type_vocab_size", 2),
+            },
+            **{
+                "activation": keys.activation("hidden_act", "gelu"),
+                "norm_eps": keys.number("layer_norm_eps", 1e-12),
+            },
             "classes": _classes(keys),
         }
         keys.finish(where)
@@ -107,7 +174,12 @@ class EncoderConfig:
 
 def _classes(keys: ConfigKeys) -> int:
     """How many labels there are: 2, if the file does not say."""
-    labels = keys.get("id2label", {}, lambda value: isinstance(value, Mapping) and len(value) > 0, "a table of labels")
+    labels = keys.get(
+        "id2label",
+        {},
+        lambda value: isinstance(value, Mapping) and len(value) > 0,
+        "a table of labels",
+    )
     counts = {name: keys.count(name, None) for name in ("num_labels", "_num_labels")}
     for name, count in counts.items():
         if labels and count not in (None, len(labels)):
@@ -131,7 +203,10 @@ class Layer(nnx.Module):
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """[rows, length, width], from such an input and bool[rows, length]."""
-        query, key, value = (part(x).reshape(*x.shape[:2], self.heads, -1) for part in (self.query, self.key, self.value))
+        query, key, value = (
+            part(x).reshape(*x.shape[:2], self.heads, -1)
+            for part in (self.query, self.key, self.value)
+        )
         y = self.out(attention(query, key, value, key_mask=mask).reshape(x.shape))
         x = self.attention_norm(x + checkpoint_name(y, "attn_out"))
         y = self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "mlp_up")))
@@ -139,33 +214,51 @@ class Layer(nnx.Module):
 
 
 class MaskedTokens(nnx.Module):
-    """From features to the logits of tokens that were masked out; the last map is the embedding's table."""
+    """From features to the logits of tokens that were masked out; the last map is the embedding's
+    table.
+    """
 
     def __init__(self, config: EncoderConfig, dtype: Any, rngs: nnx.Rngs):
         self.activation = config.activation
         self.dense = linear((config.width, config.width), ("embed", "mlp"), True, dtype, rngs)
         self.norm = Norm(config.width, dtype, config.norm_eps)
-        self.bias = nnx.Param(named(nnx.initializers.zeros, "vocab")(rngs.params(), (config.vocab,), dtype))
+        self.bias = nnx.Param(
+            named(nnx.initializers.zeros, "vocab")(rngs.params(), (config.vocab,), dtype)
+        )
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """float32[rows, length, vocab]."""
         y = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
-        logits = jnp.einsum("rlw,vw->rlv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)
+        logits = jnp.einsum(
+            "rlw,vw->rlv", y, table.astype(y.dtype), preferred_element_type=jnp.float32
+        )
         return logits + self.bias[...].astype(jnp.float32)
 
 
 class Encoder(nnx.Module):
-    """An encoder: tokens to features, to the logits of masked tokens, or to those of classes, as the config's `task` says.
+    """An encoder: tokens to features, to the logits of masked tokens, or to those of classes, as
+    the config's `task` says.
 
-    Parameters: embed/embedding [vocab, width], position/embedding, token_type/embedding, stack/layers/query/kernel [layers, width, width],
-    and so on. Arrays lie where the layout says, or on the default device. It drops nothing in training.
+    Parameters: embed/embedding [vocab, width], position/embedding, token_type/embedding,
+    stack/layers/query/kernel [layers, width, width], and so on. Arrays lie where the layout says,
+    or on the default device. It drops nothing in training.
 
     Args:
       config: sizes and task; `EncoderConfig.from_config` reads them from a config.json.
-      dtype: of the parameters. Computation is in the dtype that they have when called; norms, softmax and logits are in float32.
+      dtype: of the parameters. Computation is in the dtype that they have when called; norms,
+        softmax and logits are in float32.
 
     Example:
-      >>> config = EncoderConfig(vocab=10, width=8, heads=2, mlp_width=16, depth=2, positions=4, task="classes", classes=3)
+      >>> config = EncoderConfig(
+      ...     vocab=10,
+      ...     width=8,
+      ...     heads=2,
+      ...     mlp_width=16,
+      ...     depth=2,
+      ...     positions=4,
+      ...     task="classes",
+      ...     classes=3,
+      ... )
       >>> model = Encoder(config, rngs=nnx.Rngs(0))
       >>> model({"tokens": jnp.array([[2, 5, 0]]), "mask": jnp.array([[1, 1, 0]])}).shape
       (1, 3)
@@ -174,48 +267,82 @@ class Encoder(nnx.Module):
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         self.config, width = config, config.width
         init, options = nnx.initializers.normal(0.02), {"param_dtype": dtype, "rngs": rngs}
-        self.embed = Embed(config.vocab, width, embedding_init=named(init, "vocab", "embed"), **options)
-        self.position = nnx.Embed(config.positions, width, embedding_init=named(init, None, "embed"), **options)
-        self.token_type = nnx.Embed(config.token_types, width, embedding_init=named(init, None, "embed"), **options)
+        self.embed = Embed(
+            config.vocab, width, embedding_init=named(init, "vocab", "embed"), **options
+        )
+        self.position = nnx.Embed(
+            config.positions, width, embedding_init=named(init, None, "embed"), **options
+        )
+        self.token_type = nnx.Embed(
+            config.token_types, width, embedding_init=named(init, None, "embed"), **options
+        )
         self.embed_norm = Norm(width, dtype, config.norm_eps)
         self.stack = LayerStack(repeat(config.depth, functools.partial(Layer, config, dtype), rngs))
         masked = config.task == "masked_tokens"
-        self.pooler = None if masked else linear((width, width), ("embed", "mlp"), True, dtype, rngs)
+        self.pooler = (
+            None if masked else linear((width, width), ("embed", "mlp"), True, dtype, rngs)
+        )
         self.predictions = MaskedTokens(config, dtype, rngs) if masked else None
-        head = functools.partial(linear, (width, config.classes), ("embed", None), preferred_element_type=jnp.float32)
+        head = functools.partial(
+            linear, (width, config.classes), ("embed", None), preferred_element_type=jnp.float32
+        )
         self.classifier = head(True, dtype, rngs) if config.task == "classes" else None
 
-    def __call__(self, tokens: Any, *, mask: jax.Array | None = None, token_types: jax.Array | None = None) -> jax.Array:
-        """What the config's `task` says, from the arguments of `features`, or a dict of them in place of `tokens`.
+    def __call__(
+        self, tokens: Any, *, mask: jax.Array | None = None, token_types: jax.Array | None = None
+    ) -> jax.Array:
+        """What the config's `task` says, from the arguments of `features`, or a dict of them in
+        place of `tokens`.
 
         Returns:
-          "features": [rows, length, width]; "masked_tokens": logits float32[rows, length, vocab]; "classes": logits float32[rows, classes].
+          "features": [rows, length, width]; "masked_tokens": logits float32[rows, length, vocab];
+          "classes": logits float32[rows, classes].
 
         Raises:
-          DataError: a dict without "tokens", or with other keys than these; or rows that are too long.
+          DataError: a dict without "tokens", or with other keys than these; or rows that are too
+            long.
         """
         if isinstance(tokens, Mapping):
             known = ("tokens", "mask", "token_types")
-            if "tokens" not in tokens or (strange := [name for name in tokens if name not in known]):
+            if "tokens" not in tokens or (
+                strange := [name for name in tokens if name not in known]
+            ):
                 why = f"the encoder takes {join_names(known)}, and is given {join_names(tokens)}."
-                raise DataError(why, fix=did_you_mean(strange[0], known) if "tokens" in tokens else 'tokens under the name "tokens".')
-            return self(tokens["tokens"], mask=tokens.get("mask"), token_types=tokens.get("token_types"))
+                raise DataError(
+                    why,
+                    fix=did_you_mean(strange[0], known)
+                    if "tokens" in tokens
+                    else 'tokens under the name "tokens".',
+                )
+            return self(
+                tokens["tokens"], mask=tokens.get("mask"), token_types=tokens.get("token_types")
+            )
         x = self.features(tokens, mask=mask, token_types=token_types)
         if self.predictions is not None:
             return self.predictions(x, self.embed.embedding[...])
         return x if self.classifier is None else self.classifier(self.pool(x)).astype(jnp.float32)
 
-    def features(self, tokens: jax.Array, *, mask: jax.Array | None = None, token_types: jax.Array | None = None) -> jax.Array:
+    def features(
+        self,
+        tokens: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
         """The last layer's output [rows, length, width].
 
         Args:
           tokens: int32[rows, length].
-          mask: bool or numbers [rows, length], False or 0 at padding, which no token sees; None: there is none.
+          mask: bool or numbers [rows, length], False or 0 at padding, which no token sees; None:
+            there is none.
           token_types: int32[rows, length], which of a pair of texts a token is of; None: 0.
         """
         length, longest = tokens.shape[1], self.config.positions
         if length > longest:
-            raise DataError(f"rows of {length} tokens, and the model has {longest} positions.", fix="shorter rows.")
+            raise DataError(
+                f"rows of {length} tokens, and the model has {longest} positions.",
+                fix="shorter rows.",
+            )
         types = jnp.zeros_like(tokens) if token_types is None else token_types
         x = self.embed(tokens) + self.token_type(types) + self.position(jnp.arange(length))
         return self.stack(self.embed_norm(x), None if mask is None else mask != 0)

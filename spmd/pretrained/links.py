@@ -1,4 +1,6 @@
-"""Links between tensors of files and arrays of a model: which box of one is which box of the other, and how dims change."""
+"""Links between tensors of files and arrays of a model: which box of one is which box of the other,
+and how dims change.
+"""
 
 import dataclasses
 import math
@@ -9,12 +11,15 @@ import numpy as np
 from spmd.pretrained.name_map import Dims
 from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, relative
 
-TILE_ROWS, LINE = 1024, 64  # of a matrix that is transposed, rows at a time, and bytes of each: an entire cache line
+# of a matrix that is transposed, rows at a time, and bytes of each: an entire cache line
+TILE_ROWS, LINE = 1024, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """`Dims` with sizes: the factors of a tensor's dims by number, in its order, and the factors of each dim of both sides."""
+    """`Dims` with sizes: the factors of a tensor's dims by number, in its order, and the factors of
+    each dim of both sides.
+    """
 
     sizes: tuple[int, ...]
     tensor: tuple[tuple[int, ...], ...]
@@ -48,7 +53,10 @@ def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int |
     sides = [*zip(dims.tensor, tensor, strict=True), *zip(dims.array, array, strict=True)]
     for _ in sides:  # each turn finds at least one size, or no turn will
         for group, total in sides:
-            unknown, known = [name for name in group if name not in sizes], math.prod(sizes[name] for name in group if name in sizes)
+            unknown, known = (
+                [name for name in group if name not in sizes],
+                math.prod(sizes[name] for name in group if name in sizes),
+            )
             if total is not None and len(unknown) == 1 and (known == 0 or total % known == 0):
                 sizes[unknown[0]] = total // known if known else 0
     names = [name for group in dims.tensor for name in group]
@@ -61,14 +69,18 @@ def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int |
         tuple(tuple(number[name] for name in group) for group in dims.array),
     )
     for side, given in ((factors.tensor, tensor), (factors.array, array)):
-        if any(total not in (None, size) for total, size in zip(given, factors.shape(side), strict=True)):
+        if any(
+            total not in (None, size)
+            for total, size in zip(given, factors.shape(side), strict=True)
+        ):
             raise ValueError("the sizes differ")
     return factors
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A box of a tensor is a box of the model's array at `path`, in which a stack's layer is dim 0 (`stacked`).
+    """A box of a tensor is a box of the model's array at `path`, in which a stack's layer is dim 0
+    (`stacked`).
 
     `twin`: the same values under a second name, in a file that has a tied array twice.
     """
@@ -87,7 +99,9 @@ class Link:
         sizes = self.factors.sizes
         ranges = [(0, size) for size in sizes]
         trim = []
-        for group, (begin, end), total in zip(self.factors.array, local, self.factors.shape(self.factors.array), strict=True):
+        for group, (begin, end), total in zip(
+            self.factors.array, local, self.factors.shape(self.factors.array), strict=True
+        ):
             inner = math.prod(sizes[factor] for factor in group[1:])
             if (begin, end) != (0, total):
                 ranges[group[0]] = (begin // inner, -(-end // inner))
@@ -101,31 +115,44 @@ class Link:
         return Request(self, tuple(tensor_box), tuple(ranges), tuple(trim))
 
     def as_tensor(self, values: np.ndarray) -> np.ndarray:
-        """A view of the values of this link's entire box of the array, without the layers' dim, shaped as the box of the tensor."""
+        """A view of the values of this link's entire box of the array, without the layers' dim,
+        shaped as the box of the tensor.
+        """
         order = [factor for group in self.factors.array for factor in group]
         split = values.reshape([self.factors.sizes[factor] for factor in order])
         return split.transpose(np.argsort(np.array(order, int))).reshape(box_shape(self.tensor_box))
 
     def parts(self, box: Box, most: int) -> list[Box]:
-        """A box of the array in parts, each of which reads about `most` bytes of contiguous rows of the tensor."""
+        """A box of the array in parts, each of which reads about `most` bytes of contiguous rows of
+        the tensor.
+        """
         if not self.factors.tensor:
             return [box]
         leading = self.factors.tensor[0][0]
-        dim = next((dim for dim, group in enumerate(self.factors.array) if group[0] == leading), None)
+        dim = next(
+            (dim for dim, group in enumerate(self.factors.array) if group[0] == leading), None
+        )
         if dim is None:
             return [box]
         dim += self.stacked
         begin, end = box[dim]
         row = math.prod(box_shape(box)) * self.tensor.dtype.itemsize // max(end - begin, 1)
-        inner = math.prod(self.factors.sizes[factor] for factor in self.factors.array[dim - self.stacked][1:])
+        inner = math.prod(
+            self.factors.sizes[factor] for factor in self.factors.array[dim - self.stacked][1:]
+        )
         step = max(1, most // max(row * inner, 1)) * inner
         first = begin // inner * inner  # parts begin where the leading factor does
-        return [(*box[:dim], (max(begin, at), min(end, at + step)), *box[dim + 1 :]) for at in range(first, end, step)] or [box]
+        return [
+            (*box[:dim], (max(begin, at), min(end, at + step)), *box[dim + 1 :])
+            for at in range(first, end, step)
+        ] or [box]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A box of a tensor to read or to write, and how it lies in the array: the range of each factor, and of each dim of the array."""
+    """A box of a tensor to read or to write, and how it lies in the array: the range of each
+    factor, and of each dim of the array.
+    """
 
     link: Link
     tensor_box: Box
@@ -134,12 +161,22 @@ class Request:
 
     @property
     def exact(self) -> bool:
-        """Whether the box of the tensor holds the values of the array's box in the same order, and no others."""
+        """Whether the box of the tensor holds the values of the array's box in the same order, and
+        no others.
+        """
         factors = self.link.factors
         sizes = tuple(end - begin for begin, end in self.ranges)
-        entire = all(self.ranges[factor] == (0, factors.sizes[factor]) for group in factors.tensor for factor in group[1:])
+        entire = all(
+            self.ranges[factor] == (0, factors.sizes[factor])
+            for group in factors.tensor
+            for factor in group[1:]
+        )
         shape = tuple(math.prod(sizes[factor] for factor in group) for group in factors.array)
-        return factors.keeps_order and entire and all(part == slice(0, size) for part, size in zip(self.trim, shape, strict=True))
+        return (
+            factors.keeps_order
+            and entire
+            and all(part == slice(0, size) for part, size in zip(self.trim, shape, strict=True))
+        )
 
     def as_array(self, raw: np.ndarray) -> np.ndarray:
         """A view of what was read, shaped as the array's box without the layers' dim."""
@@ -150,8 +187,13 @@ class Request:
                 leading = factor == group[0]
                 sizes.append(end - begin if leading else factors.sizes[factor])
                 inside.append(slice(None) if leading else slice(begin, end))
-        split = raw.reshape(sizes)[tuple(inside)].transpose([factor for group in factors.array for factor in group])
-        shape = [math.prod(self.ranges[factor][1] - self.ranges[factor][0] for factor in group) for group in factors.array]
+        split = raw.reshape(sizes)[tuple(inside)].transpose(
+            [factor for group in factors.array for factor in group]
+        )
+        shape = [
+            math.prod(self.ranges[factor][1] - self.ranges[factor][0] for factor in group)
+            for group in factors.array
+        ]
         return split.reshape(shape)[self.trim]
 
 

@@ -1,4 +1,6 @@
-"""Name maps: which tensor of a weight file is which array of a model. Data only, read from TOML, and invertible."""
+"""Name maps: which tensor of a weight file is which array of a model. Data only, read from TOML,
+and invertible.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +21,8 @@ FIX = "docs/pretrained.md has a map that is right."
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """How the dims of a tensor become those of an array: each dim is a group of named factors, the first varying slowest.
+    """How the dims of a tensor become those of an array: each dim is a group of named factors, the
+    first varying slowest.
 
     >>> Dims.parse("(heads size) width -> width heads size").array
     (('width',), ('heads',), ('size',))
@@ -50,10 +53,15 @@ class Dims:
     def _groups(side: str) -> tuple[tuple[str, ...], ...]:
         if re.sub(r"\([\w\s]+\)|\w+|\s", "", side) or not side.strip():
             raise ValueError("has something other than names and (names of one dim)")
-        return tuple(tuple(re.findall(r"\w+", group)) for group in re.findall(r"\([\w\s]+\)|\w+", side))
+        return tuple(
+            tuple(re.findall(r"\w+", group)) for group in re.findall(r"\([\w\s]+\)|\w+", side)
+        )
 
     def __str__(self) -> str:
-        return " -> ".join(" ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in side) for side in (self.tensor, self.array))
+        return " -> ".join(
+            " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in side)
+            for side in (self.tensor, self.array)
+        )
 
 
 TRANSPOSE = Dims((("out",), ("in",)), (("in",), ("out",)))
@@ -61,11 +69,14 @@ TRANSPOSE = Dims((("out",), ("in",)), (("in",), ("out",)))
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """Which tensors are which arrays: one of `file` and `model` may hold several, which lie along dim `concat` of the other's one.
+    """Which tensors are which arrays: one of `file` and `model` may hold several, which lie along
+    dim `concat` of the other's one.
 
     Attributes:
-      file: patterns of names of tensors; `{layer}` stands for a number, any other `{name}` for characters other than "." and "/".
-      model: patterns of paths of arrays with the same captures; `layers.{layer}` stands for where the model keeps that layer.
+      file: patterns of names of tensors; `{layer}` stands for a number, any other `{name}` for
+        characters other than "." and "/".
+      model: patterns of paths of arrays with the same captures; `layers.{layer}` stands for where
+        the model keeps that layer.
       dims: how dims are reordered and reshaped; None: as they are.
       tied: the tensor is a second name of an array that another rule maps.
       optional: the rule may match nothing.
@@ -88,8 +99,14 @@ class TensorRule:
     @property
     def transform(self) -> str:
         """What happens between file and model, in words; "" if nothing does."""
-        words = ["transposed" if self.dims == TRANSPOSE else f'dims = "{self.dims}"'] if self.dims is not None else []
-        return ", ".join([*words, *([f"concat = {self.concat}"] if self.concat is not None else [])])
+        words = (
+            ["transposed" if self.dims == TRANSPOSE else f'dims = "{self.dims}"']
+            if self.dims is not None
+            else []
+        )
+        return ", ".join(
+            [*words, *([f"concat = {self.concat}"] if self.concat is not None else [])]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +120,11 @@ class IgnoredRule:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Where the model keeps its layers: in a stack, whose arrays are [layers, ...], with a list after it for those left over; or in a list.
+    """Where the model keeps its layers: in a stack, whose arrays are [layers, ...], with a list
+    after it for those left over; or in a list.
 
-    A stack of groups of several layers keeps them in `stack/0/...`, `stack/1/...`: layer i is member i % period of group i // period.
+    A stack of groups of several layers keeps them in `stack/0/...`, `stack/1/...`: layer i is
+    member i % period of group i // period.
     """
 
     stack: str = ""
@@ -113,7 +132,8 @@ class Layers:
     list: str = ""
 
 
-WRAPPER = re.compile(r"((?:module|_orig_mod)\.)+")  # which PyTorch puts before every name in a wrapped model
+# which PyTorch puts before every name in a wrapped model
+WRAPPER = re.compile(r"((?:module|_orig_mod)\.)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +169,8 @@ class NameMap:
         """From a TOML file.
 
         Raises:
-          PretrainedError: there is no such file, or it cannot be read; all problems at once, each with its line.
+          PretrainedError: there is no such file, or it cannot be read; all problems at once, each
+            with its line.
         """
         if isinstance(source, NameMap):
             return source
@@ -157,9 +178,13 @@ class NameMap:
         try:
             return cls.loads(path.read_text(encoding="utf-8"), str(source))
         except OSError as error:
-            raise PretrainedError(f"name map {source} cannot be read: {error.strerror}.", fix="check the path.") from error
+            raise PretrainedError(
+                f"name map {source} cannot be read: {error.strerror}.", fix="check the path."
+            ) from error
         except UnicodeDecodeError as error:
-            raise PretrainedError(f"{source} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8.") from error
+            raise PretrainedError(
+                f"{source} is not UTF-8 text (byte {error.start}).", fix="save it as UTF-8."
+            ) from error
 
     @classmethod
     def loads(cls, text: str, where: str = "name map") -> "NameMap":
@@ -175,7 +200,8 @@ class NameMap:
         return name_map
 
     def for_names(self, names: Iterable[str]) -> "NameMap":
-        """The map without its prefix, if no tensor has it; and with that of a wrapper of PyTorch's, if all have it.
+        """The map without its prefix, if no tensor has it; and with that of a wrapper of PyTorch's,
+        if all have it.
 
         >>> rules = (TensorRule(("model.w",), ("w",)),)
         >>> NameMap(rules, prefix="model.").for_names(["w"]).tensors[0].file
@@ -185,18 +211,29 @@ class NameMap:
         """
         names = list(names)
         wrapped = WRAPPER.match(min(names, default=""))
-        wrapper = wrapped[0] if wrapped and all(name.startswith(wrapped[0]) for name in names) else ""
-        if any(file.startswith(wrapper) for rule in self.tensors for file in rule.file):  # the map has it itself
+        wrapper = (
+            wrapped[0] if wrapped and all(name.startswith(wrapped[0]) for name in names) else ""
+        )
+        # the map has it itself
+        if any(file.startswith(wrapper) for rule in self.tensors for file in rule.file):
             wrapper = ""
-        prefix = self.prefix if any(name.removeprefix(wrapper).startswith(self.prefix) for name in names) else ""
+        prefix = (
+            self.prefix
+            if any(name.removeprefix(wrapper).startswith(self.prefix) for name in names)
+            else ""
+        )
         if prefix == self.prefix and not wrapper:
             return self
 
         def as_named(pattern: str) -> str:
             return wrapper + (pattern if prefix else pattern.removeprefix(self.prefix))
 
-        tensors = tuple(dataclasses.replace(rule, file=tuple(map(as_named, rule.file))) for rule in self.tensors)
-        ignored = tuple(dataclasses.replace(rule, file=as_named(rule.file)) for rule in self.ignored)
+        tensors = tuple(
+            dataclasses.replace(rule, file=tuple(map(as_named, rule.file))) for rule in self.tensors
+        )
+        ignored = tuple(
+            dataclasses.replace(rule, file=as_named(rule.file)) for rule in self.ignored
+        )
         return dataclasses.replace(self, tensors=tensors, ignored=ignored, prefix=wrapper + prefix)
 
 
@@ -204,15 +241,29 @@ class _Reader(Tables):
     """Reads a name map from parsed TOML."""
 
     def name_map(self, data: dict[str, Any]) -> NameMap:
-        self.unknown(data, ("tensors", "ignored", "layers", "architectures", "model_types", "prefix"), "")
+        self.unknown(
+            data, ("tensors", "ignored", "layers", "architectures", "model_types", "prefix"), ""
+        )
         layers = self.fields(self.table(data, "layers"), "layers", Layers)
         if layers["list"] and (layers["stack"] or layers["tail"]):
-            self.key_problem("layers", "list", "the model keeps its layers in a stack already.", "one of stack and list.", "conflict")
+            self.key_problem(
+                "layers",
+                "list",
+                "the model keeps its layers in a stack already.",
+                "one of stack and list.",
+                "conflict",
+            )
         rules = tuple(self.tensor_rule(*item) for item in self.items(data, "tensors"))
         if not data.get("tensors"):
-            self.problem("[[tensors]]", "maps no tensor.", 'such as  file = "proj.weight"  model = "proj/kernel".')
+            self.problem(
+                "[[tensors]]",
+                "maps no tensor.",
+                'such as  file = "proj.weight"  model = "proj/kernel".',
+            )
         return NameMap(
-            tensors=tuple(dataclasses.replace(rule, number=number) for number, rule in enumerate(rules, 1)),
+            tensors=tuple(
+                dataclasses.replace(rule, number=number) for number, rule in enumerate(rules, 1)
+            ),
             ignored=tuple(self.ignored_rule(*item) for item in self.items(data, "ignored")),
             layers=Layers(**{key: value.strip("/") for key, value in layers.items()}),
             architectures=self.strings(data, "architectures"),
@@ -223,7 +274,9 @@ class _Reader(Tables):
     def strings(self, data: dict[str, Any], key: str) -> tuple[str, ...]:
         value = self.value(data, "", key, [], list)
         if not all(isinstance(item, str) for item in value):
-            self.key_problem("", key, f"{as_toml(value)} is not a list of strings.", 'such as ["llama"].')
+            self.key_problem(
+                "", key, f"{as_toml(value)} is not a list of strings.", 'such as ["llama"].'
+            )
             return ()
         return tuple(value)
 
@@ -235,24 +288,63 @@ class _Reader(Tables):
         return IgnoredRule(file[0], str(item.get("reason", "")), line)
 
     def tensor_rule(self, item: dict[str, Any], where: str, line: int | None) -> TensorRule:
-        self.unknown_in_rule(item, ("file", "model", "transpose", "dims", "concat", "tied", "optional"), where, line)
-        file, model = self.patterns(item, "file", where, line), self.patterns(item, "model", where, line)
-        for key, kind, example in (("transpose", bool, "true"), ("tied", bool, "true"), ("optional", bool, "true"), ("concat", int, "0")):
+        self.unknown_in_rule(
+            item, ("file", "model", "transpose", "dims", "concat", "tied", "optional"), where, line
+        )
+        file, model = (
+            self.patterns(item, "file", where, line),
+            self.patterns(item, "model", where, line),
+        )
+        for key, kind, example in (
+            ("transpose", bool, "true"),
+            ("tied", bool, "true"),
+            ("optional", bool, "true"),
+            ("concat", int, "0"),
+        ):
             if key in item and type(item[key]) is not kind:
-                self.problem(f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line)
+                self.problem(
+                    f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line
+                )
                 item = {name: value for name, value in item.items() if name != key}
-        captures = {pattern: frozenset(re.findall(r"\{(\w+)\}", pattern)) for pattern in (*file, *model) if pattern}
+        captures = {
+            pattern: frozenset(re.findall(r"\{(\w+)\}", pattern))
+            for pattern in (*file, *model)
+            if pattern
+        }
         if len(set(captures.values())) > 1:
-            shown = "; ".join(f"{pattern}: {', '.join(sorted(names)) or 'none'}" for pattern, names in captures.items())
-            self.problem(where, f"captures differ: {shown}.", "the same {names} in file and model.", line)
+            shown = "; ".join(
+                f"{pattern}: {', '.join(sorted(names)) or 'none'}"
+                for pattern, names in captures.items()
+            )
+            self.problem(
+                where, f"captures differ: {shown}.", "the same {names} in file and model.", line
+            )
         concat = item.get("concat")
         if len(file) > 1 and len(model) > 1:
             self.problem(where, "both file and model are lists.", "a rule for each.", line)
         elif max(len(file), len(model)) > 1 and (concat is None or concat < 0):
-            self.problem(where, "several are joined, along which dim is not said.", "concat = 0, a dim of the one.", line)
+            self.problem(
+                where,
+                "several are joined, along which dim is not said.",
+                "concat = 0, a dim of the one.",
+                line,
+            )
         elif concat is not None and len(file) == len(model) == 1:
-            self.problem(where, "concat, but nothing is joined.", "leave it out, or a list in file or model.", line)
-        return TensorRule(file, model, self.dims(item, where, line), concat, item.get("tied", False), item.get("optional", False), line)
+            self.problem(
+                where,
+                "concat, but nothing is joined.",
+                "leave it out, or a list in file or model.",
+                line,
+            )
+        return TensorRule(
+            file,
+            model,
+            self.dims(item, where, line),
+            concat,
+            item.get("tied", False),
+            item.get("optional", False),
+            line,
+        )
 
     def dims(self, item: dict[str, Any], where: str, line: int | None) -> Dims | None:
         if item.get("transpose") and "dims" in item:
@@ -262,10 +354,17 @@ class _Reader(Tables):
         try:
             return Dims.parse(item["dims"] if isinstance(item["dims"], str) else "")
         except ValueError as error:
-            self.problem(f"{where} dims", f"{as_toml(item['dims'])} {error}.", 'such as "(heads size) width -> width heads size".', line)
+            self.problem(
+                f"{where} dims",
+                f"{as_toml(item['dims'])} {error}.",
+                'such as "(heads size) width -> width heads size".',
+                line,
+            )
             return None
 
-    def patterns(self, item: dict[str, Any], key: str, where: str, line: int | None) -> tuple[str, ...]:
+    def patterns(
+        self, item: dict[str, Any], key: str, where: str, line: int | None
+    ) -> tuple[str, ...]:
         """The patterns of a key; of a wrong value a problem, and one that matches nothing."""
         value: Any = item.get(key)
         several: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
@@ -275,15 +374,31 @@ class _Reader(Tables):
             return ("",)
         for pattern in several:
             names = re.findall(r"\{(\w+)\}", pattern)
-            if re.search(r"[{}]", re.sub(r"\{[A-Za-z_]\w*\}", "", pattern)) or len(set(names)) < len(names):
-                self.problem(where, f'"{pattern}": braces hold a name, once each.', "such as {layer}.", line)
+            if re.search(r"[{}]", re.sub(r"\{[A-Za-z_]\w*\}", "", pattern)) or len(
+                set(names)
+            ) < len(names):
+                self.problem(
+                    where, f'"{pattern}": braces hold a name, once each.', "such as {layer}.", line
+                )
                 return ("",)
-            if key == "model" and f"{{{LAYER}}}" in pattern and f"layers.{{{LAYER}}}/" not in pattern:
-                self.problem(where, f'"{pattern}": a layer is written layers.{{layer}}/...', "its path in the layer after it.", line)
+            if (
+                key == "model"
+                and f"{{{LAYER}}}" in pattern
+                and f"layers.{{{LAYER}}}/" not in pattern
+            ):
+                self.problem(
+                    where,
+                    f'"{pattern}": a layer is written layers.{{layer}}/...',
+                    "its path in the layer after it.",
+                    line,
+                )
         return several
 
 
-EXAMPLES = {"file": "model.layers.{layer}.mlp.up_proj.weight", "model": "layers.{layer}/mlp/up/kernel"}
+EXAMPLES = {
+    "file": "model.layers.{layer}.mlp.up_proj.weight",
+    "model": "layers.{layer}/mlp/up/kernel",
+}
 
 
 @functools.cache
@@ -295,7 +410,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
     """
     parts = re.split(r"\{(\w+)\}", pattern)
     regex = [
-        re.escape(part) if at % 2 == 0 else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})"
+        re.escape(part)
+        if at % 2 == 0
+        else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})"
         for at, part in enumerate(parts)
     ]
     return re.compile("".join(regex))

@@ -1,4 +1,6 @@
-"""Reads tensors to the devices that keep them: each process only the bytes of its own shards, in the dtype asked."""
+"""Reads tensors to the devices that keep them: each process only the bytes of its own shards, in
+the dtype asked.
+"""
 
 import collections
 import dataclasses
@@ -16,12 +18,24 @@ import numpy as np
 
 from spmd.errors import PretrainedError
 from spmd.pretrained.links import Link, Request, copy_into
-from spmd.pretrained.safetensors_files import Box, Tensor, box_shape, has_short_runs, intersection, read_ahead, read_box, relative, slices
+from spmd.pretrained.safetensors_files import (
+    Box,
+    Tensor,
+    box_shape,
+    has_short_runs,
+    intersection,
+    read_ahead,
+    read_box,
+    relative,
+    slices,
+)
 from spmd.tree import format_bytes
 
-THREADS = max(2, min(16, os.cpu_count() or 2))  # no more than processors: `read_ahead` keeps the disk busy, and these copy
+# no more than processors: `read_ahead` keeps the disk busy, and these copy
+THREADS = max(2, min(16, os.cpu_count() or 2))
 PART = 8 << 20  # bytes that a thread reads at a time
-IN_FLIGHT = 256 << 20  # bytes of host memory beside those that are on the devices; a larger shard is read alone
+# bytes of host memory beside those that are on the devices; a larger shard is read alone
+IN_FLIGHT = 256 << 20
 ALIGNMENT = 64  # bytes; a CPU device then uses the buffer itself
 
 
@@ -41,7 +55,10 @@ class ReadReport:
 
     def __str__(self) -> str:
         rate = format_bytes(self.bytes_read / max(self.seconds, 1e-9))
-        return f"{format_bytes(self.bytes_read)} read in {self.seconds:.1f} s ({rate}/s), {format_bytes(self.bytes_kept)} of them kept"
+        return (
+            f"{format_bytes(self.bytes_read)} read in {self.seconds:.1f} s ({rate}/s), "
+            f"{format_bytes(self.bytes_kept)} of them kept"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +81,8 @@ def read_arrays(
 ) -> tuple[dict[str, jax.Array], ReadReport]:
     """Arrays by path, read from the tensors that are linked with them.
 
-    Host memory in use is at most `IN_FLIGHT` or one shard, whichever is larger, and `PART` bytes for each thread.
+    Host memory in use is at most `IN_FLIGHT` or one shard, whichever is larger, and `PART` bytes
+    for each thread.
 
     Args:
       links: of all parts of these arrays.
@@ -72,7 +90,8 @@ def read_arrays(
       display: a progress display of `spmd.run.progress`.
 
     Raises:
-      PretrainedError: a file has changed or cannot be read, or the two copies of a tied array differ.
+      PretrainedError: a file has changed or cannot be read, or the two copies of a tied array
+        differ.
     """
     started, by_path = time.perf_counter(), collections.defaultdict[str, list[Link]](list)
     for link in links:
@@ -93,7 +112,14 @@ def read_arrays(
             for shard, buffer in zip(groups[number], buffers, strict=True):
                 pieces[shard.path] += _on_devices(buffer, shard.devices)
             if display.due():
-                display.show(done >> 20, ["MiB", f"{format_bytes(done / (time.perf_counter() - started))}/s", groups[number][0].path])
+                display.show(
+                    done >> 20,
+                    [
+                        "MiB",
+                        f"{format_bytes(done / (time.perf_counter() - started))}/s",
+                        groups[number][0].path,
+                    ],
+                )
             return sizes[number]
 
         for number, group in enumerate(groups):
@@ -101,14 +127,20 @@ def read_arrays(
                 freed = place()
                 busy, done = busy - freed, done + freed
             buffers = [aligned(box_shape(shard.box), shard.dtype) for shard in group]
-            waiting.append((number, buffers, list(reader.submit(group, buffers, by_path[group[0].path]))))
+            waiting.append(
+                (number, buffers, list(reader.submit(group, buffers, by_path[group[0].path])))
+            )
             busy += sizes[number]
             del buffers
         while waiting:
             done += place()
-        display.show(done >> 20, ["MiB", f"{format_bytes(done / (time.perf_counter() - started))}/s"])
+        display.show(
+            done >> 20, ["MiB", f"{format_bytes(done / (time.perf_counter() - started))}/s"]
+        )
     arrays: dict[str, jax.Array] = {
-        path: jax.make_array_from_single_device_arrays(targets[path].shape, targets[path].sharding, pieces[path])  # type: ignore[arg-type]
+        path: jax.make_array_from_single_device_arrays(
+            targets[path].shape, targets[path].sharding, pieces[path]
+        )  # type: ignore[arg-type]
         for path in by_path
     }
     return arrays, ReadReport(reader.bytes_read, reader.bytes_kept, time.perf_counter() - started)
@@ -127,7 +159,9 @@ def _position(link: Link) -> tuple[str, int]:
 
 
 def _groups(links: Sequence[Link], target: jax.ShapeDtypeStruct) -> list[list[Shard]]:
-    """The shards of an array that devices of this process keep, each once; all together if they are read in short runs."""
+    """The shards of an array that devices of this process keep, each once; all together if they are
+    read in short runs.
+    """
     shards = _shards(links[0].path, target)
     for link in links:
         for shard in shards:
@@ -139,16 +173,25 @@ def _groups(links: Sequence[Link], target: jax.ShapeDtypeStruct) -> list[list[Sh
 
 def _shards(path: str, target: jax.ShapeDtypeStruct) -> list[Shard]:
     if target.sharding is None:
-        raise PretrainedError(f"{path} has no sharding.", fix="jax.ShapeDtypeStruct(..., sharding=...).")
+        raise PretrainedError(
+            f"{path} has no sharding.", fix="jax.ShapeDtypeStruct(..., sharding=...)."
+        )
     devices: dict[Box, list[Any]] = collections.defaultdict(list)
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
-        ranges = (part.indices(size)[:2] for part, size in zip(index or (), target.shape, strict=True))
+        ranges = (
+            part.indices(size)[:2] for part, size in zip(index or (), target.shape, strict=True)
+        )
         devices[tuple(ranges)].append(device)
-    return [Shard(path, box, np.dtype(target.dtype), tuple(several)) for box, several in sorted(devices.items())]
+    return [
+        Shard(path, box, np.dtype(target.dtype), tuple(several))
+        for box, several in sorted(devices.items())
+    ]
 
 
 def _on_devices(buffer: np.ndarray, devices: tuple[Any, ...]) -> list[jax.Array]:
-    """The buffer on each device; a CPU device uses it itself, so all others get copies of their own."""
+    """The buffer on each device; a CPU device uses it itself, so all others get copies of their
+    own.
+    """
     first = jax.device_put(buffer, devices[0])
     arrays = [first, *(jax.device_put(first, device, may_alias=False) for device in devices[1:])]
     if devices[0].platform != "cpu":
@@ -173,27 +216,45 @@ class _Reader:
         for descriptor in self._files.values():
             os.close(descriptor)
 
-    def submit(self, group: Sequence[Shard], buffers: Sequence[np.ndarray], links: Sequence[Link]) -> Iterator[Future]:
+    def submit(
+        self, group: Sequence[Shard], buffers: Sequence[np.ndarray], links: Sequence[Link]
+    ) -> Iterator[Future]:
         """Read shards of one array into their buffers, in parts."""
         for link in links:
-            insides = [inside for shard in group if (inside := intersection(shard.box, link.array_box)) is not None]
+            insides = [
+                inside
+                for shard in group
+                if (inside := intersection(shard.box, link.array_box)) is not None
+            ]
             if not insides:
                 continue
-            self.bytes_kept += sum(math.prod(box_shape(inside)) for inside in insides) * link.tensor.dtype.itemsize
-            around = tuple((min(begin for begin, _ in dim), max(end for _, end in dim)) for dim in zip(*insides, strict=True))
+            self.bytes_kept += (
+                sum(math.prod(box_shape(inside)) for inside in insides) * link.tensor.dtype.itemsize
+            )
+            around = tuple(
+                (min(begin for begin, _ in dim), max(end for _, end in dim))
+                for dim in zip(*insides, strict=True)
+            )
             for part in link.parts(around, PART):
                 targets = []
                 for shard, buffer in zip(group, buffers, strict=True):
                     inside = intersection(part, shard.box)
                     if inside is not None:
-                        targets.append((relative(inside, part), buffer[slices(relative(inside, shard.box))]))
+                        targets.append(
+                            (relative(inside, part), buffer[slices(relative(inside, shard.box))])
+                        )
                 read_ahead(self._open(link.tensor), link.tensor, link.request(part).tensor_box)
                 yield self._pool.submit(self._read_part, link, part, targets)
 
     def _read_part(self, link: Link, box: Box, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
         """Read a box of the array; `targets`: where parts of it belong, by their boxes in it."""
         request, (_, first), dtype = link.request(box), targets[0], targets[0][1].dtype
-        direct = len(targets) == 1 and request.exact and dtype == link.tensor.dtype and first.flags.c_contiguous
+        direct = (
+            len(targets) == 1
+            and request.exact
+            and dtype == link.tensor.dtype
+            and first.flags.c_contiguous
+        )
         shape = box_shape(request.tensor_box)
         raw = first.reshape(shape) if direct else self._scratch("raw", shape, link.tensor.dtype)
         self._read(link.tensor, request.tensor_box, raw)
@@ -201,24 +262,36 @@ class _Reader:
             self._check_twin(request, raw, link.twin.request(box))
         if direct:
             return
-        if dtype != raw.dtype and not request.exact:  # both the cast and the change of order are several times faster alone
+        # both the cast and the change of order are several times faster alone
+        if dtype != raw.dtype and not request.exact:
             cast = self._scratch("cast", raw.shape, dtype)
             cast[...] = raw
             raw = cast
-        bits = f"u{dtype.itemsize}" if dtype == raw.dtype and dtype.itemsize <= 8 else dtype  # numpy moves integers faster than bfloat16
+        # numpy moves integers faster than bfloat16
+        bits = f"u{dtype.itemsize}" if dtype == raw.dtype and dtype.itemsize <= 8 else dtype
         values = request.as_array(raw.view(bits) if dtype == raw.dtype else raw)
         for part, target in targets:
-            copy_into((target[0] if link.stacked else target).view(bits), values[slices(part[link.stacked :])])
+            copy_into(
+                (target[0] if link.stacked else target).view(bits),
+                values[slices(part[link.stacked :])],
+            )
 
     def _check_twin(self, request: Request, raw: np.ndarray, twin: Request) -> None:
         other = self._scratch("twin", box_shape(twin.tensor_box), twin.link.tensor.dtype)
         self._read(twin.link.tensor, twin.tensor_box, other)
         one, two = request.as_array(raw), twin.as_array(other)
         bits = f"u{raw.dtype.itemsize}"
-        if raw.dtype != other.dtype or not np.array_equal(np.ascontiguousarray(one).view(bits), np.ascontiguousarray(two).view(bits)):
+        if raw.dtype != other.dtype or not np.array_equal(
+            np.ascontiguousarray(one).view(bits), np.ascontiguousarray(two).view(bits)
+        ):
             names = f"{request.link.tensor.name} and {twin.link.tensor.name}"
-            why = f"{names} are one array of the model ({request.link.path}), and their values differ."
-            raise PretrainedError(why, fix="a model without tied weights, and a name map without tied = true.")
+            why = (
+                f"{names} are one array of the model ({request.link.path}), and their values "
+                "differ."
+            )
+            raise PretrainedError(
+                why, fix="a model without tied weights, and a name map without tied = true."
+            )
 
     def _read(self, tensor: Tensor, box: Box, into: np.ndarray) -> None:
         try:
@@ -238,7 +311,9 @@ class _Reader:
             return self._files[tensor.file]
 
     def _scratch(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Memory of this thread, used again for the next part: fresh pages cost more than what is copied into them."""
+        """Memory of this thread, used again for the next part: fresh pages cost more than what is
+        copied into them.
+        """
         size = math.prod(shape) * dtype.itemsize
         room = getattr(self._local, name, None)
         if room is None or len(room) < size:
@@ -248,4 +323,6 @@ class _Reader:
 
 
 def _unreadable(tensor: Tensor, error: OSError) -> PretrainedError:
-    return PretrainedError(f"{tensor.file} cannot be read: {error.strerror} (at {tensor}).", fix="check the disk.")
+    return PretrainedError(
+        f"{tensor.file} cannot be read: {error.strerror} (at {tensor}).", fix="check the disk."
+    )

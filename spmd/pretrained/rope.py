@@ -1,7 +1,8 @@
 """Rotary position embeddings: the frequencies that a config.json asks for, and the rotation.
 
-Sources: Su et al., RoFormer, arXiv:2104.09864, with the two halves of a head as pairs, as in GPT-NeoX; linear scaling (Chen et al.,
-arXiv:2306.15595); YaRN (Peng et al., arXiv:2309.00071, equations 17-22); Llama 3.1 (arXiv:2407.21783), whose scaling is in its code only.
+Sources: Su et al., RoFormer, arXiv:2104.09864, with the two halves of a head as pairs, as in
+GPT-NeoX; linear scaling (Chen et al., arXiv:2306.15595); YaRN (Peng et al., arXiv:2309.00071,
+equations 17-22); Llama 3.1 (arXiv:2407.21783), whose scaling is in its code only.
 """
 
 import dataclasses
@@ -12,13 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What each kind of `rope_scaling` reads, with the default of a key that may be missing; ... where it may not.
+# What each kind of `rope_scaling` reads, with the default of a key that may be missing; ... where
+# it may not.
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": ...},
-    "llama3": {"factor": ..., "low_freq_factor": ..., "high_freq_factor": ..., "original_max_position_embeddings": None},
+    "llama3": {
+        "factor": ...,
+        "low_freq_factor": ...,
+        "high_freq_factor": ...,
+        "original_max_position_embeddings": None,
+    },
     "yarn": {
-        **{"factor": ..., "original_max_position_embeddings": None, "attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0},
+        **{
+            "factor": ...,
+            "original_max_position_embeddings": None,
+            "attention_factor": None,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
         **{"mscale": None, "mscale_all_dim": None, "truncate": True},
     },
 }
@@ -44,12 +57,18 @@ class Rope:
     def of(cls, base: float, head_dim: int, kind: str = "default", **options: Any) -> "Rope":
         """The rotation of a kind in `KINDS`, with its options."""
         plain = base ** -(np.arange(0, head_dim, 2) / head_dim)
-        scaled, factor = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _unscaled)(plain, base, **options)
+        scaled, factor = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _unscaled)(
+            plain, base, **options
+        )
         return cls(tuple(map(float, scaled)), float(factor))
 
     def table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines, float32[rows, length, head_dim / 2], of positions int32[rows, length]."""
-        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
+        """Cosines and sines, float32[rows, length, head_dim / 2], of positions int32[rows,
+        length].
+        """
+        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
+            self.frequencies, jnp.float32
+        )
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 
 
@@ -62,7 +81,9 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """
     cos, sin = (part[:, :, None, :] for part in table)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def _unscaled(plain: np.ndarray, base: float) -> tuple[np.ndarray, float]:
@@ -82,7 +103,9 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> tuple[np.ndarray, float]:
-    """Frequencies with few turns in the original length are divided, those with many kept, and those between interpolated."""
+    """Frequencies with few turns in the original length are divided, those with many kept, and
+    those between interpolated.
+    """
     turns = original_max_position_embeddings * plain / (2 * math.pi)
     kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return plain * (kept + (1 - kept) / factor), 1.0
@@ -101,12 +124,18 @@ def _yarn(
     mscale_all_dim: float | None,
     truncate: bool,
 ) -> tuple[np.ndarray, float]:
-    """As `_llama3`, linear in the pair's number instead of the turns, and scores are multiplied by `attention_factor` squared."""
+    """As `_llama3`, linear in the pair's number instead of the turns, and scores are multiplied by
+    `attention_factor` squared.
+    """
     dim = 2 * len(plain)
 
     def pair(turns: float) -> float:
         """The number of the pair with so many turns in the original length."""
-        return dim * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            dim
+            * math.log(original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -116,6 +145,7 @@ def _yarn(
     low, high = max(low, 0), min(high, dim - 1)
     divided = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
     if attention_factor is None:
-        by_two = mscale and mscale_all_dim
-        attention_factor = magnitude(mscale) / magnitude(mscale_all_dim) if by_two else magnitude(1.0)  # type: ignore[arg-type]
+        attention_factor = magnitude(1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = magnitude(mscale) / magnitude(mscale_all_dim)
     return plain * (divided / factor + 1 - divided), attention_factor

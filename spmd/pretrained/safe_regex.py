@@ -1,10 +1,13 @@
-"""Regular expressions of files that are not trusted, matched without backtracking, which such a file could make endless."""
+"""Regular expressions of files that are not trusted, matched without backtracking, which such a
+file could make endless.
+"""
 
 import functools
 import re
 from typing import Any
 
-CHARACTER = re.compile(r"\\\D|\[\^?\]?(?:\\\D|[^\\\]])*\]|[^\\()\[\]{}|*+?]")  # or a place between two, such as ^ and \b
+# or a place between two, such as ^ and \b
+CHARACTER = re.compile(r"\\\D|\[\^?\]?(?:\\\D|[^\\\]])*\]|[^\\()\[\]{}|*+?]")
 REPEAT = re.compile(r"([*+?]|\{(?=,?\d)(\d*)(,?)(\d*)\})\??")
 
 
@@ -14,10 +17,14 @@ class SafeRegex:
     Matching takes at most time in proportion to the expression and to the cube of a name's length.
 
     Raises:
-      ValueError: it is no regular expression, is longer than 1,000 characters, or has something else, such as references to groups.
+      ValueError: it is no regular expression, is longer than 1,000 characters, or has something
+        else, such as references to groups.
 
     Example:
-      >>> SafeRegex(r".*\\.(q|v)_proj").fullmatch("h.0.q_proj"), SafeRegex("(a+)+b").fullmatch("a" * 100)
+      >>> (
+      ...     SafeRegex(r".*\\.(q|v)_proj").fullmatch("h.0.q_proj"),
+      ...     SafeRegex("(a+)+b").fullmatch("a" * 100),
+      ... )
       (True, False)
     """
 
@@ -36,7 +43,9 @@ class SafeRegex:
         return found
 
     def _parse(self) -> list[Any]:
-        """The alternatives of a group: each a list of characters or groups, with the least and the largest number of repetitions."""
+        """The alternatives of a group: each a list of characters or groups, with the least and the
+        largest number of repetitions.
+        """
         branches: list[list[Any]] = [[]]
         while self._at < len(self._text) and self._text[self._at] != ")":
             if self._take(r"\|"):
@@ -71,12 +80,15 @@ class SafeRegex:
                 return {found.end() for start in starts if (found := atom.match(name, start))}
             for start in starts:
                 if (id(atom), start) not in known:
-                    known[id(atom), start] = set().union(*(functools.reduce(repeated, branch, {start}) for branch in atom))
+                    known[id(atom), start] = set().union(
+                        *(functools.reduce(repeated, branch, {start}) for branch in atom)
+                    )
             return set().union(*(known[id(atom), start] for start in starts))
 
         def repeated(starts: set[int], part: tuple[Any, int, float]) -> set[int]:
             atom, least, most = part
-            for _ in range(min(least, len(name) + 1)):  # more change nothing: each moves on, or stays where it may stay for ever
+            # more change nothing: each moves on, or stays where it may stay for ever
+            for _ in range(min(least, len(name) + 1)):
                 starts = once(atom, starts)
             ends = new = starts
             for _ in range(int(min(most - least, len(name) + 1))):

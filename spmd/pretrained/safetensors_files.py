@@ -1,6 +1,8 @@
-"""safetensors files: an 8-byte length, a JSON header, raw bytes (https://github.com/huggingface/safetensors, "Format").
+"""safetensors files: an 8-byte length, a JSON header, raw bytes
+(https://github.com/huggingface/safetensors, "Format").
 
-Headers are untrusted: sizes, offsets, overlaps, dtypes and names are checked before anything is allocated for them.
+Headers are untrusted: sizes, offsets, overlaps, dtypes and names are checked before anything is
+allocated for them.
 """
 
 import collections
@@ -16,13 +18,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import PretrainedError, Problem, did_you_mean, join_names, printable, raise_problems, short_repr
+from spmd.errors import (
+    PretrainedError,
+    Problem,
+    did_you_mean,
+    join_names,
+    printable,
+    raise_problems,
+    short_repr,
+)
 from spmd.output_files import open_output, read_bytes
 from spmd.tree import describe
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
-    **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "UI" for size in (1, 2, 4, 8)},
+    **{
+        f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}")
+        for letter in "UI"
+        for size in (1, 2, 4, 8)
+    },
     "F16": np.dtype("f2"),
     "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype("f4"),
@@ -40,7 +54,9 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, which is not read yet: its name, where its bytes are, and what they mean."""
+    """One tensor of a file, which is not read yet: its name, where its bytes are, and what they
+    mean.
+    """
 
     name: str
     file: Path
@@ -55,7 +71,9 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder by name, in the order of its files, and the metadata of its first file."""
+    """The tensors of a folder by name, in the order of its files, and the metadata of its first
+    file.
+    """
 
     where: Path
     tensors: dict[str, Tensor]
@@ -71,7 +89,8 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of one file by name, and its metadata; reads the header only.
 
     Raises:
-      PretrainedError: the file is missing or damaged; all problems of its header at once, with the names of tensors.
+      PretrainedError: the file is missing or damaged; all problems of its header at once, with the
+        names of tensors.
     """
     if file.exists() and not file.is_file():  # opening a pipe waits for a writer
         raise PretrainedError(f"{file} is no regular file.", fix="check the path.")
@@ -82,18 +101,28 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             if length < 0:
                 raise _damaged(file, f"it has {size} bytes; the length of its header alone has 8")
             if length > min(MOST_HEADER, size - 8):
-                limit = f"{size - 8:,} bytes follow" if length > size - 8 else f"at most {MOST_HEADER:,} are allowed"
+                limit = (
+                    f"{size - 8:,} bytes follow"
+                    if length > size - 8
+                    else f"at most {MOST_HEADER:,} are allowed"
+                )
                 raise _damaged(file, f"its header should have {length:,} bytes; {limit}")
             text = opened.read(length)
     except OSError as error:
-        raise PretrainedError(f"{file} cannot be read: {error.strerror}.", fix="check the path.") from error
+        raise PretrainedError(
+            f"{file} cannot be read: {error.strerror}.", fix="check the path."
+        ) from error
     if len(text) < length:
         raise _damaged(file, f"its header has {len(text):,} of {length:,} bytes")
     header = _parse(file, text, "header")
     metadata = header.pop("__metadata__", {})
     problems = []
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        problems.append(Problem("__metadata__", [f"{short_repr(metadata)} is not a table of strings."]))
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        problems.append(
+            Problem("__metadata__", [f"{short_repr(metadata)} is not a table of strings."])
+        )
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
         try:
@@ -116,14 +145,22 @@ def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(items)
         if len(table) < len(items):
-            twice = [name for name, count in collections.Counter(name for name, _ in items).items() if count > 1]
+            twice = [
+                name
+                for name, count in collections.Counter(name for name, _ in items).items()
+                if count > 1
+            ]
             raise ValueError(f"has {join_names(map(printable, twice))} twice")
         return table
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else printable(str(error), 200)
+        why = (
+            "it is nested too deeply"
+            if isinstance(error, RecursionError)
+            else printable(str(error), 200)
+        )
         raise _damaged(file, f"its {what} is not valid JSON ({why})") from error
     if not isinstance(value, dict):
         raise _damaged(file, f"its {what} is not a JSON object but {short_repr(value)}")
@@ -135,7 +172,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
-    """One entry of a header whose bytes begin at `start`; a `ValueError` says what is wrong with it."""
+    """One entry of a header whose bytes begin at `start`; a `ValueError` says what is wrong with
+    it.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{short_repr(entry)} is not a table of dtype, shape and data_offsets.")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -143,11 +182,18 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
         raise ValueError(f"unknown dtype {short_repr(kind)}; known: {', '.join(DTYPES)}.")
     if not isinstance(shape, list) or len(shape) > MOST_DIMS or not all(map(_is_count, shape)):
         raise ValueError(f"shape {short_repr(shape)} is not a list of at most {MOST_DIMS} sizes.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)) or offsets[0] > offsets[1]:
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or not all(map(_is_count, offsets))
+        or offsets[0] > offsets[1]
+    ):
         raise ValueError(f"data_offsets {short_repr(offsets)} are not a begin and an end.")
     begin, end = offsets
     if end > size - start:
-        raise ValueError(f"data_offsets end at {end:,}; the file has {size - start:,} bytes of data.")
+        raise ValueError(
+            f"data_offsets end at {end:,}; the file has {size - start:,} bytes of data."
+        )
     dtype = DTYPES[kind]
     if math.prod(shape) * dtype.itemsize != end - begin:
         wanted = f"{kind}{shape} has {math.prod(shape) * dtype.itemsize:,} bytes"
@@ -161,34 +207,56 @@ def _coverage_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> 
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset != at:
             word = "overlaps with" if tensor.offset < at else "leaves a gap after"
-            why = f"{word} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at {at - start:,}."
+            why = (
+                f"{word} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at "
+                f"{at - start:,}."
+            )
             problems.append(Problem(printable(tensor.name, 200), [why], path=tensor.name))
         at, before = max(at, tensor.offset + tensor.nbytes), tensor.name
     if at != size:
-        problems.append(Problem("the end", [f"{size - at:,} bytes after {printable(before, 200)} belong to no tensor."]))
+        problems.append(
+            Problem(
+                "the end",
+                [f"{size - at:,} bytes after {printable(before, 200)} belong to no tensor."],
+            )
+        )
     return problems
 
 
 def open_files(folder: Path, stem: str = "model") -> WeightFiles:
-    """The tensors of `FOLDER/STEM.safetensors`, of the files that `FOLDER/STEM.safetensors.index.json` lists, or of a single file.
+    """The tensors of `FOLDER/STEM.safetensors`, of the files that
+    `FOLDER/STEM.safetensors.index.json` lists, or of a single file.
 
     Raises:
-      PretrainedError: no such files; a damaged one; a shard that is missing; a tensor that is not in its shard, or in two.
+      PretrainedError: no such files; a damaged one; a shard that is missing; a tensor that is not
+        in its shard, or in two.
     """
     if folder.is_file():
         return WeightFiles(folder, *read_header(folder))
     single, index = folder / f"{stem}{SUFFIX}", folder / f"{stem}{INDEX}"
     if not folder.is_dir():
-        raise PretrainedError(f"there is no folder {folder}.", fix="check the path; a model's name must be downloaded to a folder first.")
+        raise PretrainedError(
+            f"there is no folder {folder}.",
+            fix="check the path; a model's name must be downloaded to a folder first.",
+        )
     if single.exists() and index.exists():
-        raise PretrainedError(f"{folder} has {single.name} and {index.name}.", fix="remove the one that does not belong to the model.")
+        raise PretrainedError(
+            f"{folder} has {single.name} and {index.name}.",
+            fix="remove the one that does not belong to the model.",
+        )
     if single.exists():
         return WeightFiles(folder, *read_header(single))
     if index.exists():
         return _open_shards(folder, index)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (SUFFIX, ".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (SUFFIX, ".bin", ".pt", ".pth", ".gguf")
+    )
     found = f"; there is {join_names(others)}" if others else ""
-    fix = did_you_mean(single.name, [name for name in others if name.endswith(SUFFIX)] or [single.name, index.name])
+    fix = did_you_mean(
+        single.name, [name for name in others if name.endswith(SUFFIX)] or [single.name, index.name]
+    )
     raise PretrainedError(f"{folder} has neither {single.name} nor {index.name}{found}.", fix=fix)
 
 
@@ -208,30 +276,49 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
             names.setdefault(name, []).append(tensor)
     else:
         wrong = next(name for name, file in weight_map.items() if not isinstance(file, str))
-        problems.append(Problem(printable(wrong, 200), [f"its file is {short_repr(weight_map[wrong])}."], path=wrong))
+        problems.append(
+            Problem(
+                printable(wrong, 200), [f"its file is {short_repr(weight_map[wrong])}."], path=wrong
+            )
+        )
     headers: dict[str, dict[str, Tensor]] = {}
     metadata: dict[str, str] = {}
-    present = {path.name for path in folder.iterdir() if path.is_file()}  # a name of the index may be one that no file can have
+    # a name of the index may be one that no file can have
+    present = {path.name for path in folder.iterdir() if path.is_file()}
     for name, users in names.items():
         shown = join_names(map(printable, users), 3)
         if not _is_plain(name):
-            problems.append(Problem(printable(name, 200), ["a shard must lie in the folder itself.", f"of {shown}"]))
+            problems.append(
+                Problem(
+                    printable(name, 200), ["a shard must lie in the folder itself.", f"of {shown}"]
+                )
+            )
         elif name not in present:
-            near = did_you_mean(name[:255], sorted(path for path in present if path.endswith(SUFFIX)))
-            problems.append(Problem(printable(name, 200), [f"this shard is missing; it has {shown}."], near))
+            near = did_you_mean(
+                name[:255], sorted(path for path in present if path.endswith(SUFFIX))
+            )
+            problems.append(
+                Problem(printable(name, 200), [f"this shard is missing; it has {shown}."], near)
+            )
         else:
             headers[name], found = read_header(folder / name)
             metadata = metadata or found
     raise_problems(PretrainedError, f"{index} does not fit its folder", problems)
-    raise_problems(PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers))
-    return WeightFiles(folder, {name: headers[file][name] for name, file in weight_map.items()}, metadata)
+    raise_problems(
+        PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers)
+    )
+    return WeightFiles(
+        folder, {name: headers[file][name] for name, file in weight_map.items()}, metadata
+    )
 
 
 def _is_plain(name: str) -> bool:
     return bool(name) and name not in (".", "..") and not any(letter in name for letter in "/\\\0:")
 
 
-def _index_problems(weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]) -> list[Problem]:
+def _index_problems(
+    weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Tensor]]
+) -> list[Problem]:
     """Tensors that are not where the index says, or in two shards, or not in the index."""
     homes: dict[str, list[str]] = {}
     for file, tensors in headers.items():
@@ -241,16 +328,32 @@ def _index_problems(weight_map: Mapping[str, str], headers: Mapping[str, Mapping
     for name in dict.fromkeys([*weight_map, *homes]):
         files, listed = homes.get(name, []), weight_map.get(name)
         if len(files) > 1:
-            problems.append(Problem(printable(name, 200), [f"is in {len(files)} shards: {', '.join(files)}."], path=name))
+            problems.append(
+                Problem(
+                    printable(name, 200),
+                    [f"is in {len(files)} shards: {', '.join(files)}."],
+                    path=name,
+                )
+            )
         elif listed is None:
-            problems.append(Problem(printable(name, 200), [f"is in {files[0]}, and not in the index."], path=name))
+            problems.append(
+                Problem(
+                    printable(name, 200), [f"is in {files[0]}, and not in the index."], path=name
+                )
+            )
         elif files != [listed]:
             where = f"it is in {files[0]}." if files else "no shard has it."
-            problems.append(Problem(printable(name, 200), [f"is not in {listed}, which the index says; {where}"], path=name))
+            problems.append(
+                Problem(
+                    printable(name, 200),
+                    [f"is not in {listed}, which the index says; {where}"],
+                    path=name,
+                )
+            )
     return problems
 
 
-# boxes -----------------------------------------------------------------------------------------------------------------
+# boxes --------------------------------------------------------------------------------------------
 
 Box = tuple[tuple[int, int], ...]  # a begin and an end for each dim
 SHORT_RUN = 128  # bytes: shorter runs are read with what lies between them
@@ -269,7 +372,9 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def relative(box: Box, to: Box) -> Box:
     """A box as the box `to`, in which it lies, counts."""
-    return tuple((begin - first, end - first) for (begin, end), (first, _) in zip(box, to, strict=True))
+    return tuple(
+        (begin - first, end - first) for (begin, end), (first, _) in zip(box, to, strict=True)
+    )
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -279,11 +384,15 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def first_full_dim(tensor: Tensor, box: Box) -> int:
     """The dim from which on a box has all of each dim."""
-    return next((dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0)
+    return next(
+        (dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0
+    )
 
 
 def has_short_runs(tensor: Tensor, box: Box) -> bool:
-    """Whether the contiguous runs of a box are so short that it is better to read what lies between them."""
+    """Whether the contiguous runs of a box are so short that it is better to read what lies between
+    them.
+    """
     full = first_full_dim(tensor, box)
     if full < 2:
         return False
@@ -292,7 +401,8 @@ def has_short_runs(tensor: Tensor, box: Box) -> bool:
 
 
 def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
-    """Read a box of a tensor into `out`, a contiguous array of its shape, in runs of contiguous bytes; returns how many were read.
+    """Read a box of a tensor into `out`, a contiguous array of its shape, in runs of contiguous
+    bytes; returns how many were read.
 
     Raises:
       PretrainedError: the file has ended: it was changed since its header was read.
@@ -307,10 +417,14 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
         out[...] = scratch[(slice(None),) * (full - 1) + (slice(*box[full - 1]),)]
         return count
     flat = out.reshape(-1).view(np.uint8).data
-    strides = [math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
+    strides = [
+        math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))
+    ]
     starts = np.zeros(1, np.int64)
     for dim in range(max(full - 1, 0)):
-        starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(-1)
+        starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(
+            -1
+        )
     first = tensor.offset + (box[full - 1][0] * strides[full - 1] if full else 0)
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
@@ -324,7 +438,9 @@ def read_ahead(descriptor: int, tensor: Tensor, box: Box) -> None:
     if full < 2 and hasattr(os, "posix_fadvise"):
         inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
         begin, end = box[0] if full else (0, 1)
-        os.posix_fadvise(descriptor, tensor.offset + begin * inner, (end - begin) * inner, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(
+            descriptor, tensor.offset + begin * inner, (end - begin) * inner, os.POSIX_FADV_WILLNEED
+        )
 
 
 def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) -> None:
@@ -337,8 +453,12 @@ def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) ->
         done += count
 
 
-def header_bytes(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file with these tensors, padded to 8 bytes; and the offset of each in the file."""
+def header_bytes(
+    tensors: Iterable[tuple[str, np.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file with these tensors, padded to 8 bytes; and the offset of each in the
+    file.
+    """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at, offsets = 0, {}
     for name, dtype, shape in tensors:
@@ -348,11 +468,16 @@ def header_bytes(tensors: Iterable[tuple[str, np.dtype, Sequence[int]]], metadat
         at += size
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, {name: 8 + len(text) + offset for name, offset in offsets.items()}
+    return struct.pack("<Q", len(text)) + text, {
+        name: 8 + len(text) + offset for name, offset in offsets.items()
+    }
 
 
-def write_file(file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one file of arrays that are on the host; small ones first would not be aligned, so the largest items come first.
+def write_file(
+    file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one file of arrays that are on the host; small ones first would not be aligned, so the
+    largest items come first.
 
     Example:
       >>> import tempfile
@@ -362,7 +487,10 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[s
       w float32[2, 3]
     """
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
-    header, _ = header_bytes([(name, array.dtype, array.shape) for name, array in ordered.items()], metadata or {"format": "pt"})
+    header, _ = header_bytes(
+        [(name, array.dtype, array.shape) for name, array in ordered.items()],
+        metadata or {"format": "pt"},
+    )
     with open_output(file) as opened:
         opened.write(header)
         for array in ordered.values():

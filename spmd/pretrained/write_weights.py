@@ -1,7 +1,8 @@
 """Writes a model's arrays as tensors of sharded files, the inverse of `read_weights`.
 
-Process 0 writes all files. The shards of other processes come to it piece by piece through a collective, so that no file system that all
-hosts share is needed, and no page of a file is written by two hosts at once, which NFS does not support.
+Process 0 writes all files. The shards of other processes come to it piece by piece through a
+collective, so that no file system that all hosts share is needed, and no page of a file is written
+by two hosts at once, which NFS does not support.
 """
 
 import contextlib
@@ -22,7 +23,17 @@ from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import PretrainedError
 from spmd.output_files import open_output, publish, sync
 from spmd.pretrained.links import Link, copy_into
-from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Box, Tensor, box_shape, header_bytes, intersection, relative, slices
+from spmd.pretrained.safetensors_files import (
+    INDEX,
+    SUFFIX,
+    Box,
+    Tensor,
+    box_shape,
+    header_bytes,
+    intersection,
+    relative,
+    slices,
+)
 from spmd.user_paths import check_free, make_folder
 from spmd.xla import to_bits
 
@@ -77,7 +88,17 @@ def write_folder(
     failed: list[Exception] = []
     try:
         raise_everywhere(begin, PretrainedError, failure)
-        _write_shards(working if writes else None, links, arrays, dtypes, metadata, max_shard, display, failed, stem)
+        _write_shards(
+            working if writes else None,
+            links,
+            arrays,
+            dtypes,
+            metadata,
+            max_shard,
+            display,
+            failed,
+            stem,
+        )
         raise_everywhere(finish, PretrainedError, failure)
     finally:
         if writes:
@@ -95,18 +116,31 @@ def _write_shards(
     failed: list[Exception],
     stem: str,
 ) -> None:
-    """Write all tensors, in `working` if this process writes. After a failure the collectives continue, and nothing more is written."""
+    """Write all tensors, in `working` if this process writes. After a failure the collectives
+    continue, and nothing more is written.
+    """
     by_tensor: dict[str, list[Link]] = {}
     for link in links:
         for each in (link, link.twin) if link.twin is not None else (link,):
             by_tensor.setdefault(each.tensor.name, []).append(each)
-    shards = split_shards({name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard)
-    names = [f"{stem}{SUFFIX}"] if len(shards) == 1 else [f"{stem}-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
-    sizes = {name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize for name, several in by_tensor.items()}
+    shards = split_shards(
+        {name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard
+    )
+    names = (
+        [f"{stem}{SUFFIX}"]
+        if len(shards) == 1
+        else [f"{stem}-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
+    )
+    sizes = {
+        name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize
+        for name, several in by_tensor.items()
+    }
     gather, done = _Gather(), 0
     display.start(0, sum(sizes.values()) >> 20, "writing")
     for file, tensors in zip(names, shards, strict=True):
-        header, _ = header_bytes([(name, dtypes[name], by_tensor[name][0].tensor.shape) for name in tensors], metadata)
+        header, _ = header_bytes(
+            [(name, dtypes[name], by_tensor[name][0].tensor.shape) for name in tensors], metadata
+        )
         with _opened(None if working is None else working / file, header, failed) as write:
             for name in tensors:
                 write(_values(by_tensor[name], dtypes[name], arrays, gather))
@@ -114,14 +148,23 @@ def _write_shards(
                 if display.due():
                     display.show(done >> 20, ["MiB", name])
     if working is not None and len(shards) > 1:
-        weight_map = {name: file for file, tensors in zip(names, shards, strict=True) for name in tensors}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        weight_map = {
+            name: file for file, tensors in zip(names, shards, strict=True) for name in tensors
+        }
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         with _collected(failed), open_output(working / f"{stem}{INDEX}") as opened:
             opened.write(f"{json.dumps(index, indent=2)}\n".encode())
 
 
-def split_shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype], max_shard: int) -> list[list[str]]:
-    """The names of the tensors of each file, in order, wide dtypes first in each so that all are aligned."""
+def split_shards(
+    tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype], max_shard: int
+) -> list[list[str]]:
+    """The names of the tensors of each file, in order, wide dtypes first in each so that all are
+    aligned.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -136,7 +179,9 @@ def split_shards(tensors: Mapping[str, Tensor], dtypes: Mapping[str, np.dtype], 
 
 @contextlib.contextmanager
 def _opened(file: Path | None, header: bytes, failed: list[Exception]) -> Iterator[Any]:
-    """A function that writes the next tensor of a file; it collects errors, and does nothing without a file or after an error."""
+    """A function that writes the next tensor of a file; it collects errors, and does nothing
+    without a file or after an error.
+    """
     if file is None or failed:
         yield lambda values: None
         return
@@ -161,14 +206,18 @@ def _opened(file: Path | None, header: bytes, failed: list[Exception]) -> Iterat
 
 @contextlib.contextmanager
 def _collected(failed: list[Exception]) -> Iterator[None]:
-    """Collect errors of the disk: other processes wait for this one, which takes part to the end, and raises then."""
+    """Collect errors of the disk: other processes wait for this one, which takes part to the end,
+    and raises then.
+    """
     try:
         yield
     except OSError as error:
         failed.append(error)
 
 
-def _values(links: Sequence[Link], dtype: np.dtype, arrays: Mapping[str, jax.Array], gather: "_Gather") -> np.ndarray:
+def _values(
+    links: Sequence[Link], dtype: np.dtype, arrays: Mapping[str, jax.Array], gather: "_Gather"
+) -> np.ndarray:
     """A tensor on the host, from all arrays that are parts of it."""
     tensor = np.empty(links[0].tensor.shape, dtype)
     for link in links:
@@ -184,7 +233,9 @@ def _values(links: Sequence[Link], dtype: np.dtype, arrays: Mapping[str, jax.Arr
 
 
 class _Gather:
-    """A box of an array on the host of process 0 (and of others, as it happens). All processes call it in the same order."""
+    """A box of an array on the host of process 0 (and of others, as it happens). All processes call
+    it in the same order.
+    """
 
     def __init__(self):
         self._zeros: dict[Any, list[jax.Array]] = {}
@@ -194,16 +245,27 @@ class _Gather:
         local = {shard.device: shard.data for shard in array.addressable_shards}
         owners: dict[Box, Any] = {}  # of each shard one device, of process 0 if it has it
         for device, index in array.sharding.devices_indices_map(array.shape).items():
-            ranges = tuple(part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True))
-            if ranges not in owners or (device.process_index, device.id) < (owners[ranges].process_index, owners[ranges].id):
+            ranges = tuple(
+                part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)
+            )
+            if ranges not in owners or (device.process_index, device.id) < (
+                owners[ranges].process_index,
+                owners[ranges].id,
+            ):
                 owners[ranges] = device
         for ranges, device in sorted(owners.items()):
             inside = intersection(box, ranges)
             if inside is None:
                 continue
-            for piece in [inside] if device.process_index == 0 else _pieces(inside, PIECE // array.dtype.itemsize):
+            for piece in (
+                [inside]
+                if device.process_index == 0
+                else _pieces(inside, PIECE // array.dtype.itemsize)
+            ):
                 starts = [begin for begin, _ in relative(piece, ranges)]
-                part = _part_of(local[device], starts, box_shape(piece)) if device in local else None
+                part = (
+                    _part_of(local[device], starts, box_shape(piece)) if device in local else None
+                )
                 if device.process_index != 0:
                     part = self._send(array, device, part, box_shape(piece))
                 if part is not None:
@@ -211,13 +273,17 @@ class _Gather:
         return values
 
     def _send(self, array: jax.Array, owner: Any, part: Any, shape: tuple[int, ...]) -> Any:
-        """A piece of one device's shard, in all processes: a sum of its bits with zeros of all other devices."""
+        """A piece of one device's shard, in all processes: a sum of its bits with zeros of all
+        other devices.
+        """
         devices = sorted(array.sharding.device_set, key=lambda device: device.id)
         mesh = Mesh(np.array(devices), ("device",))
         sharding, key = NamedSharding(mesh, PartitionSpec("device")), (array.dtype, shape)
         here = [device for device in devices if device.process_index == jax.process_index()]
         if key not in self._zeros:
-            self._zeros[key] = [jax.device_put(np.zeros((1, *shape), array.dtype), device) for device in here]
+            self._zeros[key] = [
+                jax.device_put(np.zeros((1, *shape), array.dtype), device) for device in here
+            ]
         rows = list(self._zeros[key])
         if part is not None:
             rows[here.index(owner)] = jax.device_put(np.asarray(part)[None], owner)
@@ -242,13 +308,17 @@ def _pieces(box: Box, most: int) -> list[Box]:
     dim = max(range(len(sizes)), key=lambda dim: sizes[dim])
     step = max(1, sizes[dim] * most // math.prod(sizes))
     begin, end = box[dim]
-    return [(*box[:dim], (at, min(at + step, end)), *box[dim + 1 :]) for at in range(begin, end, step)]
+    return [
+        (*box[:dim], (at, min(at + step, end)), *box[dim + 1 :]) for at in range(begin, end, step)
+    ]
 
 
 def _part_of(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
     """A part of one device's shard; a CPU's is seen by numpy without a copy."""
     if next(iter(shard.devices())).platform == "cpu":
-        return np.asarray(shard)[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+        return np.asarray(shard)[
+            tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        ]
     return np.asarray(_slice(shard, tuple(starts), sizes))
 
 

@@ -1,4 +1,6 @@
-"""Turns JAX's persistent compilation cache on, at a folder of ours. JAX has one such cache in a process."""
+"""Turns JAX's persistent compilation cache on, at a folder of ours. JAX has one such cache in a
+process.
+"""
 
 from pathlib import Path
 
@@ -10,8 +12,9 @@ from spmd.program_cache.entries import SCHEME, begin, log_once
 from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
 
 FOLDER = "jax_compilation_cache_dir"
-# Small programs are kept too, so that a restart compiles nothing. A folder for XLA's other caches would be part of each program's key: a
-# folder that was moved would have nothing. The limit on the size is ours, since JAX's needs another package, and locks.
+# Small programs are kept too, so that a restart compiles nothing. A folder for XLA's other caches
+# would be part of each program's key: a folder that was moved would have nothing. The limit on the
+# size is ours, since JAX's needs another package, and locks.
 OPTIONS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -22,9 +25,13 @@ _before: dict[str, object] = {}  # the values of these options before
 
 
 def user_chose() -> bool:
-    """Whether the user has set up JAX's cache, or turned it off; then all of its options stay as they are."""
+    """Whether the user has set up JAX's cache, or turned it off; then all of its options stay as
+    they are.
+    """
     folder = getattr(jax.config, FOLDER)
-    return not jax.config.jax_enable_compilation_cache or bool(folder and not folder.startswith(SCHEME))  # type: ignore[attr-defined]
+    if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return True
+    return bool(folder and not folder.startswith(SCHEME))
 
 
 def active_folder() -> Path | None:
@@ -34,9 +41,11 @@ def active_folder() -> Path | None:
 
 
 def use_folder(folder: Path | None) -> None:
-    """Keep the programs that this process compiles in a folder, and load them from there; None: neither.
+    """Keep the programs that this process compiles in a folder, and load them from there; None:
+    neither.
 
-    Nothing changes where the user has set up JAX's cache. A folder in which others could have put programs is not used, with a warning.
+    Nothing changes where the user has set up JAX's cache. A folder in which others could have put
+    programs is not used, with a warning.
     """
     compilations()  # counts from now on
     if user_chose():
@@ -45,7 +54,8 @@ def use_folder(folder: Path | None) -> None:
             log_once(
                 Path(theirs),
                 "loaded",
-                f"{why}: their values can be wrong, and JAX loads those in {theirs}: set JAX_ENABLE_COMPILATION_CACHE=false.",
+                f"{why}: their values can be wrong, and JAX loads those in {theirs}: set "
+                "JAX_ENABLE_COMPILATION_CACHE=false.",
             )
         return
     part = None if folder is None else machine_folder(folder)

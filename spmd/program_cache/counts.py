@@ -1,4 +1,6 @@
-"""How many programs this process has compiled, and how many it has loaded instead; counted by JAX's events."""
+"""How many programs this process has compiled, and how many it has loaded instead; counted by JAX's
+events.
+"""
 
 import dataclasses
 import functools
@@ -14,7 +16,8 @@ _totals = [0, 0, 0.0]  # programs, those that a cache had, seconds
 
 @dataclasses.dataclass(frozen=True)
 class Compilations:
-    """Programs that XLA compiled, programs that came from a cache on disk, and the seconds that both took.
+    """Programs that XLA compiled, programs that came from a cache on disk, and the seconds that
+    both took.
 
     Example:
       >>> Compilations(12, 3, 4.5) - Compilations(10, 0, 4.0)
@@ -26,7 +29,11 @@ class Compilations:
     seconds: float
 
     def __sub__(self, earlier: "Compilations") -> "Compilations":
-        return Compilations(self.compiled - earlier.compiled, self.loaded - earlier.loaded, self.seconds - earlier.seconds)
+        return Compilations(
+            self.compiled - earlier.compiled,
+            self.loaded - earlier.loaded,
+            self.seconds - earlier.seconds,
+        )
 
 
 def compilations() -> Compilations:

@@ -1,7 +1,9 @@
-"""The files of the cache. JAX reads and writes its entries through `EntryPath`, which it takes for a path of another file system.
+"""The files of the cache. JAX reads and writes its entries through `EntryPath`, which it takes for
+a path of another file system.
 
-JAX's files can be left half written, and stay so. These are replaced atomically, and have a checksum; a damaged one is removed, and
-compiled again. Whatever fails here is logged once, and never ends a run.
+JAX's files can be left half written, and stay so. These are replaced atomically, and have a
+checksum; a damaged one is removed, and compiled again. Whatever fails here is logged once, and
+never ends a run.
 """
 
 import contextlib
@@ -21,10 +23,13 @@ SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries
 RECORDS = ".json"  # of our records, which are removed in the same way: each script has its own
 MOST_BYTES, MOST_ENTRIES = 4 << 30, 10_000  # the least recently used ones are removed
-KEPT = 0.9  # of these limits when one is reached, so that not every program after it looks through the folder
-STALE_SECONDS = 3600.0  # a file this old that is not renamed yet was left by a process that was killed
+# of these limits when one is reached, so that not every program after it looks through the folder
+KEPT = 0.9
+# a file this old that is not renamed yet was left by a process that was killed
+STALE_SECONDS = 3600.0
 
-on_miss: list[Callable[[str], None]] = []  # called with the name of an entry that is not there, before it is compiled
+# called with the name of an entry that is not there, before it is compiled
+on_miss: list[Callable[[str], None]] = []
 _sizes: dict[Path, list[int]] = {}  # of folders that this process has written to: bytes and entries
 _present: set[Path] = set()  # folders that this process has found or made
 _logged: set[tuple[Path, str]] = set()
@@ -90,9 +95,14 @@ def _read(path: Path) -> bytes | None:
     except DamagedFileError as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        log_once(path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again.")
+        log_once(
+            path.parent, "damaged", f"{path} is damaged ({error}): this program is compiled again."
+        )
     except OSError as error:
-        why = f"the compiled programs in {path.parent} cannot be read: {explain_os_error(path, error)}"
+        why = (
+            f"the compiled programs in {path.parent} cannot be read: "
+            f"{explain_os_error(path, error)}"
+        )
         log_once(path.parent, "read", f"{why}; they are compiled again.")
     return None
 
@@ -103,14 +113,21 @@ def _write(path: Path, content: bytes) -> None:
     try:
         make_private(path.parent)
         _make_room(path.parent, len(content))
-        checksummed_files.write(path, content, durable=False)  # dozens of programs would each wait for the disk
+        # dozens of programs would each wait for the disk
+        checksummed_files.write(path, content, durable=False)
     except OSError as error:
         why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
-        log_once(path.parent, "write", f"{why} The next start compiles them again, unless compile_cache= is another folder.")
+        log_once(
+            path.parent,
+            "write",
+            f"{why} The next start compiles them again, unless compile_cache= is another folder.",
+        )
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, and the one that it is in, so that only this user can read and write there."""
+    """Create a folder, and the one that it is in, so that only this user can read and write
+    there.
+    """
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -118,7 +135,9 @@ def make_private(folder: Path) -> None:
 
 
 def was_removed(folder: Path) -> bool:
-    """Whether a folder was there and is not any more: a temporary run, whose folder must not come back."""
+    """Whether a folder was there and is not any more: a temporary run, whose folder must not come
+    back.
+    """
     return folder in _present and not folder.exists()
 
 
@@ -129,7 +148,9 @@ def begin(folder: Path) -> None:
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    """Remove the least recently used entries where there would be too many, and what killed processes have left."""
+    """Remove the least recently used entries where there would be too many, and what killed
+    processes have left.
+    """
     size = _sizes.get(folder)
     if size is None or size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES:
         entries = []
@@ -143,7 +164,9 @@ def _make_room(folder: Path, needed: int) -> None:
         entries.sort()
         size = [sum(size for _, size, _ in entries), len(entries)]
         share = KEPT if size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES else 1.0
-        while entries and (size[0] + needed > share * MOST_BYTES or size[1] >= share * MOST_ENTRIES):
+        while entries and (
+            size[0] + needed > share * MOST_BYTES or size[1] >= share * MOST_ENTRIES
+        ):
             _, freed, oldest = entries.pop(0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(oldest)

@@ -16,7 +16,8 @@ from spmd.errors import OptionError, short_repr
 from spmd.log_info import log_info
 from spmd.user_paths import as_path
 
-NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")  # what people write to turn something off, or on
+# what people write to turn something off, or on
+NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")
 MISORDERED = (0, 11, 2)  # jaxlib, from this version on
 PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
 
@@ -29,14 +30,23 @@ def cache_folder(kind: str) -> Path:
     """
     chosen = os.environ.get("SPMD_CACHE")
     if chosen and _is_a_word(chosen):
-        fix = "a folder; to keep no compiled programs, fit(compile_cache=False) or JAX_ENABLE_COMPILATION_CACHE=false."
+        fix = (
+            "a folder; to keep no compiled programs, fit(compile_cache=False) or "
+            "JAX_ENABLE_COMPILATION_CACHE=false."
+        )
         raise OptionError(f'$SPMD_CACHE is "{chosen}", which is not a folder.', fix=fix)
     if chosen:
         return as_path(chosen, "$SPMD_CACHE") / kind
     try:
-        return as_path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "$XDG_CACHE_HOME") / "spmd" / kind
+        return (
+            as_path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "$XDG_CACHE_HOME")
+            / "spmd"
+            / kind
+        )
     except RuntimeError as error:
-        raise OptionError(f"there is no home folder for caches: {error}", fix="$SPMD_CACHE names another folder.") from error
+        raise OptionError(
+            f"there is no home folder for caches: {error}", fix="$SPMD_CACHE names another folder."
+        ) from error
 
 
 def _is_a_word(chosen: str) -> bool:
@@ -47,7 +57,8 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
     """The folder that `compile_cache=` of `fit` asks for; None: no cache.
 
     Args:
-      compile_cache: a folder; False or "off"; or None or True: `$SPMD_CACHE` if it is set, else the run's folder, else the user's.
+      compile_cache: a folder; False or "off"; or None or True: `$SPMD_CACHE` if it is set, else the
+        run's folder, else the user's.
       run: the run's folder, if it has one.
 
     Raises:
@@ -62,7 +73,8 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
     if compile_cache is not None and compile_cache is not True:
         if not isinstance(compile_cache, str | os.PathLike):
             raise OptionError(
-                f"compile_cache={short_repr(compile_cache)}.", fix='a folder; None for the usual one; False or "off" for none.'
+                f"compile_cache={short_repr(compile_cache)}.",
+                fix='a folder; None for the usual one; False or "off" for none.',
             )
         return as_path(compile_cache, "compile_cache").absolute()
     chosen = os.environ.get("SPMD_CACHE")
@@ -78,24 +90,30 @@ def choose_folder(compile_cache: Any, run: str | os.PathLike | None) -> Path | N
 
 
 def machine_folder(folder: Path) -> Path:
-    """The part of a folder for this kind of machine: programs for a CPU run only where the CPU has the same features."""
+    """The part of a folder for this kind of machine: programs for a CPU run only where the CPU has
+    the same features.
+    """
     if jax.default_backend() != "cpu":
         return folder / jax.default_backend()
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines() if cpu.exists() else []
     features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    return folder / f"cpu-{hashlib.sha256(chr(10).join([platform.machine(), *features]).encode()).hexdigest()[:12]}"
+    facts = "\n".join([platform.machine(), *features])
+    return folder / f"cpu-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
 
 # what follows from `misordered`, as a sentence after it
-COMPILED_INSTEAD = " This run compiles its programs, so its results are right; only starts take longer."
+COMPILED_INSTEAD = (
+    " This run compiles its programs, so its results are right; only starts take longer."
+)
 
 
 def misordered() -> str:
     """Why this process must not load any program; "" if it may.
 
-    Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its collectives across loops: two that run at the same
-    time give wrong values or end the process (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
+    Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its
+    collectives across loops: two that run at the same time give wrong values or end the process
+    (0.12.0.1 too; 0.11.1 and programs that are compiled are right; GPUs have another loader).
     """
     if jax.device_count() == 1 or not loads_wrongly():
         return ""
@@ -103,7 +121,8 @@ def misordered() -> str:
 
 
 def note_misordered(folder: Path | None) -> None:
-    """Log that programs in a folder are not loaded, as `misordered` says: once on a machine, since nothing is to be done about it.
+    """Log that programs in a folder are not loaded, as `misordered` says: once on a machine, since
+    nothing is to be done about it.
 
     Nothing is logged of the user's own folder, unless `$SPMD_CACHE` names it: it was not asked for.
     """
@@ -115,7 +134,8 @@ def note_misordered(folder: Path | None) -> None:
         return
     if usual is not None:
         noted = usual / f"{jaxlib.__version__}-loads-none"
-        with contextlib.suppress(OSError):  # a folder that cannot be written to: logged by each process
+        # a folder that cannot be written to: logged by each process
+        with contextlib.suppress(OSError):
             noted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if noted.exists():
                 return
@@ -124,7 +144,9 @@ def note_misordered(folder: Path | None) -> None:
 
 
 def loads_wrongly() -> bool:
-    """Whether this jaxlib, on a CPU, loads programs for several devices incorrectly; see `misordered`."""
+    """Whether this jaxlib, on a CPU, loads programs for several devices incorrectly; see
+    `misordered`.
+    """
     return jax.default_backend() == "cpu" and jaxlib.version.__version_info__ >= MISORDERED
 
 
@@ -138,7 +160,13 @@ def distrust(*folders: Path) -> str:
         except OSError:  # what cannot be found cannot be read either, which is logged then
             continue
         if found.st_uid not in (os.geteuid(), 0):
-            return f"{folder} belongs to another user (id {found.st_uid}), and loading a program runs it"
+            return (
+                f"{folder} belongs to another user (id {found.st_uid}), and loading a program runs "
+                "it"
+            )
         if found.st_mode & stat.S_IWOTH:
-            return f"every user can write to {folder} (chmod o-w changes that), and loading a program runs it"
+            return (
+                f"every user can write to {folder} (chmod o-w changes that), and loading a program "
+                "runs it"
+            )
     return ""

@@ -1,4 +1,6 @@
-"""Says why a large program is not in the cache: beside the entries is a record of what each program was compiled for."""
+"""Says why a large program is not in the cache: beside the entries is a record of what each program
+was compiled for.
+"""
 
 import contextlib
 import hashlib
@@ -32,14 +34,21 @@ class Watch:
 
 @contextlib.contextmanager
 def watch(
-    name: str, module: str, facts: Callable[[], Mapping[str, str]], code: Callable[[], Mapping[str, str]], *, records: bool
+    name: str,
+    module: str,
+    facts: Callable[[], Mapping[str, str]],
+    code: Callable[[], Mapping[str, str]],
+    *,
+    records: bool,
 ) -> Iterator[Watch]:
-    """In the block, a program is compiled or loaded. If it is not in the cache, a line says why; the record of it is written after.
+    """In the block, a program is compiled or loaded. If it is not in the cache, a line says why;
+    the record of it is written after.
 
     Args:
       name: such as "the step".
       module: JAX's name of the program, with which its entry begins.
-      facts: what it is compiled for, by name; the ones that cause others first. Asked for only if it is not in the cache.
+      facts: what it is compiled for, by name; the ones that cause others first. Asked for only if
+        it is not in the cache.
       code: facts about its text, which follow from those and from the user's code.
       records: whether this process reads and writes records.
     """
@@ -48,15 +57,25 @@ def watch(
     asked = threading.Event()  # JAX looks for an entry once more before it writes it
 
     def missed(key: str) -> None:
-        if not asked.is_set() and threading.get_ident() == thread and key.rpartition("-")[0] == module:
+        if (
+            not asked.is_set()
+            and threading.get_ident() == thread
+            and key.rpartition("-")[0] == module
+        ):
             asked.set()
             try:
                 new.update(facts=facts(), code=code())
-            except Exception as error:  # such as a class in a batch that checks its fields: the program itself is kept all the same
-                logging.getLogger("spmd").warning("compiling %s: not in the cache; why is not known: %s.", name, first_line(error))
+            except Exception as error:
+                # such as a class in a batch that checks its fields: the program itself is kept all
+                # the same
+                logging.getLogger("spmd").warning(
+                    "compiling %s: not in the cache; why is not known: %s.", name, first_line(error)
+                )
                 return
             if why := _why(_read(path), new):
-                logging.getLogger("spmd").warning("compiling %s: not in the cache, because %s.", name, why)
+                logging.getLogger("spmd").warning(
+                    "compiling %s: not in the cache, because %s.", name, why
+                )
 
     if folder is None or not records:
         yield found
@@ -77,7 +96,8 @@ def watch(
 def _script() -> str:
     """The name of this script, in a folder that several may share."""
     script = Path(sys.argv[0] or "notebook").absolute()
-    return f"{re.sub(r'[^A-Za-z0-9_]', '_', script.stem)[:40]}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
+    name = re.sub(r"[^A-Za-z0-9_]", "_", script.stem)[:40]
+    return f"{name}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -94,24 +114,36 @@ def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
     others = [record for record in _read(path) if record != new]
     with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
         make_private(path.parent)
-        checksummed_files.write(path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode(), durable=False)
+        checksummed_files.write(
+            path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode(), durable=False
+        )
 
 
 def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs from the nearest record of the same model, of several the newest; "" if there is none."""
-    records = [record for record in records if _parameters(record["facts"]) == _parameters(new["facts"])]  # scripts and notebooks have many
+    """What differs from the nearest record of the same model, of several the newest; "" if there is
+    none.
+    """
+    # scripts and notebooks have many
+    records = [
+        record for record in records if _parameters(record["facts"]) == _parameters(new["facts"])
+    ]
     if not records:
         return ""
-    nearest = min(records, key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")])
+    nearest = min(
+        records,
+        key=lambda record: [len(_different(record[kind], new[kind])) for kind in ("facts", "code")],
+    )
     if names := _different(nearest["facts"], new["facts"]):
         return _changes(names, nearest["facts"], new["facts"])
     old, code = nearest["code"], new["code"]
     if old == code:
         return (
-            "its entry was removed, or could not be kept (a program that calls the host, as jax.debug.print does, cannot before jax 0.11)"
+            "its entry was removed, or could not be kept (a program that calls the host, as "
+            "jax.debug.print does, cannot before jax 0.11)"
         )
     numbers = [name for name in _different(old, code) if name.startswith("number")]
-    numbers = list({(old.get(name), code.get(name)): name for name in reversed(numbers)}.values())  # a rate may stand in many places
+    # a rate may stand in many places
+    numbers = list({(old.get(name), code.get(name)): name for name in reversed(numbers)}.values())
     if not numbers or len(numbers) > MOST_SHOWN or old.keys() != code.keys():
         return "the code of the model, the loss, the optimizer or spmd has changed"
     return _changes(numbers[::-1], old, code)
@@ -127,7 +159,13 @@ def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 def _changes(names: list[str], old: Mapping[str, str], new: Mapping[str, str]) -> str:
     more = f", and {len(names) - MOST_SHOWN} more changes" if len(names) > MOST_SHOWN else ""
-    return ", and ".join(f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in names[:MOST_SHOWN]) + more
+    return (
+        ", and ".join(
+            f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}"
+            for name in names[:MOST_SHOWN]
+        )
+        + more
+    )
 
 
 def _shown(value: str | None) -> str:

@@ -7,7 +7,8 @@ LEAST = 3  # rows; two are shown as they are
 
 
 def collapsed(rows: Sequence[Sequence[str]], least: int = LEAST) -> list[tuple[str, ...]]:
-    """Rows whose first cell is a path, those that agree in all but one number of it joined, at the place of the first.
+    """Rows whose first cell is a path, those that agree in all but one number of it joined, at the
+    place of the first.
 
     >>> collapsed([*((f"blocks/{n}/bias", "x8") for n in range(12)), ("head/bias", "x8")])
     [('blocks/{0..11}/bias', 'x8'), ('head/bias', 'x8')]
@@ -17,16 +18,30 @@ def collapsed(rows: Sequence[Sequence[str]], least: int = LEAST) -> list[tuple[s
         groups: dict[tuple, list[int]] = {}
         for number, row in enumerate(joined):
             groups.setdefault(_key(row, depth), []).append(number)
-        at_first = {group[0]: _joined(key, [joined[at] for at in group], depth) for key, group in groups.items() if len(group) >= least}
-        left_out = {number for group in groups.values() if len(group) >= least for number in group[1:]}
-        joined = [at_first.get(number, row) for number, row in enumerate(joined) if number not in left_out]
+        at_first = {
+            group[0]: _joined(key, [joined[at] for at in group], depth)
+            for key, group in groups.items()
+            if len(group) >= least
+        }
+        left_out = {
+            number for group in groups.values() if len(group) >= least for number in group[1:]
+        }
+        joined = [
+            at_first.get(number, row) for number, row in enumerate(joined) if number not in left_out
+        ]
     return joined
 
 
 def _key(row: tuple[str, ...], depth: int) -> tuple:
-    """What rows that can be joined have in common; the row itself if there is no number at this depth."""
+    """What rows that can be joined have in common; the row itself if there is no number at this
+    depth.
+    """
     parts = row[0].split("/")
-    return ("/".join([*parts[:depth], "*", *parts[depth + 1 :]]), *row[1:]) if parts[depth : depth + 1] and parts[depth].isdigit() else row
+    return (
+        ("/".join([*parts[:depth], "*", *parts[depth + 1 :]]), *row[1:])
+        if parts[depth : depth + 1] and parts[depth].isdigit()
+        else row
+    )
 
 
 def _joined(key: tuple, group: Sequence[tuple[str, ...]], depth: int) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ CODES = {"red": 31, "green": 32, "yellow": 33}
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Whether text for a stream is coloured: in a terminal that is not dumb; $NO_COLOR turns it off, and $FORCE_COLOR on.
+    """Whether text for a stream is coloured: in a terminal that is not dumb; $NO_COLOR turns it
+    off, and $FORCE_COLOR on.
 
     >>> import io
     >>> shows_colour(io.StringIO())
@@ -17,18 +18,29 @@ def shows_colour(stream: TextIO) -> bool:
     """
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and stream.isatty())
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        os.environ.get("TERM") != "dumb" and stream.isatty()
+    )
 
 
 def paint(text: str, colours: Mapping[str, str], stream: TextIO) -> str:
-    """A text in which lines that begin with certain words have these words in a colour, if the stream shows colours.
+    """A text in which lines that begin with certain words have these words in a colour, if the
+    stream shows colours.
 
     >>> import sys
-    >>> paint("fits: 3 GiB", {"fits": "green"}, sys.stdout) in ("fits: 3 GiB", "\\x1b[1;32mfits\\x1b[0m: 3 GiB")
+    >>> paint("fits: 3 GiB", {"fits": "green"}, sys.stdout) in (
+    ...     "fits: 3 GiB",
+    ...     "\\x1b[1;32mfits\\x1b[0m: 3 GiB",
+    ... )
     True
     """
     if not shows_colour(stream):
         return text
     for words, colour in colours.items():
-        text = re.sub(rf"^{re.escape(words)}\b", f"\x1b[1;{CODES[colour]}m{words}\x1b[0m", text, flags=re.MULTILINE)
+        text = re.sub(
+            rf"^{re.escape(words)}\b",
+            f"\x1b[1;{CODES[colour]}m{words}\x1b[0m",
+            text,
+            flags=re.MULTILINE,
+        )
     return text

@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Colours inherit from the page, because a notebook's theme may differ from the browser's preference.
+# Colours inherit from the page, because a notebook's theme may differ from the browser's
+# preference.
 STYLE = """
 .spmd-cell {
   --ink: currentColor; --soft: #8883; --line: #8886; --good: #2f8f57; --bad: #d9483b; --tight: #b7791f; --a: #3566c0; --b: #6f9ae0;
@@ -43,7 +44,7 @@ STYLE = """
   .spmd-cell svg:not(.small, .strip) { min-width: 40rem }
   .spmd-cell pre { font-size: .74em; white-space: pre; overflow-x: auto }
 }
-"""
+"""  # noqa: E501
 
 
 class Html(str):
@@ -80,12 +81,19 @@ class Text(str):
         return self._html
 
 
-NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")  # a number, with or without unit
+# a number, with or without unit
+NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")
 UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
 MIN_WIDTH = 4  # characters; columns do not shrink below it
 HANG = "  "  # before the further lines of a first cell, which would else look like rows
-# Where a cell may be wrapped, best first: after slashes and spaces (but not in a list or before a unit); commas; underscores; anywhere.
-BREAKS = (r"(?:, | (?=(?:[KMGT]?i?B|[mu]?s)\b)|[^ /])+[ /]*|[ /]+", r"[^ ,/]+[ ,/]*|[ ,/]+", r"[^ ,/_]+[ ,/_]*|[ ,/_]+", r"(?s).")
+# Where a cell may be wrapped, best first: after slashes and spaces (but not in a list or before a
+# unit); commas; underscores; anywhere.
+BREAKS = (
+    r"(?:, | (?=(?:[KMGT]?i?B|[mu]?s)\b)|[^ /])+[ /]*|[ /]+",
+    r"[^ ,/]+[ ,/]*|[ ,/]+",
+    r"[^ ,/_]+[ ,/_]*|[ ,/_]+",
+    r"(?s).",
+)
 LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")  # what stands before it
 LEAST_HANGING = 24  # characters of a last column that is wrapped below itself
 
@@ -95,15 +103,28 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((UNBOUND, 24)).columns
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool = False, width: int | None = None) -> list[str]:
-    """Rows of cells as lines with aligned columns. Cells are wrapped if the lines would be wider than the terminal, words last.
+def aligned(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: bool = False,
+    ruled: bool = False,
+    width: int | None = None,
+) -> list[str]:
+    """Rows of cells as lines with aligned columns. Cells are wrapped if the lines would be wider
+    than the terminal, words last.
 
     Args:
       right: align cells to the right.
       ruled: draw a line below the first row.
       width: of the table; None: the terminal's.
 
-    >>> print("\\n".join(aligned([("path", "array"), ("blocks/0/kernel", "float32[8, 8]")], ruled=True, width=24)))
+    >>> print(
+    ...     "\\n".join(
+    ...         aligned(
+    ...             [("path", "array"), ("blocks/0/kernel", "float32[8, 8]")], ruled=True, width=24
+    ...         )
+    ...     )
+    ... )
     path       array
     ----------------
     blocks/0/  float32[8, 8]
@@ -112,10 +133,16 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool =
     width = terminal_width() if width is None else width
     widths, lines = _widths(rows, width), []
     for row in rows:
-        cells = [_wrapped(cell, wide, at == 0 and not right) for at, (cell, wide) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            _wrapped(cell, wide, at == 0 and not right)
+            for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
+        ]
         for at in range(max(map(len, cells))):
             parts = [cell[at] if at < len(cell) else "" for cell in cells]
-            padded = [part.rjust(wide) if right else part.ljust(wide) for part, wide in zip(parts, widths, strict=True)]
+            padded = [
+                part.rjust(wide) if right else part.ljust(wide)
+                for part, wide in zip(parts, widths, strict=True)
+            ]
             lines.append("  ".join(padded).rstrip())
         if ruled and len(rows) > 1 and row is rows[0]:
             lines.append("-" * max(map(len, lines)))
@@ -123,21 +150,31 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False, ruled: bool =
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters for each column. The next to shrink is the one that then adds the fewest lines, or the widest of several."""
+    """Characters for each column. The next to shrink is the one that then adds the fewest lines, or
+    the widest of several.
+    """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     for pattern in BREAKS:
-        least = [max(MIN_WIDTH, *(_least(cell, pattern, at == 0) for cell in column)) for at, column in enumerate(columns)]
+        least = [
+            max(MIN_WIDTH, *(_least(cell, pattern, at == 0) for cell in column))
+            for at, column in enumerate(columns)
+        ]
         while sum(widths) + 2 * (len(widths) - 1) > width:
             shrinkable = [at for at, wide in enumerate(widths) if wide > least[at]]
             if not shrinkable:
                 break
-            counts = [[len(_wrapped(cell, wide, at == 0)) for cell in columns[at]] for at, wide in enumerate(widths)]
+            counts = [
+                [len(_wrapped(cell, wide, at == 0)) for cell in columns[at]]
+                for at, wide in enumerate(widths)
+            ]
             tallest = list(map(max, zip(*counts, strict=True)))
 
             def added(at: int, tallest: list[int] = tallest) -> tuple[int, int]:
                 after = (len(_wrapped(cell, widths[at] - 1, at == 0)) for cell in columns[at])
-                return sum(max(count - most, 0) for count, most in zip(after, tallest, strict=True)), -widths[at]
+                return sum(
+                    max(count - most, 0) for count, most in zip(after, tallest, strict=True)
+                ), -widths[at]
 
             widths[min(shrinkable, key=added)] -= 1
     return widths
@@ -155,7 +192,9 @@ def _wrapped(text: str, width: int, hanging: bool) -> tuple[str, ...]:
     """A cell's text in lines; further ones hang if this is possible without splitting a word."""
     if len(text) <= width:
         return (text,)
-    pattern = next((pattern for pattern in BREAKS if _least(text, pattern, hanging) <= width), BREAKS[-1])
+    pattern = next(
+        (pattern for pattern in BREAKS if _least(text, pattern, hanging) <= width), BREAKS[-1]
+    )
     lines, hang = [""], HANG if hanging else ""
     for word in re.findall(pattern, text):
         if lines[-1].strip() and len(lines[-1] + word.rstrip()) > width:
@@ -165,7 +204,8 @@ def _wrapped(text: str, width: int, hanging: bool) -> tuple[str, ...]:
 
 
 def filled(text: str, *, width: int | None = None) -> str:
-    """A text whose lines are wrapped at the terminal's width, inside a word only if it is a path; below a wide last column, or indented.
+    """A text whose lines are wrapped at the terminal's width, inside a word only if it is a path;
+    below a wide last column, or indented.
 
     >>> print(filled("fits: 3 GiB of 80 GiB on each device", width=20))
     fits: 3 GiB of 80
@@ -175,7 +215,11 @@ def filled(text: str, *, width: int | None = None) -> str:
 
     def wrap(line: str) -> str:
         before = LAST_COLUMN.match(line)
-        indent = len(before[0]) if before and len(before[0]) + LEAST_HANGING <= width else len(line) - len(line.lstrip()) + 2
+        indent = (
+            len(before[0])
+            if before and len(before[0]) + LEAST_HANGING <= width
+            else len(line) - len(line.lstrip()) + 2
+        )
         lines = [""]
         for word in re.findall(" +|[^ ]+", line):
             for part in [word] if indent + len(word) <= width else re.findall("[^/]+/*|/+", word):
@@ -207,26 +251,42 @@ def document(title: str, body: str, *, style: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>\n:root {{ color-scheme: light dark }}\n{style}\n</style>\n</head>\n"
+        f"<title>{html.escape(title)}</title>\n<style>\n:root {{ color-scheme: light dark }}\n"
+        f"{style}\n</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned to the right.
+    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned
+    to the right.
 
-    >>> table(["path", "bytes"], [["a<b", "1.5 KiB"]])
-    '<table><tr><th>path</th><th class="number">bytes</th></tr>\\n<tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>'
+    >>> print(table(["path", "bytes"], [["a<b", "1.5 KiB"]]))
+    <table><tr><th>path</th><th class="number">bytes</th></tr>
+    <tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>
     """
     rows = [[str(cell) for cell in row] for row in body]
-    numeric = [bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
+    numeric = [
+        bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))
+    ]
 
     def line(tag: str, cells: Iterable[Any]) -> str:
         opening = (f'<{tag} class="number">' if right else f"<{tag}>" for right in numeric)
-        return "<tr>" + "".join(f"{start}{html.escape(str(cell))}</{tag}>" for start, cell in zip(opening, cells, strict=True)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(
+                f"{start}{html.escape(str(cell))}</{tag}>"
+                for start, cell in zip(opening, cells, strict=True)
+            )
+            + "</tr>"
+        )
 
     css_class = f' class="{kind}"' if kind else ""
-    return f"<table{css_class}>" + "\n".join([line("th", header), *(line("td", row) for row in rows)]) + "</table>"
+    return (
+        f"<table{css_class}>"
+        + "\n".join([line("th", header), *(line("td", row) for row in rows)])
+        + "</table>"
+    )
 
 
 def folded(title: str, body: str) -> str:

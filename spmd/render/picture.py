@@ -10,13 +10,23 @@ from spmd.render.html import Html, framed
 from spmd.user_paths import as_path, make_folder, replace_file, wrap_os_errors
 
 DOTS = 130  # per inch
-# In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are transparent.
-ADAPTED = {"#000000": "currentColor", "#222222": "currentColor", "#555555": "currentColor", "#e4e4e4": "#88888840"}
-THEME = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}text{fill:currentColor}</style>"
+# In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are
+# transparent.
+ADAPTED = {
+    "#000000": "currentColor",
+    "#222222": "currentColor",
+    "#555555": "currentColor",
+    "#e4e4e4": "#88888840",
+}
+THEME = (
+    "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
+    "text{fill:currentColor}</style>"
+)
 
 
 class Picture:
-    """A drawing for a notebook's cell; `figure` is the `matplotlib.figure.Figure`, without a window or global state.
+    """A drawing for a notebook's cell; `figure` is the `matplotlib.figure.Figure`, without a window
+    or global state.
 
     Args:
       figure: of matplotlib.
@@ -32,14 +42,18 @@ class Picture:
         self.figure = figure
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a file in the format of the suffix (.png, .svg, .pdf); its folder is created if needed.
+        """Write it to a file in the format of the suffix (.png, .svg, .pdf); its folder is created
+        if needed.
 
         Raises:
           OptionError: an unknown suffix.
         """
         path, kinds = as_path(path, "path"), self.figure.canvas.get_supported_filetypes()
         if path.suffix.removeprefix(".").lower() not in kinds:
-            raise OptionError(f'"{path}": the suffix does not name a format for pictures.', fix="such as .png, .svg or .pdf.")
+            raise OptionError(
+                f'"{path}": the suffix does not name a format for pictures.',
+                fix="such as .png, .svg or .pdf.",
+            )
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError), replace_file(path) as part:
             if path.suffix.lower() == ".svg":
@@ -55,10 +69,17 @@ class Picture:
     def _svg(self) -> str:
         """The SVG in the colour of the text around it."""
         buffer = io.StringIO()
-        with import_extra("matplotlib", "examples").rc_context({"svg.fonttype": "none", "svg.hashsalt": "spmd"}):
+        with import_extra("matplotlib", "examples").rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "spmd"}
+        ):
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
-        text = re.sub("<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        text = re.sub(
+            "<style.*?</style>|<metadata>.*?</metadata>",
+            "",
+            text[text.index("<svg") :],
+            flags=re.DOTALL,
+        )
         text = re.sub('font-family: [^;"]*', "font-family: sans-serif", text)
         return re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
 
@@ -75,4 +96,6 @@ class Picture:
     def _repr_html_(self) -> Html:
         wide = round(90 * self.figure.get_size_inches()[0])
         size = f'fill="currentColor" style="max-width:{wide}px" '
-        return framed(re.sub('(<svg )(?:(?:width|height)="[^"]*" )*', rf"\1{size}", self._svg(), count=1))
+        return framed(
+            re.sub('(<svg )(?:(?:width|height)="[^"]*" )*', rf"\1{size}", self._svg(), count=1)
+        )

@@ -10,7 +10,8 @@ BARS = "▁▂▃▄▅▆▇█"
 LOG_RANGE = 30.0  # a curve that spans more than this factor is drawn on a logarithmic scale
 MOST = 240  # points of a curve; longer curves are averaged to this many
 MOST_DOTS = 30  # more are drawn smaller
-COLOURS = ("#3f74d1", "#d0692f")  # training, evaluation: they differ in lightness too, on white and on black
+# training, evaluation: they differ in lightness too, on white and on black
+COLOURS = ("#3f74d1", "#d0692f")
 
 
 def thinned(values: Sequence[float], count: int) -> list[float]:
@@ -21,7 +22,9 @@ def thinned(values: Sequence[float], count: int) -> list[float]:
     """
     if len(values) <= count:
         return list(values)
-    parts = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
+    parts = [
+        values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)
+    ]
     return [sum(part) / len(part) for part in parts]
 
 
@@ -35,7 +38,10 @@ def spark(values: Sequence[float], width: int = 16) -> str:
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     span = high - low or 1.0
-    return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "!" for mean in means)
+    return "".join(
+        BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "!"
+        for mean in means
+    )
 
 
 def gauge(value: float, capacity: float, width: int = 40) -> str:
@@ -52,8 +58,16 @@ def gauge(value: float, capacity: float, width: int = 40) -> str:
     return f"[{'█' * full}{begun}{'░' * (columns - full - len(begun))}]{'█' * (width - columns)}"
 
 
-def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float], width: int = 420, height: int = 150) -> str:
-    """One metric over steps as SVG: a line for training, dots for evaluations, with a legend; readable on white and on black."""
+def panel(
+    name: str,
+    trained: Mapping[int, float],
+    evaluated: Mapping[int, float],
+    width: int = 420,
+    height: int = 150,
+) -> str:
+    """One metric over steps as SVG: a line for training, dots for evaluations, with a legend;
+    readable on white and on black.
+    """
     finite = {step: value for step, value in trained.items() if math.isfinite(value)}
     line = list(zip(thinned(list(finite), MOST), thinned(list(finite.values()), MOST), strict=True))
     dots = [(step, value) for step, value in evaluated.items() if math.isfinite(value)]
@@ -69,11 +83,18 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
         return 64 + (width - 74) * (step - min(steps)) / max(max(steps) - min(steps), 1)
 
     def y(value: float) -> float:
-        return height - 25 - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
+        return (
+            height
+            - 25
+            - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
+        )
 
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in line)
     radius = 3 if len(dots) <= MOST_DOTS else 1.5
-    circles = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{radius}" fill="{COLOURS[1]}"/>' for step, value in dots)
+    circles = "".join(
+        f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{radius}" fill="{COLOURS[1]}"/>'
+        for step, value in dots
+    )
     labels = [
         caption(64, 14, name + (", logarithmic" if log else "")),
         caption(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
@@ -83,13 +104,18 @@ def panel(name: str, trained: Mapping[int, float], evaluated: Mapping[int, float
         caption(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
     if dots:
-        labels.append(f'<path d="M{width - 80} 10h0" stroke="{COLOURS[1]}" stroke-width="6" stroke-linecap="round"/>')
+        labels.append(
+            f'<path d="M{width - 80} 10h0" stroke="{COLOURS[1]}" stroke-width="6" '
+            'stroke-linecap="round"/>'
+        )
         labels.append(caption(width - 10, 14, "evaluation", "end"))
     if dots and line:
         labels.append(f'<path d="M{width - 164} 10h14" stroke="{COLOURS[0]}" stroke-width="2"/>')
         labels.append(caption(width - 92, 14, "training", "end"))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px system-ui,sans-serif" fill="currentColor" '
-        f'role="img" aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" stroke="{COLOURS[0]}" stroke-width="1.6"/>'
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" class="small" style="font:12px '
+        'system-ui,sans-serif" fill="currentColor" '
+        f'role="img" aria-label="{html.escape(name)}"><polyline points="{path}" fill="none" '
+        f'stroke="{COLOURS[0]}" stroke-width="1.6"/>'
         f"{circles}{''.join(labels)}</svg>"
     )

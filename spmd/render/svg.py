@@ -16,12 +16,17 @@ def box(x: float, y: float, width: float, height: float, colour: str, title: str
 def frame(x: float, y: float, width: float, height: float, title: str) -> str:
     """The outline of a rectangle, with a tooltip."""
     shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {shape} fill="var(--soft)" stroke="var(--line)"><title>{html.escape(title)}</title></rect>'
+    return (
+        f'<rect {shape} fill="var(--soft)" '
+        f'stroke="var(--line)"><title>{html.escape(title)}</title></rect>'
+    )
 
 
 def on_box(x: float, y: float, words: str) -> str:
     """A line of text centred on a filled rectangle, readable on every colour."""
-    return f'<text class="on" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{html.escape(words)}</text>'
+    return (
+        f'<text class="on" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{html.escape(words)}</text>'
+    )
 
 
 def caption(x: float, y: float, words: str, anchor: str = "start") -> str:
@@ -40,7 +45,8 @@ def legend(x: float, y: float, colour: str, words: str) -> str:
 
 
 def bars(rows: Sequence[tuple[str, float, str]], label: str) -> str:
-    """Bars below each other, each under its name and its value in words; the largest is as wide as the drawing.
+    """Bars below each other, each under its name and its value in words; the largest is as wide as
+    the drawing.
 
     >>> bars([("all_gather", 2.0, "2 B"), ("all_reduce", 1.0, "1 B")], "bytes").count("<rect")
     2
@@ -49,22 +55,42 @@ def bars(rows: Sequence[tuple[str, float, str]], label: str) -> str:
     parts = []
     for number, (name, value, words) in enumerate(rows):
         parts.append(caption(0, 36 * number + 12, f"{name}: {words}"))
-        parts.append(box(0, 36 * number + 17, max(WIDTH * value / most, 1.0), 11, SERIES[0], f"{name}: {words}"))
+        parts.append(
+            box(
+                0,
+                36 * number + 17,
+                max(WIDTH * value / most, 1.0),
+                11,
+                SERIES[0],
+                f"{name}: {words}",
+            )
+        )
     return svg(36 * len(rows), parts, label)
 
 
 def svg(height: float, parts: Iterable[str], label: str, *, width: int | None = None) -> str:
-    """A drawing of the common width, which scales with the page; or of its `width` in pixels, which is at most the page's."""
-    view = f'viewBox="0 0 {width or WIDTH} {height:.0f}"' + (f' width="{width}" class="small"' if width else "")
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    """A drawing of the common width, which scales with the page; or of its `width` in pixels, which
+    is at most the page's.
+    """
+    view = f'viewBox="0 0 {width or WIDTH} {height:.0f}"' + (
+        f' width="{width}" class="small"' if width else ""
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {view} role="img" '
+        f'aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    )
 
 
 def strip(height: float, parts: Iterable[str], label: str) -> str:
     """A drawing without text, which is as wide as the page, whatever that is."""
-    return svg(height, parts, label).replace("<svg ", f'<svg class="strip" style="height:{height:.0f}px" preserveAspectRatio="none" ', 1)
+    return svg(height, parts, label).replace(
+        "<svg ", f'<svg class="strip" style="height:{height:.0f}px" preserveAspectRatio="none" ', 1
+    )
 
 
 def key(colour: str, words: str) -> str:
-    """A square of a colour of the style, and what it stands for, in HTML: a row of these is wrapped; "" is an outline."""
+    """A square of a colour of the style, and what it stands for, in HTML: a row of these is
+    wrapped; "" is an outline.
+    """
     style = f"background:var(--{colour})" if colour else "box-shadow:inset 0 0 0 2px var(--ink)"
     return f'<span class="key"><i style="{style}"></i>{html.escape(words)}</span> '

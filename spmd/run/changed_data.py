@@ -1,4 +1,6 @@
-"""The position of a run that resumes on other data, or on the same data in other batches or another order."""
+"""The position of a run that resumes on other data, or on the same data in other batches or another
+order.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,10 +14,12 @@ SIZES = {"batch_size", "batches"}  # facts of data that say nothing about the or
 def resumed_position(
     at: Position, saved: Mapping[str, Any], now: Mapping[str, Any], changed: Collection[str]
 ) -> tuple[Position, list[str]]:
-    """The position of a run in changed data, and lines that say what has changed and what of the order is lost.
+    """The position of a run in changed data, and lines that say what has changed and what of the
+    order is lost.
 
-    If only the size of batches has changed, the run continues behind the examples that it took; where that is inside a batch, at the
-    beginning of this batch. In another order the epoch begins again. The number of the epoch is kept.
+    If only the size of batches has changed, the run continues behind the examples that it took;
+    where that is inside a batch, at the beginning of this batch. In another order the epoch begins
+    again. The number of the epoch is kept.
 
     Args:
       at: the position in the data of the checkpoint.
@@ -40,11 +44,29 @@ def resumed_position(
     taken, repeated = min(at.batch * old, examples), 0
     if SIZES.issuperset(order) and not at.workers and not (streamed and at.reader is not None):
         repeated = 0 if taken == examples else taken % new
-        position = Position(at.epoch + 1) if taken == examples else Position(at.epoch, taken // new, at.reader)
-        again = f"; {repeated} that were taken are taken again, because no batch of {new} ends after {taken}" if repeated else ""
+        position = (
+            Position(at.epoch + 1)
+            if taken == examples
+            else Position(at.epoch, taken // new, at.reader)
+        )
+        again = (
+            f"; {repeated} that were taken are taken again, because no batch of {new} ends after "
+            f"{taken}"
+            if repeated
+            else ""
+        )
         same = ", if the data yields the same examples in the same order" if streamed else ""
-        return position, [*lines, f"it continues behind the first {taken - repeated} examples of {epoch}{again}{same}"]
+        return position, [
+            *lines,
+            f"it continues behind the first {taken - repeated} examples of {epoch}{again}{same}",
+        ]
     if not (at.batch or at.parts):
         return Position(at.epoch), [*lines, f"{epoch} begins, in the new order"]
-    begun = f"{at.parts} parts of batches" if at.workers else f"{at.batch} batches ({taken} examples)"
-    return Position(at.epoch), [*lines, f"{epoch} begins again, in the new order: what it had taken before, {begun}, is taken again"]
+    begun = (
+        f"{at.parts} parts of batches" if at.workers else f"{at.batch} batches ({taken} examples)"
+    )
+    return Position(at.epoch), [
+        *lines,
+        f"{epoch} begins again, in the new order: what it had taken before, {begun}, is taken "
+        "again",
+    ]

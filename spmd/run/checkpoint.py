@@ -1,7 +1,8 @@
 """Writes checkpoints with Orbax: the state, the position in the data, and the layout, atomically.
 
-One folder per step. `state` holds every array under its path; `meta` holds their shapes, so that a mismatch with the model is
-reported in a table before anything is read, the data position, and the layout as TOML.
+One folder per step. `state` holds every array under its path; `meta` holds their shapes, so that a
+mismatch with the model is reported in a table before anything is read, the data position, and the
+layout as TOML.
 """
 
 import contextlib
@@ -23,9 +24,25 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
-from spmd.errors import CheckpointError, OptionError, SpmdError, check_integer, did_you_mean, first_line, option, short_repr, type_name
+from spmd.errors import (
+    CheckpointError,
+    OptionError,
+    SpmdError,
+    check_integer,
+    did_you_mean,
+    first_line,
+    option,
+    short_repr,
+    type_name,
+)
 from spmd.output_files import sync_tree
-from spmd.run.checkpoint_reader import FORMAT, CheckpointReader, active_processes, arrays_by_path, import_orbax
+from spmd.run.checkpoint_reader import (
+    FORMAT,
+    CheckpointReader,
+    active_processes,
+    arrays_by_path,
+    import_orbax,
+)
 from spmd.run.device_snapshot import StateCopier, fits_on_devices
 from spmd.run.manifest import write_manifest
 from spmd.run.memory_folder import forget_run
@@ -45,21 +62,25 @@ HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk befor
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where to save checkpoints, how often, and how many to keep. `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
+    """Where to save checkpoints, how often, and how many to keep. `fit(checkpoint="runs/digits")`
+    is `Checkpoint("runs/digits")`.
 
-    Training continues while a checkpoint is written. If each device has room for a second state beyond its peak usage, the state is
-    copied there and a thread does the rest; otherwise training waits until the state is in host memory. On CPU devices the copy stays
-    in memory until the run ends.
+    Training continues while a checkpoint is written. If each device has room for a second state
+    beyond its peak usage, the state is copied there and a thread does the rest; otherwise training
+    waits until the state is in host memory. On CPU devices the copy stays in memory until the run
+    ends.
 
     Args:
-      path: a folder; checkpoints are in its `checkpoints/`, a record for every `log_every` steps in `metrics.jsonl`, every step in
-        `history.bin` (`History.read`).
-      every: steps between two checkpoints; None saves at the end of each epoch. The last step is always saved.
+      path: a folder; checkpoints are in its `checkpoints/`, a record for every `log_every` steps in
+        `metrics.jsonl`, every step in `history.bin` (`History.read`).
+      every: steps between two checkpoints; None saves at the end of each epoch. The last step is
+        always saved.
       keep: how many of the newest checkpoints to keep; None: all.
-      best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only the newest.
+      best: metric whose best checkpoint is kept as well, such as "eval_accuracy"; None keeps only
+        the newest.
       mode: whether the best value is the "min" or the "max".
-      memory_every: steps between two checkpoints in the memory of the hosts, from which a restarted run resumes where they are newer than
-        those on disk; None: none are made (docs/clusters.md).
+      memory_every: steps between two checkpoints in the memory of the hosts, from which a restarted
+        run resumes where they are newer than those on disk; None: none are made (docs/clusters.md).
       memory_folder: where these are; None: $SPMD_MEMORY_FOLDER, or /dev/shm.
 
     Example:
@@ -78,17 +99,26 @@ class Checkpoint:
     def __post_init__(self):
         object.__setattr__(self, "path", as_path(self.path, "checkpoint"))
         if self.mode not in ("min", "max"):
-            raise OptionError(f'Checkpoint: no mode "{self.mode}".', fix=did_you_mean(self.mode, ("min", "max")))
+            raise OptionError(
+                f'Checkpoint: no mode "{self.mode}".', fix=did_you_mean(self.mode, ("min", "max"))
+            )
         check_integer(self.every, "Checkpoint: every", optional=True)
         check_integer(self.keep, "Checkpoint: keep", optional=True)
         check_integer(self.memory_every, "Checkpoint: memory_every", optional=True)
         if self.memory_folder is not None:
-            object.__setattr__(self, "memory_folder", as_path(self.memory_folder, "Checkpoint: memory_folder"))
+            object.__setattr__(
+                self, "memory_folder", as_path(self.memory_folder, "Checkpoint: memory_folder")
+            )
             if self.memory_every is None:
-                raise OptionError("Checkpoint: memory_folder has no effect without memory_every.", fix="memory_every=20, or leave it out.")
+                raise OptionError(
+                    "Checkpoint: memory_folder has no effect without memory_every.",
+                    fix="memory_every=20, or leave it out.",
+                )
 
 
-LOOK_AT_DISK = "see whether the disk of that folder works; resume=True resumes from the newest checkpoint."
+LOOK_AT_DISK = (
+    "see whether the disk of that folder works; resume=True resumes from the newest checkpoint."
+)
 
 
 def as_checkpoint(value: Any) -> Checkpoint | None:
@@ -97,11 +127,16 @@ def as_checkpoint(value: Any) -> Checkpoint | None:
         return value
     if isinstance(value, str | os.PathLike):
         return Checkpoint(as_path(value, "checkpoint"))
-    raise OptionError(f"{option('checkpoint', short_repr(value))} is {type_name(value)}.", fix="a folder, or an spmd.Checkpoint.")
+    raise OptionError(
+        f"{option('checkpoint', short_repr(value))} is {type_name(value)}.",
+        fix="a folder, or an spmd.Checkpoint.",
+    )
 
 
 class _Failures(logging.Handler):
-    """Ends a process of several whose save fails. Orbax only logs the failure, then waits for the other processes, which wait for it."""
+    """Ends a process of several whose save fails. Orbax only logs the failure, then waits for the
+    other processes, which wait for it.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report the error to the other processes, and exit."""
@@ -112,7 +147,9 @@ class _Failures(logging.Handler):
 
 def _report_failure(error: BaseException) -> None:
     if jax.process_count() > 1:
-        failure = CheckpointError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+        failure = CheckpointError(
+            f"a checkpoint could not be written: {type(error).__name__}: {error}"
+        )
         watchdog.print_error(failure)
         watchdog.current().report_failure(failure)
 
@@ -120,20 +157,32 @@ def _report_failure(error: BaseException) -> None:
 def _handlers() -> Any:
     """Orbax's handlers of what a checkpoint consists of.
 
-    Orbax (0.12) divides a replicated array among its replicas, by slices on the devices: each process writes a part, and a program for each
-    shape and device is compiled while the first checkpoint is saved. One process would write all parts itself, so it divides nothing.
+    Orbax (0.12) divides a replicated array among its replicas, by slices on the devices: each
+    process writes a part, and a program for each shape and device is compiled while the first
+    checkpoint is saved. One process would write all parts itself, so it divides nothing.
     """
     ocp = import_orbax()
     options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
     arrays = ocp.type_handlers.get_type_handler(jax.Array)
     if jax.process_count() == 1:
-        store = getattr(arrays, "_array_metadata_store", None)  # by default an ArrayHandler has none
-        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, array_metadata_store=store)
+        # by default an ArrayHandler has none
+        store = getattr(arrays, "_array_metadata_store", None)
+        arrays = ocp.type_handlers.ArrayHandler(
+            use_replica_parallel=False, array_metadata_store=store
+        )
     types = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handlers = ocp.DefaultCheckpointHandlerRegistry()
     for item in (STATE, *COMM_STATE):
-        handlers.add(item, ocp.args.PyTreeSave, ocp.PyTreeCheckpointHandler(type_handler_registry=types, multiprocessing_options=options))
-    handlers.add("meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=options))
+        handlers.add(
+            item,
+            ocp.args.PyTreeSave,
+            ocp.PyTreeCheckpointHandler(
+                type_handler_registry=types, multiprocessing_options=options
+            ),
+        )
+    handlers.add(
+        "meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler(multiprocessing_options=options)
+    )
     return handlers
 
 
@@ -145,32 +194,42 @@ _nothing_to_write.set_result(None)
 def _daemon_executor() -> futures.ThreadPoolExecutor:
     """An executor for saves, with one thread: a daemon, and so are those that Orbax starts in it.
 
-    After a failed save they wait for minutes for one another, and a process ends only when all its other threads have. A save that goes
-    well is waited for: Python waits for what executors do.
+    After a failed save they wait for minutes for one another, and a process ends only when all its
+    other threads have. A save that goes well is waited for: Python waits for what executors do.
     """
     executor = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
-    starts = threading.Thread(target=executor.submit, args=(int,), daemon=True)  # a thread is a daemon if the one that starts it is
+    # a thread is a daemon if the one that starts it is
+    starts = threading.Thread(target=executor.submit, args=(int,), daemon=True)
     starts.start()
     starts.join()
     return executor
 
 
 def _check_name(folder: Path) -> None:
-    """Refuse a path that is read as a pattern where Orbax looks for the arrays that it has just written: it finds none, without an error.
+    """Refuse a path that is read as a pattern where Orbax looks for the arrays that it has just
+    written: it finds none, without an error.
 
     Raises:
       CheckpointError: names the characters, and a path without them.
     """
     found = [character for character in PATTERN if character in str(folder)]
     if found:
-        named = next(parent for parent in reversed((folder, *folder.parents)) if set(PATTERN) & set(parent.name))
+        named = next(
+            parent
+            for parent in reversed((folder, *folder.parents))
+            if set(PATTERN) & set(parent.name)
+        )
         other = named.with_name(named.name.translate(str.maketrans(PATTERN, "-" * len(PATTERN))))
-        why = f'{folder}: checkpoints in a folder with "{"".join(found)}" in its path could not be read again.'
+        why = (
+            f'{folder}: checkpoints in a folder with "{"".join(found)}" in its path could not be '
+            "read again."
+        )
         raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
 
 
 class CheckpointStore(CheckpointReader):
-    """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous; `close` waits and raises any failure.
+    """A run's checkpoints on disk, read and written by their one owner. Saving is asynchronous;
+    `close` waits and raises any failure.
 
     Raises:
       CheckpointError: the folder belongs to another process that is still running.
@@ -182,12 +241,16 @@ class CheckpointStore(CheckpointReader):
         _check_name(self.folder)
         self._take_ownership()
         self._writing, self._written = 0, _nothing_to_write
-        self._threaded: bool | None = None  # decided by the first save: later the copy itself raises the peak usage
+        # decided by the first save: later the copy itself raises the peak usage
+        self._threaded: bool | None = None
         self._copier: StateCopier | None = None
-        self._copies: dict[int, State] = {}  # at most one, by step: made, but not handed to the thread yet
-        self._scores: dict[int, float | None] = {}  # of the checkpoints on disk, by step, once there is a manager
+        # at most one, by step: made, but not handed to the thread yet
+        self._copies: dict[int, State] = {}
+        # of the checkpoints on disk, by step, once there is a manager
+        self._scores: dict[int, float | None] = {}
         self._bytes = 0  # size of a state, once one is saved
-        self.write_seconds = 0.0  # how long the last checkpoint took to be written; 0 before the first
+        # how long the last checkpoint took to be written; 0 before the first
+        self.write_seconds = 0.0
         self._thread = _daemon_executor()
         try:
             self._saved = self.latest()
@@ -203,7 +266,8 @@ class CheckpointStore(CheckpointReader):
         if jax.process_index() == 0:
             try:
                 self._ownership = FolderOwnership(self.folder)
-                weakref.finalize(self, self._ownership.release)  # in case the store is never closed, as after an error in a notebook
+                # in case the store is never closed, as after an error in a notebook
+                weakref.finalize(self, self._ownership.release)
             except CheckpointError as raised:
                 error = raised
         message = first_nonempty("" if error is None else str(error))
@@ -220,21 +284,31 @@ class CheckpointStore(CheckpointReader):
         self.move_damaged({step: why for step, why in unreadable.items() if why})
         self.remove_leftovers()
         logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
-        self._scores = {step: self.metrics(step).get(config.best) if config.best else None for step in self.steps()}
+        self._scores = {
+            step: self.metrics(step).get(config.best) if config.best else None
+            for step in self.steps()
+        }
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.LatestN(None),  # all: Orbax would remove an older one before the newest is on disk
+            # all: Orbax would remove an older one before the newest is on disk
+            preservation_policy=policies.LatestN(None),
             # only with a best_fn does Orbax write metrics to disk, where a resumed run finds them
             best_fn=None if config.best is None else lambda metrics: metrics[config.best],
             best_mode=config.mode,
             enable_async_checkpointing=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
             create=False,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=active_processes()),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                active_processes=active_processes()
+            ),
         )
-        return ocp.CheckpointManager(self.folder / "checkpoints", options=options, handler_registry=_handlers())
+        return ocp.CheckpointManager(
+            self.folder / "checkpoints", options=options, handler_registry=_handlers()
+        )
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes have left. A run that has begun does so though it may save nothing; one that is refused does not."""
+        """Remove what killed processes have left. A run that has begun does so though it may save
+        nothing; one that is refused does not.
+        """
         if jax.process_index() == 0:
             remove_leftovers(self.folder)
 
@@ -251,39 +325,61 @@ class CheckpointStore(CheckpointReader):
         return super().steps()
 
     def move_damaged(self, damaged: Mapping[int, str]) -> None:
-        """Move damaged checkpoints, given as {step: what is wrong}, to another folder, with a warning that says where."""
+        """Move damaged checkpoints, given as {step: what is wrong}, to another folder, with a
+        warning that says where.
+        """
         for step, why in damaged.items():
             if jax.process_index() == 0:
                 folder = self.folder / "damaged"
                 numbered = (folder / f"{step}-{number}" for number in itertools.count(1))
-                target = next(path for path in itertools.chain([folder / f"{step}"], numbered) if not path.exists())
+                target = next(
+                    path
+                    for path in itertools.chain([folder / f"{step}"], numbered)
+                    if not path.exists()
+                )
                 folder.mkdir(exist_ok=True)
                 self._path(step).rename(target)
-                logging.getLogger("spmd").warning("the checkpoint of step %d is damaged (%s): it was moved to %s.", step, why, target)
+                logging.getLogger("spmd").warning(
+                    "the checkpoint of step %d is damaged (%s): it was moved to %s.",
+                    step,
+                    why,
+                    target,
+                )
             first_nonempty("")  # a barrier: from here it is gone for all processes
         self._saved = self.latest()
 
     def _seal(self) -> None:
-        """Write the manifest. Orbax calls this when everything is written, before it commits the checkpoint."""
+        """Write the manifest. Orbax calls this when everything is written, before it commits the
+        checkpoint.
+        """
         if jax.process_index() != 0:
             return
         self._check_owner()
         found = [*(self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")]
         if not found:
-            raise CheckpointError(f"the temporary folder of step {self._writing} is missing in {self.folder}.", fix=LOOK_AT_DISK)
+            raise CheckpointError(
+                f"the temporary folder of step {self._writing} is missing in {self.folder}.",
+                fix=LOOK_AT_DISK,
+            )
         folder = found[0]
         if not (folder / STATE / MERGED).exists():
             raise CheckpointError(
-                f"the arrays of step {self._writing} were written, and not merged: {folder / STATE / MERGED} is missing.", fix=LOOK_AT_DISK
+                f"the arrays of step {self._writing} were written, and not merged: "
+                f"{folder / STATE / MERGED} is missing.",
+                fix=LOOK_AT_DISK,
             )
         write_manifest(folder)
-        sync_tree(folder)  # before it has its name: after a loss of power, a checkpoint with a name is complete
+        # before it has its name: after a loss of power, a checkpoint with a name is complete
+        sync_tree(folder)
 
-    def save(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
+    def save(
+        self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]
+    ) -> bool:
         """Start to write a checkpoint; returns False if this step was saved already."""
         if self._saved == step:
             return False
-        self.wait()  # for the previous save: its failure must be raised now, not at the end of the run
+        # for the previous save: its failure must be raised now, not at the end of the run
+        self.wait()
         began = time.monotonic()
         self._check_owner()
         self._check_disk_space(state)
@@ -295,11 +391,15 @@ class CheckpointStore(CheckpointReader):
         del manager
         if self._threaded:
             self.copy(state, step)
-            self._written = self._thread.submit(self._write_copy, [self._copies.pop(step)], step, meta, metrics)
+            self._written = self._thread.submit(
+                self._write_copy, [self._copies.pop(step)], step, meta, metrics
+            )
         else:
             self._thread.submit(self._write, state, step, meta, metrics).result()
             self._written = self._thread.submit(self._finish)
-        self._written.add_done_callback(lambda _: setattr(self, "write_seconds", time.monotonic() - began))
+        self._written.add_done_callback(
+            lambda _: setattr(self, "write_seconds", time.monotonic() - began)
+        )
         self._saved = step
         return True
 
@@ -308,18 +408,27 @@ class CheckpointStore(CheckpointReader):
             self._ownership.check()
 
     def copy(self, state: State, step: int) -> None:
-        """Queue a copy of the state on the devices, behind their current step; `save` hands it to a thread.
+        """Queue a copy of the state on the devices, behind their current step; `save` hands it to a
+        thread.
 
-        Called before the host waits for that step, so that the devices need not wait for the host. It does nothing before the first save,
-        which finds out whether there is room, nor while the previous save runs or if it failed; `save` waits for that and raises.
+        Called before the host waits for that step, so that the devices need not wait for the host.
+        It does nothing before the first save, which finds out whether there is room, nor while the
+        previous save runs or if it failed; `save` waits for that and raises.
         """
-        if self._threaded and step not in (self._saved, *self._copies) and self._written.done() and not self._written.exception():
+        if (
+            self._threaded
+            and step not in (self._saved, *self._copies)
+            and self._written.done()
+            and not self._written.exception()
+        ):
             self._copies = {}  # drop the copy of a step that was not saved
             self._copier = self._copier or StateCopier(state)
             self._copies = {step: self._copier(state)}
 
     def _write_copy(self, copy: list[State], *more: Any) -> None:
-        """Write the one copy in the list, and empty the list, so that the copy is freed while its bytes go to disk."""
+        """Write the one copy in the list, and empty the list, so that the copy is freed while its
+        bytes go to disk.
+        """
         try:
             jax.block_until_ready(copy)
             self._write(copy.pop(), *more)
@@ -337,13 +446,21 @@ class CheckpointStore(CheckpointReader):
     def _keep_few(self) -> None:
         """Remove the checkpoints that the options do not keep, once the newest is on disk."""
         sync_tree(self._path(self._writing))
-        self._scores = {step: self._scores.get(step) for step in CheckpointReader.steps(self)}  # without those whose save has failed
-        for step in sorted(self._scores.keys() - kept_steps(self._scores, self.config.keep, self.config.mode)):
+        # without those whose save has failed
+        self._scores = {step: self._scores.get(step) for step in CheckpointReader.steps(self)}
+        for step in sorted(
+            self._scores.keys() - kept_steps(self._scores, self.config.keep, self.config.mode)
+        ):
             remove_checkpoint(self._path(step))
 
-    def _write(self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> None:
+    def _write(
+        self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]
+    ) -> None:
         ocp, arrays = import_orbax(), arrays_by_path(state)
-        items = {item: {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item} for item in (STATE, *COMM_STATE)}
+        items = {
+            item: {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item}
+            for item in (STATE, *COMM_STATE)
+        }
         items = {item: ocp.args.PyTreeSave(leaves) for item, leaves in items.items() if leaves}
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
@@ -352,7 +469,9 @@ class CheckpointStore(CheckpointReader):
         with jax.transfer_guard_device_to_host("allow"):  # Orbax copies the state to the host
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
         if not saved:
-            raise CheckpointError(f"the checkpoint of step {step} was not written to {self.folder}.", fix=LOOK_AT_DISK)
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written to {self.folder}.", fix=LOOK_AT_DISK
+            )
         self._scores[step] = metrics.get(self.config.best or "")
 
     def _check_disk_space(self, state: State) -> None:
@@ -361,7 +480,10 @@ class CheckpointStore(CheckpointReader):
         if free < HEADROOM * size:
             why = f"{format_bytes(free)} are free, {HEADROOM} times its size is needed"
             fix = f"free some disk space, or lower Checkpoint(keep={self.config.keep})."
-            raise CheckpointError(f"a checkpoint of {format_bytes(size)} does not fit in {self.folder}: {why}.", fix=fix)
+            raise CheckpointError(
+                f"a checkpoint of {format_bytes(size)} does not fit in {self.folder}: {why}.",
+                fix=fix,
+            )
 
     def wait(self) -> None:
         """Wait until everything that was saved is on disk.
@@ -378,11 +500,16 @@ class CheckpointStore(CheckpointReader):
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
-            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {first_line(error)}", fix=LOOK_AT_DISK) from error
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self.folder}: {first_line(error)}",
+                fix=LOOK_AT_DISK,
+            ) from error
         if self._saved is not None and not self._path(self._saved).exists():
             missing, self._saved = self._saved, None
             raise CheckpointError(
-                f"the checkpoint of step {missing} is not on disk in {self.folder}; there are {self.steps()}.", fix=LOOK_AT_DISK
+                f"the checkpoint of step {missing} is not on disk in {self.folder}; there are "
+                f"{self.steps()}.",
+                fix=LOOK_AT_DISK,
             )
 
     def release(self) -> None:

@@ -1,4 +1,6 @@
-"""What a run is made of (`LoopConfig`), where it begins (`StartPoint`), and how far it has come (`RunState`)."""
+"""What a run is made of (`LoopConfig`), where it begins (`StartPoint`), and how far it has come
+(`RunState`).
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,8 +31,9 @@ class LoopConfig:
     """The parts of a run; they stay the same until it ends.
 
     Attributes:
-      evaluate: called with the state, with a function that says whether a signal stops the evaluation before batch n (it returns None
-        then), and with `draws`, a dict that it fills with functions that draw metrics, by name.
+      evaluate: called with the state, with a function that says whether a signal stops the
+        evaluation before batch n (it returns None then), and with `draws`, a dict that it fills
+        with functions that draw metrics, by name.
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       data_retries: how often in a row a batch is read again.
@@ -85,9 +88,12 @@ class RunState:
     """How far a run has come.
 
     Attributes:
-      epoch: number of the current epoch, from 0; `position` is in the next one already when an epoch ends.
-      samples: examples trained on in this call, over all processes, as far as metrics have been read.
-      began: the pace from which its rate is measured: without the first two calls, of which one is compiled, where more follow.
+      epoch: number of the current epoch, from 0; `position` is in the next one already when an
+        epoch ends.
+      samples: examples trained on in this call, over all processes, as far as metrics have been
+        read.
+      began: the pace from which its rate is measured: without the first two calls, of which one is
+        compiled, where more follow.
       pace: its pace when it was last shown.
       evaluated: results of the newest evaluation.
     """

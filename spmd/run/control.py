@@ -1,4 +1,6 @@
-"""When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it through `info`."""
+"""When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it
+through `info`.
+"""
 
 import logging
 import math
@@ -23,10 +25,13 @@ class RunControl:
         self.last_step, self._notified_stop = config.schedule.steps, False
         self._signalled_at: float | None = None
         self._noted_pictures = False  # that there is no folder for them
-        self._pictures: tuple[int, set[str]] = (-1, set())  # the step of the newest, and all names of that step
+        # the step of the newest, and all names of that step
+        self._pictures: tuple[int, set[str]] = (-1, set())
 
     def stop(self, reason: str) -> None:
-        """Stop after the current step. Every process must call this at the same step; use `ask` where only one process knows."""
+        """Stop after the current step. Every process must call this at the same step; use `ask`
+        where only one process knows.
+        """
         self.run.stop_reason = self.watchdog.local_stop_reason = self.run.stop_reason or reason
 
     def ask(self, reason: str) -> None:
@@ -42,22 +47,32 @@ class RunControl:
         """Whether the run stops here, between two steps, before its planned end."""
         if self.run.stop_reason is None and self.watchdog.should_stop(self.run.step):
             self.run.stop_reason = self.watchdog.stop_reason
-            self._signalled_at = self._signalled_at or self.run.account.now()  # another process has received it
+            # another process has received it
+            self._signalled_at = self._signalled_at or self.run.account.now()
         return self.run.stop_reason is not None
 
     def seconds_left(self) -> float:
-        """How much is left of the time to save after SIGTERM; infinity if there was none, or the time is not known."""
+        """How much is left of the time to save after SIGTERM; infinity if there was none, or the
+        time is not known.
+        """
         if self.run.stop_reason != SIGTERM_REASON or self._signalled_at is None:
             return math.inf
         return grace_seconds() - (self.run.account.now() - self._signalled_at)
 
     def stopped_by_signal(self) -> bool:
-        """Whether a signal stops the run: then it must hurry, since the sender follows up with one that cannot be handled."""
+        """Whether a signal stops the run: then it must hurry, since the sender follows up with one
+        that cannot be handled.
+        """
         return self.should_stop() and self.run.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
 
     def stops_evaluation(self, batch: int) -> bool:
-        """Whether a signal ends an evaluation before this batch, from 1: finishing it could use up the time left to save."""
-        return self.watchdog.should_stop(self.run.step, batch) and self.watchdog.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
+        """Whether a signal ends an evaluation before this batch, from 1: finishing it could use up
+        the time left to save.
+        """
+        return self.watchdog.should_stop(self.run.step, batch) and self.watchdog.stop_reason in (
+            SIGINT_REASON,
+            SIGTERM_REASON,
+        )
 
     def steps_done(self) -> bool:
         """Whether the planned number of steps is reached."""
@@ -75,12 +90,19 @@ class RunControl:
             return self.last_step
         return None if per_epoch is None or epochs is None else per_epoch * epochs
 
-    def log_picture(self, step: int, epoch: int, name: str, picture: Any, source: str | None = None) -> None:
-        """Write a picture of a step to the run's folder, and a record that names it to all loggers; `source`: see `write_picture`."""
+    def log_picture(
+        self, step: int, epoch: int, name: str, picture: Any, source: str | None = None
+    ) -> None:
+        """Write a picture of a step to the run's folder, and a record that names it to all loggers;
+        `source`: see `write_picture`.
+        """
         if self.config.store is None:
             if not self._noted_pictures:
                 self._noted_pictures = True
-                text = 'log_picture("%s"): the run has no folder to keep pictures in: none is logged.\n    fix: fit(checkpoint=...).'
+                text = (
+                    'log_picture("%s"): the run has no folder to keep pictures in: none is '
+                    "logged.\n    fix: fit(checkpoint=...)."
+                )
                 logging.getLogger("spmd").warning(text, name)
         elif jax.process_index() == 0:
             if self._pictures[0] != step:
@@ -88,7 +110,9 @@ class RunControl:
             name = unused_name(name, self._pictures[1])
             path = write_picture(self.config.store.folder, name, step, picture, source)
             self._pictures[1].add(name)
-            write_record(self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}})
+            write_record(
+                self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}}
+            )
 
     def last_checkpoint(self) -> str:
         """A sentence that says where the newest checkpoint is."""
@@ -100,7 +124,11 @@ class RunControl:
     def notify(self, event: str, metrics: dict[str, float] | None = None) -> None:
         """Call this method of each callback."""
         metrics = ReadOnlyMetrics() if metrics is None else metrics
-        notify(self.config.callbacks, event, Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True))
+        notify(
+            self.config.callbacks,
+            event,
+            Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True),
+        )
 
     def notify_stop(self) -> None:
         """Call `on_stop`, once however the run ends."""

@@ -12,26 +12,40 @@ HEADROOM = 1.2  # times the size of a copy that must be free on its device
 
 
 def fits_on_devices(state: State, copies: int = 1) -> bool:
-    """Whether each device of this process has room for copies at its peak usage. A device that reports no memory statistics has."""
+    """Whether each device of this process has room for copies at its peak usage. A device that
+    reports no memory statistics has.
+    """
     needed: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
             needed[shard.device] += copies * shard.data.nbytes
-    known = [(size, stats) for device, size in needed.items() if "bytes_limit" in (stats := device.memory_stats() or {})]
-    return all(HEADROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0) for size, stats in known)
+    known = [
+        (size, stats)
+        for device, size in needed.items()
+        if "bytes_limit" in (stats := device.memory_stats() or {})
+    ]
+    return all(
+        HEADROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0)
+        for size, stats in known
+    )
 
 
 class StateCopier:
     """Copies a state into buffers that no step donates, without blocking the host.
 
-    On CPU devices the copy is kept and the next one reuses its memory: mapping new pages would double the time of a copy.
+    On CPU devices the copy is kept and the next one reuses its memory: mapping new pages would
+    double the time of a copy.
     """
 
     def __init__(self, state: State):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        self._reuse_memory = all(device.platform == "cpu" for device in state.step.sharding.device_set)
+        self._reuse_memory = all(
+            device.platform == "cpu" for device in state.step.sharding.device_set
+        )
         self._last: State | None = None
-        self._copy = jax.jit(_copy, out_shardings=(shardings, None), donate_argnums=0, keep_unused=True)
+        self._copy = jax.jit(
+            _copy, out_shardings=(shardings, None), donate_argnums=0, keep_unused=True
+        )
 
     def __call__(self, state: State) -> State:
         """Copy. The copy of the previous call must not be used any more."""
@@ -42,6 +56,8 @@ class StateCopier:
 
 
 def _copy(last: State | None, state: State) -> tuple[State, jax.Array]:
-    """Copy into the memory of `last`, if given. `busy` adds work, since XLA:CPU runs short programs in the calling thread."""
+    """Copy into the memory of `last`, if given. `busy` adds work, since XLA:CPU runs short programs
+    in the calling thread.
+    """
     busy = jnp.arange(2048)[:, None] * state.step.reshape(-1)
     return jax.tree.map(jnp.copy, state), busy

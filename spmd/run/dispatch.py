@@ -1,4 +1,6 @@
-"""Dispatches training steps: one per batch, or several per call on data that lives on the devices."""
+"""Dispatches training steps: one per batch, or several per call on data that lives on the
+devices.
+"""
 
 import contextlib
 import functools
@@ -22,8 +24,21 @@ from spmd.run.step_metrics import StepMetrics
 class StepDispatcher:
     """Turns the batches of an epoch into calls that dispatch steps and update the run's state."""
 
-    def __init__(self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics, intervals: Intervals):
-        self._config, self._run, self._control, self._metrics, self._intervals = config, run, control, metrics, intervals
+    def __init__(
+        self,
+        config: LoopConfig,
+        run: RunState,
+        control: RunControl,
+        metrics: StepMetrics,
+        intervals: Intervals,
+    ):
+        self._config, self._run, self._control, self._metrics, self._intervals = (
+            config,
+            run,
+            control,
+            metrics,
+            intervals,
+        )
         self._steps_per_call = min([config.steps_per_call, *intervals.all, *_full_steps(config)])
         if config.profiler is not None:
             config.profiler.check(self._steps_per_call)
@@ -32,25 +47,49 @@ class StepDispatcher:
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:
         """The calls that dispatch the current epoch, or the rest of it."""
         config, run = self._config, self._run
-        reading = {"retries": config.data_retries, "stops": lambda: bool(self._control.watchdog.stop_reason)}
-        batches = epoch_batches(config.source, config.program.clock, run.position, run.step, pad=config.program.pad_training, **reading)
+        reading = {
+            "retries": config.data_retries,
+            "stops": lambda: bool(self._control.watchdog.stop_reason),
+        }
+        batches = epoch_batches(
+            config.source,
+            config.program.clock,
+            run.position,
+            run.step,
+            pad=config.program.pad_training,
+            **reading,
+        )
         if config.device_data is not None:
             yield self._device_calls(list(batches))
             return
-        threaded = config.source.threaded  # an iterable of the user's: read in a thread, and by each process separately
+        # an iterable of the user's: read in a thread, and by each process separately
+        threaded = config.source.threaded
         batches = allow_transfers(batches) if threaded and not config.prefetch else batches
         # one of several processes cannot leave here: the others may have their batch
         stops = self._control.stopped_by_signal if jax.process_count() == 1 else lambda: False
         with prefetch(batches, config.placer, config.prefetch if threaded else 0, stops) as placed:
-            ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}") if threaded else placed
-            yield (functools.partial(self._dispatch, batch) for batch in run.account.count_waiting(ready, self._metrics.devices_idle))
+            ready = (
+                uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}")
+                if threaded
+                else placed
+            )
+            yield (
+                functools.partial(self._dispatch, batch)
+                for batch in run.account.count_waiting(ready, self._metrics.devices_idle)
+            )
 
     def needs_no_more_batches(self) -> bool:
-        """Whether the last step is made, where each process reads its own batches: asking for one more could block those that have none."""
-        return self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
+        """Whether the last step is made, where each process reads its own batches: asking for one
+        more could block those that have none.
+        """
+        return (
+            self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
+        )
 
     def may_have_more_batches(self) -> bool:
-        """Whether the epoch may have more batches after the last step, as far as its length is known: a run that resumes looks for them."""
+        """Whether the epoch may have more batches after the last step, as far as its length is
+        known: a run that resumes looks for them.
+        """
         return self._run.position.batch != self._config.source.steps_per_epoch
 
     def _dispatch(self, batch: Batch) -> None:
@@ -63,7 +102,9 @@ class StepDispatcher:
                 events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
                 arguments = (run.state, batch.leaves, batch.weights, events)
                 if watch and watch.gradients:
-                    run.state, packed, counts["gradients"] = program.watched_step(*arguments, split=batch.split)
+                    run.state, packed, counts["gradients"] = program.watched_step(
+                        *arguments, split=batch.split
+                    )
                 else:
                     run.state, packed = program.step(*arguments, split=batch.split)
                 if watch and watch.parameters:
@@ -74,14 +115,23 @@ class StepDispatcher:
         self._metrics.add(run.step, packed, [batch], counts)
 
     def _device_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
-        """Calls on data that lives on the devices: many steps each; the remaining batches one by one."""
+        """Calls on data that lives on the devices: many steps each; the remaining batches one by
+        one.
+        """
         while batches:
             yield functools.partial(self._dispatch_next, batches)
 
     def _dispatch_next(self, batches: list[HostBatch]) -> None:
-        """Dispatch the next call and remove its batches from the list. Its size is decided now: a callback may have moved the last step."""
-        count, step, watch = min(self._steps_per_call, self._steps_until_due(), len(batches)), self._run.step, self._config.watch
-        watched = watch is not None and step // watch.every < (step + count) // watch.every  # one of the steps, which is made alone
+        """Dispatch the next call and remove its batches from the list. Its size is decided now: a
+        callback may have moved the last step.
+        """
+        count, step, watch = (
+            min(self._steps_per_call, self._steps_until_due(), len(batches)),
+            self._run.step,
+            self._config.watch,
+        )
+        # one of the steps, which is made alone
+        watched = watch is not None and step // watch.every < (step + count) // watch.every
         if (
             count == self._steps_per_call
             and not watched
@@ -94,15 +144,24 @@ class StepDispatcher:
         del batches[:count]
 
     def _dispatch_many(self, batches: list[HostBatch]) -> None:
-        """`len(batches)` steps in one call; only row numbers are sent. A short batch is padded with rows of weight 0."""
+        """`len(batches)` steps in one call; only row numbers are sent. A short batch is padded with
+        rows of weight 0.
+        """
         program, placer, run = self._config.program, self._config.placer, self._run
         index, weights = row_indices(batches, program.rows)
         index, weights = placer.replicate(index), placer.replicate(weights)
         first = run.step + 1
-        step_events = [program.events(run.step + offset, batch.rows, batch.has_rows) for offset, batch in enumerate(batches)]
-        events = placer.replicate_all({name: np.stack([events[name] for events in step_events]) for name in step_events[0]})
+        step_events = [
+            program.events(run.step + offset, batch.rows, batch.has_rows)
+            for offset, batch in enumerate(batches)
+        ]
+        events = placer.replicate_all(
+            {name: np.stack([events[name] for events in step_events]) for name in step_events[0]}
+        )
         with self._traced(len(batches)):
-            run.state, packed = program.scan_steps(run.state, self._config.device_data, index, weights, events)
+            run.state, packed = program.scan_steps(
+                run.state, self._config.device_data, index, weights, events
+            )
             run.step += len(batches)
         for batch in batches:
             run.position.advance(batch.has_rows)
@@ -116,11 +175,20 @@ class StepDispatcher:
     def _steps_until_due(self) -> int:
         """Steps until something must read the state, or the run ends."""
         step, last = self._run.step, self._control.last_step
-        return min(self._intervals.steps_left(step) + ([] if last is None else [last - step]), default=self._steps_per_call)
+        return min(
+            self._intervals.steps_left(step) + ([] if last is None else [last - step]),
+            default=self._steps_per_call,
+        )
 
 
 def _full_steps(config: LoopConfig) -> list[int]:
-    """How many steps of an epoch fit one call: all but a short last one that cannot be padded; nothing where the length is not known."""
+    """How many steps of an epoch fit one call: all but a short last one that cannot be padded;
+    nothing where the length is not known.
+    """
     steps, program = config.source.steps_per_epoch, config.program
     short = getattr(config.source, "examples", 0) % program.rows
-    return [] if steps is None else [max(1, steps - bool(short and (program.drops_remainder or not config.placer.pad)))]
+    return (
+        []
+        if steps is None
+        else [max(1, steps - bool(short and (program.drops_remainder or not config.placer.pad)))]
+    )

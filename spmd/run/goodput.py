@@ -1,4 +1,6 @@
-"""Goodput: how the time of a run was divided among phases, over all attempts, as numbers, a line of text and a page."""
+"""Goodput: how the time of a run was divided among phases, over all attempts, as numbers, a line of
+text and a page.
+"""
 
 import html
 import itertools
@@ -9,8 +11,20 @@ from typing import Any
 from spmd.render.html import Html, document, framed, table
 from spmd.render.svg import WIDTH, box, caption, legend, svg
 
-TRAINING, REPEATED, WAITING, DOWN, STARTING = "training", "repeated", "waiting for data", "down", "starting"
-COMPILING, EVALUATING, SAVING, RESTORING, PROFILING = "compiling", "evaluating", "saving", "restoring", "profiling"
+TRAINING, REPEATED, WAITING, DOWN, STARTING = (
+    "training",
+    "repeated",
+    "waiting for data",
+    "down",
+    "starting",
+)
+COMPILING, EVALUATING, SAVING, RESTORING, PROFILING = (
+    "compiling",
+    "evaluating",
+    "saving",
+    "restoring",
+    "profiling",
+)
 PHASES = {  # colour of the style, and meaning
     TRAINING: ("a", "steps that are part of the current state, and callbacks between them"),
     REPEATED: ("b", "steps that were lost, since a restart resumed from an earlier checkpoint"),
@@ -25,12 +39,35 @@ PHASES = {  # colour of the style, and meaning
 }
 BINS, FINEST = 256, 0.125  # number of bins of the timeline; seconds of a bin in a short run
 PAGE_STYLE = "body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }"
-LEFT, TOP, HEIGHT, LABEL_WIDTH = 4.0, 30.0, 120.0, 62.0  # of the strip in the drawing; and the least room for a label
-TICKS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)  # seconds
+# of the strip in the drawing; and the least room for a label
+LEFT, TOP, HEIGHT, LABEL_WIDTH = 4.0, 30.0, 120.0, 62.0
+# seconds
+TICKS = (
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    20,
+    30,
+    60,
+    120,
+    300,
+    600,
+    1200,
+    1800,
+    3600,
+    7200,
+    14400,
+    21600,
+    43200,
+    86400,
+)
 
 
 class Timeline:
-    """Seconds by phase, in total and in bins of equal width since the run began. Its size does not grow with the run.
+    """Seconds by phase, in total and in bins of equal width since the run began. Its size does not
+    grow with the run.
 
     Args:
       began: when the run began, in seconds since 1970.
@@ -53,7 +90,10 @@ class Timeline:
         """Charge the time since the last charge to a phase; none if a clock went backwards."""
         while until - self.began > BINS * self.width:
             pairs = itertools.zip_longest(self.bins[::2], self.bins[1::2], fillvalue={})
-            self.bins = [{name: early.get(name, 0.0) + late.get(name, 0.0) for name in early | late} for early, late in pairs]
+            self.bins = [
+                {name: early.get(name, 0.0) + late.get(name, 0.0) for name in early | late}
+                for early, late in pairs
+            ]
             self.width *= 2
         self.totals[phase] = self.totals.get(phase, 0.0) + max(until - self.until, 0.0)
         while self.until < until:
@@ -92,10 +132,18 @@ class Timeline:
         """
         self = cls(float(values["began"]))
         self.width, self.until = float(values["width"]), float(values["until"])
-        self.bins, self.totals = [_seconds(each) for each in values["bins"]], _seconds(values["totals"])
+        self.bins, self.totals = (
+            [_seconds(each) for each in values["bins"]],
+            _seconds(values["totals"]),
+        )
         self.attempts = [float(start) for start in values["attempts"]]
         numbers = (self.began, self.width, self.until, *self.attempts)
-        if not all(map(math.isfinite, numbers)) or self.width < FINEST or self.until < self.began or len(self.bins) > BINS:
+        if (
+            not all(map(math.isfinite, numbers))
+            or self.width < FINEST
+            or self.until < self.began
+            or len(self.bins) > BINS
+        ):
             raise ValueError("not a timeline")
         elapsed = self.until - self.began
         if not math.isclose(sum(self.totals.values()), elapsed, rel_tol=1e-6, abs_tol=0.1):
@@ -106,16 +154,20 @@ class Timeline:
 def _seconds(values: Any) -> dict[str, float]:
     """Seconds by phase, from JSON."""
     seconds = {name: float(value) for name, value in values.items()}
-    if seconds.keys() - PHASES.keys() or not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
+    if seconds.keys() - PHASES.keys() or not all(
+        math.isfinite(value) and value >= 0 for value in seconds.values()
+    ):
         raise ValueError("not seconds by phase")
     return seconds
 
 
 class Goodput(Mapping[str, float]):
-    """Seconds of a run by phase, over all attempts since the launcher's start; they add up to the time that has passed.
+    """Seconds of a run by phase, over all attempts since the launcher's start; they add up to the
+    time that has passed.
 
-    Without a launcher, a run begins with its process, or, if it is not the first of its process, with the call of `fit`. Goodput is the
-    share of "training". Measured on process 0; the other processes do not know the earlier attempts.
+    Without a launcher, a run begins with its process, or, if it is not the first of its process,
+    with the call of `fit`. Goodput is the share of "training". Measured on process 0; the other
+    processes do not know the earlier attempts.
 
     Attributes:
       timeline: the same in bins of equal width.
@@ -153,17 +205,37 @@ class Goodput(Mapping[str, float]):
         return len(PHASES)
 
     def __repr__(self) -> str:
-        parts = sorted(((self.share(phase), phase) for phase in PHASES if phase != TRAINING), reverse=True)
-        others = ", ".join(f"{phase} {100 * share:.1f} %" for share, phase in parts if share >= 0.0005)
+        parts = sorted(
+            ((self.share(phase), phase) for phase in PHASES if phase != TRAINING), reverse=True
+        )
+        others = ", ".join(
+            f"{phase} {100 * share:.1f} %" for share, phase in parts if share >= 0.0005
+        )
         count = len(self.timeline.attempts)
         attempts = f" in {count} attempts" if count > 1 else ""
-        return f"goodput {100 * self.share(TRAINING):.1f} % of {duration(self.seconds)}{attempts}{': ' if others else ''}{others}"
+        return (
+            f"goodput {100 * self.share(TRAINING):.1f} % of "
+            f"{duration(self.seconds)}{attempts}{': ' if others else ''}{others}"
+        )
 
     def _repr_html_(self) -> Html:
         """The timeline and a table, for a notebook."""
-        rows = [(phase, f"{self[phase]:.1f}", f"{100 * self.share(phase):.1f} %", PHASES[phase][1]) for phase in PHASES if self[phase]]
-        rows.append(("in total", f"{self.seconds:.1f}", "100.0 %", f"attempts: {len(self.timeline.attempts)}"))
-        return framed(f"{self._drawing()}{table(('phase', 'seconds', 'share', 'what it is'), rows)}")
+        rows = [
+            (phase, f"{self[phase]:.1f}", f"{100 * self.share(phase):.1f} %", PHASES[phase][1])
+            for phase in PHASES
+            if self[phase]
+        ]
+        rows.append(
+            (
+                "in total",
+                f"{self.seconds:.1f}",
+                "100.0 %",
+                f"attempts: {len(self.timeline.attempts)}",
+            )
+        )
+        return framed(
+            f"{self._drawing()}{table(('phase', 'seconds', 'share', 'what it is'), rows)}"
+        )
 
     def page(self, title: str) -> str:
         """A self-contained HTML page: the line, the timeline and the table."""
@@ -171,7 +243,9 @@ class Goodput(Mapping[str, float]):
         return document(title, f"{framed(lead)}{self._repr_html_()}", style=PAGE_STYLE)
 
     def _drawing(self) -> str:
-        """Time from left to right; the colours of a column are the shares of its bin. Vertical lines are the starts of attempts."""
+        """Time from left to right; the colours of a column are the shares of its bin. Vertical
+        lines are the starts of attempts.
+        """
         timeline, parts = self.timeline, ['<g shape-rendering="crispEdges">']
         scale = (WIDTH - 2 * LEFT) / max(self.seconds, FINEST)
         for first, count, seconds in _columns(timeline.bins):
@@ -182,22 +256,48 @@ class Goodput(Mapping[str, float]):
                 if seconds.get(phase) and total > 0:
                     height = HEIGHT * seconds[phase] / total
                     top -= height
-                    words = f"{phase}, {100 * seconds[phase] / total:.0f} % of {duration(start)} to {duration(start + span)}"
-                    parts.append(box(LEFT + start * scale, top, max(span * scale, 0.5), height, PHASES[phase][0], words))
+                    words = (
+                        f"{phase}, {100 * seconds[phase] / total:.0f} % of {duration(start)} to "
+                        f"{duration(start + span)}"
+                    )
+                    parts.append(
+                        box(
+                            LEFT + start * scale,
+                            top,
+                            max(span * scale, 0.5),
+                            height,
+                            PHASES[phase][0],
+                            words,
+                        )
+                    )
         parts.append("</g>")
         free = -math.inf
         for number, start in enumerate(timeline.attempts, 1):
             x = LEFT + max(start - timeline.began, 0.0) * scale
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6:.1f}" y2="{TOP + HEIGHT:.1f}" stroke="currentColor"/>')
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6:.1f}" y2="{TOP + HEIGHT:.1f}" '
+                'stroke="currentColor"/>'
+            )
             if x >= free:
                 last = x > WIDTH - LABEL_WIDTH
-                parts.append(caption(x - 4 if last else x + 4, TOP - 8, f"attempt {number}", "end" if last else "start"))
+                parts.append(
+                    caption(
+                        x - 4 if last else x + 4,
+                        TOP - 8,
+                        f"attempt {number}",
+                        "end" if last else "start",
+                    )
+                )
                 free = x + LABEL_WIDTH
         parts += self._axis(scale)
         shown = [phase for phase in PHASES if self[phase]]
         for at, phase in enumerate(shown):
             words = f"{phase} {100 * self.share(phase):.1f} %"
-            parts.append(legend(LEFT + at % 5 * 190, TOP + HEIGHT + 48 + at // 5 * 20, PHASES[phase][0], words))
+            parts.append(
+                legend(
+                    LEFT + at % 5 * 190, TOP + HEIGHT + 48 + at // 5 * 20, PHASES[phase][0], words
+                )
+            )
         height = TOP + HEIGHT + 58 + (len(shown) - 1) // 5 * 20
         return svg(height, parts, f"Phases of the run over time: {self!r}")
 
@@ -208,12 +308,18 @@ class Goodput(Mapping[str, float]):
         for number in range(int(self.seconds / every) + 1):
             x = LEFT + number * every * scale
             if number == 0 or x < WIDTH - LABEL_WIDTH / 2:
-                yield caption(x, TOP + HEIGHT + 18, duration(number * every), "middle" if number else "start")
+                yield caption(
+                    x, TOP + HEIGHT + 18, duration(number * every), "middle" if number else "start"
+                )
 
 
 def _columns(bins: list[dict[str, float]]) -> Iterator[tuple[int, int, dict[str, float]]]:
-    """Bins to draw: first, number, seconds by phase. Neighbours that have one and the same phase are one column."""
-    places = enumerate({phase: value for phase, value in each.items() if value > 0} for each in bins)
+    """Bins to draw: first, number, seconds by phase. Neighbours that have one and the same phase
+    are one column.
+    """
+    places = enumerate(
+        {phase: value for phase, value in each.items() if value > 0} for each in bins
+    )
     for phases, group in itertools.groupby(places, key=lambda place: tuple(place[1])):
         columns = list(group)
         if len(phases) == 1:
@@ -232,5 +338,9 @@ def duration(seconds: float) -> str:
         return f"{round(seconds, 1):g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (rest, "s")] if not hours else [(hours, "h"), (minutes, "min")]
+    parts = (
+        [(hours, "h"), (minutes, "min"), (rest, "s")]
+        if not hours
+        else [(hours, "h"), (minutes, "min")]
+    )
     return " ".join(f"{value} {unit}" for value, unit in parts if value)

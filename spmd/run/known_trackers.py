@@ -27,9 +27,11 @@ PARAM_LENGTH, TAG_LENGTH = 6000, 5000  # characters that MLflow accepts
 
 
 class MLflow(Tracker):
-    """A run in MLflow (the extra `mlflow`): on the server that MLFLOW_TRACKING_URI names, else in a database in the working folder.
+    """A run in MLflow (the extra `mlflow`): on the server that MLFLOW_TRACKING_URI names, else in a
+    database in the working folder.
 
-    What has changed when a run resumes becomes a tag `resumed.NAME`, since MLflow's parameters never change.
+    What has changed when a run resumes becomes a tag `resumed.NAME`, since MLflow's parameters
+    never change.
 
     Args:
       experiment: created if missing.
@@ -43,10 +45,15 @@ class MLflow(Tracker):
       spmd.fit(model, data, checkpoint="runs/digits", loggers=[spmd.loggers.MLflow("digits")], ...)
     """
 
-    def __init__(self, experiment: str = "spmd", *, tracking_uri: str | None = None, **options: Any):
+    def __init__(
+        self, experiment: str = "spmd", *, tracking_uri: str | None = None, **options: Any
+    ):
         super().__init__(**options)
         self._mlflow = import_extra("mlflow", "mlflow")
-        self._experiment, self._uri = _name("MLflow: experiment", experiment), str(tracking_uri or self._mlflow.get_tracking_uri())
+        self._experiment, self._uri = (
+            _name("MLflow: experiment", experiment),
+            str(tracking_uri or self._mlflow.get_tracking_uri()),
+        )
 
     @property
     def place(self) -> Any:
@@ -63,22 +70,48 @@ class MLflow(Tracker):
         self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         entities = self._mlflow.entities
         known = client.get_experiment_by_name(self._experiment)
-        experiment = client.create_experiment(self._experiment) if known is None else known.experiment_id
-        runs = client.search_runs([experiment], filter_string=f"tags.`spmd.run` = '{facts.id}'", max_results=1)
-        run = runs[0] if runs else client.create_run(experiment, run_name=facts.name, tags={"spmd.run": facts.id})
+        experiment = (
+            client.create_experiment(self._experiment) if known is None else known.experiment_id
+        )
+        runs = client.search_runs(
+            [experiment], filter_string=f"tags.`spmd.run` = '{facts.id}'", max_results=1
+        )
+        run = (
+            runs[0]
+            if runs
+            else client.create_run(experiment, run_name=facts.name, tags={"spmd.run": facts.id})
+        )
         self._run = run.info.run_id
         client.update_run(self._run, status="RUNNING")
         config = {name: str(value)[:PARAM_LENGTH] for name, value in facts.config.items()}
-        params = [entities.Param(name, value) for name, value in config.items() if name not in run.data.params]
-        changed = {name: value for name, value in config.items() if run.data.params.get(name, value) != value}
-        tags = [entities.RunTag(f"resumed.{name}", value[:TAG_LENGTH]) for name, value in changed.items()]
+        params = [
+            entities.Param(name, value)
+            for name, value in config.items()
+            if name not in run.data.params
+        ]
+        changed = {
+            name: value
+            for name, value in config.items()
+            if run.data.params.get(name, value) != value
+        }
+        tags = [
+            entities.RunTag(f"resumed.{name}", value[:TAG_LENGTH])
+            for name, value in changed.items()
+        ]
         client.log_batch(self._run, params=params, tags=tags, synchronous=True)
 
     def last_steps(self) -> dict[str, int]:
         """From the histories of all metrics, and the names of artifacts."""
         names = self._client.get_run(self._run).data.metrics
-        last = {name: max(point.step for point in self._client.get_metric_history(self._run, name)) for name in names}
-        for file in sorted(file.path for kind in (HISTOGRAMS, PICTURES) for file in self._client.list_artifacts(self._run, kind)):
+        last = {
+            name: max(point.step for point in self._client.get_metric_history(self._run, name))
+            for name in names
+        }
+        for file in sorted(
+            file.path
+            for kind in (HISTOGRAMS, PICTURES)
+            for file in self._client.list_artifacts(self._run, kind)
+        ):
             name, _, step = file.rpartition(".")[0].rpartition("-")
             last[HISTOGRAMS if name.startswith(HISTOGRAMS) else name] = int(step)
         return last
@@ -86,16 +119,23 @@ class MLflow(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One batch; it has arrived on return."""
         now = int(time.time() * 1000)
-        points = [self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        points = [
+            self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()
+        ]
         self._client.log_batch(self._run, metrics=points, synchronous=True)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """As an artifact histograms/histograms-STEP.json: MLflow has no histograms."""
-        content = {name: {"edges": histogram.edges, "counts": histogram.counts} for name, histogram in histograms.items()}
+        content = {
+            name: {"edges": histogram.edges, "counts": histogram.counts}
+            for name, histogram in histograms.items()
+        }
         self._client.log_dict(self._run, content, f"{HISTOGRAMS}/{HISTOGRAMS}-{step:08d}.json")
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an artifact pictures/NAME-STEP.png, which a resumed run replaces and does not double."""
+        """As an artifact pictures/NAME-STEP.png, which a resumed run replaces and does not
+        double.
+        """
         del step, name
         self._client.log_artifact(self._run, str(path), PICTURES)
 
@@ -109,11 +149,14 @@ class MLflow(Tracker):
 
     def finish(self, *, status: str) -> None:
         """The run's status says how it ended."""
-        self._client.set_terminated(self._run, {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}[status])
+        self._client.set_terminated(
+            self._run, {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}[status]
+        )
 
 
 class Trackio(Tracker):
-    """A run in trackio (the extra `trackio`): in its local store ($TRACKIO_DIR), or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says.
+    """A run in trackio (the extra `trackio`): in its local store ($TRACKIO_DIR), or where
+    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says.
 
     Args:
       project: created if missing.
@@ -128,8 +171,18 @@ class Trackio(Tracker):
 
     def __init__(self, project: str = "spmd", **options: Any):
         super().__init__(**options)
-        self._trackio, self._project = import_extra("trackio", "trackio"), _name("Trackio: project", project)
-        self._space = next((os.environ[name] for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if os.environ.get(name)), None)
+        self._trackio, self._project = (
+            import_extra("trackio", "trackio"),
+            _name("Trackio: project", project),
+        )
+        self._space = next(
+            (
+                os.environ[name]
+                for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+                if os.environ.get(name)
+            ),
+            None,
+        )
 
     @property
     def place(self) -> Any:
@@ -138,13 +191,19 @@ class Trackio(Tracker):
 
     def where(self, facts: RunFacts) -> str:
         """The project and the folder or server."""
-        place = import_extra("trackio.utils", "trackio").TRACKIO_DIR if self._space is None else self._space.partition("?")[0]
+        place = (
+            import_extra("trackio.utils", "trackio").TRACKIO_DIR
+            if self._space is None
+            else self._space.partition("?")[0]
+        )
         return f"trackio: run {facts.name} of project {self._project} in {place}"
 
     def open(self, facts: RunFacts) -> None:
         """Find the run by its name, or create it."""
         still = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = self._trackio.init(self._project, name=facts.name, config=dict(facts.config), resume="allow", **still)
+        self._run = self._trackio.init(
+            self._project, name=facts.name, config=dict(facts.config), resume="allow", **still
+        )
 
     def last_steps(self) -> dict[str, int]:
         """From the local store, by metric; a server says the last step of all."""
@@ -163,12 +222,22 @@ class Trackio(Tracker):
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """As trackio's histograms."""
-        made = {name: self._trackio.Histogram(np_histogram=(each.counts, each.edges)) for name, each in histograms.items()}
+        made = {
+            name: self._trackio.Histogram(np_histogram=(each.counts, each.edges))
+            for name, each in histograms.items()
+        }
         self._run.log(made, step=step)
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
         """As an image, or a page if it is an SVG file."""
-        self._run.log({name: self._trackio.Html(path.read_text()) if path.suffix == ".svg" else self._trackio.Image(path)}, step=step)
+        self._run.log(
+            {
+                name: self._trackio.Html(path.read_text())
+                if path.suffix == ".svg"
+                else self._trackio.Image(path)
+            },
+            step=step,
+        )
 
     def add_file(self, path: Path) -> None:
         """As a version of an artifact of the run."""
@@ -186,10 +255,12 @@ class Trackio(Tracker):
 
 
 class Wandb(Tracker):
-    """A run in Weights & Biases (the extra `wandb`): online where an API key is known, else offline in the run's folder.
+    """A run in Weights & Biases (the extra `wandb`): online where an API key is known, else offline
+    in the run's folder.
 
-    `WANDB_API_KEY`, `WANDB_MODE`, `WANDB_BASE_URL`, `WANDB_DIR` and `~/.netrc` are respected. Each attempt of an offline run is a folder
-    with the same run id, and with rows that earlier folders do not have; `wandb sync` joins them.
+    `WANDB_API_KEY`, `WANDB_MODE`, `WANDB_BASE_URL`, `WANDB_DIR` and `~/.netrc` are respected. Each
+    attempt of an offline run is a folder with the same run id, and with rows that earlier folders
+    do not have; `wandb sync` joins them.
 
     Args:
       project: created if missing.
@@ -204,11 +275,24 @@ class Wandb(Tracker):
       spmd.fit(model, data, checkpoint="runs/digits", loggers=[spmd.loggers.Wandb("digits")], ...)
     """
 
-    def __init__(self, project: str = "spmd", *, entity: str | None = None, mode: str | None = None, **options: Any):
+    def __init__(
+        self,
+        project: str = "spmd",
+        *,
+        entity: str | None = None,
+        mode: str | None = None,
+        **options: Any,
+    ):
         super().__init__(**options)
         if mode not in (None, *MODES):
-            raise OptionError(f"Wandb: mode={short_repr(mode)}.", fix=did_you_mean(str(mode), MODES))
-        self._wandb, self._project, self._entity = import_extra("wandb", "wandb"), _name("Wandb: project", project), entity
+            raise OptionError(
+                f"Wandb: mode={short_repr(mode)}.", fix=did_you_mean(str(mode), MODES)
+            )
+        self._wandb, self._project, self._entity = (
+            import_extra("wandb", "wandb"),
+            _name("Wandb: project", project),
+            entity,
+        )
         mode = mode or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         self._mode = "offline" if mode == "dryrun" else mode  # wandb's older name
 
@@ -219,7 +303,11 @@ class Wandb(Tracker):
 
     def where(self, facts: RunFacts) -> str:
         """The project and the folder."""
-        place = f"offline in {self._folder(facts)}/wandb; wandb sync uploads it" if self._mode == "offline" else self._mode
+        place = (
+            f"offline in {self._folder(facts)}/wandb; wandb sync uploads it"
+            if self._mode == "offline"
+            else self._mode
+        )
         return f"wandb: run {facts.name} of project {self._project}, {place}"
 
     def _folder(self, facts: RunFacts) -> Path:
@@ -230,7 +318,11 @@ class Wandb(Tracker):
         """wandb finds the run by its id, or creates it."""
         folder = self._folder(facts)
         folder.mkdir(parents=True, exist_ok=True)
-        self._earlier = sorted(folder.glob(f"wandb/offline-run-*-{facts.id}/*.wandb")) if self._mode == "offline" else []
+        self._earlier = (
+            sorted(folder.glob(f"wandb/offline-run-*-{facts.id}/*.wandb"))
+            if self._mode == "offline"
+            else []
+        )
         self._run = self._wandb.init(
             project=self._project,
             entity=self._entity,
@@ -241,11 +333,15 @@ class Wandb(Tracker):
             mode=self._mode,
             dir=str(folder),
             config=dict(facts.config),
-            settings=self._wandb.Settings(silent=True, console="off", init_timeout=self._seconds, finish_timeout=self._seconds),
+            settings=self._wandb.Settings(
+                silent=True, console="off", init_timeout=self._seconds, finish_timeout=self._seconds
+            ),
         )
 
     def last_steps(self) -> dict[str, int]:
-        """Of an offline run from the files of earlier attempts; the server says the last step of all."""
+        """Of an offline run from the files of earlier attempts; the server says the last step of
+        all.
+        """
         last = {ANY: self._run.step - 1} if self._mode == "online" else {}
         for path in self._earlier:
             for step, row in offline_rows(path):
@@ -258,11 +354,16 @@ class Wandb(Tracker):
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """As wandb's histograms."""
-        made = {name: self._wandb.Histogram(np_histogram=(each.counts, each.edges)) for name, each in histograms.items()}
+        made = {
+            name: self._wandb.Histogram(np_histogram=(each.counts, each.edges))
+            for name, each in histograms.items()
+        }
         self._run.log(made, step=step)
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an image, for which wandb needs Pillow (the extra `images`), or a page if it is an SVG file."""
+        """As an image, for which wandb needs Pillow (the extra `images`), or a page if it is an SVG
+        file.
+        """
         if path.suffix == ".svg":
             self._run.log({name: self._wandb.Html(path.read_text())}, step=step)
             return
@@ -280,15 +381,19 @@ class Wandb(Tracker):
         self._run.log_artifact(artifact)
 
     def finish(self, *, status: str) -> None:
-        """Flush; the exit code says how the run ended; 255 is that which wandb gives after Ctrl-C."""
+        """Flush; the exit code says how the run ended; 255 is that which wandb gives after
+        Ctrl-C.
+        """
         self._run.finish(exit_code={FINISHED: 0, FAILED: 1, STOPPED: 255}[status])
 
 
 class Comet(Tracker):
-    """A run in Comet (the extra `comet`), offline: each attempt is an archive in `comet/` in the run's folder, with the same key.
+    """A run in Comet (the extra `comet`), offline: each attempt is an archive in `comet/` in the
+    run's folder, with the same key.
 
-    `comet upload runs/digits/comet/*.zip` sends them, and joins them to one experiment. A killed attempt leaves no archive; that of
-    the next one has its records. While spmd has a run, Comet's messages below a warning are not shown, and it logs nothing automatically.
+    `comet upload runs/digits/comet/*.zip` sends them, and joins them to one experiment. A killed
+    attempt leaves no archive; that of the next one has its records. While spmd has a run, Comet's
+    messages below a warning are not shown, and it logs nothing automatically.
 
     Args:
       project: created if missing, when archives are uploaded.
@@ -307,7 +412,11 @@ class Comet(Tracker):
         if workspace is not None:
             _name("Comet: workspace", workspace)
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which the import reads
-        self._comet, self._project, self._workspace = import_extra("comet_ml", "comet"), _name("Comet: project", project), workspace
+        self._comet, self._project, self._workspace = (
+            import_extra("comet_ml", "comet"),
+            _name("Comet: project", project),
+            workspace,
+        )
 
     @property
     def place(self) -> Any:
@@ -316,7 +425,10 @@ class Comet(Tracker):
 
     def where(self, facts: RunFacts) -> str:
         """The project and the folder."""
-        return f"Comet: run {facts.name} of project {self._project}, offline in {self._folder(facts)}; comet upload sends it"
+        return (
+            f"Comet: run {facts.name} of project {self._project}, offline in "
+            f"{self._folder(facts)}; comet upload sends it"
+        )
 
     def _folder(self, facts: RunFacts) -> Path:
         return (facts.folder or Path()).resolve() / "comet"
@@ -327,15 +439,38 @@ class Comet(Tracker):
         folder.mkdir(parents=True, exist_ok=True)
         archives = sorted(folder.glob(f"{facts.id}*.zip"))
         for path in archives:
-            if not _is_complete(path):  # Comet fills it at the end; what a killed attempt leaves is empty
+            # Comet fills it at the end; what a killed attempt leaves is empty
+            if not _is_complete(path):
                 path.unlink()
         self._earlier = [path for path in archives if path.exists()]
-        still = dict.fromkeys(("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details", "parse_args"), False)
-        still |= {"auto_output_logging": False, "auto_param_logging": False, "auto_metric_logging": False, "display_summary_level": 0}
+        still = dict.fromkeys(
+            (
+                "log_code",
+                "log_graph",
+                "log_git_metadata",
+                "log_git_patch",
+                "log_env_details",
+                "parse_args",
+            ),
+            False,
+        )
+        still |= {
+            "auto_output_logging": False,
+            "auto_param_logging": False,
+            "auto_metric_logging": False,
+            "display_summary_level": 0,
+        }
         logging.getLogger("comet_ml").setLevel(logging.WARNING)
-        options = {"project_name": self._project, "workspace": self._workspace, "offline_directory": str(folder), **still}
+        options = {
+            "project_name": self._project,
+            "workspace": self._workspace,
+            "offline_directory": str(folder),
+            **still,
+        }
         if self._earlier:
-            self._run = self._comet.ExistingOfflineExperiment(previous_experiment=facts.id, **options)
+            self._run = self._comet.ExistingOfflineExperiment(
+                previous_experiment=facts.id, **options
+            )
         else:
             self._run = self._comet.OfflineExperiment(experiment_key=facts.id, **options)
         self._run.set_name(facts.name)
@@ -355,11 +490,15 @@ class Comet(Tracker):
         self._run.log_metrics(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """As Comet's histograms, whose bins are others: a count goes to the bin of the middle of its own."""
+        """As Comet's histograms, whose bins are others: a count goes to the bin of the middle of
+        its own.
+        """
         for name, each in histograms.items():
             made = importlib.import_module("comet_ml.data_structure").Histogram()
             middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
-            used = [(middle, count) for middle, count in zip(middles, each.counts, strict=True) if count]
+            used = [
+                (middle, count) for middle, count in zip(middles, each.counts, strict=True) if count
+            ]
             if used:
                 made.add([middle for middle, _ in used], counts=[count for _, count in used])
                 self._run.log_histogram_3d(made, name=name, step=step)
@@ -377,7 +516,9 @@ class Comet(Tracker):
         self._run.log_other("checkpoints", str(folder))
 
     def finish(self, *, status: str) -> None:
-        """Write the archive; Comet has no status of archives, so it is a value of the experiment."""
+        """Write the archive; Comet has no status of archives, so it is a value of the
+        experiment.
+        """
         self._run.log_other("status", status)
         self._run.end()
 
@@ -391,7 +532,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def archived_rows(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Steps, names and kinds ("metric", or "visualization", "histogram3d" and others) of what an archive of Comet has."""
+    """Steps, names and kinds ("metric", or "visualization", "histogram3d" and others) of what an
+    archive of Comet has.
+    """
     with zipfile.ZipFile(path) as archive, archive.open("messages.json") as lines:
         for message in map(json.loads, lines):
             if message["type"] == "metric_msg" and message["payload"]["metric"]["step"] is not None:
@@ -400,13 +543,21 @@ def archived_rows(path: Path) -> Iterator[tuple[int, str, str]]:
             elif message["type"] == "file_upload":
                 about = message["payload"]["additional_params"]
                 if about.get("step") is not None:
-                    yield about["step"], about.get("figName") or about.get("fileName"), message["payload"]["upload_type"]
+                    yield (
+                        about["step"],
+                        about.get("figName") or about.get("fileName"),
+                        message["payload"]["upload_type"],
+                    )
 
 
 def _update(last: dict[str, int], step: int, row: Mapping[str, Any]) -> None:
     """Add a row of a run, in which histograms are dicts, to its last steps."""
     for name, value in row.items():
-        name = HISTOGRAMS if isinstance(value, dict) and str(value.get("_type")).endswith("histogram") else name
+        name = (
+            HISTOGRAMS
+            if isinstance(value, dict) and str(value.get("_type")).endswith("histogram")
+            else name
+        )
         last[name] = max(step, last.get(name, -1))
 
 

@@ -27,8 +27,9 @@ FLUSH_SECONDS = 120  # between two times that events are brought to the disk
 class Logger(Protocol):
     """Anything with these two methods is a logger. Only process 0 calls it.
 
-    A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and may return a line to show. One that also
-    has a method `begin_close()` closes at the same time as others: it is called for all of them before `close` is.
+    A logger that also has a method `begin(facts)` gets a `RunFacts` before the first record, and
+    may return a line to show. One that also has a method `begin_close()` closes at the same time as
+    others: it is called for all of them before `close` is.
 
     Example:
       >>> class Printer:
@@ -43,10 +44,11 @@ class Logger(Protocol):
     """
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record: "step", "epoch" from 0, and numbers by name. A record without numbers describes an event, or has one of these:
+        """Write one record: "step", "epoch" from 0, and numbers by name. A record without numbers
+        describes an event, or has one of these:
 
-        "histograms": by name, the fields of `Histogram` (`fit(watch=...)`). "pictures": by name, the path of a PNG or SVG file in the run's
-        folder (`info.log_picture`).
+        "histograms": by name, the fields of `Histogram` (`fit(watch=...)`). "pictures": by name,
+        the path of a PNG or SVG file in the run's folder (`info.log_picture`).
         """
         ...
 
@@ -58,8 +60,8 @@ class Logger(Protocol):
 class JsonLines:
     """One JSON object per line, appended to a file; a resumed run appends to the same file.
 
-    A number that is not finite is written as null, since JSON cannot represent it. A truncated last line, as a full disk leaves, is
-    removed with a warning.
+    A number that is not finite is written as null, since JSON cannot represent it. A truncated last
+    line, as a full disk leaves, is removed with a warning.
 
     Args:
       path: of the file; its folder must exist.
@@ -70,7 +72,9 @@ class JsonLines:
     Example:
       >>> import tempfile, pathlib
       >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-      >>> log = JsonLines(path); log.write({"step": 1, "loss": 0.5}); log.close()
+      >>> log = JsonLines(path)
+      >>> log.write({"step": 1, "loss": 0.5})
+      >>> log.close()
       >>> path.read_text()
       '{"step": 1, "loss": 0.5}\\n'
     """
@@ -80,20 +84,29 @@ class JsonLines:
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
             self._file = OutputFile(path, "ab")
-            self._unwritten = self._end_last_line()  # and later what a full disk did not take: it comes before the next line
+            # and later what a full disk did not take: it comes before the next line
+            self._unwritten = self._end_last_line()
 
     def _end_last_line(self) -> bytes:
         """Remove a truncated record; returns what a last line without an end lacks."""
         last = _last_line(self._path) if self._path.is_file() else b""
-        if not last.startswith((b"{", b"\0")) or _is_json(last):  # zeros are of a machine that lost its power
+        # zeros are of a machine that lost its power
+        if not last.startswith((b"{", b"\0")) or _is_json(last):
             return b"\n" if last else b""
         self._file.truncate(self._path.stat().st_size - len(last))
-        logging.getLogger("spmd").warning("%s: its last record is truncated, and is removed: %s", self._path, short_repr(last))
+        logging.getLogger("spmd").warning(
+            "%s: its last record is truncated, and is removed: %s", self._path, short_repr(last)
+        )
         return b""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line, which is in the file when this returns: a killed run leaves complete lines."""
-        valid = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+        """Append one line, which is in the file when this returns: a killed run leaves complete
+        lines.
+        """
+        valid = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         self._unwritten += f"{json.dumps(valid)}\n".encode()
         self._flush()
 
@@ -128,9 +141,11 @@ def _is_json(line: bytes) -> bool:
 
 
 class TensorBoard:
-    """Scalars, histograms and PNG pictures for TensorBoard, written by tensorboardX (the extra `tensorboard`).
+    """Scalars, histograms and PNG pictures for TensorBoard, written by tensorboardX (the extra
+    `tensorboard`).
 
-    Where a run resumes or starts again, TensorBoard drops what the interrupted run wrote for later steps.
+    Where a run resumes or starts again, TensorBoard drops what the interrupted run wrote for later
+    steps.
 
     Args:
       folder: of the event files; it is created.
@@ -145,7 +160,10 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path):
         import_extra("tensorboardX", "tensorboard")
-        self._events_of, self._summaries = (importlib.import_module(f"tensorboardX.proto.{name}_pb2") for name in ("event", "summary"))
+        self._events_of, self._summaries = (
+            importlib.import_module(f"tensorboardX.proto.{name}_pb2")
+            for name in ("event", "summary")
+        )
         self._folder, self._run_folder = as_path(folder, "TensorBoard: folder"), Path()
         make_folder(self._folder, OptionError)
         self._file, self._flushed = Path(), 0.0
@@ -153,11 +171,17 @@ class TensorBoard:
         self._noted = False  # that it shows no SVG
 
     def begin(self, facts: RunFacts) -> None:
-        """Write to a new file; of a run that resumes or starts again, it says from which step on earlier files do not count."""
+        """Write to a new file; of a run that resumes or starts again, it says from which step on
+        earlier files do not count.
+        """
         self.close()
         self._run_folder = facts.folder or Path()
-        # not its SummaryWriter, whose thread ends at the first error of the disk: the queue before it then blocks this process
-        files, session = importlib.import_module("tensorboardX.event_file_writer"), self._events_of.SessionLog
+        # not its SummaryWriter, whose thread ends at the first error of the disk: the queue before
+        # it then blocks this process
+        files, session = (
+            importlib.import_module("tensorboardX.event_file_writer"),
+            self._events_of.SessionLog,
+        )
         number = secrets.token_hex(4)  # two runs may begin in one second
         with wrap_os_errors(self._folder, OptionError):
             self._events = files.EventsWriter(str(self._folder / "events"), f".{number}")
@@ -170,16 +194,36 @@ class TensorBoard:
         if self._events is None:
             self.begin(RunFacts())
         summary = importlib.import_module("tensorboardX.summary")
-        step, histograms = record["step"], {name: Histogram(**fields) for name, fields in record.get("histograms", {}).items()}
+        step, histograms = (
+            record["step"],
+            {name: Histogram(**fields) for name, fields in record.get("histograms", {}).items()},
+        )
         for name, value in {**record, **counts_not_finite(histograms)}.items():
             if name != "step" and isinstance(value, int | float):
                 self._add(step, summary=summary.scalar(name, value))
         for name, each in histograms.items():
             # of the elements there are only counts, so sums are of the middles of bins
             middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
-            sums = [sum(count * middle**power for count, middle in zip(each.counts, middles, strict=True)) for power in (1, 2)]
-            bounds = {"min": each.edges[0], "max": each.edges[-1], "num": sum(each.counts), "sum": sums[0], "sum_squares": sums[1]}
-            self._add(step, summary=summary.histogram_raw(name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts))
+            sums = [
+                sum(
+                    count * middle**power
+                    for count, middle in zip(each.counts, middles, strict=True)
+                )
+                for power in (1, 2)
+            ]
+            bounds = {
+                "min": each.edges[0],
+                "max": each.edges[-1],
+                "num": sum(each.counts),
+                "sum": sums[0],
+                "sum_squares": sums[1],
+            }
+            self._add(
+                step,
+                summary=summary.histogram_raw(
+                    name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts
+                ),
+            )
         for name, path in record.get(PICTURES, {}).items():
             self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
 
@@ -195,11 +239,15 @@ class TensorBoard:
         if path.suffix != ".png":
             if not self._noted:
                 self._noted = True
-                logging.getLogger("spmd").warning("TensorBoard shows no SVG files, such as %s.", path)
+                logging.getLogger("spmd").warning(
+                    "TensorBoard shows no SVG files, such as %s.", path
+                )
             return
         summary, content = self._summaries.Summary, path.read_bytes()
         width, height = size(content)
-        image = summary.Image(height=height, width=width, colorspace=channels(content), encoded_image_string=content)
+        image = summary.Image(
+            height=height, width=width, colorspace=channels(content), encoded_image_string=content
+        )
         self._add(step, summary=summary(value=[summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
@@ -246,7 +294,8 @@ def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
 
 
 def close_loggers(loggers: Sequence[Logger]) -> None:
-    """Close all loggers, though one may raise; those with a method `begin_close`, which is called first, close at the same time.
+    """Close all loggers, though one may raise; those with a method `begin_close`, which is called
+    first, close at the same time.
 
     Raises:
       CallbackError: one of them raises.
@@ -268,15 +317,27 @@ def check_loggers(loggers: Any) -> list[Logger]:
     """The loggers as a list.
 
     Raises:
-      OptionError: one without `write` and `close`, a class in place of its instance, or two trackers that write the same run.
+      OptionError: one without `write` and `close`, a class in place of its instance, or two
+        trackers that write the same run.
     """
     if not isinstance(loggers, list | tuple):
-        raise OptionError(f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of loggers.")
+        raise OptionError(
+            f"loggers={short_repr(loggers)} is {type_name(loggers)}.", fix="a list of loggers."
+        )
     for logger in loggers:
-        if isinstance(logger, type) or not all(callable(getattr(logger, method, None)) for method in ("write", "close")):
+        if isinstance(logger, type) or not all(
+            callable(getattr(logger, method, None)) for method in ("write", "close")
+        ):
             fix = "an instance such as spmd.loggers.JsonLines(path)."
-            raise OptionError(f"logger {short_repr(logger)} has no write(record) and close().", fix=fix)
+            raise OptionError(
+                f"logger {short_repr(logger)} has no write(record) and close().", fix=fix
+            )
     places = [(type(logger), logger.place) for logger in loggers if hasattr(logger, "place")]
-    if twice := next((kind for number, (kind, place) in enumerate(places) if (kind, place) in places[:number]), None):
-        raise OptionError(f"loggers has two of {twice.__name__} that write the same run.", fix="one of them.")
+    if twice := next(
+        (kind for number, (kind, place) in enumerate(places) if (kind, place) in places[:number]),
+        None,
+    ):
+        raise OptionError(
+            f"loggers has two of {twice.__name__} that write the same run.", fix="one of them."
+        )
     return list(loggers)

@@ -1,4 +1,6 @@
-"""The training loop. Its order is numbered in `Loop._epoch`; each number has its reason beside it."""
+"""The training loop. Its order is numbered in `Loop._epoch`; each number has its reason beside
+it.
+"""
 
 import contextlib
 
@@ -21,16 +23,22 @@ from spmd.run.time_account import TimeAccount
 
 
 class Loop:
-    """One run: `config` never changes, `run` is how far it has come, and each part below has one job."""
+    """One run: `config` never changes, `run` is how far it has come, and each part below has one
+    job.
+    """
 
     def __init__(self, config: LoopConfig, start: StartPoint, account: TimeAccount):
         step, program = int(start.state.step), config.program
         history = History(program.names, program.static_metrics.at)
-        self.run = run = RunState(start.state, step, start.position, start.position.epoch, account, history)
+        self.run = run = RunState(
+            start.state, step, start.position, start.position.epoch, account, history
+        )
         self._config, self._start, self._first_step = config, start, step
         self._control = control = RunControl(config, run)
         self._watchdog = control.watchdog
-        self._intervals = Intervals.of(config.schedule, config.store and config.store.config, config.callbacks)
+        self._intervals = Intervals.of(
+            config.schedule, config.store and config.store.config, config.callbacks
+        )
         self._metrics = StepMetrics(config, run, control)
         self._dispatcher = StepDispatcher(config, run, control, self._metrics, self._intervals)
         self._evaluator = Evaluator(config, run, control, self._metrics)
@@ -42,7 +50,9 @@ class Loop:
             account.write_to(config.store.folder)
 
     def train(self) -> None:
-        """Train until the planned end, or until a callback or the user stops the run. However it ends, the newest state is saved."""
+        """Train until the planned end, or until a callback or the user stops the run. However it
+        ends, the newest state is saved.
+        """
         with self.run.account(TRAINING):
             self._train()
 
@@ -78,7 +88,8 @@ class Loop:
         self._watchdog.record_progress("save", run.step)
         self._close()
         self._close_memory(remove=True)  # which waits for the other processes
-        if self._watchdog.requested_stop_reason == SIGTERM_REASON:  # it came while the last checkpoint was written, or since
+        # it came while the last checkpoint was written, or since
+        if self._watchdog.requested_stop_reason == SIGTERM_REASON:
             run.stop_reason = run.stop_reason or SIGTERM_REASON
         self._saver.report_interrupt()
         self._watchdog.record_progress("script", run.step)
@@ -89,18 +100,27 @@ class Loop:
         self.run.epoch = self.run.position.epoch
         with self._dispatcher.epoch() as calls:
             call = next(calls, None)
-            if call is None and self._start.evaluated and self.run.position.batch and self.run.step == self._first_step:
-                self.run.position = Position(self.run.epoch + 1)  # the run stopped at the end of this epoch, whose length it did not know
+            if (
+                call is None
+                and self._start.evaluated
+                and self.run.position.batch
+                and self.run.step == self._first_step
+            ):
+                # the run stopped at the end of this epoch, whose length it did not know
+                self.run.position = Position(self.run.epoch + 1)
                 return
             while call is not None:
-                # 1. one step (or one call of many); the batch was placed before, so the device does not wait for it
+                # 1. one step (or one call of many); the batch was placed before, so the device does
+                #    not wait for it
                 call()
-                # 2. the next batch, while the device works; without one this was the last step of the epoch
+                # 2. the next batch, while the device works; without one this was the last step of
+                #    the epoch
                 unread = self._dispatcher.needs_no_more_batches()
                 call = None if unread else next(calls, None)
                 if call is None and not (unread and self._dispatcher.may_have_more_batches()):
                     break
-                # 3. a run that a signal ends saves first: what is due may take longer than the time it is given
+                # 3. a run that a signal ends saves first: what is due may take longer than the time
+                #    it is given
                 if control.stopped_by_signal():
                     return
                 # 4. whatever is due at this step
@@ -127,7 +147,9 @@ class Loop:
             self._saver.save_in_memory()
 
     def _end_of_epoch(self) -> None:
-        """What is due at this step and once per epoch; a run that resumes from here begins the next epoch."""
+        """What is due at this step and once per epoch; a run that resumes from here begins the next
+        epoch.
+        """
         self.run.position = Position(self.run.epoch + 1)
         if self._intervals.evaluate is None:
             self._evaluator.evaluate()
@@ -136,15 +158,19 @@ class Loop:
             self._saver.save()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save the newest state and close; whatever fails here becomes a note of the error and does not replace it.
+        """Save the newest state and close; whatever fails here becomes a note of the error and does
+        not replace it.
 
-        A diverged state is not saved: the last checkpoint before it stays the newest. One process of several that fails alone can neither
-        save nor wait for a save, since the others do not take part.
+        A diverged state is not saved: the last checkpoint before it stays the newest. One process
+        of several that fails alone can neither save nor wait for a save, since the others do not
+        take part.
         """
         diverged = isinstance(error, DivergedError)
         alone = jax.process_count() > 1 and not diverged
         try:
-            with note_second_error(error, f"the state after step {self.run.step} could not be saved"):
+            with note_second_error(
+                error, f"the state after step {self.run.step} could not be saved"
+            ):
                 saves = not diverged and not alone and self.run.step > self._first_step
                 self._metrics.give_up(recorded=saves)
                 if saves:

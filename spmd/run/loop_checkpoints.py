@@ -1,4 +1,6 @@
-"""Checkpoints of loops that users write: which steps a trainer knows of, so that two runs are never mixed in one folder."""
+"""Checkpoints of loops that users write: which steps a trainer knows of, so that two runs are never
+mixed in one folder.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,23 +14,36 @@ from spmd.train.state import State
 
 
 class LoopCheckpoints:
-    """The checkpoints that one trainer restores and saves. A folder is owned while one is written."""
+    """The checkpoints that one trainer restores and saves. A folder is owned while one is
+    written.
+    """
 
     def __init__(self):
         # by folder: the newest step that is this trainer's, and its state, if that is still there
         self._newest: dict[Path, tuple[int, Callable[[], State | None]]] = {}
 
     def restored(self, folder: Path, step: int, state: State, newest: int) -> None:
-        """Note that the trainer continues the run in a folder from this step, unless the newest one there is its already."""
+        """Note that the trainer continues the run in a folder from this step, unless the newest one
+        there is its already.
+        """
         if self._newest.get(folder.resolve(), (None,))[0] != newest or step == newest:
             self._newest[folder.resolve()] = step, weakref.ref(state)
 
-    def save(self, config: Checkpoint, state: State, step: int, meta: dict[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Write a checkpoint, and wait until it is complete on disk; of the same state it is there already.
+    def save(
+        self,
+        config: Checkpoint,
+        state: State,
+        step: int,
+        meta: dict[str, Any],
+        metrics: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint, and wait until it is complete on disk; of the same state it is there
+        already.
 
         Raises:
-          CheckpointError: the folder holds another run, steps that are not before this one, or this step with other metrics or another
-            position; or this save would not rank checkpoints as those before it; or the checkpoint cannot be written.
+          CheckpointError: the folder holds another run, steps that are not before this one, or this
+            step with other metrics or another position; or this save would not rank checkpoints as
+            those before it; or the checkpoint cannot be written.
           OptionError: an option or a metric that a loop of the user's cannot have.
         """
         values = check_config(config, metrics)
@@ -42,28 +57,52 @@ class LoopCheckpoints:
             finally:
                 store.release()
 
-    def _is_new(self, store: CheckpointStore, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]) -> bool:
+    def _is_new(
+        self,
+        store: CheckpointStore,
+        state: State,
+        step: int,
+        meta: dict[str, Any],
+        metrics: dict[str, float],
+    ) -> bool:
         newest = store.latest()
         if newest is None:
             return True
         known, saved = self._newest.get(store.folder.resolve(), (None, lambda: None))
         if known is None:
             fix = "trainer.restore(folder) to continue it, or another folder."
-            raise CheckpointError(f"{store.folder} already holds a run, up to step {newest}.", fix=fix)
+            raise CheckpointError(
+                f"{store.folder} already holds a run, up to step {newest}.", fix=fix
+            )
         if known != newest:
             why = f"{store.folder} holds step {newest}, and this loop continues step {known}"
-            raise CheckpointError(f"{why}: a later restore would mix the two.", fix="another folder.")
+            raise CheckpointError(
+                f"{why}: a later restore would mix the two.", fix="another folder."
+            )
         before = store.meta(newest)
         if before["best"] is not None and store.config.best is None:
             name, mode = before["best"]
-            fix = f'spmd.Checkpoint(folder, best="{name}", mode="{mode}"), and metrics={{"{name}": ...}}; or another folder.'
-            raise CheckpointError(f'{store.folder} keeps the best checkpoint by "{name}", which this save would not rank.', fix=fix)
+            fix = (
+                f'spmd.Checkpoint(folder, best="{name}", mode="{mode}"), and metrics={{"{name}": '
+                f"...}}; or another folder."
+            )
+            raise CheckpointError(
+                f'{store.folder} keeps the best checkpoint by "{name}", which this save would not '
+                "rank.",
+                fix=fix,
+            )
         if step < newest or (step == newest and saved() is not state):
-            raise CheckpointError(f"step {step} is not after step {newest}, the newest in {store.folder}.", fix="another folder.")
+            raise CheckpointError(
+                f"step {step} is not after step {newest}, the newest in {store.folder}.",
+                fix="another folder.",
+            )
         if step > newest:
             return True
         if (before.get("position"), store.metrics(step)) != (meta.get("position"), metrics):
-            why = f"step {step} is saved in {store.folder} already, with other metrics or another position in the data"
+            why = (
+                f"step {step} is saved in {store.folder} already, with other metrics or another "
+                "position in the data"
+            )
             raise CheckpointError(f"{why}.", fix="save a step once, with all that belongs to it.")
         return False
 
@@ -76,19 +115,34 @@ def check_config(config: Checkpoint, metrics: Mapping[str, Any]) -> dict[str, fl
     """
     for name in ("every", "memory_every"):
         if getattr(config, name) is not None:
-            raise OptionError(f"Checkpoint: {name} has no effect on Trainer.save: your loop decides when to save.", fix="leave it out.")
+            raise OptionError(
+                f"Checkpoint: {name} has no effect on Trainer.save: your loop decides when to "
+                "save.",
+                fix="leave it out.",
+            )
     if not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics={short_repr(metrics)} is not a dict.", fix='such as {"eval_loss": 0.5}.')
+        raise OptionError(
+            f"metrics={short_repr(metrics)} is not a dict.", fix='such as {"eval_loss": 0.5}.'
+        )
     if config.best is not None and config.best not in metrics:
-        fix = did_you_mean(config.best, metrics) if metrics else f'trainer.save(..., metrics={{"{config.best}": ...}}).'
+        fix = (
+            did_you_mean(config.best, metrics)
+            if metrics
+            else f'trainer.save(..., metrics={{"{config.best}": ...}}).'
+        )
         raise OptionError(f'Checkpoint: there is no metric "{config.best}".', fix=fix)
     if config.best is None and metrics:
         why = "metrics have no effect: nothing ranks the checkpoints."
-        raise OptionError(why, fix=f'spmd.Checkpoint(folder, best="{next(iter(metrics))}"), or leave them out.')
+        raise OptionError(
+            why, fix=f'spmd.Checkpoint(folder, best="{next(iter(metrics))}"), or leave them out.'
+        )
     values = {}
     for name, value in metrics.items():
         try:
             values[str(name)] = float(value)
         except (TypeError, ValueError):
-            raise OptionError(f'metrics: "{name}" is {short_repr(value)}, not a number.', fix="a float, or a scalar array.") from None
+            raise OptionError(
+                f'metrics: "{name}" is {short_repr(value)}, not a number.',
+                fix="a float, or a scalar array.",
+            ) from None
     return values

@@ -1,6 +1,8 @@
-"""The manifest of a checkpoint: the size and SHA-256 of every file. It is written before the checkpoint is committed.
+"""The manifest of a checkpoint: the size and SHA-256 of every file. It is written before the
+checkpoint is committed.
 
-It reveals damage (a flipped bit, a truncated or missing file), not tampering: whatever can change the files can change the manifest.
+It reveals damage (a flipped bit, a truncated or missing file), not tampering: whatever can change
+the files can change the manifest.
 """
 
 import hashlib
@@ -16,13 +18,17 @@ from typing import Any
 from spmd.output_files import name_errors, open_output, sync
 
 MANIFEST_FILE = "manifest.json"
-NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)  # marks of Orbax, without which arrays can be read, and this
+# marks of Orbax, without which arrays can be read, and this
+NOT_LISTED = ("commit_success.txt", "_CHECKPOINT_METADATA", MANIFEST_FILE)
 READERS = 4  # files read in parallel
 
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint that is complete but not committed yet."""
-    files = {name: [size, digest] for name, (size, digest) in _read(folder, manifest_files(folder)).items()}
+    files = {
+        name: [size, digest]
+        for name, (size, digest) in _read(folder, manifest_files(folder)).items()
+    }
     text = json.dumps({"algorithm": "sha256", "files": files}, indent=0)
     with open_output(folder / MANIFEST_FILE) as file:
         file.write(text.encode())
@@ -31,7 +37,11 @@ def write_manifest(folder: Path) -> None:
 
 def manifest_files(folder: Path) -> list[str]:
     """All files that the manifest of a checkpoint lists, relative to its folder."""
-    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    paths = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    )
     return [name for name in paths if _is_listed(name)]
 
 
@@ -44,16 +54,29 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
     Args:
       folder: of one step.
-      part, parts: check the contents of this part of the files only; names and sizes are checked for all.
+      part, parts: check the contents of this part of the files only; names and sizes are checked
+        for all.
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE)
-        listed: Mapping[str, Sequence] = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-        files = {name: entry for name, entry in listed.items() if _is_listed(name)}  # earlier versions listed marks of Orbax
+        listed: Mapping[str, Sequence] = {
+            str(name): (int(size), str(digest))
+            for name, (size, digest) in manifest["files"].items()
+        }
+        # earlier versions listed marks of Orbax
+        files = {name: entry for name, entry in listed.items() if _is_listed(name)}
         present = manifest_files(folder)
-        sizes = {name: (folder / name).stat().st_size for name in present if name in files and not (folder / name).is_symlink()}
+        sizes = {
+            name: (folder / name).stat().st_size
+            for name in present
+            if name in files and not (folder / name).is_symlink()
+        }
     except FileNotFoundError as error:
-        return "it has no manifest" if error.filename == str(folder / MANIFEST_FILE) else f"{error.filename} was removed while it was read"
+        return (
+            "it has no manifest"
+            if error.filename == str(folder / MANIFEST_FILE)
+            else f"{error.filename} was removed while it was read"
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"its manifest cannot be read: {type(error).__name__}"
     for name in files:
@@ -70,7 +93,14 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         digests = _read(folder, present[part::parts])
     except OSError as error:
         return f"a file cannot be read: {error}"
-    return next((f"{name} is not what was written" for name, (_, digest) in digests.items() if digest != files[name][1]), None)
+    return next(
+        (
+            f"{name} is not what was written"
+            for name, (_, digest) in digests.items()
+            if digest != files[name][1]
+        ),
+        None,
+    )
 
 
 def read_json(path: Path) -> Any:

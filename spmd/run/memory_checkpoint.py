@@ -1,9 +1,11 @@
-"""Checkpoints in the memory of the hosts: written by a thread while training continues, with a copy on the next host.
+"""Checkpoints in the memory of the hosts: written by a thread while training continues, with a copy
+on the next host.
 
-Every process writes the shards that its plan gives it (`memory_plan.py`) as one file (`piece_file.py`) into its host's folder
-(`memory_folder.py`), then sends those that no other host has to the next host. Before a step is written, all processes agree that all of
-them are ready, and on the newest step that all have written. That one is kept until this one is complete; all others are removed. What
-fails is counted and logged once; it never stops training.
+Every process writes the shards that its plan gives it (`memory_plan.py`) as one file
+(`piece_file.py`) into its host's folder (`memory_folder.py`), then sends those that no other host
+has to the next host. Before a step is written, all processes agree that all of them are ready, and
+on the newest step that all have written. That one is kept until this one is complete; all others
+are removed. What fails is counted and logged once; it never stops training.
 """
 
 import collections
@@ -50,7 +52,8 @@ class MemoryCounts:
 
     Attributes:
       saved: checkpoints that it has written.
-      skipped: those that it has not, since an earlier one was still being written or sent somewhere, or for lack of room.
+      skipped: those that it has not, since an earlier one was still being written or sent
+        somewhere, or for lack of room.
       failed: those that it could not write.
       unsent: those whose copy could not be sent to the next host.
       bytes_written, bytes_sent: to this host's memory, and to the next host.
@@ -64,8 +67,15 @@ class MemoryCounts:
     bytes_sent: int = 0
 
     def __str__(self) -> str:
-        problems = {"skipped": self.skipped, "failed": self.failed, "not sent to another host": self.unsent}
-        text = f"{self.saved} checkpoints in memory, {format_bytes(self.bytes_written)} written, {format_bytes(self.bytes_sent)} sent"
+        problems = {
+            "skipped": self.skipped,
+            "failed": self.failed,
+            "not sent to another host": self.unsent,
+        }
+        text = (
+            f"{self.saved} checkpoints in memory, {format_bytes(self.bytes_written)} written, "
+            f"{format_bytes(self.bytes_sent)} sent"
+        )
         return text + "".join(f", {count} {what}" for what, count in problems.items() if count)
 
 
@@ -78,7 +88,8 @@ class Job:
       start: identifies this start of the run.
       hosts: the ranks on each host.
       names: the name of each rank's host.
-      addresses: where each rank receives copies; "" if there is one host only, or no secret that protects it.
+      addresses: where each rank receives copies; "" if there is one host only, or no secret that
+        protects it.
     """
 
     rank: int
@@ -112,8 +123,11 @@ class MemoryCheckpoints:
         self.holders = shard_holders(self.arrays)
         self._receiver: Receiver | None = None
         self.job = self._find_hosts(start)
-        self.plan: WritePlan = plan_writes(self.holders, self.described, self.job.hosts, self.job.rank)
-        self.held: set[int] = set()  # steps that this process has written, or from which it was resumed
+        self.plan: WritePlan = plan_writes(
+            self.holders, self.described, self.job.hosts, self.job.rank
+        )
+        # steps that this process has written, or from which it was resumed
+        self.held: set[int] = set()
         self._published: collections.deque[tuple[float, str]] = collections.deque()
         self._publishing = threading.Lock()
         self._logged: set[str] = set()
@@ -122,28 +136,50 @@ class MemoryCheckpoints:
         self._copy: tuple[int, State] | None = None
         self._last = futures.Future[None]()
         self._last.set_result(None)
-        self._thread, self._closed = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory"), threading.Event()
+        self._thread, self._closed = (
+            futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory"),
+            threading.Event(),
+        )
 
     def _find_hosts(self, start: str) -> Job:
         """Find out which processes share a host, and where they receive copies."""
         rank = jax.process_index()
-        texts = [json.loads(text) for text in gather_texts(json.dumps([self.folder.host, socket.gethostname()]))]
-        hosts, names = group_hosts([host for host, _ in texts]), [printable(str(name), 100) for _, name in texts]
-        names = names if len(set(names)) == len(hosts) else [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
+        texts = [
+            json.loads(text)
+            for text in gather_texts(json.dumps([self.folder.host, socket.gethostname()]))
+        ]
+        hosts, names = (
+            group_hosts([host for host, _ in texts]),
+            [printable(str(name), 100) for _, name in texts],
+        )
+        names = (
+            names
+            if len(set(names)) == len(hosts)
+            else [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
+        )
         addresses = [""] * len(texts)
         if len(hosts) > 1 and job_token():
             try:
-                self._receiver = Receiver(local_address(coordination.process_info()[2]), job_token(), self._receive)
+                self._receiver = Receiver(
+                    local_address(coordination.process_info()[2]), job_token(), self._receive
+                )
             except OSError as error:
-                logging.getLogger("spmd").warning("copies of checkpoints in memory cannot be received: %s", error)
+                logging.getLogger("spmd").warning(
+                    "copies of checkpoints in memory cannot be received: %s", error
+                )
             addresses = gather_texts("" if self._receiver is None else self._receiver.address)
         elif len(hosts) > 1 and rank == 0:
             fix = "set a random SPMD_TOKEN everywhere"
-            logging.getLogger("spmd").warning("checkpoints in memory are not copied to other hosts: this job has no token; %s.", fix)
+            logging.getLogger("spmd").warning(
+                "checkpoints in memory are not copied to other hosts: this job has no token; %s.",
+                fix,
+            )
         return Job(rank, start, hosts, names, addresses)
 
     def copy(self, state: State, step: int) -> None:
-        """Queue a copy of the state on the devices, unless the previous save is still running; `save` writes it."""
+        """Queue a copy of the state on the devices, unless the previous save is still running;
+        `save` writes it.
+        """
         if not self._last.done():
             return
         if self._threaded is None:
@@ -154,7 +190,9 @@ class MemoryCheckpoints:
             self._copy = (step, self._copier(state))
 
     def save(self, state: State, step: int, meta: Mapping[str, Any]) -> None:
-        """Start to write a checkpoint; skip it if the previous one is still being written or sent."""
+        """Start to write a checkpoint; skip it if the previous one is still being written or
+        sent.
+        """
         if not self._last.done():
             self._vote_busy(step)
             self.counts.skipped += 1
@@ -178,7 +216,9 @@ class MemoryCheckpoints:
             return {key: np.array(shards[key]) for key in self.plan.write}
 
     def _write(self, sources: list[Any], step: int, meta: dict[str, Any]) -> None:
-        """Write the one source in the list; it is emptied, so that the copy of the state is freed at once."""
+        """Write the one source in the list; it is emptied, so that the copy of the state is freed
+        at once.
+        """
         source = sources.pop()
         shards = source if isinstance(source, dict) else _local_shards(source)
         del source
@@ -189,7 +229,9 @@ class MemoryCheckpoints:
                 return
             self.folder.keep_only({step, *keeping})
             self.held = set(keeping)
-            blank = Piece(step, self.job.start, self.job.rank, meta, dict.fromkeys(self.plan.write, ""))
+            blank = Piece(
+                step, self.job.start, self.job.rank, meta, dict.fromkeys(self.plan.write, "")
+            )
             path = self.folder.piece(step, self.job.rank)
             with jax.transfer_guard_device_to_host("allow"):
                 piece = write_piece(path, blank, lambda key: np.asarray(shards.pop(key)))
@@ -198,14 +240,18 @@ class MemoryCheckpoints:
             self.counts.bytes_written += path.stat().st_size
         except Exception as error:
             self.counts.failed += 1
-            self._log_once(f"a checkpoint could not be written to memory: {type(error).__name__}: {error}")
+            self._log_once(
+                f"a checkpoint could not be written to memory: {type(error).__name__}: {error}"
+            )
             return
         finally:
             shards.clear()
         self._send_copy(piece, path)
 
     def _send_copy(self, piece: Piece, path: Path) -> None:
-        """Send the next host what no other host has; process 0 also sends the metadata, which a resumed run needs."""
+        """Send the next host what no other host has; process 0 also sends the metadata, which a
+        resumed run needs.
+        """
         receiver, keys = self.plan.receiver, self.plan.send
         if receiver is None or not self.job.addresses[receiver] or not (keys or self.job.rank == 0):
             return
@@ -215,9 +261,13 @@ class MemoryCheckpoints:
             self.counts.unsent += 1
             if self._closed.is_set():
                 return
-            self._log_once(f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}")
+            self._log_once(
+                f"a checkpoint in memory could not be sent to {self.job.names[receiver]}: {error}"
+            )
 
-    def ship(self, receiver: int, piece: Piece, path: Path, keys: Any, sender: int | None = None) -> int:
+    def ship(
+        self, receiver: int, piece: Piece, path: Path, keys: Any, sender: int | None = None
+    ) -> int:
         """Send some shards of a file to another process, which writes them to its host's folder.
 
         Raises:
@@ -225,9 +275,21 @@ class MemoryCheckpoints:
         """
         selected = piece.select(keys)
         size = len(selected.header()) + selected.data_bytes()
-        digest = hashlib.sha256(selected.header()).hexdigest()  # the proof covers it, and it the checksums of all shards
-        message = {"step": piece.step, "rank": piece.rank, "sender": sender, "bytes": size, "header": digest}
-        return send(self.job.addresses[receiver], job_token(), message, self._until_stopped(parts(path, piece, tuple(selected.shards))))
+        # the proof covers it, and it the checksums of all shards
+        digest = hashlib.sha256(selected.header()).hexdigest()
+        message = {
+            "step": piece.step,
+            "rank": piece.rank,
+            "sender": sender,
+            "bytes": size,
+            "header": digest,
+        }
+        return send(
+            self.job.addresses[receiver],
+            job_token(),
+            message,
+            self._until_stopped(parts(path, piece, tuple(selected.shards))),
+        )
 
     def _until_stopped(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         for chunk in chunks:
@@ -256,7 +318,9 @@ class MemoryCheckpoints:
         receive_piece(self.folder.piece(step, rank, sender), total, read, check)
 
     def _agree(self, step: int) -> set[int] | None:
-        """The step to keep until this one is complete, if any; None: some process is not ready, so none writes this step."""
+        """The step to keep until this one is complete, if any; None: some process is not ready, so
+        none writes this step.
+        """
         try:
             self.folder.create()
             why = self.folder.lacks_room(self.plan.host_bytes, {step, max(self.held, default=-1)})
@@ -268,22 +332,38 @@ class MemoryCheckpoints:
         decoded = [json.loads(vote) for vote in votes]
         if reason := next((why for _, why in decoded if why), ""):
             if self.job.rank == 0:
-                self._log_once(f"training continues without checkpoints in memory: {printable(reason, 300)}", "room")
+                self._log_once(
+                    f"training continues without checkpoints in memory: {printable(reason, 300)}",
+                    "room",
+                )
             return None
         common = set.intersection(*(set(held) for held, _ in decoded))
         return {max(common)} if common else set()
 
     def _votes(self, step: int, vote: str) -> list[str] | None:
-        """The votes of all processes, collected by process 0; None if one is busy, or has not voted in time."""
+        """The votes of all processes, collected by process 0; None if one is busy, or has not voted
+        in time.
+        """
         if not coordination.is_initialized():
             return [vote]
         self._publish(step, str(self.job.rank), vote)
-        path, size, until = f"memory/{self.job.start}/{step}/", len(self.job.names), time.monotonic() + AGREE_SECONDS
+        path, size, until = (
+            f"memory/{self.job.start}/{step}/",
+            len(self.job.names),
+            time.monotonic() + AGREE_SECONDS,
+        )
         if self.job.rank == 0:
             votes: dict[str, str] = {}
-            while len(votes) < size and BUSY not in votes.values() and time.monotonic() < until and not self._closed.wait(LOOK):
+            while (
+                len(votes) < size
+                and BUSY not in votes.values()
+                and time.monotonic() < until
+                and not self._closed.wait(LOOK)
+            ):
                 votes = coordination.read_dir(path)
-            result = list(votes.values()) if len(votes) == size and BUSY not in votes.values() else None
+            result = (
+                list(votes.values()) if len(votes) == size and BUSY not in votes.values() else None
+            )
             self._publish(step, ALL, json.dumps(result))
             return result
         while time.monotonic() < until + EXTRA_SECONDS and not self._closed.is_set():
@@ -299,7 +379,9 @@ class MemoryCheckpoints:
                 self._publish(step, ALL, json.dumps(None))
 
     def _publish(self, step: int, name: str, text: str) -> None:
-        """Store a text for all, and remove those for which no process waits any more. A fast run votes on the next steps in between."""
+        """Store a text for all, and remove those for which no process waits any more. A fast run
+        votes on the next steps in between.
+        """
         coordination.put(path := f"memory/{self.job.start}/{step}/{name}", text)
         with self._publishing:  # the thread and the training loop both publish
             self._published.append((time.monotonic(), path))
@@ -312,7 +394,9 @@ class MemoryCheckpoints:
             logging.getLogger("spmd").warning("%s", text)
 
     def stop(self) -> None:
-        """Let the save that is running end early: it waits for no other process, and what is being sent is abandoned."""
+        """Let the save that is running end early: it waits for no other process, and what is being
+        sent is abandoned.
+        """
         self._closed.set()
 
     def wait(self) -> None:
@@ -320,8 +404,10 @@ class MemoryCheckpoints:
         futures.wait([self._last])
 
     def close(self, *, remove: bool) -> None:
-        """Release the folder; remove it, once all processes are done, if the run does not need it any more. Without `remove`, after an
-        error, the thread does not wait for other processes, which may be gone."""
+        """Release the folder; remove it, once all processes are done, if the run does not need it
+        any more. Without `remove`, after an error, the thread does not wait for other processes,
+        which may be gone.
+        """
         if not remove:
             self.stop()
         self._thread.shutdown(wait=remove or not coordination.is_initialized())
@@ -346,8 +432,11 @@ def _host_of(hosts: list[list[int]], rank: int) -> int:
     return next(number for number, ranks in enumerate(hosts) if rank in ranks)
 
 
-def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State, *, resume: bool) -> MemoryCheckpoints | None:
-    """A run's checkpoints in memory; all processes call it. None, after a warning, if a host's folder cannot be used.
+def open_memory(
+    base: str | Path | None, run_folder: Path, abstract_state: State, *, resume: bool
+) -> MemoryCheckpoints | None:
+    """A run's checkpoints in memory; all processes call it. None, after a warning, if a host's
+    folder cannot be used.
 
     Raises:
       OptionError: this machine has no /dev/shm, and no other folder is chosen.
@@ -356,9 +445,15 @@ def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State
     chosen = memory_base(base)
 
     def new_start() -> str:
-        return f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}" if jax.process_index() == 0 else ""
+        return (
+            f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}"
+            if jax.process_index() == 0
+            else ""
+        )
 
-    shared = raise_everywhere(new_start, CheckpointError, f"the id of the run in {run_folder} cannot be written")
+    shared = raise_everywhere(
+        new_start, CheckpointError, f"the id of the run in {run_folder} cannot be written"
+    )
     identity, start = first_nonempty(shared).split()
     folder, why = None, ""
     try:
@@ -370,6 +465,8 @@ def open_memory(base: str | Path | None, run_folder: Path, abstract_state: State
         if folder is not None:
             folder.close()
         if jax.process_index() == 0:
-            logging.getLogger("spmd").warning("there are no checkpoints in memory: %s", printable(problem, 300))
+            logging.getLogger("spmd").warning(
+                "there are no checkpoints in memory: %s", printable(problem, 300)
+            )
         return None
     return None if folder is None else MemoryCheckpoints(folder, abstract_state, start)

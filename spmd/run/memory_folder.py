@@ -1,8 +1,10 @@
-"""The folder of a run's checkpoints in memory on one host: whose it is, how much room it has, and when it is removed.
+"""The folder of a run's checkpoints in memory on one host: whose it is, how much room it has, and
+when it is removed.
 
-It is BASE/spmd-UID/RUN, with /dev/shm as BASE: files there outlive the processes that wrote them, but not the machine. RUN names the run's
-folder and an id in it, so that another run in the same folder finds other files. Processes that use it hold a shared lock, which the kernel
-releases when they end.
+It is BASE/spmd-UID/RUN, with /dev/shm as BASE: files there outlive the processes that wrote them,
+but not the machine. RUN names the run's folder and an id in it, so that another run in the same
+folder finds other files. Processes that use it hold a shared lock, which the kernel releases when
+they end.
 """
 
 import contextlib
@@ -28,8 +30,10 @@ RUN_FILE, LOCK_FILE = "run.json", "lock"
 DEFAULT_BASE = Path("/dev/shm")
 HEADROOM = 1.1  # times the size of a checkpoint that must be free
 CGROUPS = Path("/sys/fs/cgroup")
-MAX_AGE = 24 * 3600.0  # seconds without a write after which a folder that no process uses is removed
-_PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")  # step, rank of the writer, and rank of the sender of shards that were lost
+# seconds without a write after which a folder that no process uses is removed
+MAX_AGE = 24 * 3600.0
+# step, rank of the writer, and rank of the sender of shards that were lost
+_PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")
 
 
 def memory_base(chosen: str | Path | None) -> Path:
@@ -39,15 +43,25 @@ def memory_base(chosen: str | Path | None) -> Path:
       OptionError: there is no /dev/shm on this machine.
     """
     given = chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE
-    base = as_path(given, "Checkpoint: memory_folder" if chosen else "$SPMD_MEMORY_FOLDER").absolute()
+    base = as_path(
+        given, "Checkpoint: memory_folder" if chosen else "$SPMD_MEMORY_FOLDER"
+    ).absolute()
     if base == DEFAULT_BASE and not base.is_dir():
-        fix = "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast local disk; or no memory_every."
-        raise OptionError(f"Checkpoint: memory_every needs {DEFAULT_BASE}, which this machine does not have.", fix=fix)
+        fix = (
+            "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast "
+            "local disk; or no memory_every."
+        )
+        raise OptionError(
+            f"Checkpoint: memory_every needs {DEFAULT_BASE}, which this machine does not have.",
+            fix=fix,
+        )
     return base
 
 
 def run_id(run_folder: Path, *, keep: bool) -> str:
-    """The id of the run in a folder: the one in it if `keep`, else a new one, which is written there."""
+    """The id of the run in a folder: the one in it if `keep`, else a new one, which is written
+    there.
+    """
     path = run_folder / "checkpoints" / ID_FILE
     if keep and (known := _read_id(path)):
         return known
@@ -72,11 +86,20 @@ def forget_run(run_folder: Path) -> None:
 
 
 def newest_step(run_folder: Path) -> int:
-    """The newest step of a run, not necessarily complete, of which this host's memory has a piece; -1 if there is none."""
+    """The newest step of a run, not necessarily complete, of which this host's memory has a piece;
+    -1 if there is none.
+    """
     with contextlib.suppress(OptionError, OSError):
-        path = memory_base(None) / f"spmd-{os.geteuid()}" / _name(run_folder, _read_id(run_folder / "checkpoints" / ID_FILE))
+        path = (
+            memory_base(None)
+            / f"spmd-{os.geteuid()}"
+            / _name(run_folder, _read_id(run_folder / "checkpoints" / ID_FILE))
+        )
         if _is_private(path.parent) and _is_private(path):
-            return max((int(match[1]) for name in os.listdir(path) if (match := _PIECE.fullmatch(name))), default=-1)
+            return max(
+                (int(match[1]) for name in os.listdir(path) if (match := _PIECE.fullmatch(name))),
+                default=-1,
+            )
     return -1
 
 
@@ -94,7 +117,11 @@ class MemoryFolder:
 
     def __init__(self, base: Path, run_folder: Path, identity: str):
         user = base / f"spmd-{os.geteuid()}"
-        self.path, self._record, self._lock = user / _name(run_folder, identity), {"folder": str(run_folder.absolute()), "id": identity}, -1
+        self.path, self._record, self._lock = (
+            user / _name(run_folder, identity),
+            {"folder": str(run_folder.absolute()), "id": identity},
+            -1,
+        )
         self.create()
         remove_stale(user)
 
@@ -111,9 +138,12 @@ class MemoryFolder:
         while self._lock < 0:
             _make_private(self.path.parent)
             _make_private(self.path)
-            self._lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            self._lock = os.open(
+                self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
             _flock(self._lock, exclusive=False)
-            if not self._holds_lock():  # another process removed the folder before this one had the lock
+            # another process removed the folder before this one had the lock
+            if not self._holds_lock():
                 self.close()
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
         with name_errors(record):
@@ -123,7 +153,9 @@ class MemoryFolder:
     def _holds_lock(self) -> bool:
         """Whether the lock is that of the folder which is there now."""
         with contextlib.suppress(FileNotFoundError):
-            return self._lock >= 0 and os.path.samestat(os.fstat(self._lock), (self.path / LOCK_FILE).lstat())
+            return self._lock >= 0 and os.path.samestat(
+                os.fstat(self._lock), (self.path / LOCK_FILE).lstat()
+            )
         return False
 
     @property
@@ -157,14 +189,21 @@ class MemoryFolder:
                 remove_piece(Path(entry.path))
 
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
-        """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it does."""
-        freed = sum(path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping)
+        """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it
+        does.
+        """
+        freed = sum(
+            path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping
+        )
         limits: dict[str, int | None] = {"free in its file system": _free(self.path)}
         if in_memory(self.path):
             limits["free in this host's memory"] = available_memory()
         for what, free in limits.items():
             if free is not None and free + freed < HEADROOM * size:
-                return f"{format_bytes(free + freed)} are {what} ({self.path}), {HEADROOM} times {format_bytes(size)} are needed"
+                return (
+                    f"{format_bytes(free + freed)} are {what} ({self.path}), {HEADROOM} times "
+                    f"{format_bytes(size)} are needed"
+                )
         return ""
 
     def remove(self) -> None:
@@ -191,7 +230,9 @@ def remove_piece(path: Path) -> None:
 
 
 def remove_stale(user: Path) -> None:
-    """Remove folders of runs that no process uses, and that are old or whose run's folder has begun another run or is gone."""
+    """Remove folders of runs that no process uses, and that are old or whose run's folder has begun
+    another run or is gone.
+    """
     for path in list(user.iterdir()):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if not _is_private(path):
@@ -203,7 +244,9 @@ def remove_stale(user: Path) -> None:
 
 
 def _may_resume(run_folder: Path, identity: str) -> bool:
-    """Whether a run may still need its pieces; a run's folder that is not mounted here, as in another container, may be there elsewhere."""
+    """Whether a run may still need its pieces; a run's folder that is not mounted here, as in
+    another container, may be there elsewhere.
+    """
     try:
         return (run_folder / "checkpoints" / ID_FILE).read_text(encoding="ascii") == identity
     except FileNotFoundError:
@@ -217,7 +260,8 @@ def remove_unused(path: Path) -> bool:
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     try:
         _flock(lock, exclusive=True)
-        shutil.rmtree(path, ignore_errors=True)  # with the lock: a process that waits for it creates the folder again
+        # with the lock: a process that waits for it creates the folder again
+        shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
         return False
     finally:
@@ -226,12 +270,21 @@ def remove_unused(path: Path) -> bool:
 
 
 def is_memory_folder(path: Path) -> bool:
-    """Whether a path is a folder that `MemoryFolder` has made for this user; a launcher removes no other."""
+    """Whether a path is a folder that `MemoryFolder` has made for this user; a launcher removes no
+    other.
+    """
     with contextlib.suppress(OSError):
         name_fits = (
-            path.is_absolute() and path.parent.name == f"spmd-{os.geteuid()}" and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
+            path.is_absolute()
+            and path.parent.name == f"spmd-{os.geteuid()}"
+            and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
         )
-        return bool(name_fits) and _is_private(path.parent) and _is_private(path) and (path / RUN_FILE).is_file()
+        return (
+            bool(name_fits)
+            and _is_private(path.parent)
+            and _is_private(path)
+            and (path / RUN_FILE).is_file()
+        )
     return False
 
 
@@ -270,13 +323,17 @@ def in_memory(path: Path) -> bool:
 
 def _mounts() -> Iterator[tuple[str, str]]:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             _, mount, kind, *_ = line.split()
             yield mount.replace("\\040", " "), kind
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes of this host may still take, within the limits of their cgroups; None where that is not known."""
+    """Bytes of memory that processes of this host may still take, within the limits of their
+    cgroups; None where that is not known.
+    """
     known = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -287,10 +344,12 @@ def available_memory() -> int | None:
 
 
 def _left_in_cgroups(groups: str, root: Path) -> list[int]:
-    """Bytes that each cgroup of this process with a limit has left; what files occupy in the page cache is given back when it is needed.
+    """Bytes that each cgroup of this process with a limit has left; what files occupy in the page
+    cache is given back when it is needed.
 
     Args:
-      groups: a line "number:controllers:path" for each hierarchy. The path may be one that only the host sees, not the container.
+      groups: a line "number:controllers:path" for each hierarchy. The path may be one that only the
+        host sees, not the container.
       root: where the hierarchies are mounted.
     """
     known = []
@@ -298,13 +357,25 @@ def _left_in_cgroups(groups: str, root: Path) -> list[int]:
         if number == "0":
             top, limit, used, prefix = root, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):  # the first version of cgroups
-            top, limit, used, prefix = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            top, limit, used, prefix = (
+                root / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
         else:
             continue
         inside = top / path.lstrip("/")
-        for group in (group for group in (inside, *inside.parents) if group == top or top in group.parents):
+        for group in (
+            group for group in (inside, *inside.parents) if group == top or top in group.parents
+        ):
             with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit it is "max"
-                numbers = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+                numbers = dict(
+                    line.split()
+                    for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+                )
                 files = sum(int(numbers[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-                known.append(int((group / limit).read_text()) - int((group / used).read_text()) + files)
+                known.append(
+                    int((group / limit).read_text()) - int((group / used).read_text()) + files
+                )
     return known

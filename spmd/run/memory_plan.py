@@ -1,4 +1,5 @@
-"""Which process writes which shard of a state to its host's memory, which shards another host gets as well, and which step is complete.
+"""Which process writes which shard of a state to its host's memory, which shards another host gets
+as well, and which step is complete.
 
 Functions of what all processes know, so that all come to the same result without asking each other.
 """
@@ -31,12 +32,15 @@ def shard_holders(arrays: Mapping[str, Any]) -> dict[Key, set[int]]:
     holders: dict[Key, set[int]] = {}
     for path, leaf in arrays.items():
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            holders.setdefault((path, shard_bounds(index, leaf.shape)), set()).add(device.process_index)
+            holders.setdefault((path, shard_bounds(index, leaf.shape)), set()).add(
+                device.process_index
+            )
     return dict(sorted(holders.items()))
 
 
 def group_hosts(texts: Sequence[str]) -> list[list[int]]:
-    """The ranks on each host, from what identifies the host of each rank; hosts are in the order of their first ranks.
+    """The ranks on each host, from what identifies the host of each rank; hosts are in the order of
+    their first ranks.
 
     >>> group_hosts(["a", "b", "a"])
     [[0, 2], [1]]
@@ -64,8 +68,11 @@ class WritePlan:
     host_bytes: int
 
 
-def plan_writes(holders: Mapping[Key, set[int]], described: Mapping[str, str], hosts: Hosts, rank: int) -> WritePlan:
-    """Each host writes each shard that its devices hold once, and all of its processes write about as much.
+def plan_writes(
+    holders: Mapping[Key, set[int]], described: Mapping[str, str], hosts: Hosts, rank: int
+) -> WritePlan:
+    """Each host writes each shard that its devices hold once, and all of its processes write about
+    as much.
 
     Args:
       holders: the processes that hold each shard.
@@ -75,11 +82,17 @@ def plan_writes(holders: Mapping[Key, set[int]], described: Mapping[str, str], h
     """
     of = {each: number for number, ranks in enumerate(hosts) for each in ranks}
     writes: dict[int, list[Key]] = {each: [] for each in of}
-    load, sends, received = collections.Counter(), collections.defaultdict(list), collections.Counter()
+    load, sends, received = (
+        collections.Counter(),
+        collections.defaultdict(list),
+        collections.Counter(),
+    )
     for key, ranks in holders.items():
         size, on = shard_bytes(described[key[0]], key[1]), sorted({of[each] for each in ranks})
         for host in on:
-            writer = min((each for each in hosts[host] if each in ranks), key=lambda each: (load[each], each))
+            writer = min(
+                (each for each in hosts[host] if each in ranks), key=lambda each: (load[each], each)
+            )
             load[writer] += size
             writes[writer].append(key)
             if len(on) == 1 and len(hosts) > 1:
@@ -111,11 +124,17 @@ class FoundPiece:
 
 
 def complete_steps(found: Sequence[FoundPiece], needed: set[Key]) -> list[tuple[int, str]]:
-    """Steps of which the pieces hold every shard and process 0's metadata, each with the start of the run that wrote it; newest first."""
+    """Steps of which the pieces hold every shard and process 0's metadata, each with the start of
+    the run that wrote it; newest first.
+    """
     groups: dict[tuple[int, str], list[FoundPiece]] = collections.defaultdict(list)
     for piece in found:
         groups[piece.step, piece.start].append(piece)
-    complete = [key for key, pieces in groups.items() if needed <= set().union(*(piece.keys for piece in pieces)) and _first(pieces)]
+    complete = [
+        key
+        for key, pieces in groups.items()
+        if needed <= set().union(*(piece.keys for piece in pieces)) and _first(pieces)
+    ]
     return sorted(complete, reverse=True)
 
 
@@ -140,7 +159,8 @@ class Shipment:
 
 
 def plan_shipments(found: Sequence[FoundPiece], needs: Sequence[set[Key]]) -> list[Shipment]:
-    """What is sent so that every host has the shards that its devices need, and the metadata of process 0.
+    """What is sent so that every host has the shards that its devices need, and the metadata of
+    process 0.
 
     Args:
       found: the pieces of one step and start.
@@ -152,7 +172,8 @@ def plan_shipments(found: Sequence[FoundPiece], needs: Sequence[set[Key]]) -> li
         missing = needed.difference(*(piece.keys for piece in local))
         lacks_meta = not _first(local)
         for piece in sorted(
-            (piece for piece in found if piece.host != target), key=lambda piece: (piece.rank != 0, piece.host, piece.name)
+            (piece for piece in found if piece.host != target),
+            key=lambda piece: (piece.rank != 0, piece.host, piece.name),
         ):
             keys = sorted(missing & piece.keys)
             if keys or (lacks_meta and piece.rank == 0):

@@ -1,6 +1,8 @@
-"""Resumes from checkpoints in memory: finds the newest complete step on all hosts, sends hosts what they lack, and builds the state.
+"""Resumes from checkpoints in memory: finds the newest complete step on all hosts, sends hosts what
+they lack, and builds the state.
 
-All processes come to the same result: each host lists its pieces, every process gets all lists, and the same functions choose.
+All processes come to the same result: each host lists its pieces, every process gets all lists, and
+the same functions choose.
 """
 
 import base64
@@ -29,7 +31,8 @@ from spmd.train.state import State
 from spmd.tree import map_paths
 
 MOST_TRIES = 100  # each finds and removes a damaged file
-SAME = ("mesh", "layout", "storage")  # what must be equal for shards to fit; the arrays are compared too
+# what must be equal for shards to fit; the arrays are compared too
+SAME = ("mesh", "layout", "storage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,10 @@ class MemoryState:
 
     def build(self) -> State:
         """The state on the devices; the shards on the host are freed one by one."""
-        flat = {path: self._array(path, leaf) for path, leaf in arrays_by_path(self.abstract_state).items()}
+        flat = {
+            path: self._array(path, leaf)
+            for path, leaf in arrays_by_path(self.abstract_state).items()
+        }
         return map_paths(functools.partial(take, flat), self.abstract_state)
 
     def _array(self, path: str, leaf: Any) -> jax.Array:
@@ -67,8 +73,11 @@ class MemoryState:
         return array
 
 
-def newest_in_memory(memory: MemoryCheckpoints, meta: Mapping[str, Any], *, after: int) -> MemoryState | None:
-    """The newest complete state in memory, later than a step; None if there is none. All processes call it.
+def newest_in_memory(
+    memory: MemoryCheckpoints, meta: Mapping[str, Any], *, after: int
+) -> MemoryState | None:
+    """The newest complete state in memory, later than a step; None if there is none. All processes
+    call it.
 
     Args:
       meta: of the run that would resume; a state from another mesh, layout or packing does not fit.
@@ -78,20 +87,30 @@ def newest_in_memory(memory: MemoryCheckpoints, meta: Mapping[str, Any], *, afte
         found, reasons = _find(memory, meta, after)
         steps = complete_steps(found, set(memory.holders))
         if not steps:
-            reasons += [f"step {max(piece.step for piece in found)} is not complete"] if found else []
+            reasons += (
+                [f"step {max(piece.step for piece in found)} is not complete"] if found else []
+            )
             if reasons and memory.job.rank == 0:
-                logging.getLogger("spmd").warning("checkpoints in memory are not used: %s.", printable(reasons[0], 300))
+                logging.getLogger("spmd").warning(
+                    "checkpoints in memory are not used: %s.", printable(reasons[0], 300)
+                )
             return None
         step, start = steps[0]
-        state = _load(memory, [piece for piece in found if (piece.step, piece.start) == (step, start)], step)
+        state = _load(
+            memory, [piece for piece in found if (piece.step, piece.start) == (step, start)], step
+        )
         if state is not None:
             memory.held = {step}
             return state
     return None
 
 
-def _find(memory: MemoryCheckpoints, meta: Mapping[str, Any], after: int) -> tuple[list[FoundPiece], list[str]]:
-    """The pieces on all hosts that fit, and why others do not; the first process of each host lists them."""
+def _find(
+    memory: MemoryCheckpoints, meta: Mapping[str, Any], after: int
+) -> tuple[list[FoundPiece], list[str]]:
+    """The pieces on all hosts that fit, and why others do not; the first process of each host lists
+    them.
+    """
     keys = list(memory.holders)
     rows: list[list[Any]] = []
     if memory.job.rank == memory.job.hosts[memory.job.host][0]:
@@ -107,8 +126,12 @@ def _find(memory: MemoryCheckpoints, meta: Mapping[str, Any], after: int) -> tup
                 _remove_damaged(memory, path.name, str(error))
                 continue
             bits = sum(1 << number for number, key in enumerate(keys) if key in piece.shards)
-            rows.append([path.name, step, piece.start, rank, f"{bits:x}", _misfit(memory, piece, meta)])
-    texts = gather_texts(base64.b64encode(zlib.compress(json.dumps([memory.job.host, rows]).encode())).decode())
+            rows.append(
+                [path.name, step, piece.start, rank, f"{bits:x}", _misfit(memory, piece, meta)]
+            )
+    texts = gather_texts(
+        base64.b64encode(zlib.compress(json.dumps([memory.job.host, rows]).encode())).decode()
+    )
     found, misfits = [], dict[int, str]()
     for text in texts:
         host, listed = json.loads(zlib.decompress(base64.b64decode(text)))
@@ -128,18 +151,28 @@ def _misfit(memory: MemoryCheckpoints, piece: Piece, meta: Mapping[str, Any]) ->
         return "its arrays are not those of this model and optimizer"
     for name in SAME:
         if piece.meta.get(name) != meta[name]:
-            return f"the {name} was {piece.meta.get(name)}, is {meta[name]}" if name == "mesh" else f"the {name} has changed"
+            return (
+                f"the {name} was {piece.meta.get(name)}, is {meta[name]}"
+                if name == "mesh"
+                else f"the {name} has changed"
+            )
     return ""
 
 
 def _load(memory: MemoryCheckpoints, pieces: list[FoundPiece], step: int) -> MemoryState | None:
-    """Send each host what it lacks, and read what this process needs; None if a shard was damaged or could not be sent, in any process."""
+    """Send each host what it lacks, and read what this process needs; None if a shard was damaged
+    or could not be sent, in any process.
+    """
     job, problem = memory.job, ""
-    needs = [{key for key, ranks in memory.holders.items() if ranks & set(host)} for host in job.hosts]
+    needs = [
+        {key for key, ranks in memory.holders.items() if ranks & set(host)} for host in job.hosts
+    ]
     shipments = plan_shipments(pieces, needs)
     for shipment in shipments:
         if job.rank == job.hosts[shipment.source][0]:
-            problem = problem or _ship(memory, shipment.name, shipment.keys, job.hosts[shipment.target][0])
+            problem = problem or _ship(
+                memory, shipment.name, shipment.keys, job.hosts[shipment.target][0]
+            )
     problems = [text for text in gather_texts(problem) if text]
     shards, meta = {}, {}
     if not problems:
@@ -147,26 +180,36 @@ def _load(memory: MemoryCheckpoints, pieces: list[FoundPiece], step: int) -> Mem
         problems = [text for text in gather_texts(problem) if text]
     if problems:
         if job.rank == 0:
-            logging.getLogger("spmd").warning("step %d in memory is not used: %s", step, printable(problems[0], 300))
+            logging.getLogger("spmd").warning(
+                "step %d in memory is not used: %s", step, printable(problems[0], 300)
+            )
         return None
     return MemoryState(step, meta, _source(memory, shipments), shards, memory.abstract_state)
 
 
 def _ship(memory: MemoryCheckpoints, name: str, keys: tuple[Key, ...], receiver: int) -> str:
-    """Send shards of a file; what is wrong, as text. A file that cannot be sent is removed, so that it is not chosen again."""
+    """Send shards of a file; what is wrong, as text. A file that cannot be sent is removed, so that
+    it is not chosen again.
+    """
     path = memory.folder.path / name
     try:
         if not memory.job.addresses[receiver]:
             raise TransferError("the other process receives nothing")
-        memory.counts.bytes_sent += memory.ship(receiver, read_header(path), path, keys, memory.job.rank)
+        memory.counts.bytes_sent += memory.ship(
+            receiver, read_header(path), path, keys, memory.job.rank
+        )
         return ""
     except (TransferError, DamagedFileError, OSError) as error:
         remove_piece(path)
         return f"{memory.job.names[memory.job.rank]}: {name} cannot be sent: {error}"
 
 
-def _read_local(memory: MemoryCheckpoints, step: int, start: str) -> tuple[dict[Key, np.ndarray], dict[str, Any], str]:
-    """The shards that this process needs, from its host's files, and process 0's metadata; and what is wrong, as text."""
+def _read_local(
+    memory: MemoryCheckpoints, step: int, start: str
+) -> tuple[dict[Key, np.ndarray], dict[str, Any], str]:
+    """The shards that this process needs, from its host's files, and process 0's metadata; and what
+    is wrong, as text.
+    """
     missing = {key for key, ranks in memory.holders.items() if memory.job.rank in ranks}
     shards: dict[Key, np.ndarray] = {}
     meta: dict[str, Any] = {}
@@ -188,7 +231,10 @@ def _read_local(memory: MemoryCheckpoints, step: int, start: str) -> tuple[dict[
 
 def _remove_damaged(memory: MemoryCheckpoints, name: str, why: str) -> str:
     remove_piece(memory.folder.path / name)
-    text = f"the piece {name} in memory of {memory.job.names[memory.job.rank]} is damaged ({why}) and was removed"
+    text = (
+        f"the piece {name} in memory of {memory.job.names[memory.job.rank]} is damaged ({why}) and "
+        "was removed"
+    )
     logging.getLogger("spmd").warning("%s.", text)
     return text
 
@@ -198,7 +244,11 @@ def _source(memory: MemoryCheckpoints, shipments: list[Any]) -> str:
     job, groups = memory.job, dict[str, list[int]]()
     for number, ranks in enumerate(job.hosts):
         senders = dict.fromkeys(
-            job.names[job.hosts[shipment.source][0]] for shipment in shipments if shipment.target == number and shipment.keys
+            job.names[job.hosts[shipment.source][0]]
+            for shipment in shipments
+            if shipment.target == number and shipment.keys
         )
         groups.setdefault(" and ".join(senders) or "own host", []).extend(ranks)
-    return "; ".join(f"process {', '.join(map(str, ranks))}: {source}" for source, ranks in groups.items())
+    return "; ".join(
+        f"process {', '.join(map(str, ranks))}: {source}" for source, ranks in groups.items()
+    )

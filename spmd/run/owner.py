@@ -1,9 +1,11 @@
-"""One owner per run folder: a file in it names the process that may write there, until that process releases it or dies.
+"""One owner per run folder: a file in it names the process that may write there, until that process
+releases it or dies.
 
-On the owner's machine the kernel says whether the process is alive. On others only its heartbeat does: the owner increments a number in
-the file, and another process takes over after it has watched that number stay the same for `TAKEOVER_SECONDS` of its own clock. Clocks of
-two machines are never compared. An owner that was suspended during a takeover finds another name in the file before it commits its next
-save.
+On the owner's machine the kernel says whether the process is alive. On others only its heartbeat
+does: the owner increments a number in the file, and another process takes over after it has watched
+that number stay the same for `TAKEOVER_SECONDS` of its own clock. Clocks of two machines are never
+compared. An owner that was suspended during a takeover finds another name in the file before it
+commits its next save.
 """
 
 import contextlib
@@ -25,11 +27,15 @@ from spmd.user_paths import run_file, wrap_os_errors
 
 OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 5.0
-TAKEOVER_SECONDS = 60.0  # without a heartbeat, an owner on another machine counts as dead; network file systems may cache for half of it
+# without a heartbeat, an owner on another machine counts as dead; network file systems may cache
+# for half of it
+TAKEOVER_SECONDS = 60.0
 MAX_BYTES = 4096  # bytes of the file that are looked at
-READS, READ_SECONDS = 5, 1.0  # how often a file that cannot be read is tried, and how long it is left alone in between
+# how often a file that cannot be read is tried, and how long it is left alone in between
+READS, READ_SECONDS = 5, 1.0
 
-_owning_threads: dict[str, threading.Thread] = {}  # by token: the thread of this process that took ownership
+# by token: the thread of this process that took ownership
+_owning_threads: dict[str, threading.Thread] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Owner:
     """A process on a machine, as recorded in the file.
 
     Attributes:
-      machine: id of the machine's boot and of the process namespace: process ids are unique only within both.
+      machine: id of the machine's boot and of the process namespace: process ids are unique only
+        within both.
       born: when the process started, in the kernel's unit, since process ids are reused.
       file: inode of the file; a copied folder has no owner yet.
       token: identifies one ownership: a process may release a folder and own it again.
@@ -54,7 +61,10 @@ class Owner:
     beat: int = 0
 
     def __str__(self) -> str:
-        return f"process {self.process} on {printable(self.host, 100)}, since {printable(self.since, 40)}"
+        return (
+            f"process {self.process} on {printable(self.host, 100)}, since "
+            f"{printable(self.since, 40)}"
+        )
 
 
 class FolderOwnership:
@@ -67,10 +77,31 @@ class FolderOwnership:
       CheckpointError: another process owns the folder, or the file cannot be written.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep):
-        self._folder, self._path, self._beats, self._wait = folder, run_file(folder, OWNER_FILE), 0, wait
-        since, born = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), _start_time(os.getpid()) or ""
-        self._me = Owner(socket.gethostname(), os.getpid(), since, _machine(), born, file=0, token=uuid.uuid4().hex)
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ):
+        self._folder, self._path, self._beats, self._wait = (
+            folder,
+            run_file(folder, OWNER_FILE),
+            0,
+            wait,
+        )
+        since, born = (
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            _start_time(os.getpid()) or "",
+        )
+        self._me = Owner(
+            socket.gethostname(),
+            os.getpid(),
+            since,
+            _machine(),
+            born,
+            file=0,
+            token=uuid.uuid4().hex,
+        )
         _owning_threads[self._me.token] = threading.current_thread()
         try:
             with wrap_os_errors(self._path, CheckpointError):
@@ -85,7 +116,10 @@ class FolderOwnership:
         watched, since = None, clock()
         while True:
             with self._opened() as file:
-                text, inode = self._read(lambda file=file: os.pread(file, MAX_BYTES, 0)), os.fstat(file).st_ino
+                text, inode = (
+                    self._read(lambda file=file: os.pread(file, MAX_BYTES, 0)),
+                    os.fstat(file).st_ino,
+                )
                 owner = _parsed(text)
                 unowned = not text or text.startswith(b"\0")
                 alive = False if unowned else None if owner is None else _is_alive(owner, inode)
@@ -123,22 +157,30 @@ class FolderOwnership:
         """Check that this process still owns the folder.
 
         Raises:
-          CheckpointError: another process took it over while this one was suspended, or the file is gone or cannot be read.
+          CheckpointError: another process took it over while this one was suspended, or the file is
+            gone or cannot be read.
         """
         try:
             owner = _parsed(self._read(lambda: _content(self._path)))
         except FileNotFoundError:
             owner = None
         except OSError as error:
-            why = f"{self._path}, which says whose the folder is, cannot be read in {READS} attempts: {error.strerror or error}"
-            raise CheckpointError(f"{why}.", fix="see whether the disk of that folder works.") from error
+            why = (
+                f"{self._path}, which says whose the folder is, cannot be read in {READS} "
+                f"attempts: {error.strerror or error}"
+            )
+            raise CheckpointError(
+                f"{why}.", fix="see whether the disk of that folder works."
+            ) from error
         if owner is None or owner.token != self._me.token:
             why = f"{OWNER_FILE} was changed while this process was suspended, or by hand"
             headline = f"{self._folder} no longer belongs to this run, but to {owner or 'no run'}"
             raise CheckpointError(f"{headline}: {why}.", fix="another folder.")
 
     def release(self) -> None:
-        """Release the folder; does nothing if it was released already or belongs to another process."""
+        """Release the folder; does nothing if it was released already or belongs to another
+        process.
+        """
         if self._released.is_set():
             return
         self._released.set()
@@ -166,29 +208,38 @@ class FolderOwnership:
         return owner is not None and owner.token == self._me.token
 
     def _begin(self, file: int) -> None:
-        """Write this owner. A process that is killed or finds no room on the way leaves a file that begins with a zero, or is empty."""
+        """Write this owner. A process that is killed or finds no room on the way leaves a file that
+        begins with a zero, or is empty.
+        """
         text = self._text()
         os.ftruncate(file, 0)  # in place, since other processes wait for the lock of this inode
         write_at(file, text[1:], 1, self._path)
         write_at(file, text[:1], 0, self._path)
 
     def _text(self) -> bytes:
-        """This owner as JSON, of one length for all numbers of heartbeats: a part of it over an earlier one is still JSON."""
+        """This owner as JSON, of one length for all numbers of heartbeats: a part of it over an
+        earlier one is still JSON.
+        """
         fields = dataclasses.asdict(self._me)
         del fields["beat"]
         return f'{{"beat": {self._beats:12}, {json.dumps(fields)[1:]}'.encode()
 
     @contextlib.contextmanager
     def _opened(self, *, create: bool = True) -> Iterator[int]:
-        """The file, locked if the file system supports it, so that two processes on one machine never decide concurrently."""
+        """The file, locked if the file system supports it, so that two processes on one machine
+        never decide concurrently.
+        """
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
+            file = os.open(
+                self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644
+            )
             try:
                 with contextlib.suppress(OSError, ImportError):
                     import fcntl  # not on Windows
 
                     fcntl.flock(file, fcntl.LOCK_EX)
-                if self._path.exists() and os.fstat(file).st_ino == self._path.stat().st_ino:  # else it was removed in between
+                # else it was removed in between
+                if self._path.exists() and os.fstat(file).st_ino == self._path.stat().st_ino:
                     yield file
                     return
             finally:
@@ -203,7 +254,14 @@ def _content(path: Path) -> bytes:
 def _parsed(text: bytes) -> Owner | None:
     try:
         owner = Owner(**json.loads(text))
-        return owner if all(type(getattr(owner, field.name)) is field.type for field in dataclasses.fields(Owner)) else None
+        return (
+            owner
+            if all(
+                type(getattr(owner, field.name)) is field.type
+                for field in dataclasses.fields(Owner)
+            )
+            else None
+        )
     except (ValueError, TypeError, RecursionError):
         return None
 
@@ -212,7 +270,8 @@ def _is_alive(owner: Owner, inode: int) -> bool | None:
     """Whether an owner's process is still running; None: that cannot be determined here."""
     if owner.machine != _machine():
         return None
-    if owner.process == os.getpid():  # a thread that has ended, or a fork's parent, may have left it unreleased
+    # a thread that has ended, or a fork's parent, may have left it unreleased
+    if owner.process == os.getpid():
         thread = _owning_threads.get(owner.token)
         return owner.file == inode and thread is not None and thread.is_alive()
     born = _start_time(owner.process)
@@ -226,7 +285,10 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
         fix = "use another folder, or resume after that process has ended."
         return CheckpointError(f"{folder} belongs to another run: {owner or 'unknown'}.", fix=fix)
     if thread is threading.current_thread():
-        why = "a run that this thread started has not ended; this call is inside it, as in a callback, or it was not closed"
+        why = (
+            "a run that this thread started has not ended; this call is inside it, as in a "
+            "callback, or it was not closed"
+        )
         fix = "use another folder for this run, or call it after the first has returned."
     else:
         why = f'a run in its thread "{thread.name}" has not ended'
@@ -235,7 +297,9 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
 
 
 def _machine() -> str:
-    """The current boot of this machine, and its process namespace: a host name survives reboots, and containers may share it."""
+    """The current boot of this machine, and its process namespace: a host name survives reboots,
+    and containers may share it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -252,7 +316,12 @@ def _start_time(process: int) -> str | None:
     except PermissionError:
         pass  # another user's process
     try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        state, *fields = (
+            Path(f"/proc/{process}/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except FileNotFoundError:
         return "" if not Path("/proc/self/stat").exists() else None
     return None if state in "ZX" else fields[18]  # a zombie writes nothing

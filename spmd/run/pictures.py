@@ -1,4 +1,6 @@
-"""Pictures that callbacks give to loggers: each is a PNG or SVG file in the run's folder, and a log record names it."""
+"""Pictures that callbacks give to loggers: each is a PNG or SVG file in the run's folder, and a log
+record names it.
+"""
 
 import io
 import itertools
@@ -22,13 +24,18 @@ HEADER = 33  # bytes of a PNG file up to the end of its first chunk, IHDR
 LONGEST = 200  # characters of a file's name before its step; file systems allow 255 in all
 
 
-def write_picture(folder: Path, name: str, step: int, picture: Any, source: str | None = None) -> Path:
-    """Write a picture to the run's folder, in place of an earlier one of this name and step; returns its path in it.
+def write_picture(
+    folder: Path, name: str, step: int, picture: Any, source: str | None = None
+) -> Path:
+    """Write a picture to the run's folder, in place of an earlier one of this name and step;
+    returns its path in it.
 
     Args:
-      name: a name with other characters than ASCII letters, digits, "_" and "-", or a long one, has a checksum in that of the file.
-      picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or [height, width, channels], of 1 to 4
-        channels; or the path of a PNG or SVG file, which is copied.
+      name: a name with other characters than ASCII letters, digits, "_" and "-", or a long one, has
+        a checksum in that of the file.
+      picture: a matplotlib figure; a picture of `spmd.viz`; an array of uint8, [height, width] or
+        [height, width, channels], of 1 to 4 channels; or the path of a PNG or SVG file, which is
+        copied.
       source: what gives the picture, for errors; None: `log_picture`.
 
     Raises:
@@ -55,12 +62,18 @@ def unused_name(name: str, used: Collection[str]) -> str:
       'confusion_3'
     """
     _check_name(name)
-    return name if name not in used else next(each for n in itertools.count(2) if (each := f"{name}_{n}") not in used)
+    return (
+        name
+        if name not in used
+        else next(each for n in itertools.count(2) if (each := f"{name}_{n}") not in used)
+    )
 
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name.strip():
-        raise OptionError(f"log_picture: name={short_repr(name)}.", fix='a name, such as "confusion".')
+        raise OptionError(
+            f"log_picture: name={short_repr(name)}.", fix='a name, such as "confusion".'
+        )
 
 
 def _stem(name: str) -> str:
@@ -76,12 +89,22 @@ def _as_file(picture: Any, source: str) -> tuple[bytes, str]:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise OptionError(f"{source}: {path} cannot be read: {error.strerror}.", fix="the path of a file.") from error
-        suffix = ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
+            raise OptionError(
+                f"{source}: {path} cannot be read: {error.strerror}.", fix="the path of a file."
+            ) from error
+        suffix = (
+            ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
+        )
         if suffix is None:
-            raise OptionError(f"{source}: {path} is neither a PNG nor an SVG file.", fix="a file of one of these, or an array.")
+            raise OptionError(
+                f"{source}: {path} is neither a PNG nor an SVG file.",
+                fix="a file of one of these, or an array.",
+            )
         if suffix == ".png" and (len(content) < HEADER or content[12:16] != b"IHDR"):
-            raise OptionError(f"{source}: {path} is a damaged PNG file: it has no header.", fix="a file that can be opened, or an array.")
+            raise OptionError(
+                f"{source}: {path} is a damaged PNG file: it has no header.",
+                fix="a file that can be opened, or an array.",
+            )
         return content, suffix
     figure = getattr(picture, "figure", picture)  # of a picture of `spmd.viz`
     if callable(getattr(figure, "savefig", None)):
@@ -89,9 +112,18 @@ def _as_file(picture: Any, source: str) -> tuple[bytes, str]:
         figure.savefig(buffer, format="png")
         return buffer.getvalue(), ".png"
     array = np.asarray(picture) if hasattr(picture, "dtype") else None
-    if array is None or array.dtype != np.uint8 or array.ndim not in (2, 3) or array.size == 0 or not 1 <= _channels(array) <= 4:
+    if (
+        array is None
+        or array.dtype != np.uint8
+        or array.ndim not in (2, 3)
+        or array.size == 0
+        or not 1 <= _channels(array) <= 4
+    ):
         found = type_name(picture) if array is None else f"{array.dtype}{list(array.shape)}"
-        fix = "a matplotlib figure, a path, or an array of uint8 [height, width] or [height, width, 1 to 4 channels]."
+        fix = (
+            "a matplotlib figure, a path, or an array of uint8 [height, width] or [height, width, "
+            "1 to 4 channels]."
+        )
         raise OptionError(f"{source}: the picture is {found}.", fix=fix)
     return png(array), ".png"
 
@@ -101,7 +133,8 @@ def _channels(array: np.ndarray) -> int:
 
 
 def png(array: np.ndarray) -> bytes:
-    """An array of uint8 [height, width] or [height, width, channels] as a PNG file (W3C, Portable Network Graphics, second edition).
+    """An array of uint8 [height, width] or [height, width, channels] as a PNG file (W3C, Portable
+    Network Graphics, second edition).
 
     Example:
       >>> size(png(np.zeros((2, 3, 3), np.uint8)))
@@ -110,12 +143,23 @@ def png(array: np.ndarray) -> bytes:
     height, width = array.shape[:2]
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     rows = np.ascontiguousarray(array).reshape(height, -1)
-    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)  # a row begins with its filter, 0 for none
+    # a row begins with its filter, 0 for none
+    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, COLOURS[_channels(array)], 0, 0, 0)
-    return MAGIC + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(unfiltered.tobytes())) + chunk(b"IEND", b"")
+    return (
+        MAGIC
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(unfiltered.tobytes()))
+        + chunk(b"IEND", b"")
+    )
 
 
 def channels(content: bytes) -> int:

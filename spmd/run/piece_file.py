@@ -1,7 +1,9 @@
-"""A piece of a state: shards of its arrays in one file, each with a checksum. Checkpoints in memory consist of pieces.
+"""A piece of a state: shards of its arrays in one file, each with a checksum. Checkpoints in memory
+consist of pieces.
 
-A file is MAGIC, the length of the header, the header's SHA-256, the header (JSON), and the bytes of each shard; header and shards begin at
-multiples of 64 bytes. Where a shard lies follows from the order and the sizes of those before it, so a header cannot make shards overlap.
+A file is MAGIC, the length of the header, the header's SHA-256, the header (JSON), and the bytes of
+each shard; header and shards begin at multiples of 64 bytes. Where a shard lies follows from the
+order and the sizes of those before it, so a header cannot make shards overlap.
 """
 
 import dataclasses
@@ -39,9 +41,11 @@ class Piece:
 
     Attributes:
       step: updates that the state has made.
-      start: identifies the start of the run in which it was written; only pieces of one start fit together.
+      start: identifies the start of the run in which it was written; only pieces of one start fit
+        together.
       rank: of the process that wrote it.
-      meta: that of a checkpoint; its "arrays" has dtype and shape of every array of the state by path.
+      meta: that of a checkpoint; its "arrays" has dtype and shape of every array of the state by
+        path.
       shards: SHA-256 of each shard, in the order of the file.
     """
 
@@ -70,12 +74,22 @@ class Piece:
     def select(self, keys: Iterable[Key]) -> "Piece":
         """The same piece with some of its shards."""
         wanted = set(keys)
-        return dataclasses.replace(self, shards={key: digest for key, digest in self.shards.items() if key in wanted})
+        return dataclasses.replace(
+            self, shards={key: digest for key, digest in self.shards.items() if key in wanted}
+        )
 
     def header(self) -> bytes:
         """The beginning of the file."""
         shards = [[path, bounds, digest] for (path, bounds), digest in self.shards.items()]
-        text = json.dumps({"step": self.step, "start": self.start, "rank": self.rank, "meta": self.meta, "shards": shards}).encode()
+        text = json.dumps(
+            {
+                "step": self.step,
+                "start": self.start,
+                "rank": self.rank,
+                "meta": self.meta,
+                "shards": shards,
+            }
+        ).encode()
         prefix = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest()
         return (prefix + text).ljust(_aligned(PREFIX + len(text)), b"\0")
 
@@ -86,7 +100,10 @@ def shard_bytes(described: str, bounds: Bounds) -> int:
     >>> shard_bytes("float32[512, 10]", ((0, 256), (0, 10)))
     10240
     """
-    return math.prod(last - first for first, last in bounds) * jnp.dtype(parse_dtype(described)).itemsize
+    return (
+        math.prod(last - first for first, last in bounds)
+        * jnp.dtype(parse_dtype(described)).itemsize
+    )
 
 
 def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> Piece:
@@ -163,7 +180,12 @@ def read_shards(path: Path, piece: Piece, keys: Iterable[Key]) -> Iterator[tuple
                 digest.update(view)
             _check(digest, piece.shards[key], key)
             described = piece.meta["arrays"][key[0]]
-            yield key, buffer.view(jnp.dtype(parse_dtype(described))).reshape([last - first for first, last in key[1]])
+            yield (
+                key,
+                buffer.view(jnp.dtype(parse_dtype(described))).reshape(
+                    [last - first for first, last in key[1]]
+                ),
+            )
 
 
 def parts(path: Path, piece: Piece, keys: Sequence[Key]) -> Iterator[bytes]:
@@ -182,7 +204,9 @@ def parts(path: Path, piece: Piece, keys: Sequence[Key]) -> Iterator[bytes]:
                 yield chunk
 
 
-def receive_piece(path: Path, total: int, read: Callable[[memoryview], None], check: Callable[[Piece], None]) -> Piece:
+def receive_piece(
+    path: Path, total: int, read: Callable[[memoryview], None], check: Callable[[Piece], None]
+) -> Piece:
     """Write a file from a stream, comparing each shard with its checksum.
 
     Args:
@@ -226,7 +250,9 @@ class _new_file:
         self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
 
     def __enter__(self) -> BinaryIO:
-        self._file = open_output(self._part, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600))
+        self._file = open_output(
+            self._part, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)
+        )
         return self._file
 
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -239,7 +265,9 @@ class _new_file:
 
 
 def _header(read: Callable[[int], bytes], total: int) -> Piece:
-    """The checked header of a file of `total` bytes; nothing is allocated that the file could not hold."""
+    """The checked header of a file of `total` bytes; nothing is allocated that the file could not
+    hold.
+    """
     prefix = read(PREFIX) if total >= PREFIX else b""
     if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
         raise DamagedFileError("it does not begin as a piece of a checkpoint")
@@ -255,8 +283,17 @@ def _header(read: Callable[[int], bytes], total: int) -> Piece:
     try:
         piece = _parsed(json.loads(text))
         size = PREFIX + padded + piece.data_bytes()
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedFileError(f"its header cannot be read: {type(error).__name__}: {error}") from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise DamagedFileError(
+            f"its header cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if size != total:
         raise DamagedFileError(f"it has {total} bytes, and its header says {size}")
     return piece
@@ -264,9 +301,19 @@ def _header(read: Callable[[int], bytes], total: int) -> Piece:
 
 def _parsed(fields: dict[str, Any]) -> Piece:
     step, start, rank, meta = fields["step"], fields["start"], fields["rank"], fields["meta"]
-    if type(step) is not int or step < 0 or type(rank) is not int or rank < 0 or not isinstance(start, str):
+    if (
+        type(step) is not int
+        or step < 0
+        or type(rank) is not int
+        or rank < 0
+        or not isinstance(start, str)
+    ):
         raise ValueError("step, start or rank")
-    if not isinstance(meta, dict) or not isinstance(meta.get("arrays"), dict) or meta.get("step") != step:
+    if (
+        not isinstance(meta, dict)
+        or not isinstance(meta.get("arrays"), dict)
+        or meta.get("step") != step
+    ):
         raise ValueError("meta")
     shards: dict[Key, str] = {}
     for path, bounds, digest in fields["shards"]:
@@ -278,7 +325,9 @@ def _parsed(fields: dict[str, Any]) -> Piece:
             raise ValueError(f"dtype {dtype}")
         sizes, dims = parse_shape(described), tuple((first, last) for first, last in bounds)
         valid = len(sizes) == len(dims) and all(type(end) is int for dim in dims for end in dim)
-        if not valid or not all(0 <= first < last <= size for (first, last), size in zip(dims, sizes, strict=True)):
+        if not valid or not all(
+            0 <= first < last <= size for (first, last), size in zip(dims, sizes, strict=True)
+        ):
             raise ValueError(f"a shard of {path!r}")
         if (path, dims) in shards:
             raise ValueError(f"{path!r} twice")

@@ -19,13 +19,17 @@ from spmd.tree import format_bytes
 
 REFRESH_SECONDS = 0.2  # between two redraws
 NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them
-BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))  # (minimum width of the console, width of the bar, which is left out if it does not fit)
+# (minimum width of the console, width of the bar, which is left out if it does not fit)
+BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))
 TIME_WIDTH = 12  # characters of the remaining time and the gaps between columns
 WAITING_SHOWN = 0.1  # share of time
 LOG_SECONDS = 5.0  # between two lines of a log
 TICK_SECONDS = 1.0  # between two looks at the clock while something takes long
 
-PRE = '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; word-break: normal">{code}</pre>'
+PRE = (
+    '<pre style="font: 13px/1.4 ui-monospace, monospace; margin: 0; white-space: pre-wrap; '
+    'word-break: normal">{code}</pre>'
+)
 
 
 class Pace(NamedTuple):
@@ -33,7 +37,8 @@ class Pace(NamedTuple):
 
     Attributes:
       samples: examples so far.
-      seconds: of a clock that runs while steps are computed or wait for data; compiling, evaluating, saving and profiling do not count.
+      seconds: of a clock that runs while steps are computed or wait for data; compiling,
+        evaluating, saving and profiling do not count.
       waited: seconds of waiting for data so far, also while the devices computed.
     """
 
@@ -64,24 +69,32 @@ class NoProgress:
 
 
 class Progress:
-    """Computes what to show, at most every `period` seconds; subclasses draw it on a `rich` console."""
+    """Computes what to show, at most every `period` seconds; subclasses draw it on a `rich`
+    console.
+    """
 
     def __init__(self, console: Any, period: float):
         self._console, self._period, self._total = console, period, None
-        self._next, self._rate, self._waiting = 0.0, 0.0, 0.0  # the next redraw; samples per second; share of time spent waiting for data
+        # the next redraw; samples per second; share of time spent waiting for data
+        self._next, self._rate, self._waiting = 0.0, 0.0, 0.0
         self._started: Pace | None = None  # when the run began
         self._measured: Pace | None = None  # when the rate was last measured
-        self._losses: dict[int, float] = {}  # at each redraw; every other one is dropped when there are many
+        # at each redraw; every other one is dropped when there are many
+        self._losses: dict[int, float] = {}
         self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
 
     def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
-        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update, from whose pace on rates are measured."""
+        """Begin at `step` of `total` (None: unknown); `doing` is shown until the first update, from
+        whose pace on rates are measured.
+        """
         del doing
         self._started = self._measured = None
         self._total = total
 
     def begin(self, pace: Pace) -> None:
-        """Measure rates from this pace on: what came before, such as a first call that was compiled, is in none."""
+        """Measure rates from this pace on: what came before, such as a first call that was
+        compiled, is in none.
+        """
         self._started = self._measured = pace
         self._rate = 0.0
 
@@ -110,7 +123,9 @@ class Progress:
         self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory()], curve)
 
     def _measure(self, pace: Pace, last: bool) -> None:
-        """Measure the rate since it was last measured, and smooth it; at the end of a run, that of the whole run."""
+        """Measure the rate since it was last measured, and smooth it; at the end of a run, that of
+        the whole run.
+        """
         if self._started is None or self._measured is None:
             self._started = self._measured = pace
         since = self._started if last else self._measured
@@ -125,7 +140,9 @@ class Progress:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show what is done in the block, at once, and for how long as time passes: the thread that does it cannot."""
+        """Show what is done in the block, at once, and for how long as time passes: the thread that
+        does it cannot.
+        """
         self._doing.append((what, time.monotonic()))
         self._show_doing(what, 0.0)
         done, thread = threading.Event(), None
@@ -133,7 +150,8 @@ class Progress:
 
             def watch() -> None:
                 while not done.wait(TICK_SECONDS):
-                    with contextlib.suppress(Exception):  # a display that cannot be drawn ends no run
+                    # a display that cannot be drawn ends no run
+                    with contextlib.suppress(Exception):
                         self._tick()
 
             thread = threading.Thread(target=watch, name="spmd progress", daemon=True)
@@ -157,17 +175,28 @@ class Progress:
         """Show what is done, and since when; "": nothing any more."""
 
     def _speed(self, work: Work) -> list[str]:
-        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting for data, if it is worth a look.
+        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting
+        for data, if it is worth a look.
 
         Nothing before a rate was measured.
         """
         if not self._rate:
             return []
         rates = work.rates(self._rate)
-        parts = [f"{rates['tokens_per_second']:,.0f} tokens/s" if work.tokens else f"{self._rate:,.0f} samples/s"]
+        parts = [
+            f"{rates['tokens_per_second']:,.0f} tokens/s"
+            if work.tokens
+            else f"{self._rate:,.0f} samples/s"
+        ]
         parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
-        parts += [f"HFU {rates['hfu']:.1%}"] if rates.get("hfu", 0.0) > rates.get("mfu", 0.0) else []
-        return [*parts, f"{self._waiting:.0%} waiting for data"] if self._waiting >= WAITING_SHOWN else parts
+        parts += (
+            [f"HFU {rates['hfu']:.1%}"] if rates.get("hfu", 0.0) > rates.get("mfu", 0.0) else []
+        )
+        return (
+            [*parts, f"{self._waiting:.0%} waiting for data"]
+            if self._waiting >= WAITING_SHOWN
+            else parts
+        )
 
     def show(self, step: int, parts: Sequence[str]) -> None:
         """Redraw with other texts than those of a training step."""
@@ -175,7 +204,9 @@ class Progress:
         self._draw(step, parts, "")
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
-        """Each kind of progress draws its own way; the curve is shown where there is room for all the rest."""
+        """Each kind of progress draws its own way; the curve is shown where there is room for all
+        the rest.
+        """
         raise NotImplementedError  # abstract: only subclasses are made
 
     def note(self, line: str) -> None:
@@ -183,13 +214,24 @@ class Progress:
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print text that stays, wrapped between words; a longer word than the terminal, such as a path, is not split."""
-        wrapper = textwrap.TextWrapper(self._console.width, break_long_words=False, break_on_hyphens=False)
-        self._console.print("\n".join(map(wrapper.fill, text.split("\n"))), markup=False, highlight=False, soft_wrap=True)
+        """Print text that stays, wrapped between words; a longer word than the terminal, such as a
+        path, is not split.
+        """
+        wrapper = textwrap.TextWrapper(
+            self._console.width, break_long_words=False, break_on_hyphens=False
+        )
+        self._console.print(
+            "\n".join(map(wrapper.fill, text.split("\n"))),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
-        self.say(f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in results.items()))
+        self.say(
+            f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+        )
 
     def close(self) -> None:
         """Stop drawing."""
@@ -201,7 +243,15 @@ class Lines(Progress):
     _said_at = 0.0  # seconds for which something had taken long when that was last said
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
-        self.say("  ".join([f"step {step}{f'/{self._total}' if self._total else ''}", *parts, *filter(None, [curve])]))
+        self.say(
+            "  ".join(
+                [
+                    f"step {step}{f'/{self._total}' if self._total else ''}",
+                    *parts,
+                    *filter(None, [curve]),
+                ]
+            )
+        )
 
     def _show_doing(self, what: str, seconds: float) -> None:
         """A line when something has taken long, and again after as long."""
@@ -218,7 +268,8 @@ class Lines(Progress):
 class Bar(Progress):
     """Step, remaining time, a bar, metrics and samples per second, in place in a terminal.
 
-    Step and time are always shown; in a narrow terminal first the curve gives way, then metrics, the last ones first, then the bar.
+    Step and time are always shown; in a narrow terminal first the curve gives way, then metrics,
+    the last ones first, then the bar.
     """
 
     def __init__(self, console: Any, period: float):
@@ -288,7 +339,9 @@ class Bar(Progress):
 
 
 class NotebookBar(Bar):
-    """The bar as one output of the cell, which each redraw replaces; rich's own display would need ipywidgets."""
+    """The bar as one output of the cell, which each redraw replaces; rich's own display would need
+    ipywidgets.
+    """
 
     def __init__(self, console: Any, period: float):
         super().__init__(console, period)
@@ -311,11 +364,18 @@ class NotebookBar(Bar):
         self._replace({"text/plain": text})
 
     def _refresh(self) -> None:
-        """Replace the output by the bar, and a curve of the loss below it, which as text stands beside it."""
+        """Replace the output by the bar, and a curve of the loss below it, which as text stands
+        beside it.
+        """
         self._console.print(self._bar.get_renderable())
         text = self._console.export_text().strip()
-        markup = PRE.format(code=html.escape(text.removesuffix(self._curve).strip()))  # no colours: those of the page are used
-        markup += panel("loss", self._losses, self._evaluated) if len(self._losses) > 1 or self._evaluated else ""
+        # no colours: those of the page are used
+        markup = PRE.format(code=html.escape(text.removesuffix(self._curve).strip()))
+        markup += (
+            panel("loss", self._losses, self._evaluated)
+            if len(self._losses) > 1 or self._evaluated
+            else ""
+        )
         self._replace({"text/plain": text, "text/html": markup})
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
@@ -337,9 +397,13 @@ class NotebookBar(Bar):
 
 
 def _join_fitting(parts: Sequence[str], width: int, curve: str = "") -> str:
-    """The parts that fit the width, in order, joined; then the curve, if all of them do and it does too.
+    """The parts that fit the width, in order, joined; then the curve, if all of them do and it does
+    too.
 
-    >>> _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], 20), _join_fitting(["epoch 1"], 20, "▃▂▁")
+    >>> (
+    ...     _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], 20),
+    ...     _join_fitting(["epoch 1"], 20, "▃▂▁"),
+    ... )
     ('epoch 1  loss 0.25', 'epoch 1  ▃▂▁')
     """
     shown = list[str]()
@@ -362,7 +426,9 @@ def _in_kernel() -> bool:
 
 
 class _Screen:
-    """A stream whose reader may be gone, such as a closed terminal: what cannot be shown ends no run."""
+    """A stream whose reader may be gone, such as a closed terminal: what cannot be shown ends no
+    run.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -399,7 +465,13 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     from rich.console import Console
 
     if _in_kernel():
-        console = Console(file=io.StringIO(), record=True, width=NOTEBOOK_WIDTH, no_color=True, force_jupyter=False)
+        console = Console(
+            file=io.StringIO(),
+            record=True,
+            width=NOTEBOOK_WIDTH,
+            no_color=True,
+            force_jupyter=False,
+        )
         return NotebookBar(console, REFRESH_SECONDS)
     console = Console(file=cast(TextIO, _Screen(sys.stderr)))
     if console.is_terminal:

@@ -1,4 +1,6 @@
-"""Reports where a run does not fit an optimizer that needs several steps for one update: `optax.MultiSteps` and `optax.contrib.sam`."""
+"""Reports where a run does not fit an optimizer that needs several steps for one update:
+`optax.MultiSteps` and `optax.contrib.sam`.
+"""
 
 import logging
 from typing import Any
@@ -22,33 +24,57 @@ def report_unfinished(opt: Any, step: int, *, saved: bool) -> None:
         return
     if left := _left(opt, optax.MultiStepsState, "mini_step"):
         resumed = "; a run that resumes uses them" if saved else ""
-        why = "the gradients of %s came after the last update of optax.MultiSteps: they are not in the model%s.\n    fix: %s"
+        why = (
+            "the gradients of %s came after the last update of optax.MultiSteps: they are not in "
+            "the model%s.\n    fix: %s"
+        )
         logging.getLogger("spmd").warning(why, _last(left), resumed, _fix(step, left))
     if left := _left(opt, optax.contrib.SAMState, "steps_since_sync"):
-        why = "the run ends within an update of optax.contrib.sam: %s moved the weights to perturbed ones.\n    fix: %s"
+        why = (
+            "the run ends within an update of optax.contrib.sam: %s moved the weights to perturbed "
+            "ones.\n    fix: %s"
+        )
         logging.getLogger("spmd").warning(why, _last(left), _fix(step, left))
 
 
 def report_perturbed(opt: Any, step: int) -> bool:
-    """Warn of an evaluation of weights that `optax.contrib.sam` has perturbed; process 0 does. Returns whether it was one."""
+    """Warn of an evaluation of weights that `optax.contrib.sam` has perturbed; process 0 does.
+    Returns whether it was one.
+    """
     left = _left(opt, optax.contrib.SAMState, "steps_since_sync")
     if left and jax.process_index() == 0:
-        why = "step %d: perturbed weights are evaluated, of %s within an update of optax.contrib.sam; later ones are not reported."
-        fix = f"{option('eval_every', '...')}, a multiple of its sync_period, and as many steps in an epoch."
+        why = (
+            "step %d: perturbed weights are evaluated, of %s within an update of "
+            "optax.contrib.sam; later ones are not reported."
+        )
+        fix = (
+            f"{option('eval_every', '...')}, a multiple of its sync_period, and as many steps in "
+            "an epoch."
+        )
         logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, _last(left))
     return bool(left)
 
 
 def averages_batches(opt: Any) -> bool:
-    """Return whether an optimizer, by its state, takes the mean of the gradients of several batches, each counted alike."""
+    """Return whether an optimizer, by its state, takes the mean of the gradients of several
+    batches, each counted alike.
+    """
     return any(isinstance(node, optax.MultiStepsState) for node in nodes(opt))
 
 
 def report_short_batch(step: int, rows: int, full: int) -> None:
-    """Warn of a batch that counts in `optax.MultiSteps` as much as one with more rows; process 0 does."""
+    """Warn of a batch that counts in `optax.MultiSteps` as much as one with more rows; process 0
+    does.
+    """
     if jax.process_index() == 0:
-        why = "step %d: a batch of %d rows counts in optax.MultiSteps as much as one of %d: each of its rows weighs %.3g times as much."
-        fix = "a batch size that divides the examples; or fit(accumulate=...), where each row counts alike. Later ones are not reported."
+        why = (
+            "step %d: a batch of %d rows counts in optax.MultiSteps as much as one of %d: each of "
+            "its rows weighs %.3g times as much."
+        )
+        fix = (
+            "a batch size that divides the examples; or fit(accumulate=...), where each row counts "
+            "alike. Later ones are not reported."
+        )
         logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, rows, full, full / rows)
 
 
@@ -64,4 +90,8 @@ def _last(left: int) -> str:
 
 def _fix(step: int, left: int) -> str:
     """A length of the run that ends with an update."""
-    return f"{option('steps', step - left)}, which ends with an update." if step > left else "more steps: none has made an update."
+    return (
+        f"{option('steps', step - left)}, which ends with an update."
+        if step > left
+        else "more steps: none has made an update."
+    )

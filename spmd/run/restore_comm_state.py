@@ -1,6 +1,7 @@
 """Restores the state of gradient communication for another number of workers or other codecs.
 
-A checkpoint stores it separately from the rest of the state, one item per kind, so that a run may ignore or lack any of them.
+A checkpoint stores it separately from the rest of the state, one item per kind, so that a run may
+ignore or lack any of them.
 """
 
 import itertools
@@ -54,29 +55,40 @@ def checkpoint_item(path: str) -> str:
 def comm_state_to_read(
     saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh, *, repacked: bool = False
 ) -> tuple[dict[str, dict[str, jax.ShapeDtypeStruct]], set[str], list[str]]:
-    """Plans how to read communication state: arrays to read, the paths that are usable, and text about what does not fit.
+    """Plans how to read communication state: arrays to read, the paths that are usable, and text
+    about what does not fit.
 
     Args:
       saved: dtype and shape of every array of the checkpoint, by path.
       wanted: the arrays of the new state (shapes, dtypes, shardings), by path.
-      repacked: parameters are packed differently, which invalidates communication state even where shapes are equal.
+      repacked: parameters are packed differently, which invalidates communication state even where
+        shapes are equal.
 
     Returns:
-      Arrays to read, by item and path: Orbax reads an item completely, so unwanted arrays are read with the rest.
+      Arrays to read, by item and path: Orbax reads an item completely, so unwanted arrays are read
+        with the rest.
     """
     if repacked:
         return {}, set(), _reset_all(saved, wanted)
     to_read, fitting, changes = {}, set(), []
     for item, name in COMM_STATE.items():
-        arrays = {path: _as_saved(wanted.get(path), text, mesh, item) for path, text in saved.items() if checkpoint_item(path) == item}
+        arrays = {
+            path: _as_saved(wanted.get(path), text, mesh, item)
+            for path, text in saved.items()
+            if checkpoint_item(path) == item
+        }
         kept = {path for path, (_, fits) in arrays.items() if fits}
         fitting |= kept
         if kept:
             to_read[item] = {path: leaf for path, (leaf, _) in arrays.items()}
         missing = sum(checkpoint_item(path) == item for path in wanted) - len(kept)
-        changes += [f"{len(arrays) - len(kept)} {name} were dropped"] if len(arrays) > len(kept) else []
+        changes += (
+            [f"{len(arrays) - len(kept)} {name} were dropped"] if len(arrays) > len(kept) else []
+        )
         changes += [f"{missing} {name} were reset"] if missing else []
-        workers = [wanted[path].shape[0] for path in kept if arrays[path][0].shape != wanted[path].shape]
+        workers = [
+            wanted[path].shape[0] for path in kept if arrays[path][0].shape != wanted[path].shape
+        ]
         changes += [f"{name} were redistributed over {workers[0]} workers"] if workers else []
     return to_read, fitting, changes
 
@@ -84,22 +96,37 @@ def comm_state_to_read(
 def _reset_all(saved: dict[str, str], wanted: dict[str, Any]) -> list[str]:
     changes = []
     for item, name in COMM_STATE.items():
-        before, now = (any(checkpoint_item(path) == item for path in arrays) for arrays in (saved, wanted))
-        effect = f": {RESET_EFFECTS[item]}" if item in RESET_EFFECTS and (before or item in (HELD, OWN)) else ""
-        changes += [f"{name} were reset{effect}"] if now else [f"{name} were dropped"] if before else []
+        before, now = (
+            any(checkpoint_item(path) == item for path in arrays) for arrays in (saved, wanted)
+        )
+        effect = (
+            f": {RESET_EFFECTS[item]}"
+            if item in RESET_EFFECTS and (before or item in (HELD, OWN))
+            else ""
+        )
+        changes += (
+            [f"{name} were reset{effect}"] if now else [f"{name} were dropped"] if before else []
+        )
     return changes
 
 
 def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.ShapeDtypeStruct, bool]:
-    """How to read an array saved with this dtype and shape, and whether it fits the wanted one (None: unwanted).
+    """How to read an array saved with this dtype and shape, and whether it fits the wanted one
+    (None: unwanted).
 
-    Only residuals can be redistributed over workers; every dim of a codec's arrays is fixed. Residuals of another number of workers are
-    sharded over dim 0 if the workers divide it, else over another dim, else replicated.
+    Only residuals can be redistributed over workers; every dim of a codec's arrays is fixed.
+    Residuals of another number of workers are sharded over dim 0 if the workers divide it, else
+    over another dim, else replicated.
     """
     shape, dtype = parse_shape(saved), parse_dtype(saved)
     if wanted is not None and describe(wanted) == saved:
         return wanted, True
-    if wanted is None or item != RESIDUAL or dtype != str(wanted.dtype) or shape[1:] != wanted.shape[1:]:
+    if (
+        wanted is None
+        or item != RESIDUAL
+        or dtype != str(wanted.dtype)
+        or shape[1:] != wanted.shape[1:]
+    ):
         return abstract_from_text(saved, mesh), False  # to be dropped
     spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
     over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
@@ -111,26 +138,39 @@ def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.Shape
 
 
 def resplit_residuals(residual: jax.Array, wanted: Any) -> jax.Array:
-    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that error feedback needs."""
-    return jax.jit(resplit_rows, static_argnums=1, out_shardings=wanted.sharding)(residual, wanted.shape[0])
+    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that
+    error feedback needs.
+    """
+    return jax.jit(resplit_rows, static_argnums=1, out_shardings=wanted.sharding)(
+        residual, wanted.shape[0]
+    )
 
 
 def check_sync_schedule(before: ParameterServer, now: ParameterServer, step: int) -> None:
     """Check that local SGD may resume from this step after a change of its schedule or of the mode.
 
     Raises:
-      CheckpointError: a synchronization was started and would never be received, or would be received and was never started.
+      CheckpointError: a synchronization was started and would never be received, or would be
+        received and was never started.
     """
 
     def schedule(server: ParameterServer) -> str:
         return f"every = {server.every}, fragments = {server.fragments}, overlap = {server.overlap}"
 
     def is_pending(step: int) -> bool:
-        return has_pending_sync(now, step) or (before.mode == "local" and has_pending_sync(before, step))
+        return has_pending_sync(now, step) or (
+            before.mode == "local" and has_pending_sync(before, step)
+        )
 
     same = before.mode == "local" and schedule(before) == schedule(now)
     if now.mode == "local" and not same and is_pending(step):
         free = next(number for number in itertools.count(step) if not is_pending(number))
         was = schedule(before) if before.mode == "local" else f'mode = "{before.mode}"'
-        why = f"the checkpoint of step {step} lies between a send and its receive, and the schedule has changed"
-        raise CheckpointError(f"{why}: {was} before, {schedule(now)} now.", fix=f"first train to step {free} with the previous options.")
+        why = (
+            f"the checkpoint of step {step} lies between a send and its receive, and the schedule "
+            "has changed"
+        )
+        raise CheckpointError(
+            f"{why}: {was} before, {schedule(now)} now.",
+            fix=f"first train to step {free} with the previous options.",
+        )

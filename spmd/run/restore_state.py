@@ -1,4 +1,6 @@
-"""A state for a placed model from a checkpoint: all of it, or the arrays of the model that a pattern matches."""
+"""A state for a placed model from a checkpoint: all of it, or the arrays of the model that a
+pattern matches.
+"""
 
 import dataclasses
 
@@ -18,8 +20,8 @@ from spmd.tree import flatten, map_paths
 def restore_state(
     placed: PlacedModel, layout: Layout, numbers: ScriptNumbers, reader: CheckpointReader, step: int
 ) -> tuple[State, list[str]]:
-    """Return the state of a step; and in words the numbers of the optimizer that the script has changed, and the parts of the optimizer's
-    wrappers and of the codecs' memory that did not fit.
+    """Return the state of a step; and in words the numbers of the optimizer that the script has
+    changed, and the parts of the optimizer's wrappers and of the codecs' memory that did not fit.
 
     Raises:
       CheckpointError: it does not fit the model, the optimizer or the layout.
@@ -29,14 +31,19 @@ def restore_state(
         saved = loads(meta["layout"])
     check_sync_schedule(saved.parameter_server, layout.parameter_server, step)
     check_same_trained(saved, layout, step)
-    state, changes = reader.restore(step, placed.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer)
+    state, changes = reader.restore(
+        step, placed.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer
+    )
     with reader.naming_errors(step):
         state, changed = numbers.update(state, saved_numbers(meta, placed.abstract_state))
     return state, [*changed, *changes]
 
 
-def restore_matching(placed: PlacedModel, reader: CheckpointReader, step: int, pattern: str) -> State:
-    """Return a new state at step 0, in which the arrays of the model that a pattern matches are those of the checkpoint.
+def restore_matching(
+    placed: PlacedModel, reader: CheckpointReader, step: int, pattern: str
+) -> State:
+    """Return a new state at step 0, in which the arrays of the model that a pattern matches are
+    those of the checkpoint.
 
     A line names the arrays that begin as in a new state.
 
@@ -44,11 +51,24 @@ def restore_matching(placed: PlacedModel, reader: CheckpointReader, step: int, p
       CheckpointError: arrays do not fit.
       OptionError: the pattern matches none.
     """
-    restored = reader.restore_matching(step, placed.abstract_state, pattern, packed=placed.packing is not None)
+    restored = reader.restore_matching(
+        step, placed.abstract_state, pattern, packed=placed.packing is not None
+    )
     state = placed.init()
     trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
-    new = [path for name, tree in trees.items() for path in flatten(tree) if f"{name}/{path}" not in restored]
+    new = [
+        path
+        for name, tree in trees.items()
+        for path in flatten(tree)
+        if f"{name}/{path}" not in restored
+    ]
     others = join_names(new, 5) or "none"
-    log_info(f"restored from step {step}: {len(restored)} arrays of the model that match {pattern}; {others} begin as in a new state.")
-    mixed = {name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree) for name, tree in trees.items()}
+    log_info(
+        f"restored from step {step}: {len(restored)} arrays of the model that match {pattern}; "
+        f"{others} begin as in a new state."
+    )
+    mixed = {
+        name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree)
+        for name, tree in trees.items()
+    }
     return placed.restart(dataclasses.replace(state, **mixed))

@@ -1,4 +1,5 @@
-"""Restores an optimizer whose wrappers, such as `skip_spikes`, have changed: what is inside of them keeps its state.
+"""Restores an optimizer whose wrappers, such as `skip_spikes`, have changed: what is inside of them
+keeps its state.
 
 Wrappers are found by the paths of their arrays: a checkpoint has no types.
 """
@@ -14,7 +15,8 @@ from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
 from spmd.train.weight_average import WeightAverage
 
-WRAPPERS: Mapping[str, tuple[Any, str]] = {  # the state of each, and the field with that of the optimizer inside
+# the state of each, and the field with that of the optimizer inside
+WRAPPERS: Mapping[str, tuple[Any, str]] = {
     "skip_spikes": (SpikeSkip, "inner"),
     "scale_loss": (LossScale, "inner"),
     "average_weights": (WeightAverage, "inner"),
@@ -41,12 +43,16 @@ class Wrappers:
     inside: str
 
     def split(self, path: str) -> tuple[str, str] | None:
-        """The wrapper, or "", to which an array of the optimizer belongs, and the rest of its path; None of any other array."""
+        """The wrapper, or "", to which an array of the optimizer belongs, and the rest of its path;
+        None of any other array.
+        """
         if not path.startswith(f"{OPT}/"):
             return None
         if path.startswith(self.inside):
             return "", path.removeprefix(self.inside)
-        name, prefix = max(self.prefixes.items(), key=lambda item: len(item[1]) if path.startswith(item[1]) else -1)
+        name, prefix = max(
+            self.prefixes.items(), key=lambda item: len(item[1]) if path.startswith(item[1]) else -1
+        )
         return name, path.removeprefix(prefix)
 
 
@@ -54,7 +60,9 @@ def wrappers_of(paths: Iterable[str]) -> Wrappers:
     """The wrappers whose arrays have these paths."""
     inside, paths, found = f"{OPT}/", list(paths), dict[str, str]()
     while True:
-        fields = {path.removeprefix(inside).partition("/")[0] for path in paths if path.startswith(inside)}
+        fields = {
+            path.removeprefix(inside).partition("/")[0] for path in paths if path.startswith(inside)
+        }
         for name, (kind, inner) in WRAPPERS.items():
             known = {*kind._fields}
             if name not in found and known - {inner, MAY_BE_EMPTY} <= fields <= known:
@@ -65,7 +73,8 @@ def wrappers_of(paths: Iterable[str]) -> Wrappers:
 
 
 class Rewrapping:
-    """From the arrays of a checkpoint to those of an optimizer with other wrappers, planned from paths alone.
+    """From the arrays of a checkpoint to those of an optimizer with other wrappers, planned from
+    paths alone.
 
     Args:
       saved, wanted: paths of the arrays of the checkpoint, and of the new state.
@@ -78,7 +87,10 @@ class Rewrapping:
 
     def __init__(self, saved: Collection[str], wanted: Collection[str]):
         before, now = wrappers_of(saved), wrappers_of(wanted)
-        added, removed = ([name for name in one.prefixes if name not in other.prefixes] for one, other in ((now, before), (before, now)))
+        added, removed = (
+            [name for name in one.prefixes if name not in other.prefixes]
+            for one, other in ((now, before), (before, now))
+        )
         targets = {place: path for path in wanted if (place := now.split(path)) is not None}
         self.names = dict[str, str]()
         for path in saved:
@@ -89,9 +101,17 @@ class Rewrapping:
                 prefix = now.prefixes[place[0]] if place[0] else now.inside
                 self.names[targets.get(place, f"{prefix}{place[1]}")] = path
         self.new = {path for (name, _), path in targets.items() if name in added}
-        self.changes = [f"{name} was put around the optimizer, and starts new; the state inside is restored" for name in added]
-        self.changes += [f"{name} is no longer around the optimizer, and its state is dropped" for name in removed]
+        self.changes = [
+            f"{name} was put around the optimizer, and starts new; the state inside is restored"
+            for name in added
+        ]
+        self.changes += [
+            f"{name} is no longer around the optimizer, and its state is dropped"
+            for name in removed
+        ]
 
     def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a table of the checkpoint's arrays that are kept, by their paths in the new state."""
+        """Those of a table of the checkpoint's arrays that are kept, by their paths in the new
+        state.
+        """
         return {path: arrays[saved] for path, saved in self.names.items() if saved in arrays}

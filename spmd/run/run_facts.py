@@ -1,4 +1,6 @@
-"""What a logger may know about a run: its id, its configuration, its folder, and where it starts."""
+"""What a logger may know about a run: its id, its configuration, its folder, and where it
+starts.
+"""
 
 import contextlib
 import dataclasses
@@ -30,7 +32,8 @@ class RunFacts:
       folder: the checkpoint folder, if the run has one.
       step: number of the last step before the run's first, 0 for a new run.
       resumes: whether it continues a run in the folder.
-      follows: whether an attempt before it has left records in the folder, of steps that may come again.
+      follows: whether an attempt before it has left records in the folder, of steps that may come
+        again.
       id: of the run; a resumed run has the same.
       metrics_begin: where the run's records begin in the folder's `metrics.jsonl`, in bytes.
     """
@@ -54,9 +57,11 @@ class RunFacts:
 
 
 def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
-    """The id of the run in a folder, and where its records begin in `metrics.jsonl`, in bytes: earlier ones are of an abandoned run.
+    """The id of the run in a folder, and where its records begin in `metrics.jsonl`, in bytes:
+    earlier ones are of an abandoned run.
 
-    They are those of the run that is resumed, else new, and written to the folder. A folder that was copied is a new run, too.
+    They are those of the run that is resumed, else new, and written to the folder. A folder that
+    was copied is a new run, too.
 
     Example:
       >>> import tempfile
@@ -75,12 +80,19 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
             saved = json.loads(content)
             if saved["folder"] == here or not (Path(saved["folder"]) / ID_FILE).exists():
                 return saved["id"], saved["metrics_begin"]
-            text = "%s was copied from %s, whose run is another: trackers show this one as a new run."
+            text = (
+                "%s was copied from %s, whose run is another: trackers show this one as a new run."
+            )
             logging.getLogger("spmd").warning(text, folder, saved["folder"])
             begins = saved["metrics_begin"]
-        checksummed_files.write(folder / ID_FILE, json.dumps({"id": new, "metrics_begin": begins, "folder": here}).encode())
+        checksummed_files.write(
+            folder / ID_FILE,
+            json.dumps({"id": new, "metrics_begin": begins, "folder": here}).encode(),
+        )
     except (OSError, checksummed_files.DamagedFileError) as error:
-        logging.getLogger("spmd").warning("%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error)
+        logging.getLogger("spmd").warning(
+            "%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error
+        )
     return new, begins
 
 
@@ -104,7 +116,8 @@ def environment() -> dict[str, str | int | float | bool]:
 
 
 def git_state(folder: Path) -> dict[str, str | int | float | bool]:
-    """The commit of the git repository that a folder is in, and whether tracked files differ from it; {} if there is none.
+    """The commit of the git repository that a folder is in, and whether tracked files differ from
+    it; {} if there is none.
 
     >>> git_state(Path("/"))
     {}
@@ -113,9 +126,14 @@ def git_state(folder: Path) -> dict[str, str | int | float | bool]:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
         environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # it only reads
-        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True, env=environ).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True, env=environ
+        ).stdout.strip()
 
     try:
-        return {"git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {
+            "git_commit": git("rev-parse", "HEAD"),
+            "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -1,7 +1,8 @@
-"""Numbers that a script gives its optimizer and the optimizer keeps in its state, such as the learning rate of `optax.inject_hyperparams`.
+"""Numbers that a script gives its optimizer and the optimizer keeps in its state, such as the
+learning rate of `optax.inject_hyperparams`.
 
-A checkpoint has such a number twice: in the state, where training may have changed it, and in the metadata, as the script gave it. So a run
-that resumes knows whether the script has changed.
+A checkpoint has such a number twice: in the state, where training may have changed it, and in the
+metadata, as the script gave it. So a run that resumes knows whether the script has changed.
 """
 
 import dataclasses
@@ -41,21 +42,30 @@ class ScriptNumbers:
         return {path: value.tolist() for path, value in self.values.items()}
 
     def update(self, state: State, saved: Mapping[str, Any] | None) -> tuple[State, list[str]]:
-        """A restored state in which the numbers that the script has changed are those of the script, and lines that say so.
+        """A restored state in which the numbers that the script has changed are those of the
+        script, and lines that say so.
 
-        A number that training has changed, and the script has not, is kept. Of those that the script has changed, a constant of
-        `optax.inject_hyperparams` is replaced, and so is any other number that is as it began; one that training computes is kept.
+        A number that training has changed, and the script has not, is kept. Of those that the
+        script has changed, a constant of `optax.inject_hyperparams` is replaced, and so is any
+        other number that is as it began; one that training computes is kept.
 
         Args:
-          saved: what the script gave when the checkpoint was written; None: the checkpoint is of an earlier version and does not say.
+          saved: what the script gave when the checkpoint was written; None: the checkpoint is of an
+            earlier version and does not say.
         """
         leaves, replaced, lines = flatten(state), dict[str, np.ndarray](), []
         for path, value in self.values.items():
             if saved is None:
                 if path in self.injected and not _holds(leaves[path], value):
                     replaced[path] = value
-                    why = "and the checkpoint, of an earlier version, does not record the script's value: training may have set it"
-                    lines.append(f"{self._named(path)} was {_shown(_one(leaves[path], value))}, is {_shown(value)}, {why}")
+                    why = (
+                        "and the checkpoint, of an earlier version, does not record the script's "
+                        "value: training may have set it"
+                    )
+                    lines.append(
+                        f"{self._named(path)} was {_shown(_one(leaves[path], value))}, is "
+                        f"{_shown(value)}, {why}"
+                    )
                 continue
             if path not in saved or _equal(began := np.asarray(saved[path], value.dtype), value):
                 continue
@@ -63,15 +73,22 @@ class ScriptNumbers:
             if trained and path not in self.injected:
                 held = _shown(_one(leaves[path], value))
                 lines.append(
-                    f"{path} began at {_shown(began)} and now begins at {_shown(value)}; it stays {held}, which training made of it"
+                    f"{path} began at {_shown(began)} and now begins at {_shown(value)}; it stays "
+                    f"{held}, which training made of it"
                 )
                 continue
             replaced[path] = value
-            since = f", and {_shown(_one(leaves[path], value))} when it was saved" if trained else ""
+            since = (
+                f", and {_shown(_one(leaves[path], value))} when it was saved" if trained else ""
+            )
             lines.append(f"{self._named(path)} was {_shown(began)}{since}, is {_shown(value)}")
 
         def replace(path: str, leaf: Any) -> Any:
-            return place_copy(np.broadcast_to(replaced[path], leaf.shape), leaf.sharding) if path in replaced else leaf
+            return (
+                place_copy(np.broadcast_to(replaced[path], leaf.shape), leaf.sharding)
+                if path in replaced
+                else leaf
+            )
 
         return (map_paths(replace, state) if replaced else state), lines
 
@@ -79,7 +96,9 @@ class ScriptNumbers:
         return f"{path} of optax.inject_hyperparams" if path in self.injected else path
 
 
-def find_script_numbers(init: Callable[[Tree], Any], params: Tree, placed: Resolved) -> ScriptNumbers:
+def find_script_numbers(
+    init: Callable[[Tree], Any], params: Tree, placed: Resolved
+) -> ScriptNumbers:
     """The numbers in the state of an optimizer, read from the trace of `init`.
 
     Args:
@@ -88,7 +107,10 @@ def find_script_numbers(init: Callable[[Tree], Any], params: Tree, placed: Resol
     """
     traced, opt = jax.make_jaxpr(init, return_shape=True)(params)
     leaves = {f"{OPT}/{path}": leaf for path, leaf in flatten(opt).items()}
-    injected, known = injected_paths(opt), dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    injected, known = (
+        injected_paths(opt),
+        dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)),
+    )
     values, computed = dict[str, np.ndarray](), set[str]()
     for (path, leaf), var in zip(leaves.items(), traced.jaxpr.outvars, strict=True):
         if not jnp.issubdtype(leaf.dtype, np.number):
@@ -102,19 +124,30 @@ def find_script_numbers(init: Callable[[Tree], Any], params: Tree, placed: Resol
 
         def compute() -> dict[str, Any]:
             opt = init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params))
-            return {path: leaf for name, leaf in flatten(opt).items() if (path := f"{OPT}/{name}") in computed}
+            return {
+                path: leaf
+                for name, leaf in flatten(opt).items()
+                if (path := f"{OPT}/{name}") in computed
+            }
 
         values |= jax.tree.map(np.asarray, jax.jit(compute)())
-    left = {_join(path, "left") for path, _ in _states(opt, SpikeSkip)}  # it follows from an option, which is compared as such
-    return ScriptNumbers({path: values[path] for path in leaves if path in values and path not in left}, frozenset(injected))
+    # it follows from an option, which is compared as such
+    left = {_join(path, "left") for path, _ in _states(opt, SpikeSkip)}
+    return ScriptNumbers(
+        {path: values[path] for path in leaves if path in values and path not in left},
+        frozenset(injected),
+    )
 
 
 def injected_paths(opt: Any) -> set[str]:
-    """Paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's value is none, since each step computes it.
+    """Paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's value is
+    none, since each step computes it.
 
     Example:
       >>> import optax
-      >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=optax.constant_schedule(0.9))
+      >>> optimizer = optax.inject_hyperparams(optax.sgd)(
+      ...     learning_rate=0.5, momentum=optax.constant_schedule(0.9)
+      ... )
       >>> injected_paths(jax.eval_shape(optimizer.init, {}))
       {'opt/hyperparams/learning_rate'}
     """
@@ -150,8 +183,14 @@ def _one(leaf: jax.Array, value: np.ndarray) -> np.ndarray:
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    return one.shape == other.shape and bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
 
 
 def _shown(value: np.ndarray) -> str:
-    return ", ".join(f"{number:.7g}" for number in value.reshape(-1).tolist()) if value.size <= SHOWN else f"another {describe(value)}"
+    return (
+        ", ".join(f"{number:.7g}" for number in value.reshape(-1).tolist())
+        if value.size <= SHOWN
+        else f"another {describe(value)}"
+    )

@@ -1,8 +1,10 @@
-"""Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes stop after the same step.
+"""Turns Ctrl-C and SIGTERM into requests to stop (`RunControl.ask`): all processes stop after the
+same step.
 
-`fit` then saves, if it has a checkpoint folder. After Ctrl-C it returns. After SIGTERM it exits with code 143 (`api.py`), and where a run
-has nothing to save yet, as before its first step, it does so immediately, also while XLA compiles. SIGHUP, and the signals that
-$SPMD_STOP_SIGNALS names, act as SIGTERM.
+`fit` then saves, if it has a checkpoint folder. After Ctrl-C it returns. After SIGTERM it exits
+with code 143 (`api.py`), and where a run has nothing to save yet, as before its first step, it does
+so immediately, also while XLA compiles. SIGHUP, and the signals that $SPMD_STOP_SIGNALS names, act
+as SIGTERM.
 """
 
 import contextlib
@@ -28,18 +30,25 @@ class _Signals:
     def __init__(self) -> None:
         self.request: Callable[[str], None] | None = None
         self._left, self._announced = False, set[int]()
-        self._announcing = threading.RLock()  # a handler may interrupt the handler of another signal
+        # a handler may interrupt the handler of another signal
+        self._announcing = threading.RLock()
         self._ended, self._taken = threading.Event(), list[signal.Signals]()
         self._read, self._written = os.pipe()
         os.set_blocking(self._written, False)
 
     def start(self) -> None:
         """Handle signals from now on."""
-        chosen = [] if _handling else chosen_stop_signals()  # inside another run they stop that one, as SIGTERM does
+        # inside another run they stop that one, as SIGTERM does
+        chosen = [] if _handling else chosen_stop_signals()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *chosen)
         self._before = {number: signal.getsignal(number) for number in numbers}
-        always = (signal.SIGINT, *chosen)  # others only where the default is in place: nohup ignores SIGHUP
-        self._taken = [number for number, handler in self._before.items() if number in always or handler == signal.SIG_DFL]
+        # others only where the default is in place: nohup ignores SIGHUP
+        always = (signal.SIGINT, *chosen)
+        self._taken = [
+            number
+            for number, handler in self._before.items()
+            if number in always or handler == signal.SIG_DFL
+        ]
         self._next_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -56,7 +65,9 @@ class _Signals:
         self._thread.join(timeout=EXIT_SECONDS)
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler, which Python calls in the main thread, between two of its own instructions."""
+        """The handler, which Python calls in the main thread, between two of its own
+        instructions.
+        """
         del frame
         if number != signal.SIGINT:
             if self._terminate(number):
@@ -64,16 +75,21 @@ class _Signals:
         elif self.request is None:
             signal.default_int_handler(number, None)
         else:
-            signal.signal(number, signal.default_int_handler)  # a second one interrupts; the previous handler may not
+            # a second one interrupts; the previous handler may not
+            signal.signal(number, signal.default_int_handler)
             self.request(SIGINT_REASON)
 
     def _terminate(self, number: int) -> bool:
-        """Act on SIGTERM or its like, in the main thread or in this object's; returns whether this process has to exit now, alone."""
+        """Act on SIGTERM or its like, in the main thread or in this object's; returns whether this
+        process has to exit now, alone.
+        """
         watch = watchdog.current()
-        with self._announcing:  # both threads come here, and the second one must not be ahead of the first one's line
+        # both threads come here, and the second one must not be ahead of the first one's line
+        with self._announcing:
             if number != signal.SIGTERM and number not in self._announced:
                 self._announced.add(number)
-                write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")  # which later lines name
+                # which later lines name
+                write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")
         if self.request is not None and watch.has_trained:
             self.request(SIGTERM_REASON)
             return False
@@ -83,7 +99,9 @@ class _Signals:
         return not watch.leaves_together
 
     def _watch(self) -> None:
-        """See signals as soon as they arrive: the main thread may be in XLA, which compiles for minutes."""
+        """See signals as soon as they arrive: the main thread may be in XLA, which compiles for
+        minutes.
+        """
         while (number := os.read(self._read, 1)) not in (b"", b"\0"):
             if self._next_fd != -1:
                 with contextlib.suppress(OSError):
@@ -96,7 +114,9 @@ class _Signals:
 
 
 def _reset_in_fork() -> None:
-    """A fork, such as a worker of a data loader, ends on SIGTERM as any process, and not the run."""
+    """A fork, such as a worker of a data loader, ends on SIGTERM as any process, and not the
+    run.
+    """
     global _handling
     if _handling is not None:
         signal.set_wakeup_fd(-1)
@@ -110,9 +130,11 @@ os.register_at_fork(after_in_child=_reset_in_fork)
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """In the block SIGINT raises KeyboardInterrupt, and SIGTERM ends all processes with code 143, until `stop_by`.
+    """In the block SIGINT raises KeyboardInterrupt, and SIGTERM ends all processes with code 143,
+    until `stop_by`.
 
-    A handler of the user's for SIGTERM or SIGHUP stays in place. Signals reach only the main thread; elsewhere this does nothing.
+    A handler of the user's for SIGTERM or SIGHUP stays in place. Signals reach only the main
+    thread; elsewhere this does nothing.
     """
     global _handling
     if threading.current_thread() is not threading.main_thread():
@@ -129,9 +151,11 @@ def interruptible() -> Iterator[None]:
 
 
 def stop_by(request: Callable[[str], None]) -> None:
-    """Inside `interruptible`: from now on SIGINT calls `request`, and SIGTERM too, once there is a step to save.
+    """Inside `interruptible`: from now on SIGINT calls `request`, and SIGTERM too, once there is a
+    step to save.
 
-    A second SIGINT interrupts immediately, as usual; SIGTERM may repeat, since a launcher and a scheduler may both send it.
+    A second SIGINT interrupts immediately, as usual; SIGTERM may repeat, since a launcher and a
+    scheduler may both send it.
     """
     if _handling is not None and threading.current_thread() is threading.main_thread():
         _handling.request = request

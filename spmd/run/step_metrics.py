@@ -26,16 +26,24 @@ NOTHING: Counts = types.MappingProxyType({})  # was counted
 
 
 class StepMetrics:
-    """Metrics of the dispatched steps, still on the devices; and their sums since the last log record, on the host."""
+    """Metrics of the dispatched steps, still on the devices; and their sums since the last log
+    record, on the host.
+    """
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
         self._config, self._run, self._control = config, run, control
-        self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = collections.deque()
+        self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = (
+            collections.deque()
+        )
         self._calls = 0
         self._read = 0  # calls
-        self._compiled: Pace | None = None  # how far the first two calls came, of which one was compiled, once they are read
-        # in the history, and in no record yet: (step, epoch, sums and counts), or (step, epoch, what a watched step has counted)
-        self._unlogged: collections.deque[tuple[int, int, np.ndarray | Counts]] = collections.deque()
+        # how far the first two calls came, of which one was compiled, once they are read
+        self._compiled: Pace | None = None
+        # in the history, and in no record yet: (step, epoch, sums and counts), or (step, epoch,
+        # what a watched step has counted)
+        self._unlogged: collections.deque[tuple[int, int, np.ndarray | Counts]] = (
+            collections.deque()
+        )
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
@@ -43,12 +51,18 @@ class StepMetrics:
         self._reports_short = averages_batches(run.state.opt)
         self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
 
-    def add(self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NOTHING) -> None:
-        """Add the metrics of a call that was dispatched on some batches, and what a watched step has counted; read those of earlier calls.
+    def add(
+        self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NOTHING
+    ) -> None:
+        """Add the metrics of a call that was dispatched on some batches, and what a watched step
+        has counted; read those of earlier calls.
 
-        Metrics are read one step late: the device already has its next step while the host reads this one.
+        Metrics are read one step late: the device already has its next step while the host reads
+        this one.
         """
-        self._unread.append((first_step, self._run.position.epoch, packed, batches, self._run.account.now(), counts))
+        self._unread.append(
+            (first_step, self._run.position.epoch, packed, batches, self._run.account.now(), counts)
+        )
         self._calls, self._control.watchdog.has_trained = self._calls + 1, True
         if self._calls == 2:  # the first one after compiling: how long a call takes
             packed.block_until_ready()
@@ -62,20 +76,29 @@ class StepMetrics:
             self.read_oldest()
 
     def give_up(self, *, recorded: bool) -> None:
-        """Forget those that are unread, after an error; `recorded`: the history has them, since the state after them is saved."""
+        """Forget those that are unread, after an error; `recorded`: the history has them, since the
+        state after them is saved.
+        """
         unread, self._unread = self._unread, collections.deque()
         for first, epoch, packed, _, _, counts in unread if recorded else ():
             self._add_to_history(first, epoch, self._fetch(packed), counts)
 
     def log_rest(self) -> None:
-        """Log, after an error, the steps that the history has and no record: a run that resumes may not train them again."""
-        with contextlib.ExitStack() as records:  # an error of one keeps no other from being written; the last callback is called first
+        """Log, after an error, the steps that the history has and no record: a run that resumes may
+        not train them again.
+        """
+        # an error of one keeps no other from being written; the last callback is called first
+        with contextlib.ExitStack() as records:
             records.callback(self.log, rates=False)
             for _ in self._unlogged:
                 records.callback(self._log_oldest, rates=False)
 
-    def _add_to_history(self, first: int, epoch: int, packed: np.ndarray, counts: Counts) -> np.ndarray:
-        """Add the fetched metrics of a call to the history, and to what is to be logged; returns them as float32[steps, 2, names]."""
+    def _add_to_history(
+        self, first: int, epoch: int, packed: np.ndarray, counts: Counts
+    ) -> np.ndarray:
+        """Add the fetched metrics of a call to the history, and to what is to be logged; returns
+        them as float32[steps, 2, names].
+        """
         packed = packed if packed.ndim == 3 else packed[None]
         self._run.history.add_steps(first, packed)
         if counts and self._config.loggers:
@@ -84,10 +107,14 @@ class StepMetrics:
         return packed
 
     def _log_oldest(self, *, rates: bool = True) -> None:
-        """Log what a watched step has counted; or add a step to the window, and log the window if that is due."""
+        """Log what a watched step has counted; or add a step to the window, and log the window if
+        that is due.
+        """
         step, epoch, content = self._unlogged.popleft()
         if not isinstance(content, np.ndarray):
-            histograms = histogram_record(jax.tree.map(self._fetch, content), self._config.program.placed.given.stacks())
+            histograms = histogram_record(
+                jax.tree.map(self._fetch, content), self._config.program.placed.given.stacks()
+            )
             write_record(self._config.loggers, {"step": step, "epoch": epoch, **histograms})
             return
         self._window += content
@@ -100,7 +127,9 @@ class StepMetrics:
         return all(_is_done(packed) for _, _, packed, *_ in self._unread)
 
     def read_oldest(self) -> None:
-        """Fetch the metrics of the oldest unread call; record them and call the callbacks that are due."""
+        """Fetch the metrics of the oldest unread call; record them and call the callbacks that are
+        due.
+        """
         run, program = self._run, self._config.program
         first, epoch, packed, batches, dispatched, counts = self._unread.popleft()
         rows = [batch.rows for batch in batches]
@@ -109,18 +138,24 @@ class StepMetrics:
         run.account.call_done(dispatched, seen=not was_done)
         packed = self._add_to_history(first, epoch, packed, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
-        if counts and self._config.loggers:  # before callbacks: one may end the run because of what they show
+        # before callbacks: one may end the run because of what they show
+        if counts and self._config.loggers:
             self._log_oldest()
         run.samples += sum(rows)
-        if self._compiled is not None and run.samples > self._compiled.samples:  # calls that can be measured without them
+        # calls that can be measured without them
+        if self._compiled is not None and run.samples > self._compiled.samples:
             run.began, self._compiled = self._compiled, None
             self._config.progress.begin(run.began)
-        short = next((first + offset for offset, count in enumerate(rows) if count < program.rows), None)
+        short = next(
+            (first + offset for offset, count in enumerate(rows) if count < program.rows), None
+        )
         if self._reports_short and short is not None:
             self._reports_short = False
             report_short_batch(short, rows[short - first], program.rows)
         if first == 1 and not self._skipped(packed[0]):
-            check_first_loss(self._config.callbacks, self._means(packed[0]).get("loss", 0.0), batches[0])
+            check_first_loss(
+                self._config.callbacks, self._means(packed[0]).get("loss", 0.0), batches[0]
+            )
         newest = first + len(packed) - 1 == run.step
         for offset, sums in enumerate(packed):
             step = first + offset
@@ -128,8 +163,18 @@ class StepMetrics:
                 report_skip(step, self._means(sums), self._control.last_checkpoint())
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
-                metrics = ReadOnlyMetrics({**self._means(sums), **program.static_metrics.at(step - 1)})
-                info = Info(self._control, step, epoch, metrics, rows[offset], exact=newest and step == run.step, batch=batches[offset])
+                metrics = ReadOnlyMetrics(
+                    {**self._means(sums), **program.static_metrics.at(step - 1)}
+                )
+                info = Info(
+                    self._control,
+                    step,
+                    epoch,
+                    metrics,
+                    rows[offset],
+                    exact=newest and step == run.step,
+                    batch=batches[offset],
+                )
                 notify(due, "on_step", info)
             self._log_oldest()
         self._newest, self._read = packed[-1], self._read + 1

@@ -1,4 +1,6 @@
-"""Traces some steps of a run by `jax.profiler`. A profiler that hangs or fails is abandoned with one warning, and training continues."""
+"""Traces some steps of a run by `jax.profiler`. A profiler that hangs or fails is abandoned with
+one warning, and training continues.
+"""
 
 import contextlib
 import dataclasses
@@ -22,7 +24,14 @@ from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
 from spmd.run.progress import NoProgress, Progress
 from spmd.run.time_account import TimeAccount
 from spmd.tracebacks import trims_tracebacks
-from spmd.user_paths import as_path, blocking_file, make_folder, replace_text, run_file, wrap_os_errors
+from spmd.user_paths import (
+    as_path,
+    blocking_file,
+    make_folder,
+    replace_text,
+    run_file,
+    wrap_os_errors,
+)
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER, PAGE = "profile", "profile.html"
@@ -35,11 +44,14 @@ class Profile:
     """Which steps `fit` traces, and what for.
 
     Args:
-      steps: such as "10:15": from the update after the 10th to the 15th, counted from the start of training; their losses are
-        `history["loss"][10:15]`. At most 100. The first two steps of a process compile and warm up.
-      folder: where the trace goes; None: `profile/` in the folder of `fit(checkpoint=...)`, or without one a new temporary folder.
-      target: for which devices the step is predicted, as `spmd.plan` takes it, such as "8xmine.toml" of `spmd calibrate`; None: the shipped
-        description of the devices that are here.
+      steps: such as "10:15": from the update after the 10th to the 15th, counted from the start of
+        training; their losses are `history["loss"][10:15]`. At most 100. The first two steps of a
+        process compile and warm up.
+      folder: where the trace goes; None: `profile/` in the folder of `fit(checkpoint=...)`, or
+        without one a new temporary folder.
+      target: for which devices the step is predicted, as `spmd.plan` takes it, such as
+        "8xmine.toml" of `spmd calibrate`; None: the shipped description of the devices that are
+        here.
       seconds: how long to wait for the profiler when it starts, and when it stops.
 
     Raises:
@@ -56,21 +68,39 @@ class Profile:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip()) if isinstance(self.steps, str) else None
+        numbers = (
+            re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip())
+            if isinstance(self.steps, str)
+            else None
+        )
         if numbers is None:
-            raise OptionError(f"Profile: {option('steps', short_repr(self.steps))}.", fix='two numbers of steps, such as "10:15".')
+            raise OptionError(
+                f"Profile: {option('steps', short_repr(self.steps))}.",
+                fix='two numbers of steps, such as "10:15".',
+            )
         begin, end = int(numbers[1]), int(numbers[2])
         if begin >= end:
             other = f"{end}:{begin}" if begin > end else f"{begin}:{begin + 5}"
             raise OptionError(
-                f"Profile: {option('steps', quoted(self.steps))} has no step.", fix=f'the smaller number first, such as "{other}".'
+                f"Profile: {option('steps', quoted(self.steps))} has no step.",
+                fix=f'the smaller number first, such as "{other}".',
             )
         if end - begin > MOST:
-            why = f"Profile: {option('steps', quoted(self.steps))} is {end - begin} steps, and at most {MOST} are traced"
+            why = (
+                f"Profile: {option('steps', quoted(self.steps))} is {end - begin} steps, and at "
+                f"most {MOST} are traced"
+            )
             why += ": a trace has every operation."
             raise OptionError(why, fix=f'fewer, such as "{begin}:{begin + 5}".')
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds <= threading.TIMEOUT_MAX:
-            raise OptionError(f"Profile: {option('seconds', short_repr(self.seconds))}.", fix="a number above 0, such as 60.")
+        if (
+            isinstance(self.seconds, bool)
+            or not isinstance(self.seconds, int | float)
+            or not 0 < self.seconds <= threading.TIMEOUT_MAX
+        ):
+            raise OptionError(
+                f"Profile: {option('seconds', short_repr(self.seconds))}.",
+                fix="a number above 0, such as 60.",
+            )
         if self.folder is not None:
             object.__setattr__(self, "folder", as_path(self.folder, "folder"))
         object.__setattr__(self, "_range", (begin, end))
@@ -86,14 +116,20 @@ class Profile:
         return self._range[1]  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return f"step {self.end}" if self.end == self.begin + 1 else f"steps {self.begin + 1} to {self.end}"
+        return (
+            f"step {self.end}"
+            if self.end == self.begin + 1
+            else f"steps {self.begin + 1} to {self.end}"
+        )
 
 
 def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
-    """The option `profile` of `fit`, whose folder is made; that in the run's folder is only looked at, as the run may be refused.
+    """The option `profile` of `fit`, whose folder is made; that in the run's folder is only looked
+    at, as the run may be refused.
 
     Raises:
-      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder cannot be made, or not written to.
+      OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder
+        cannot be made, or not written to.
       CheckpointError: in the run's folder, a link is in the place of the summary.
     """
     if value is None:
@@ -105,32 +141,49 @@ def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
         with wrap_os_errors(folder, OptionError, "folder"), tempfile.TemporaryFile(dir=folder):
             pass
     elif run_folder is not None and (why := blocking_file(run_folder / FOLDER)) is not None:
-        raise OptionError(f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.", fix="Profile(steps, folder=...).")
+        raise OptionError(
+            f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.",
+            fix="Profile(steps, folder=...).",
+        )
     if run_folder is not None:
         run_file(run_folder, PAGE)
     return profile
 
 
 class StepProfiler:
-    """Starts a trace before the first call that makes one of the steps, and stops it after the last one; a call of several steps is traced
-    in full. Each process traces its devices into a folder of its own; process 0 summarises the trace.
+    """Starts a trace before the first call that makes one of the steps, and stops it after the last
+    one; a call of several steps is traced in full. Each process traces its devices into a folder of
+    its own; process 0 summarises the trace.
 
     Args:
       run_folder: of the run; None if it has none.
-      summarize: returns what `fit` gives as `result.profile`, from `trace`, the file; `first` and `last`, the steps; `calls`, how many
-        steps each call made; and `waited`, in seconds.
+      summarize: returns what `fit` gives as `result.profile`, from `trace`, the file; `first` and
+        `last`, the steps; `calls`, how many steps each call made; and `waited`, in seconds.
 
     Attributes:
       profile: what `summarize` has returned; None before, and if something failed.
     """
 
-    def __init__(self, options: Profile, run_folder: Path | None, progress: NoProgress | Progress, summarize: Callable[..., Any]):
-        self._options, self._run_folder, self._progress, self._summarize = options, run_folder, progress, summarize
+    def __init__(
+        self,
+        options: Profile,
+        run_folder: Path | None,
+        progress: NoProgress | Progress,
+        summarize: Callable[..., Any],
+    ):
+        self._options, self._run_folder, self._progress, self._summarize = (
+            options,
+            run_folder,
+            progress,
+            summarize,
+        )
         self._state, self._calls, self._first, self._waited = BEFORE, list[int](), 0, 0.0
         self._began_at: int | None = None  # the run's first step here
         self._given_up = threading.Event()
         self._folder, self._earlier = Path(), dict[Path, int]()
-        self._link = Path()  # to the folder: JAX asks for it when a trace starts, and it may have to be another when it stops
+        # to the folder: JAX asks for it when a trace starts, and it may have to be another when it
+        # stops
+        self._link = Path()
         self.profile: Any = None
 
     def check(self, steps_per_call: int) -> None:
@@ -140,7 +193,10 @@ class StepProfiler:
           OptionError: a call, which is traced in full, makes more than 100 steps.
         """
         if steps_per_call > MOST:
-            why = f'profile="{self._options.steps}": a call is traced in full, makes {steps_per_call} steps, and at most {MOST} are traced.'
+            why = (
+                f'profile="{self._options.steps}": a call is traced in full, makes '
+                f"{steps_per_call} steps, and at most {MOST} are traced."
+            )
             raise OptionError(why, fix=f"spmd.data.resident(data, steps_per_call={MOST // 2}).")
 
     @contextlib.contextmanager
@@ -159,7 +215,9 @@ class StepProfiler:
                 self._finish(run)
 
     def end(self, run: RunState) -> None:
-        """After the run's last step: stop a trace that is not complete, or say that there is none."""
+        """After the run's last step: stop a trace that is not complete, or say that there is
+        none.
+        """
         if self._state == TRACING:
             self._warn(f"not all of {self._options}, because the run ended after step {run.step}")
             self._finish(run)
@@ -180,7 +238,9 @@ class StepProfiler:
             self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
         try:
             jax.profiler.stop_trace()
-        except Exception:  # JAX starts no other trace before it has written this one, so it is written to where it can be, and removed
+        except Exception:
+            # JAX starts no other trace before it has written this one, so it is written to where it
+            # can be, and removed
             with contextlib.suppress(Exception):
                 self._link.unlink()
                 self._link.mkdir()
@@ -201,7 +261,8 @@ class StepProfiler:
         self._folder = self._make_folder()
         self._earlier = self._traces()
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level, options.host_tracer_level = 0, 1  # operations, and not each call of Python
+        # operations, and not each call of Python
+        options.python_tracer_level, options.host_tracer_level = 0, 1
 
         def start() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -228,15 +289,30 @@ class StepProfiler:
 
     def _summarise(self, run: RunState, waited: float) -> None:
         try:
-            traces = [path for path, written in self._traces().items() if self._earlier.get(path) != written]
+            traces = [
+                path
+                for path, written in self._traces().items()
+                if self._earlier.get(path) != written
+            ]
             if not traces:
                 raise ValueError("the profiler has written no file")
-            found = {"trace": traces[0], "first": self._first, "last": run.step, "calls": tuple(self._calls), "waited": waited}
+            found = {
+                "trace": traces[0],
+                "first": self._first,
+                "last": run.step,
+                "calls": tuple(self._calls),
+                "waited": waited,
+            }
             self.profile = self._summarize(**found)
             page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
-            replace_text(page, document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE))
-        except Exception as error:  # whatever a trace has that is not expected; training does not depend on it
-            self._warn(f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues")
+            replace_text(
+                page, document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE)
+            )
+        except Exception as error:
+            # whatever a trace has that is not expected; training does not depend on it
+            self._warn(
+                f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues"
+            )
             return
         if isinstance(self._progress, NoProgress):
             log_info(f"profile: {page}")
@@ -246,15 +322,26 @@ class StepProfiler:
         if self._options.folder is not None:
             folder = Path(self._options.folder)
         else:
-            folder = self._run_folder / FOLDER if self._run_folder is not None else Path(tempfile.mkdtemp(prefix="spmd-profile-"))
+            folder = (
+                self._run_folder / FOLDER
+                if self._run_folder is not None
+                else Path(tempfile.mkdtemp(prefix="spmd-profile-"))
+            )
         return folder / f"process-{jax.process_index()}" if jax.process_count() > 1 else folder
 
     def _traces(self) -> dict[Path, int]:
-        """The traces in the folder, and when each was written; those that begin in the same second have one name."""
-        return {path: path.stat().st_mtime_ns for path in self._folder.glob("plugins/profile/*/*.xplane.pb")}
+        """The traces in the folder, and when each was written; those that begin in the same second
+        have one name.
+        """
+        return {
+            path: path.stat().st_mtime_ns
+            for path in self._folder.glob("plugins/profile/*/*.xplane.pb")
+        }
 
     def _bounded(self, done: str, call: Callable[[], None]) -> bool:
-        """Call the profiler in a thread, and wait until it returns, but not forever; whether it did, without an error."""
+        """Call the profiler in a thread, and wait until it returns, but not forever; whether it
+        did, without an error.
+        """
         errors, returned = list[BaseException](), threading.Event()
 
         def run() -> None:
@@ -270,7 +357,9 @@ class StepProfiler:
             in_time = returned.wait(self._options.seconds)
         if not in_time:
             self._given_up.set()
-            errors.append(TimeoutError(f"it has not {done} within {self._options.seconds:g} seconds"))
+            errors.append(
+                TimeoutError(f"it has not {done} within {self._options.seconds:g} seconds")
+            )
         if errors:
             self._warn(f"the profiler is abandoned: {_cause(errors[0])}. Training continues")
         return not errors

@@ -1,4 +1,6 @@
-"""The account of a run's time: at each moment it is in one phase. Kept on disk, it continues over restarts."""
+"""The account of a run's time: at each moment it is in one phase. Kept on disk, it continues over
+restarts.
+"""
 
 import contextlib
 import json
@@ -13,7 +15,16 @@ from typing import Any, TypeVar
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
-from spmd.run.goodput import DOWN, PROFILING, REPEATED, STARTING, TRAINING, WAITING, Goodput, Timeline
+from spmd.run.goodput import (
+    DOWN,
+    PROFILING,
+    REPEATED,
+    STARTING,
+    TRAINING,
+    WAITING,
+    Goodput,
+    Timeline,
+)
 from spmd.run.work import UNKNOWN, Work
 from spmd.user_paths import explain_os_error, replace_text, run_file
 
@@ -31,8 +42,9 @@ def now() -> float:
 
 
 class TimeAccount:
-    """`with account("saving"):` charges the time spent in the block to a phase (`spmd.run.goodput.PHASES`), and the rest of the time to
-    the phase around it: the phases add up to the time since the run began.
+    """`with account("saving"):` charges the time spent in the block to a phase
+    (`spmd.run.goodput.PHASES`), and the rest of the time to the phase around it: the phases add up
+    to the time since the run began.
 
     Args:
       timeline: what was charged so far.
@@ -43,23 +55,38 @@ class TimeAccount:
       waited: seconds that the run has waited for data, also while the devices computed.
     """
 
-    def __init__(self, timeline: Timeline, clock: Callable[[], float], launched: float | None = None):
-        self.timeline, self._clock, self._launched, self._phase = timeline, clock, launched, STARTING
+    def __init__(
+        self, timeline: Timeline, clock: Callable[[], float], launched: float | None = None
+    ):
+        self.timeline, self._clock, self._launched, self._phase = (
+            timeline,
+            clock,
+            launched,
+            STARTING,
+        )
         self.waited = 0.0
         self._path: Path | None = None
         self._warned = False  # that it cannot be written
         self._written_at, self._closed = -math.inf, False
-        self._call_seconds, self._done_at = 0.0, -math.inf  # of a call on the devices; when the last one was done
-        self._last_record: tuple[int, float, int, float] | None = None  # step, time without profiling, samples, waited
+        # of a call on the devices; when the last one was done
+        self._call_seconds, self._done_at = 0.0, -math.inf
+        # step, time without profiling, samples, waited
+        self._last_record: tuple[int, float, int, float] | None = None
 
     @classmethod
     def open(cls, folder: Path | None, clock: Callable[[], float] | None = None) -> "TimeAccount":
-        """The account of a run in a folder, where `write_to` has written that of earlier attempts: a restarted run continues it."""
+        """The account of a run in a folder, where `write_to` has written that of earlier attempts:
+        a restarted run continues it.
+        """
         global _accounts
         clock = now if clock is None else clock
         at, times, first = clock(), attempt_times(), not _accounts
         _accounts += 1
-        launched, starts, ends = (times[0], times[1::2], times[2::2]) if times else (None, [_process_start(at) if first else at], [])
+        launched, starts, ends = (
+            (times[0], times[1::2], times[2::2])
+            if times
+            else (None, [_process_start(at) if first else at], [])
+        )
         stored = _read(folder) if folder is not None and was_restarted() else None
         if stored is not None and stored["launched"] != launched and not was_requeued():
             stored = None  # of an earlier run in this folder
@@ -68,9 +95,11 @@ class TimeAccount:
             timeline, phase = Timeline(began), STARTING
         else:
             timeline, phase = stored["timeline"], stored["phase"]
-        if (ahead := timeline.until - at) > 0:  # the clock was set back, or is behind that of the attempt before
+        # the clock was set back, or is behind that of the attempt before
+        if (ahead := timeline.until - at) > 0:
             clock, at = _ahead(clock, ahead), timeline.until
-        unrecorded = STARTING if folder is not None else REPEATED  # without a folder an attempt starts over
+        # without a folder an attempt starts over
+        unrecorded = STARTING if folder is not None else REPEATED
         for start, end in zip(starts, ends, strict=False):
             if start > timeline.until or not timeline.attempts:
                 timeline.charge(DOWN if timeline.attempts else STARTING, min(start, at))
@@ -101,23 +130,35 @@ class TimeAccount:
         return previous
 
     def resume(self, pace: Any) -> None:
-        """The run resumes from a checkpoint with this `to_checkpoint()`; what was trained after it is lost. None: it starts over."""
+        """The run resumes from a checkpoint with this `to_checkpoint()`; what was trained after it
+        is lost. None: it starts over.
+        """
         trained, began = (0.0, round(self.timeline.began, 3)) if pace is None else map(float, pace)
         if began == round(self.timeline.began, 3):
             self.timeline.repeat(self.timeline.totals.get(TRAINING, 0.0) - trained)
-        elif was_restarted() and began < self.timeline.began and not self.timeline.totals.get(TRAINING):  # its account is not on disk
+        elif (
+            was_restarted()
+            and began < self.timeline.began
+            and not self.timeline.totals.get(TRAINING)
+        ):
+            # its account is not on disk
             until, self.timeline = self.timeline.until, Timeline(began)
             self.timeline.attempts = [began, until]
             self.timeline.charge(TRAINING, min(began + trained, until))
             self.timeline.charge(DOWN, until)
 
     def to_checkpoint(self) -> list[float]:
-        """Seconds of training that are part of the state, and when the run began, to be saved with a checkpoint."""
+        """Seconds of training that are part of the state, and when the run began, to be saved with
+        a checkpoint.
+        """
         return [round(self.goodput[TRAINING], 3), round(self.timeline.began, 3)]
 
-    def count_waiting(self, items: Iterable[T], is_idle: Callable[[], bool] = lambda: True) -> Iterator[T]:
-        """The same items. Waiting for one is charged to "waiting for data" as far as devices had nothing to do; `is_idle` says whether
-        they have nothing to do now. All waiting counts in `waited`, and in what the watchdog reports.
+    def count_waiting(
+        self, items: Iterable[T], is_idle: Callable[[], bool] = lambda: True
+    ) -> Iterator[T]:
+        """The same items. Waiting for one is charged to "waiting for data" as far as devices had
+        nothing to do; `is_idle` says whether they have nothing to do now. All waiting counts in
+        `waited`, and in what the watchdog reports.
         """
         reader = iter(items)
         while True:
@@ -132,12 +173,16 @@ class TimeAccount:
                 self.waited += at - began
                 watchdog.current().data_wait_seconds = self.waited
                 if was_idle or is_idle():
-                    self.timeline.charge(self._phase, began if was_idle else min(began + self._call_seconds, at))
+                    self.timeline.charge(
+                        self._phase, began if was_idle else min(began + self._call_seconds, at)
+                    )
                     self.timeline.charge(WAITING, at)
             yield item
 
     def call_done(self, dispatched: float, *, seen: bool) -> None:
-        """A call on the devices is done that was dispatched then; `seen`: the host has waited for it, so that this is when it ended."""
+        """A call on the devices is done that was dispatched then; `seen`: the host has waited for
+        it, so that this is when it ended.
+        """
         at = self._clock()
         if seen:
             self._call_seconds = at - max(dispatched, self._done_at)
@@ -148,9 +193,11 @@ class TimeAccount:
         return self._clock()
 
     def rates(self, step: int, samples: int, work: Work = UNKNOWN) -> dict[str, float]:
-        """Steps, samples and tokens per second, MFU, HFU, the share of time spent waiting for data, all since the last record; and goodput.
+        """Steps, samples and tokens per second, MFU, HFU, the share of time spent waiting for data,
+        all since the last record; and goodput.
 
-        Profiling is not part of the time. Waiting idles a device only if reading a batch takes longer than a step.
+        Profiling is not part of the time. Waiting idles a device only if reading a batch takes
+        longer than a step.
 
         Args:
           step: steps so far.
@@ -205,13 +252,17 @@ class TimeAccount:
             part.replace(self._path)
         except OSError as error:  # of a full disk, for example, which may have room later
             if not self._warned:
-                logging.getLogger("spmd").warning("%s cannot be written: %s.", self._path, explain_os_error(self._path, error))
+                logging.getLogger("spmd").warning(
+                    "%s cannot be written: %s.", self._path, explain_os_error(self._path, error)
+                )
             self._warned = True
             with contextlib.suppress(OSError):
                 part.unlink()
 
     def close(self) -> None:
-        """Stop the account; write it, and its page. What follows until the process has ended is no part of the run."""
+        """Stop the account; write it, and its page. What follows until the process has ended is no
+        part of the run.
+        """
         if self._closed:
             return
         self._enter(DOWN)
@@ -234,17 +285,36 @@ def _read(folder: Path) -> dict[str, Any] | None:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         launched, phase = values["launched"], str(values["phase"])
         Goodput(Timeline(0.0))[phase]
-        return {"timeline": Timeline.from_json(values), "phase": phase, "launched": launched if launched is None else float(launched)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return {
+            "timeline": Timeline.from_json(values),
+            "phase": phase,
+            "launched": launched if launched is None else float(launched),
+        }
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ):
         return None
 
 
 def _process_start(at: float) -> float:
-    """When this process started, where the system says so; in an interactive session, and in processes that wait for calls of one, now."""
+    """When this process started, where the system says so; in an interactive session, and in
+    processes that wait for calls of one, now.
+    """
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules or os.environ.get("SPMD_TIMES") == "":
         return at
     try:
-        ticks = float(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+        ticks = float(
+            Path("/proc/self/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
+        )
         uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):
         return at

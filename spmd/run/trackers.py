@@ -1,7 +1,8 @@
 """The base class of loggers for experiment trackers.
 
-A thread per tracker talks to it, so that training waits for no server. What a killed run had not delivered, the resumed run reads from
-`metrics.jsonl` and delivers; what had arrived, it does not write again. A tracker that fails is switched off with one warning.
+A thread per tracker talks to it, so that training waits for no server. What a killed run had not
+delivered, the resumed run reads from `metrics.jsonl` and delivers; what had arrived, it does not
+write again. A tracker that fails is switched off with one warning.
 """
 
 import contextlib
@@ -31,27 +32,40 @@ from spmd.train.histograms import Histogram, counts_not_finite
 MOST_QUEUED = 10_000  # records that a tracker may be behind
 ARTIFACTS = ("layout.toml", "metrics.jsonl", "*.html", "*.svg", "*.png")  # in the run's folder
 ANY = ""  # in the result of `last_steps`: what is not listed
-HISTOGRAMS = "histograms"  # there: those of parameters and gradients, which a step has all or none of
-FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"  # how a run ended; the last by Ctrl-C or SIGTERM
+# there: those of parameters and gradients, which a step has all or none of
+HISTOGRAMS = "histograms"
+# how a run ended; the last by Ctrl-C or SIGTERM
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
 class Tracker:
-    """Base class of trackers: a subclass says how a run is found, written and closed, all in one thread.
+    """Base class of trackers: a subclass says how a run is found, written and closed, all in one
+    thread.
 
     Args:
       checkpoints: record where the run's checkpoints are, too; they are not copied.
-      seconds: how long `close` waits for the tracker; after SIGTERM at most a quarter of the time that `spmd launch --grace` gives.
+      seconds: how long `close` waits for the tracker; after SIGTERM at most a quarter of the time
+        that `spmd launch --grace` gives.
 
     Raises:
       OptionError: `seconds` is not a number above 0.
 
     Example:
       >>> class Rows(Tracker):
-      ...     def where(self, facts): return f"rows of {facts.name}"
-      ...     def open(self, facts): self.rows = []
-      ...     def last_steps(self): return {"loss": 1}  # what had arrived before a kill
-      ...     def log(self, step, metrics): self.rows.append((step, metrics))
-      ...     def finish(self, *, status): self.rows.append(status)
+      ...     def where(self, facts):
+      ...         return f"rows of {facts.name}"
+      ...
+      ...     def open(self, facts):
+      ...         self.rows = []
+      ...
+      ...     def last_steps(self):
+      ...         return {"loss": 1}  # what had arrived before a kill
+      ...
+      ...     def log(self, step, metrics):
+      ...         self.rows.append((step, metrics))
+      ...
+      ...     def finish(self, *, status):
+      ...         self.rows.append(status)
       >>> log = Rows()
       >>> log.begin(RunFacts(id="3f29c1d2e8"))
       'rows of run-3f29c1d2'
@@ -64,14 +78,33 @@ class Tracker:
 
     def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0, **unknown: Any):
         for name in unknown:  # which a subclass has passed on
-            inits = [inspect.signature(kind.__init__) for kind in type(self).__mro__ if "__init__" in vars(kind)][:-1]
-            known = [each.name for init in inits for each in init.parameters.values() if each.kind is not each.VAR_KEYWORD]
+            inits = [
+                inspect.signature(kind.__init__)
+                for kind in type(self).__mro__
+                if "__init__" in vars(kind)
+            ][:-1]
+            known = [
+                each.name
+                for init in inits
+                for each in init.parameters.values()
+                if each.kind is not each.VAR_KEYWORD
+            ]
             fix = did_you_mean(name, dict.fromkeys(option for option in known if option != "self"))
             raise OptionError(f'{type(self).__name__}: there is no option "{name}".', fix=fix)
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= threading.TIMEOUT_MAX:
-            raise OptionError(f"{type(self).__name__}: seconds={short_repr(seconds)}.", fix="a number above 0, such as 60.")
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float)
+            or not 0 < seconds <= threading.TIMEOUT_MAX
+        ):
+            raise OptionError(
+                f"{type(self).__name__}: seconds={short_repr(seconds)}.",
+                fix="a number above 0, such as 60.",
+            )
         if not isinstance(checkpoints, bool):
-            raise OptionError(f"{type(self).__name__}: checkpoints={short_repr(checkpoints)}.", fix="True or False.")
+            raise OptionError(
+                f"{type(self).__name__}: checkpoints={short_repr(checkpoints)}.",
+                fix="True or False.",
+            )
         self._checkpoints, self._seconds = checkpoints, float(seconds)
         self._jobs: queue.Queue[Callable[[], None] | None] | None = None  # None: no run is open
 
@@ -89,7 +122,8 @@ class Tracker:
         raise NotImplementedError  # abstract: a subclass says how
 
     def last_steps(self) -> Mapping[str, int]:
-        """The last step of each metric that the run had when it was opened, by name; `ANY` stands for all others.
+        """The last step of each metric that the run had when it was opened, by name; `ANY` stands
+        for all others.
 
         Histograms are `HISTOGRAMS`, and a picture is "pictures/NAME".
         """
@@ -105,7 +139,9 @@ class Tracker:
         self._note("has no histograms; they are in metrics.jsonl")
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """Write a picture of a step, a PNG or SVG file; `name` is "pictures/NAME". A tracker that does not say how has none."""
+        """Write a picture of a step, a PNG or SVG file; `name` is "pictures/NAME". A tracker that
+        does not say how has none.
+        """
         del step, name
         self._note(f"has no pictures, such as {path}")
 
@@ -118,7 +154,9 @@ class Tracker:
         raise NotImplementedError  # abstract: a subclass says how
 
     def finish(self, *, status: str) -> None:
-        """Flush, and close the run, which is "finished", "failed", or "stopped" by Ctrl-C or SIGTERM."""
+        """Flush, and close the run, which is "finished", "failed", or "stopped" by Ctrl-C or
+        SIGTERM.
+        """
         raise NotImplementedError  # abstract: a subclass says how
 
     def begin(self, facts: RunFacts) -> str | None:
@@ -129,7 +167,9 @@ class Tracker:
         self._last, self._names, self._noted = dict[str, int](), dict[str, str](), set[str]()
         self._deadline: float | None = None  # of `close`, once it has begun
         self._jobs = queue.Queue(MOST_QUEUED)
-        self._thread = threading.Thread(target=self._work, args=(self._jobs,), name=f"spmd {type(self).__name__}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(self._jobs,), name=f"spmd {type(self).__name__}", daemon=True
+        )
         self._thread.start()
         try:
             earlier = list(_earlier_records(facts))
@@ -147,19 +187,37 @@ class Tracker:
         self._put(functools.partial(self._write, dict(record)))
 
     def begin_close(self) -> None:
-        """Begin to deliver what is queued, and to close the run; `close` waits for it. So several trackers close at the same time."""
+        """Begin to deliver what is queued, and to close the run; `close` waits for it. So several
+        trackers close at the same time.
+        """
         if self._jobs is None or self._deadline is not None:
             return
-        failed = sys.exc_info()[1] is not self._error_before  # `fit` closes loggers while it handles what has ended the run
-        reason = watchdog.current().requested_stop_reason if watchdog.current().phase != "script" else ""  # of an earlier run
-        status = FAILED if failed else STOPPED if reason in (SIGINT_REASON, watchdog.SIGTERM_REASON) else FINISHED
+        # `fit` closes loggers while it handles what has ended the run
+        failed = sys.exc_info()[1] is not self._error_before
+        # of an earlier run
+        reason = (
+            watchdog.current().requested_stop_reason if watchdog.current().phase != "script" else ""
+        )
+        status = (
+            FAILED
+            if failed
+            else STOPPED
+            if reason in (SIGINT_REASON, watchdog.SIGTERM_REASON)
+            else FINISHED
+        )
         self._put(functools.partial(self._end, status=status))
         self._put(None)
-        self._wait = min(self._seconds, grace_seconds() / 4) if reason == watchdog.SIGTERM_REASON else self._seconds
+        self._wait = (
+            min(self._seconds, grace_seconds() / 4)
+            if reason == watchdog.SIGTERM_REASON
+            else self._seconds
+        )
         self._deadline = time.monotonic() + self._wait
 
     def close(self) -> None:
-        """Deliver what is queued, add the run's files, and close the run; waits until `seconds` after `begin_close` at most."""
+        """Deliver what is queued, add the run's files, and close the run; waits until `seconds`
+        after `begin_close` at most.
+        """
         self.begin_close()
         if self._jobs is None or self._deadline is None:
             return
@@ -206,9 +264,18 @@ class Tracker:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write what of a record the run does not have yet."""
-        step, histograms = record["step"], {name: Histogram(**fields) for name, fields in record.get(HISTOGRAMS, {}).items()}
-        numbers = {name: float(value) for name, value in record.items() if _is_number(name, value)} | counts_not_finite(histograms)
-        new = {name: value for name, value in ((self._name(name), value) for name, value in numbers.items()) if self._is_new(name, step)}
+        step, histograms = (
+            record["step"],
+            {name: Histogram(**fields) for name, fields in record.get(HISTOGRAMS, {}).items()},
+        )
+        numbers = {
+            name: float(value) for name, value in record.items() if _is_number(name, value)
+        } | counts_not_finite(histograms)
+        new = {
+            name: value
+            for name, value in ((self._name(name), value) for name, value in numbers.items())
+            if self._is_new(name, step)
+        }
         histograms = {self._name(name): histogram for name, histogram in histograms.items()}
         if histograms and self._is_new(HISTOGRAMS, step):
             self.log_histograms(step, histograms)
@@ -222,19 +289,25 @@ class Tracker:
                 self._last[name] = step
                 try:
                     self.log_picture(step, name, (self._facts.folder or Path()) / path)
-                except Exception as error:  # such as a package that is missing; metrics are still written
+                except Exception as error:
+                    # such as a package that is missing; metrics are still written
                     self._note(f"does not show {name}: {first_line(error)}")
 
     def _is_new(self, name: str, step: int) -> bool:
         return step > self._last.get(name, self._last.get(ANY, -1))
 
     def _name(self, name: str) -> str:
-        """A name that every tracker accepts; of names that then are equal, all but the first get a checksum."""
+        """A name that every tracker accepts; of names that then are equal, all but the first get a
+        checksum.
+        """
         if name not in self._names:
             accepted = re.sub(r"[^\w\-./ ]", "_", name)
             if accepted in self._names.values():
                 accepted = f"{accepted}_{zlib.crc32(name.encode()):08x}"
-                self._note(f'calls "{name}" {accepted}, since another name differs from it in special characters only')
+                self._note(
+                    f'calls "{name}" {accepted}, since another name differs from it in special '
+                    "characters only"
+                )
             self._names[name] = accepted
         return self._names[name]
 
@@ -247,7 +320,11 @@ class Tracker:
     def _end(self, *, status: str) -> None:
         folder = self._facts.folder
         try:
-            for path in sorted(path for pattern in ARTIFACTS for path in folder.glob(pattern)) if folder is not None else ():
+            for path in (
+                sorted(path for pattern in ARTIFACTS for path in folder.glob(pattern))
+                if folder is not None
+                else ()
+            ):
                 self.add_file(path)
             if folder is not None and self._checkpoints:
                 self.add_checkpoints(folder.resolve() / "checkpoints")
@@ -262,12 +339,22 @@ def _is_number(name: str, value: Any) -> bool:
 
 def _earlier_records(facts: RunFacts) -> Iterator[dict[str, Any]]:
     """Records of the run up to the step that it resumes from."""
-    if not facts.resumes or facts.folder is None or not (path := facts.folder / "metrics.jsonl").exists():
+    if (
+        not facts.resumes
+        or facts.folder is None
+        or not (path := facts.folder / "metrics.jsonl").exists()
+    ):
         return
     with path.open(encoding="utf-8") as lines:
         lines.seek(facts.metrics_begin)
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line of a machine that lost its power
                 record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= facts.step:
-                    yield {name: math.nan if value is None else value for name, value in record.items()}
+                if (
+                    isinstance(record, dict)
+                    and isinstance(record.get("step"), int)
+                    and record["step"] <= facts.step
+                ):
+                    yield {
+                        name: math.nan if value is None else value for name, value in record.items()
+                    }

@@ -12,7 +12,9 @@ BLOCK, HEADER = 32768, 7  # bytes
 
 
 def offline_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Steps and metrics in a file of an offline run of wandb; histograms and pictures as dicts, whose "_type" says which."""
+    """Steps and metrics in a file of an offline run of wandb; histograms and pictures as dicts,
+    whose "_type" says which.
+    """
     record_class = import_extra("wandb.proto.wandb_internal_pb2", "wandb").Record
     for message in offline_messages(path):
         history = record_class.FromString(message).history
@@ -27,14 +29,22 @@ def offline_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if items:
             step = history.step.num if history.HasField("step") else items["_step"]
             named = {name: value for name, value in items.items() if not name.startswith("_")}
-            yield step, {name: value if isinstance(value, dict) else float(value) for name, value in named.items()}
+            yield (
+                step,
+                {
+                    name: value if isinstance(value, dict) else float(value)
+                    for name, value in named.items()
+                },
+            )
 
 
 def offline_messages(path: Path) -> Iterator[bytes]:
-    """The messages in a file of an offline run of wandb; what a killed process did not finish is left out.
+    """The messages in a file of an offline run of wandb; what a killed process did not finish is
+    left out.
 
-    The file is in LevelDB's log format: blocks of 32 KiB; in them records of a checksum (4 bytes), a length (2), whether it is all, the
-    first, a middle or the last part of a message (1 to 4), and the part. The header of 7 bytes belongs to the first block.
+    The file is in LevelDB's log format: blocks of 32 KiB; in them records of a checksum (4 bytes),
+    a length (2), whether it is all, the first, a middle or the last part of a message (1 to 4), and
+    the part. The header of 7 bytes belongs to the first block.
     """
     content, at, message = path.read_bytes(), HEADER, b""
     while at + HEADER <= len(content):

@@ -9,7 +9,8 @@ from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
 from spmd.train.histograms import check_countable, read_counts
 
-Counts = Mapping[str, Mapping[str, Any]]  # by kind ("parameters" or "gradients") and path, on the devices
+# by kind ("parameters" or "gradients") and path, on the devices
+Counts = Mapping[str, Mapping[str, Any]]
 
 
 @trims_tracebacks
@@ -17,15 +18,17 @@ Counts = Mapping[str, Mapping[str, Any]]  # by kind ("parameters" or "gradients"
 class Watch:
     """Which steps have histograms, of each parameter and of its gradient.
 
-    Gradients are those that the optimizer gets: means over all workers, after a lossy codec, without the scale of a loss in float16, and
-    before the optimizer clips them. Parameters are those after the step's update. Of a stack of layers each layer has its own histograms.
-    Those that are not trained have none, since they never change; nor have updates, which follow from the parameters of two steps.
+    Gradients are those that the optimizer gets: means over all workers, after a lossy codec,
+    without the scale of a loss in float16, and before the optimizer clips them. Parameters are
+    those after the step's update. Of a stack of layers each layer has its own histograms. Those
+    that are not trained have none, since they never change; nor have updates, which follow from the
+    parameters of two steps.
 
     Args:
       every: steps between two that have histograms.
       parameters: whether parameters have any.
-      gradients: whether gradients have any. A step that counts gradients is another program, which is compiled when it is first due; all
-        other steps are as without `Watch`.
+      gradients: whether gradients have any. A step that counts gradients is another program, which
+        is compiled when it is first due; all other steps are as without `Watch`.
 
     Raises:
       OptionError: one of these is invalid, or neither parameters nor gradients have any.
@@ -43,9 +46,14 @@ class Watch:
         check_integer(self.every, "Watch: every")
         for name in ("parameters", "gradients"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"Watch: {name}={short_repr(getattr(self, name))}.", fix="True or False.")
+                raise OptionError(
+                    f"Watch: {name}={short_repr(getattr(self, name))}.", fix="True or False."
+                )
         if not (self.parameters or self.gradients):
-            raise OptionError("Watch(parameters=False, gradients=False) watches nothing.", fix="one of them, or watch=None.")
+            raise OptionError(
+                "Watch(parameters=False, gradients=False) watches nothing.",
+                fix="one of them, or watch=None.",
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether the update with this number has histograms."""
@@ -54,7 +62,12 @@ class Watch:
     def __str__(self) -> str:
         kinds = " and ".join(name for name in ("parameters", "gradients") if getattr(self, name))
         text = f"histograms of {kinds} every {self.every} steps"
-        return f"{text}; a step that counts gradients is another program, compiled when it is first due" if self.gradients else text
+        return (
+            f"{text}; a step that counts gradients is another program, compiled when it is first "
+            "due"
+            if self.gradients
+            else text
+        )
 
 
 def as_watch(value: Any) -> Watch | None:
@@ -66,7 +79,10 @@ def as_watch(value: Any) -> Watch | None:
     if value is None or isinstance(value, Watch):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"watch={short_repr(value)}.", fix="a number of steps, such as 100; or spmd.Watch(every=100).")
+        raise OptionError(
+            f"watch={short_repr(value)}.",
+            fix="a number of steps, such as 100; or spmd.Watch(every=100).",
+        )
     return Watch(value)
 
 
@@ -78,24 +94,43 @@ def check_watch(watch: Watch | None, program: Program, traced: range, *, recorde
       recorded: whether the run has a logger or a folder.
 
     Raises:
-      OptionError: it has neither, workers have gradients of their own, a traced step would be watched, or an array has too many elements.
+      OptionError: it has neither, workers have gradients of their own, a traced step would be
+        watched, or an array has too many elements.
     """
     if watch is None:
         return
     if not recorded:
-        raise OptionError("watch: the run has neither loggers nor a folder, so nothing would record its histograms.", fix="checkpoint=...")
+        raise OptionError(
+            "watch: the run has neither loggers nor a folder, so nothing would record its "
+            "histograms.",
+            fix="checkpoint=...",
+        )
     exchange = program.placed.exchange
     if watch.gradients and (exchange.local or exchange.asynchronous):
         mode = exchange.resolved.layout.parameter_server.mode
-        why = f'watch: under a parameter server in mode "{mode}" each worker\'s gradient is an update, and there is no mean to count.'
+        why = (
+            f'watch: under a parameter server in mode "{mode}" each worker\'s gradient is an '
+            "update, and there is no mean to count."
+        )
         raise OptionError(why, fix=f"spmd.Watch(every={watch.every}, gradients=False).")
     if watch.gradients and (both := [step for step in traced if watch.is_due(step)]):
-        why = f"watch: step {both[0]} counts gradients in another program than that which profile traces."
+        why = (
+            f"watch: step {both[0]} counts gradients in another program than that which profile "
+            "traces."
+        )
         raise OptionError(why, fix="other steps for one of them; or spmd.Watch(gradients=False).")
     check_countable(program.placed.abstract_variables.params, program.placed.given.stacks())
 
 
 def histogram_record(counts: Counts, stacks: Mapping[str, int]) -> dict[str, Any]:
-    """The part of a log record that holds histograms, as JSON values: the fields of `spmd.loggers.Histogram` by name."""
+    """The part of a log record that holds histograms, as JSON values: the fields of
+    `spmd.loggers.Histogram` by name.
+    """
     found = [read_counts(kind, of_kind, stacks) for kind, of_kind in counts.items()]
-    return {"histograms": {name: dataclasses.asdict(histogram) for each in found for name, histogram in each.items()}}
+    return {
+        "histograms": {
+            name: dataclasses.asdict(histogram)
+            for each in found
+            for name, histogram in each.items()
+        }
+    }

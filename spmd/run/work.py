@@ -1,4 +1,6 @@
-"""What a row of a batch is for the devices, from which a run's rates follow: tokens per second, MFU and HFU."""
+"""What a row of a batch is for the devices, from which a run's rates follow: tokens per second, MFU
+and HFU.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,8 @@ TEXT = ("tokens", "input_ids")  # keys of a batch
 
 
 class PeakSeconds(NamedTuple):
-    """Seconds in which all devices together compute a row's FLOPs at their peak, forward and backward; 0 where they are not known.
+    """Seconds in which all devices together compute a row's FLOPs at their peak, forward and
+    backward; 0 where they are not known.
 
     Attributes:
       model: those of the model, for MFU.
@@ -33,7 +36,8 @@ class Work:
 
     Attributes:
       tokens: of a row; 0 where rows are no text.
-      measure: returns the time at the peak; called once. None where the peak is not known, as of CPUs.
+      measure: returns the time at the peak; called once. None where the peak is not known, as of
+        CPUs.
 
     Example:
       >>> Work(tokens=128, measure=lambda: PeakSeconds(1e9 / 4e12, 1.2e9 / 4e12)).rates(2000.0)
@@ -51,7 +55,11 @@ class Work:
     def rates(self, rows: float) -> dict[str, float]:
         """What this number of rows per second is; only what is known."""
         found = {"tokens_per_second": round(rows * self.tokens, 1)} if self.tokens else {}
-        return found | {name: round(rows * time, 4) for name, time in zip(("mfu", "hfu"), self.seconds, strict=True) if time}
+        return found | {
+            name: round(rows * time, 4)
+            for name, time in zip(("mfu", "hfu"), self.seconds, strict=True)
+            if time
+        }
 
 
 UNKNOWN = Work()
@@ -60,8 +68,9 @@ UNKNOWN = Work()
 def tokens_per_row(program: Program) -> int:
     """Length of the rows of a batch of text, 0 for others.
 
-    A batch is text if it has an integer array [rows, length] under "tokens" or "input_ids", at any depth, or if a shipped loss's
-    inputs and targets are integer arrays of one shape [rows, length]. Positions that a mask leaves out count, since devices compute them.
+    A batch is text if it has an integer array [rows, length] under "tokens" or "input_ids", at any
+    depth, or if a shipped loss's inputs and targets are integer arrays of one shape [rows, length].
+    Positions that a mask leaves out count, since devices compute them.
     """
     sample, loss = program.sample, program.placed.objective.loss
     for path, leaf in flatten(sample).items():
@@ -79,5 +88,13 @@ def _is_text(leaf: Any) -> bool:
 
 
 def peak_memory() -> int:
-    """Bytes that the fullest device of this process has used at once; 0 where devices do not report it, as CPUs do not."""
-    return max(((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()), default=0)
+    """Bytes that the fullest device of this process has used at once; 0 where devices do not report
+    it, as CPUs do not.
+    """
+    return max(
+        (
+            (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+            for device in jax.local_devices()
+        ),
+        default=0,
+    )

@@ -1,1 +1,3 @@
-"""Many networks at once: what a sweep tries, how trials share a compiled program, and what comes of them."""
+"""Many networks at once: what a sweep tries, how trials share a compiled program, and what comes of
+them.
+"""

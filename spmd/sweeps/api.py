@@ -74,38 +74,47 @@ def sweep(
     progress: bool | str = "auto",
     compile_cache: str | Path | bool | None = None,
 ) -> Sweep:
-    """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled program.
+    """Train many networks that differ in hyper-parameters, those of equal shapes in one compiled
+    program.
 
-    Trial i trains exactly as `spmd.fit(lambda: make_model(...), data, optimizer=optimizer(...), seed=its seed, ...)` would, whatever
-    trains beside it: the same initial values, the same batches in the same order, the same dropout. A trial that diverges neither stops
-    nor changes the others.
+    Trial i trains exactly as `spmd.fit(lambda: make_model(...), data, optimizer=optimizer(...),
+    seed=its seed, ...)` would, whatever trains beside it: the same initial values, the same batches
+    in the same order, the same dropout. A trial that diverges neither stops nor changes the others.
 
     Args:
-      make_model: `make_model(**hyperparameters)` builds the model. It receives the hyper-parameters that it has arguments for, and `seed`.
+      make_model: `make_model(**hyperparameters)` builds the model. It receives the hyper-parameters
+        that it has arguments for, and `seed`.
       data: dict or tuple of arrays [examples, ...]; a copy is kept on every device.
-      space: the values of each hyper-parameter, by name: a list, `spmd.uniform` or `spmd.log_uniform`. Trials that differ only in floats
-        of the optimizer share a program; every other value compiles its own. "seed" is a hyper-parameter too; without it all use `seed`.
+      space: the values of each hyper-parameter, by name: a list, `spmd.uniform` or
+        `spmd.log_uniform`. Trials that differ only in floats of the optimizer share a program;
+        every other value compiles its own. "seed" is a hyper-parameter too; without it all use
+        `seed`.
       loss, layout, metrics, precision: as in `fit`; the layout must replicate parameters.
       optimizer: `optimizer(**hyperparameters)` gives an optax gradient transformation.
       trials: how many to draw; a grid has one for each combination.
       search: "random", "grid", or a `spmd.Halving`.
-      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices, of one process); None: all devices of all
-        processes on `net`.
+      mesh: such as "net=8", or "net=4,data=2" (each trial data-parallel over 2 devices, of one
+        process); None: all devices of all processes on `net`.
       batch_size, epochs, steps, shuffle, seed: as in `fit`, for each trial.
       eval_data: arrays on which every trial is evaluated at its end and at each rung.
-      score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or "loss", the mean over the last
-        epoch's steps; None: "eval_loss" with `eval_data`, else "loss".
+      score: the metric that ranks trials: "eval_loss", another evaluation metric as "eval_NAME", or
+        "loss", the mean over the last epoch's steps; None: "eval_loss" with `eval_data`, else
+        "loss".
       mode: whether "min" or "max" of it is best.
-      keep: how many of the best trials to keep with their arrays; on disk in `best/` of `checkpoint`'s folder, one run each.
+      keep: how many of the best trials to keep with their arrays; on disk in `best/` of
+        `checkpoint`'s folder, one run each.
       at_once: at most this many trials in one program; None: all. The rest queue.
-      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end of epochs.
-      resume: whether to resume the sweep in that folder; a restart by `spmd launch` does in any case.
+      checkpoint: a folder, or `spmd.Checkpoint(folder, every=steps)`; by default saved at the end
+        of epochs.
+      resume: whether to resume the sweep in that folder; a restart by `spmd launch` does in any
+        case.
       steps_per_call: steps compiled into one call.
-      exact: compute the trials on one device one after the other, each as if alone. False: vmapped, their matrices batched, which is
-        faster where a small network leaves a device idle; sums are then taken in another order, which training can amplify. Networks
-        with convolutions always run one after the other.
-      check_memory: ask the compiler, before anything is allocated, whether the trials in one program fit the devices; raise if not. CPUs
-        do not report their memory.
+      exact: compute the trials on one device one after the other, each as if alone. False: vmapped,
+        their matrices batched, which is faster where a small network leaves a device idle; sums are
+        then taken in another order, which training can amplify. Networks with convolutions always
+        run one after the other.
+      check_memory: ask the compiler, before anything is allocated, whether the trials in one
+        program fit the devices; raise if not. CPUs do not report their memory.
       compile_cache: as in `fit`.
       progress: True, False, or "auto" (in a terminal or a notebook).
 
@@ -119,10 +128,20 @@ def sweep(
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp
-      >>> model = lambda: spmd.FunctionalModel(lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"])
+      >>> model = lambda: spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"]
+      ... )
       >>> x = jnp.linspace(-1, 1, 64)[:, None]
-      >>> found = sweep(model, {"x": x, "y": 3 * x}, loss=spmd.losses.mean_squared_error, space={"rate": [0.01, 0.5]}, search="grid",
-      ...               optimizer=lambda rate: optax.sgd(rate), batch_size=16, epochs=5)
+      >>> found = sweep(
+      ...     model,
+      ...     {"x": x, "y": 3 * x},
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     space={"rate": [0.01, 0.5]},
+      ...     search="grid",
+      ...     optimizer=lambda rate: optax.sgd(rate),
+      ...     batch_size=16,
+      ...     epochs=5,
+      ... )
       >>> found.best[0].values, found.programs
       ({'rate': 0.5}, 1)
     """
@@ -131,28 +150,44 @@ def sweep(
     if not isinstance(search, Halving) and search not in ("random", "grid"):
         raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
     source = _arrays(data, "data", batch_size, shuffle, seed)
-    eval_source = None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
+    eval_source = (
+        None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
+    )
     config = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed)
     study = SweepConfig(config, Layout.load(layout), source, eval_source, exact)
     study.check(space)
     check_length(epochs, steps)
     length = steps if steps is not None else (epochs or 1) * source.steps_per_epoch
     all_trials = _trials(space, trials, search, seed)
-    plan = search.plan(len(all_trials), length) if isinstance(search, Halving) else [(len(all_trials), length)]
+    plan = (
+        search.plan(len(all_trials), length)
+        if isinstance(search, Halving)
+        else [(len(all_trials), length)]
+    )
     check_integer(keep, "keep", 0, optional=True)
     check_integer(at_once, "at_once", optional=True)
     check_integer(steps_per_call, "steps_per_call")
     display, store_config = make_progress(progress), as_checkpoint(checkpoint)
-    if store_config is not None and store_config != Checkpoint(store_config.path, every=store_config.every):
-        why = f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint."
+    if store_config is not None and store_config != Checkpoint(
+        store_config.path, every=store_config.every
+    ):
+        why = (
+            f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint."
+        )
         raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
     if store_config is None and resume:
         raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
     devices = _mesh(mesh, batch_size)
     folder = None if store_config is None else Path(store_config.path).absolute()
-    every = source.steps_per_epoch if store_config is None or store_config.every is None else store_config.every
+    every = (
+        source.steps_per_epoch
+        if store_config is None or store_config.every is None
+        else store_config.every
+    )
     about = {
-        "trials": f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]" if folder is not None else "",
+        "trials": f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]"
+        if folder is not None
+        else "",
         "rungs": str(plan),
         "mesh": str(MeshSpec.parse(devices)),
         "at_once": str(at_once),
@@ -164,8 +199,15 @@ def sweep(
         "precision": precision,
         "exact": str(exact),
     }
-    with current().in_phase("compile"):  # from here on all processes work in step, and waiting for each other has a time limit
-        options = {"score": f"{score} {mode}", "steps_per_call": steps_per_call, "every": every, "folder": folder, "resume": resume}
+    # from here on all processes work in step, and waiting for each other has a time limit
+    with current().in_phase("compile"):
+        options = {
+            "score": f"{score} {mode}",
+            "steps_per_call": steps_per_call,
+            "every": every,
+            "folder": folder,
+            "resume": resume,
+        }
         _check_trials_agree(all_trials, {**about, "trials": len(all_trials), **options})
         display = display if is_writer() else NoProgress()
         use_folder(agree_on_folder(choose_folder(compile_cache, folder)))
@@ -173,7 +215,9 @@ def sweep(
         sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
         for trial in all_trials:
             sharing.setdefault(study.constants(trial), []).append(trial)
-        programs = {key: _packed(study, same[0], devices, resident) for key, same in sharing.items()}
+        programs = {
+            key: _packed(study, same[0], devices, resident) for key, same in sharing.items()
+        }
         measure = _measure(score, mode, study, next(iter(programs.values())).program, space)
         for key, packed in programs.items():
             first = next(calls(packed, 0, plan[0][1], limit=steps_per_call, every=every))
@@ -182,15 +226,39 @@ def sweep(
                 check_room(packed, sharing[key], at_once, first)
         with owned(folder) as owner:
             resumes = resume or was_restarted()
-            storage, _ = SweepStore(folder, {**about, "score": " ".join(measure)}, resume=resumes, owner=owner), resident()
-            runner = SweepRunner(study, programs, storage, plan, measure, at_once, keep, steps_per_call, every, display)
+            storage, _ = (
+                SweepStore(
+                    folder, {**about, "score": " ".join(measure)}, resume=resumes, owner=owner
+                ),
+                resident(),
+            )
+            runner = SweepRunner(
+                study,
+                programs,
+                storage,
+                plan,
+                measure,
+                at_once,
+                keep,
+                steps_per_call,
+                every,
+                display,
+            )
             return runner.run(all_trials, None if folder is None else folder / "best")
 
 
 def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
     if not is_arrays(data):
-        raise DataError(f"{option}: a sweep needs arrays, kept on the devices.", fix="a dict or tuple of arrays [examples, ...].")
-    return cast(ArraySource, as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=option == "eval_data"))
+        raise DataError(
+            f"{option}: a sweep needs arrays, kept on the devices.",
+            fix="a dict or tuple of arrays [examples, ...].",
+        )
+    return cast(
+        ArraySource,
+        as_source(
+            data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=option == "eval_data"
+        ),
+    )
 
 
 def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
@@ -198,7 +266,9 @@ def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int)
         settings = grid(space, count)
     else:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(f"trials={count!r}.", fix='how many to draw, from 1; or search="grid".')
+            raise OptionError(
+                f"trials={count!r}.", fix='how many to draw, from 1; or search="grid".'
+            )
         settings = draw(space, count, seed)
     return [Trial(number, values, values.get(SEED, seed)) for number, values in enumerate(settings)]
 
@@ -207,58 +277,106 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
     devices = make_mesh(mesh if mesh is not None else {NET: -1})
     sizes = dict(devices.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
-        raise MeshError(f'mesh {MeshSpec.parse(devices)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".', fix='"net=4,data=2".')
+        raise MeshError(
+            f'mesh {MeshSpec.parse(devices)}: a sweep uses the axes "{NET}" (trials) and "{DATA}".',
+            fix='"net=4,data=2".',
+        )
     if batch_size % sizes.get(DATA, 1):
-        raise DataError(f"batch_size={batch_size} does not divide by data={sizes[DATA]}.", fix=f"a multiple of {sizes[DATA]}.")
+        raise DataError(
+            f"batch_size={batch_size} does not divide by data={sizes[DATA]}.",
+            fix=f"a multiple of {sizes[DATA]}.",
+        )
     places = np.moveaxis(devices.devices, devices.axis_names.index(NET), 0).reshape(sizes[NET], -1)
     ranks = [{device.process_index for device in place} for place in places]
     flat = [rank for of_trial in ranks for rank in sorted(of_trial)]
     if len(flat) > len(ranks) or flat != sorted(flat) or len(set(flat)) < jax.process_count():
         within = math.gcd(sizes.get(DATA, 1), jax.local_device_count())
-        why = f"the positions along {NET} are on processes {', '.join('+'.join(map(str, sorted(of_trial))) for of_trial in ranks)}"
+        why = (
+            f"the positions along {NET} are on processes "
+            f"{', '.join('+'.join(map(str, sorted(of_trial))) for of_trial in ranks)}"
+        )
         rule = "Each trial needs devices of one process; processes come in order, and all take part"
-        raise MeshError(f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.", fix=f'"{NET}={jax.device_count() // within},{DATA}={within}".')
+        raise MeshError(
+            f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.",
+            fix=f'"{NET}={jax.device_count() // within},{DATA}={within}".',
+        )
     return devices
 
 
 def _check_trials_agree(trials: Sequence[Trial], options: Mapping[str, Any]) -> None:
     """Compare options, and every trial's hyper-parameters without the addresses of objects."""
-    facts = {"devices of each process": str(jax.local_device_count()), **{name: str(value) for name, value in options.items()}}
-    check_consistency(facts | {f"trial {trial.number}": re.sub(r" at 0x[0-9a-f]+", "", str(trial.all_values)) for trial in trials})
+    facts = {
+        "devices of each process": str(jax.local_device_count()),
+        **{name: str(value) for name, value in options.items()},
+    }
+    check_consistency(
+        facts
+        | {
+            f"trial {trial.number}": re.sub(r" at 0x[0-9a-f]+", "", str(trial.all_values))
+            for trial in trials
+        }
+    )
 
 
 def _check_programs_agree(packed: VmappedTrials, trial: Trial, call: Piece) -> None:
     """Compare a trial's initial values, and the program of its steps."""
     if jax.process_count() > 1:
         text = packed.lowered(packed.mesh.shape[NET], call.count, call.rows, shared=True).as_text()
-        check_consistency(checksums(packed.init(trial).variables) | text_facts(text, f"the steps of trial {trial.number}"))
+        check_consistency(
+            checksums(packed.init(trial).variables)
+            | text_facts(text, f"the steps of trial {trial.number}")
+        )
 
 
-def _packed(study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]) -> VmappedTrials:
+def _packed(
+    study: SweepConfig, first: Trial, devices: Mesh, resident: Callable[[], Any]
+) -> VmappedTrials:
     """The program of trials like this one; an error names the trial."""
     try:
         packed = VmappedTrials(study, first, devices, resident)
         packed.check_evaluation()
     except SpmdError as error:
         if study.constants(first):
-            error.add_note(f"of trial {first.number}: {', '.join(f'{name}={value!r}' for name, value in first.values.items())}")
+            error.add_note(
+                f"of trial {first.number}: "
+                f"{', '.join(f'{name}={value!r}' for name, value in first.values.items())}"
+            )
         raise
     return packed
 
 
-def _measure(score: str | None, mode: str, study: SweepConfig, program: Program, space: Mapping[str, Any]) -> tuple[str, str]:
-    """The name and mode of the metric that ranks trials; no hyper-parameter may have the name of a column of the table."""
+def _measure(
+    score: str | None, mode: str, study: SweepConfig, program: Program, space: Mapping[str, Any]
+) -> tuple[str, str]:
+    """The name and mode of the metric that ranks trials; no hyper-parameter may have the name of a
+    column of the table.
+    """
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
-    known = [*program.names, *(f"eval_{name}" for name in program.evaluation.names if study.eval_data is not None)]
+    known = [
+        *program.names,
+        *(f"eval_{name}" for name in program.evaluation.names if study.eval_data is not None),
+    ]
     name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
     if name not in known and name.startswith("eval_") and study.eval_data is None:
-        raise OptionError(f'score="{name}": there is no evaluation.', fix="eval_data=..., which has it.")
+        raise OptionError(
+            f'score="{name}": there is no evaluation.', fix="eval_data=..., which has it."
+        )
     if name not in known:
-        raise OptionError(f'score="{name}": there is no such metric.', fix=did_you_mean(name, known))
-    columns = ("trial", "steps", "ended", name, *(f"eval_{metric}" for metric in program.evaluation.names))
+        raise OptionError(
+            f'score="{name}": there is no such metric.', fix=did_you_mean(name, known)
+        )
+    columns = (
+        "trial",
+        "steps",
+        "ended",
+        name,
+        *(f"eval_{metric}" for metric in program.evaluation.names),
+    )
     for hyperparameter in space:
         if hyperparameter in columns:
             fix = "another name for the hyper-parameter."
-            raise OptionError(f'space: "{hyperparameter}" is a column of the table already.', fix=fix)
+            raise OptionError(
+                f'space: "{hyperparameter}" is a column of the table already.', fix=fix
+            )
     return name, mode

@@ -1,4 +1,6 @@
-"""The configuration of a sweep: which function takes each hyper-parameter, and which trials can share a program."""
+"""The configuration of a sweep: which function takes each hyper-parameter, and which trials can
+share a program.
+"""
 
 import dataclasses
 import inspect
@@ -19,7 +21,9 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One setting of the hyper-parameters: its number in the sweep, its values by name, and its seed."""
+    """One setting of the hyper-parameters: its number in the sweep, its values by name, and its
+    seed.
+    """
 
     number: int
     values: Mapping[str, Any]
@@ -35,8 +39,9 @@ class Trial:
 class SweepConfig:
     """Everything that the trials of a sweep share.
 
-    `config.model` and `config.optimizer` are functions of hyper-parameters by name. Floats that the optimizer takes are traced, so trials
-    that differ only in them share one program; every other value is a constant of its program.
+    `config.model` and `config.optimizer` are functions of hyper-parameters by name. Floats that the
+    optimizer takes are traced, so trials that differ only in them share one program; every other
+    value is a constant of its program.
     """
 
     config: TrainConfig
@@ -51,19 +56,46 @@ class SweepConfig:
         Raises:
           OptionError: such a name; or a function with an argument that is not in the space.
         """
-        for option, function in (("make_model", self.config.model), ("optimizer", self.config.optimizer)):
+        for option, function in (
+            ("make_model", self.config.model),
+            ("optimizer", self.config.optimizer),
+        ):
             if not callable(function) or isinstance(function, nnx.Module | linen.Module):
-                fix = "lambda learning_rate: optax.adam(learning_rate)" if option == "optimizer" else "lambda width: Net(width)"
-                raise OptionError(f"{option}={short_repr(function)} is not a function of hyper-parameters.", fix=f"{option}={fix}.")
-            required = [p.name for p in _parameters(function) if p.default is p.empty and p.kind not in _VARIADIC]
+                fix = (
+                    "lambda learning_rate: optax.adam(learning_rate)"
+                    if option == "optimizer"
+                    else "lambda width: Net(width)"
+                )
+                raise OptionError(
+                    f"{option}={short_repr(function)} is not a function of hyper-parameters.",
+                    fix=f"{option}={fix}.",
+                )
+            required = [
+                p.name
+                for p in _parameters(function)
+                if p.default is p.empty and p.kind not in _VARIADIC
+            ]
             missing = [name for name in required if name not in space and name != SEED]
             if missing:
-                fix = _of_class(function, missing, space) if isinstance(function, type) else _of_argument(missing[0], space)
-                raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=fix)
+                fix = (
+                    _of_class(function, missing, space)
+                    if isinstance(function, type)
+                    else _of_argument(missing[0], space)
+                )
+                raise OptionError(
+                    f'{option} takes "{missing[0]}", which is not in the space.', fix=fix
+                )
         for name in takes(self.config.model, space):
             if isinstance(space[name], Between):
-                why = f"make_model takes {name}, drawn from {space[name]}: each trial would compile its own program."
-                raise OptionError(why, fix="a list of a few values; only values of the optimizer can be drawn from a distribution.")
+                why = (
+                    f"make_model takes {name}, drawn from {space[name]}: each trial would compile "
+                    "its own program."
+                )
+                raise OptionError(
+                    why,
+                    fix="a list of a few values; only values of the optimizer can be drawn from a "
+                    "distribution.",
+                )
         used = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
         for name in space:
             if name not in used:
@@ -73,7 +105,12 @@ class SweepConfig:
     def train_config(self, trial: Trial) -> TrainConfig:
         """The arguments of `fit` that train this trial alone."""
         values = trial.all_values
-        return dataclasses.replace(self.config, model=self.model(values), optimizer=self.optimizer_of(values), seed=trial.seed)
+        return dataclasses.replace(
+            self.config,
+            model=self.model(values),
+            optimizer=self.optimizer_of(values),
+            seed=trial.seed,
+        )
 
     def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
         """A function that builds the model of a trial."""
@@ -82,7 +119,9 @@ class SweepConfig:
 
     @property
     def builds_from_seed(self) -> bool:
-        """Whether make_model takes the seed; otherwise only linen and functional models, which receive a key, depend on it."""
+        """Whether make_model takes the seed; otherwise only linen and functional models, which
+        receive a key, depend on it.
+        """
         return bool(takes(self.config.model, [SEED]))
 
     def optimizer_of(self, values: Mapping[str, Any]) -> Any:
@@ -98,8 +137,10 @@ class SweepConfig:
             raise
         except Exception as error:
             raise OptimizerError(
-                f"optimizer({', '.join(picked)}) fails: {first_line(error)}\n    Floats are traced, so that many values share one program.",
-                fix="no Python branch on such a value; or pass strings or integers, which are constants of the program.",
+                f"optimizer({', '.join(picked)}) fails: {first_line(error)}\n    Floats are "
+                "traced, so that many values share one program.",
+                fix="no Python branch on such a value; or pass strings or integers, which are "
+                "constants of the program.",
             ) from error
 
     def traced(self, trial: Trial) -> dict[str, float]:
@@ -114,7 +155,11 @@ class SweepConfig:
     def constants(self, trial: Trial) -> tuple:
         """The values that are constants of the program: trials with equal ones share it."""
         arguments = (*self.traced(trial), SEED)
-        return tuple((name, repr(value), _same(value)) for name, value in trial.values.items() if name not in arguments)
+        return tuple(
+            (name, repr(value), _same(value))
+            for name, value in trial.values.items()
+            if name not in arguments
+        )
 
 
 def _same(value: Any) -> Any:
@@ -134,7 +179,9 @@ def _of_argument(missing: str, space: Mapping[str, Any]) -> str:
 
 
 def _of_class(kind: type, missing: Sequence[str], space: Mapping[str, Any]) -> str:
-    """A fix for a class in the place of a function: one that calls it, with the arguments that are not in the space."""
+    """A fix for a class in the place of a function: one that calls it, with the arguments that are
+    not in the space.
+    """
     varied = takes(kind, [*space, SEED])
     arguments = [f"{name}={name}" for name in varied]
     arguments += ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in missing]

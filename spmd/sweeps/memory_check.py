@@ -13,7 +13,9 @@ from spmd.tree import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class _Need:
-    """Bytes on each device of a call of steps: what `trials` keep, the data, and what the compiler adds (None: it was not asked)."""
+    """Bytes on each device of a call of steps: what `trials` keep, the data, and what the compiler
+    adds (None: it was not asked).
+    """
 
     trials: int
     state: int
@@ -26,17 +28,23 @@ class _Need:
 
     def __str__(self) -> str:
         parts = [f"{format_bytes(self.state)} of state", f"{format_bytes(self.data)} of data"]
-        parts += [] if self.temporaries is None else [f"{format_bytes(self.temporaries)} of temporaries"]
+        parts += (
+            [] if self.temporaries is None else [f"{format_bytes(self.temporaries)} of temporaries"]
+        )
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def check_room(packed: VmappedTrials, trials: Sequence[Trial], at_once: int | None, call: Piece) -> None:
-    """Refuse trials of one program that have no room side by side; devices that do not say what they have (CPUs do not) are believed.
+def check_room(
+    packed: VmappedTrials, trials: Sequence[Trial], at_once: int | None, call: Piece
+) -> None:
+    """Refuse trials of one program that have no room side by side; devices that do not say what
+    they have (CPUs do not) are believed.
 
     The first call's program is compiled for it, once: that call then runs what was compiled.
 
     Raises:
-      DeviceMemoryError: they need more than a device has; how many at once would fit, which was tried.
+      DeviceMemoryError: they need more than a device has; how many at once would fit, which was
+        tried.
     """
     limit, slots = memory_limit(packed.mesh), packed.mesh.shape[NET]
     if limit is None:
@@ -45,22 +53,31 @@ def check_room(packed: VmappedTrials, trials: Sequence[Trial], at_once: int | No
     need = _need(packed, trials[:count], call, limit)
     if need.peak <= limit:
         return
-    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind  # bytes of one trial's state
+    # bytes of one trial's state
+    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind
     fewer = min(need.trials - 1, (limit - need.data) // each if each else 0)
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
         fewer //= 2
     if fewer > 0:
         fix = f"at_once={fewer * slots}, {fewer} on each device; or more devices along {NET}"
     elif need.data > limit:
-        fix = "fewer examples; or spmd.fit for one network after the other, which keeps no copy of the data on the devices"
+        fix = (
+            "fewer examples; or spmd.fit for one network after the other, which keeps no copy of "
+            "the data on the devices"
+        )
     elif need.data + each > limit:
-        fix = "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that shards them"
+        fix = (
+            "a smaller model, or an optimizer that keeps less; or spmd.fit, with a layout that "
+            "shards them"
+        )
     else:
         fix = "a smaller batch; or a trial over several devices, such as net=4,data=2"
     raise DeviceMemoryError(
-        f"{count} trials at once need {format_bytes(need.peak)} of {format_bytes(limit)} on each {kind} "
+        f"{count} trials at once need {format_bytes(need.peak)} of {format_bytes(limit)} on each "
+        f"{kind} "
         f"({need.peak / limit:.0%}): {need}.\n"
-        f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} of state each.",
+        f"    Each of {packed.mesh.size} devices has {need.trials} of them, {format_bytes(each)} "
+        "of state each.",
         fix=f"{fix}. check_memory=False starts all the same.",
     )
 
@@ -74,6 +91,13 @@ def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: in
     if need.peak > limit:
         return need
     seeds = len({trial.seed for trial in trials})
-    memory = packed.lowered(slots, call.count, call.rows, shared=seeds == 1).compile().memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    memory = (
+        packed.lowered(slots, call.count, call.rows, shared=seeds == 1).compile().memory_analysis()
+    )
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
     return dataclasses.replace(need, temporaries=max(0, peak - need.peak))

@@ -1,4 +1,6 @@
-"""What came of a sweep: each trial's values, score and curve, as a table, and the best of them as results of their own."""
+"""What came of a sweep: each trial's values, score and curve, as a table, and the best of them as
+results of their own.
+"""
 
 import csv
 import dataclasses
@@ -27,8 +29,8 @@ class TrialResult:
       score: what trials are compared by; not finite where it diverged.
       metrics: of its newest evaluation; empty without data to evaluate.
       history: metrics of every step, and the evaluations.
-      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite, or too many updates in a
-        row were skipped), with the step.
+      ended: "done", or "dropped" (others were better) or "diverged" (the loss was not finite, or
+        too many updates in a row were skipped), with the step.
     """
 
     trial: Trial
@@ -55,7 +57,10 @@ class TrialResult:
           OptionError: its arrays were not kept.
         """
         if self._build is None:
-            raise OptionError(f"the arrays of trial {self.number} were not kept: it is not among the best.", fix="sweep(keep=...).")
+            raise OptionError(
+                f"the arrays of trial {self.number} were not kept: it is not among the best.",
+                fix="sweep(keep=...).",
+            )
         return self._build()
 
 
@@ -76,25 +81,49 @@ class Sweep:
     programs: int
 
     def ensemble(self, top: int | None = None, **options: Any) -> Ensemble:
-        """The best trials, or the first `top` of them, as one that answers together; options are those of `spmd.Ensemble`.
+        """The best trials, or the first `top` of them, as one that answers together; options are
+        those of `spmd.Ensemble`.
 
         Raises:
           OptionError: so many were not kept.
         """
         count = len(self.best) if top is None else top
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.best):
-            raise OptionError(f"top={top!r}, and the arrays of {len(self.best)} trials were kept.", fix="fewer; or sweep(keep=...).")
-        return Ensemble({f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options)
+        if (
+            isinstance(count, bool)
+            or not isinstance(count, int)
+            or not 1 <= count <= len(self.best)
+        ):
+            raise OptionError(
+                f"top={top!r}, and the arrays of {len(self.best)} trials were kept.",
+                fix="fewer; or sweep(keep=...).",
+            )
+        return Ensemble(
+            {f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options
+        )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table, a dict for each trial, the best first; those that were dropped after those that were not."""
+        """The table, a dict for each trial, the best first; those that were dropped after those
+        that were not.
+        """
         score, mode = self.measure
 
         def order(tried: TrialResult) -> tuple:
-            return tried.ended != "done", -len(tried.history), *rank(tried.score, mode), tried.number
+            return (
+                tried.ended != "done",
+                -len(tried.history),
+                *rank(tried.score, mode),
+                tried.number,
+            )
 
         return [
-            {"trial": tried.number, **tried.values, score: tried.score, **tried.metrics, "steps": len(tried.history), "ended": tried.ended}
+            {
+                "trial": tried.number,
+                **tried.values,
+                score: tried.score,
+                **tried.metrics,
+                "steps": len(tried.history),
+                "ended": tried.ended,
+            }
             for tried in sorted(self.trials, key=order)
         ]
 
@@ -124,7 +153,10 @@ class Sweep:
     def _cells(self) -> list[list[str]]:
         curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
         rows = self.rows()
-        return [[*rows[0], "loss"], *([*map(_cell, row.values()), curves[row["trial"]]] for row in rows)]
+        return [
+            [*rows[0], "loss"],
+            *([*map(_cell, row.values()), curves[row["trial"]]] for row in rows),
+        ]
 
 
 def _cell(value: Any) -> str:

@@ -52,7 +52,9 @@ class _Record:
 
 @dataclasses.dataclass
 class SweepRunner:
-    """A sweep that is ready to run. `plan` holds each rung's number of trials and last step; `measure` the metric and mode."""
+    """A sweep that is ready to run. `plan` holds each rung's number of trials and last step;
+    `measure` the metric and mode.
+    """
 
     study: SweepConfig
     programs: Mapping[tuple, VmappedTrials]
@@ -66,51 +68,87 @@ class SweepRunner:
     progress: Any
     _steps: int = dataclasses.field(default=0, init=False)  # done so far, over all trials
     _total: int = dataclasses.field(default=0, init=False)  # to do, over all trials
-    _trained: int = dataclasses.field(default=0, init=False)  # of these steps, those that this process did not restore
+    # of these steps, those that this process did not restore
+    _trained: int = dataclasses.field(default=0, init=False)
     _lowest: float = dataclasses.field(default=math.nan, init=False)  # loss in the newest steps
-    _begun: bool = dataclasses.field(default=False, init=False)  # whether there was a chunk to train
-    _ending: bool = dataclasses.field(default=False, init=False)  # whether all processes end the sweep before its end
-    _asked: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)  # numbers the questions whether to end
+    # whether there was a chunk to train
+    _begun: bool = dataclasses.field(default=False, init=False)
+    # whether all processes end the sweep before its end
+    _ending: bool = dataclasses.field(default=False, init=False)
+    # numbers the questions whether to end
+    _asked: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
         """Run all rungs; the best trials are saved in `folder`, one run each."""
         records = {trial.number: _Record([], []) for trial in trials}
         starts = [0, *(stop for _, stop in self.plan[:-1])]
-        self._total = sum(count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True))
+        self._total = sum(
+            count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)
+        )
         self.progress.start(0, self._total)
         try:
             alive, states = list(trials), dict[int, Any]()
             for rung, (count, stop) in enumerate(self.plan):
                 last = rung == len(self.plan) - 1
                 if rung:
-                    chosen = best({trial.number: records[trial.number].score for trial in alive}, count, self.measure[1])
+                    chosen = best(
+                        {trial.number: records[trial.number].score for trial in alive},
+                        count,
+                        self.measure[1],
+                    )
                     for trial in alive:
                         if trial.number not in chosen and records[trial.number].ended == "done":
-                            records[trial.number].ended = f"dropped at step {self.plan[rung - 1][1]}"
-                    alive = [trial for trial in alive if trial.number in chosen and records[trial.number].ended == "done"]
+                            records[
+                                trial.number
+                            ].ended = f"dropped at step {self.plan[rung - 1][1]}"
+                    alive = [
+                        trial
+                        for trial in alive
+                        if trial.number in chosen and records[trial.number].ended == "done"
+                    ]
                 states = self._rung(rung, alive, records, states, stop, last=last)
-            kept = best({number: records[number].score for number in states}, self.keep, self.measure[1])
+            kept = best(
+                {number: records[number].score for number in states}, self.keep, self.measure[1]
+            )
             kept = [number for number in kept if math.isfinite(records[number].score)]
-            found = self._sweep(trials, records, {number: states[number] for number in kept}, folder)
-            if reason := first_nonempty(watchdog.current().requested_stop_reason if self._begun else ""):
+            found = self._sweep(
+                trials, records, {number: states[number] for number in kept}, folder
+            )
+            if reason := first_nonempty(
+                watchdog.current().requested_stop_reason if self._begun else ""
+            ):
                 _end(reason)  # it came too late to end anything
             return found
         finally:
             self.progress.close()
 
     def _rung(
-        self, rung: int, alive: Sequence[Trial], records: dict[int, _Record], states: Mapping[int, Any], stop: int, *, last: bool
+        self,
+        rung: int,
+        alive: Sequence[Trial],
+        records: dict[int, _Record],
+        states: Mapping[int, Any],
+        stop: int,
+        *,
+        last: bool,
     ) -> dict[int, Any]:
         """Train trials up to a step; return the host states of those that may be promoted."""
         promotable: dict[int, Any] = {}
         start = self.plan[rung - 1][1] if rung else 0
         for number, (packed, trials) in enumerate(self._chunks(alive)):
-            history, evaluations, after = self._chunk(rung, number, packed, trials, states, start, stop)
+            history, evaluations, after = self._chunk(
+                rung, number, packed, trials, states, start, stop
+            )
             for place, trial in enumerate(trials):
                 self._note(records[trial.number], packed, history[place], evaluations[place], stop)
                 promotable[trial.number] = None
             count = self.keep if last else self.plan[rung + 1][0]
-            promotable = {key: promotable[key] for key in best({key: records[key].score for key in promotable}, count, self.measure[1])}
+            promotable = {
+                key: promotable[key]
+                for key in best(
+                    {key: records[key].score for key in promotable}, count, self.measure[1]
+                )
+            }
             promotable |= {} if after is None else after.host_states(promotable)
         return promotable
 
@@ -119,14 +157,26 @@ class SweepRunner:
         for key, packed in self.programs.items():
             sharing = [trial for trial in alive if self.study.constants(trial) == key]
             size = self.at_once or len(sharing) or 1
-            yield from ((packed, sharing[first : first + size]) for first in range(0, len(sharing), size))
+            yield from (
+                (packed, sharing[first : first + size]) for first in range(0, len(sharing), size)
+            )
 
     def _chunk(
-        self, rung: int, number: int, packed: VmappedTrials, trials: Sequence[Trial], states: Mapping[int, Any], start: int, stop: int
+        self,
+        rung: int,
+        number: int,
+        packed: VmappedTrials,
+        trials: Sequence[Trial],
+        states: Mapping[int, Any],
+        start: int,
+        stop: int,
     ) -> tuple[np.ndarray, list[dict[str, float]], Chunk | None]:
-        """Measurements and evaluations of the trials of a chunk, and the chunk; None if its states were cleared away."""
+        """Measurements and evaluations of the trials of a chunk, and the chunk; None if its states
+        were cleared away.
+        """
         done, run = self.storage.finished(rung, number), Chunk(packed, trials, stop, None)
-        if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):  # a damaged chunk is trained again
+        # a damaged chunk is trained again
+        if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):
             self._count(packed, len(trials) * (stop - start))
             return *done, None if self.storage.cleared else run
         slots, watch = filled(trials, packed), watchdog.current()
@@ -147,7 +197,14 @@ class SweepRunner:
         with self.storage.saving(rung, number, run) as save:
             if run.step < stop:
                 save = watch.in_phase("save")(save)
-                run.run(stop, limit=self.steps_per_call, every=self.every, save=save, report=report, ends=self._ends)
+                run.run(
+                    stop,
+                    limit=self.steps_per_call,
+                    every=self.every,
+                    save=save,
+                    report=report,
+                    ends=self._ends,
+                )
             if not self._ending:
                 with watch.in_phase("eval"):
                     evaluations = run.evaluate()
@@ -160,7 +217,9 @@ class SweepRunner:
         return run.history, evaluations, run
 
     def _begin(self) -> None:
-        """Before the first chunk that trains: from now on SIGTERM and Ctrl-C end a sweep that has a folder after a save."""
+        """Before the first chunk that trains: from now on SIGTERM and Ctrl-C end a sweep that has a
+        folder after a save.
+        """
         if not self._begun:
             self._begun, watch = True, watchdog.current()
             watch.begin_run(self._steps)
@@ -168,7 +227,9 @@ class SweepRunner:
                 stop_by(watch.request_stop)
 
     def _ends(self) -> bool:
-        """Whether all processes end the sweep here, since one of them was asked to. All ask at the same points."""
+        """Whether all processes end the sweep here, since one of them was asked to. All ask at the
+        same points.
+        """
         watch = watchdog.current()
         watch.has_trained = True
         self._ending = watch.should_stop(self._steps, next(self._asked))
@@ -186,10 +247,21 @@ class SweepRunner:
             pace = Pace(self._trained * packed.program.rows, time.monotonic())
             self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, pace)
 
-    def _note(self, record: _Record, packed: VmappedTrials, history: np.ndarray, evaluation: dict[str, float], stop: int) -> None:
+    def _note(
+        self,
+        record: _Record,
+        packed: VmappedTrials,
+        history: np.ndarray,
+        evaluation: dict[str, float],
+        stop: int,
+    ) -> None:
         """Record a rung of a trial."""
         record.measured.append(history)
-        record.evaluations += [(stop, {f"eval_{name}": value for name, value in evaluation.items()})] if evaluation else []
+        record.evaluations += (
+            [(stop, {f"eval_{name}": value for name, value in evaluation.items()})]
+            if evaluation
+            else []
+        )
         names, name = packed.program.names, self.measure[0]
         with np.errstate(all="ignore"):
             values = record.steps[:, 0] / record.steps[:, 1]
@@ -205,61 +277,118 @@ class SweepRunner:
             column = column[np.isfinite(column) | ~skipped[newest]]
             record.score = float(column.mean(dtype=np.float64)) if len(column) else math.nan
 
-    def _sweep(self, trials: Sequence[Trial], records: Mapping[int, _Record], states: Mapping[int, Any], folder: Path | None) -> Sweep:
-        if jax.process_count() > 1:  # files are read by all processes together, which need not ask for a result together
-            cleared = [trial for trial in trials if trial.number in states and states[trial.number] is None]
-            states = {**states, **{trial.number: self._result(trial, None, History(()), folder).state for trial in cleared}}
-        tried = [self._trial_result(trial, records[trial.number], states, folder) for trial in trials]
+    def _sweep(
+        self,
+        trials: Sequence[Trial],
+        records: Mapping[int, _Record],
+        states: Mapping[int, Any],
+        folder: Path | None,
+    ) -> Sweep:
+        # files are read by all processes together, which need not ask for a result together
+        if jax.process_count() > 1:
+            cleared = [
+                trial for trial in trials if trial.number in states and states[trial.number] is None
+            ]
+            states = {
+                **states,
+                **{
+                    trial.number: self._result(trial, None, History(()), folder).state
+                    for trial in cleared
+                },
+            }
+        tried = [
+            self._trial_result(trial, records[trial.number], states, folder) for trial in trials
+        ]
         kept = [tried[number] for number in states]
         if folder is not None:
             for result in kept:
                 self._keep(result, folder / f"trial-{result.number:04d}")
             self.storage.clear()  # only now: from the chunks, missing results could be rebuilt
-        return Sweep(tried, kept, self.measure, sum(packed.compilations() for packed in self.programs.values()))
+        return Sweep(
+            tried,
+            kept,
+            self.measure,
+            sum(packed.compilations() for packed in self.programs.values()),
+        )
 
-    def _trial_result(self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None) -> TrialResult:
+    def _trial_result(
+        self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None
+    ) -> TrialResult:
         packed = self.programs[self.study.constants(trial)]
         history = History(packed.program.names)
         history.add_steps(1, record.steps)
         for step, evaluation in record.evaluations:
             history.add_evaluation(step, evaluation)
-        build = functools.partial(self._result, trial, states[trial.number], history, folder) if trial.number in states else None
-        return TrialResult(trial, record.score, record.evaluations[-1][1] if record.evaluations else {}, history, record.ended, build)
+        build = (
+            functools.partial(self._result, trial, states[trial.number], history, folder)
+            if trial.number in states
+            else None
+        )
+        return TrialResult(
+            trial,
+            record.score,
+            record.evaluations[-1][1] if record.evaluations else {},
+            history,
+            record.ended,
+            build,
+        )
 
-    def _result(self, trial: Trial, state: State | None, history: History, folder: Path | None) -> Result:
+    def _result(
+        self, trial: Trial, state: State | None, history: History, folder: Path | None
+    ) -> Result:
         study = self.study
         workers = self.programs[study.constants(trial)].placed.resolved.workers
         mesh = make_mesh({"data": workers}, devices=jax.local_devices()[:workers])
         trainer = Trainer(**vars(study.train_config(trial)), mesh=mesh, layout=study.layout)
         trainer.prepare(study.data.sample())
         if state is None and folder is not None:
-            return Result(trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer)
+            return Result(
+                trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer
+            )
         wanted = trainer.abstract_state
-        return Result(jax.tree.map(lambda leaf, like: place_copy(leaf, like.sharding), state, wanted), history, None, trainer)
+        return Result(
+            jax.tree.map(lambda leaf, like: place_copy(leaf, like.sharding), state, wanted),
+            history,
+            None,
+            trainer,
+        )
 
     def _keep(self, tried: TrialResult, place: Path) -> None:
-        """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)` resumes."""
+        """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)`
+        resumes.
+        """
         if first_nonempty("kept" if place.is_dir() else ""):
             return
         result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
         about = result.trainer.about(data)
-        more = {"position": dataclasses.asdict(Position(epoch, batch)), "callbacks": [], "pace": None}
+        more = {
+            "position": dataclasses.asdict(Position(epoch, batch)),
+            "callbacks": [],
+            "pace": None,
+        }
         unfinished = place.with_name(f".{place.name}")
         if is_writer() and unfinished.exists():
             shutil.rmtree(unfinished)
         first_nonempty("")  # a barrier
-        everywhere = NamedSharding(self.programs[self.study.constants(tried.trial)].mesh, PartitionSpec())  # all processes write
+        # all processes write
+        everywhere = NamedSharding(
+            self.programs[self.study.constants(tried.trial)].mesh, PartitionSpec()
+        )
         state = jax.tree.map(lambda leaf: place_copy(leaf, everywhere), result.state)
         with open_checkpoints(unfinished) as store:
             store.save(state, int(result.state.step), {**about, **more}, {})
-        in_writer(lambda: publish(unfinished, place))  # complete, or absent; no process returns before it is there
+        # complete, or absent; no process returns before it is there
+        in_writer(lambda: publish(unfinished, place))
 
 
 def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each step of a trial, bool[steps]: whether its update was skipped, and whether `fit` would have ended there as diverged.
+    """Of each step of a trial, bool[steps]: whether its update was skipped, and whether `fit` would
+    have ended there as diverged.
 
-    >>> skipped_and_diverged(np.array([[[np.nan, 2], [1, 1]], [[np.nan, 0], [1, 0]]]), ("loss", "skips_left"))
+    >>> skipped_and_diverged(
+    ...     np.array([[[np.nan, 2], [1, 1]], [[np.nan, 0], [1, 0]]]), ("loss", "skips_left")
+    ... )
     (array([ True, False]), array([False,  True]))
     """
     with np.errstate(all="ignore"):

@@ -27,7 +27,9 @@ class Between:
     log: bool
 
     def at(self, place: float) -> float:
-        """The value at a place from 0 to 1, as float32 has it, so that it is the same wherever it goes."""
+        """The value at a place from 0 to 1, as float32 has it, so that it is the same wherever it
+        goes.
+        """
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = low + place * (high - low)
         return float(np.float32(math.exp(value) if self.log else value))
@@ -75,10 +77,21 @@ def log_uniform(low: float, high: float) -> Between:
 
 
 def _between(name: str, low: float, high: float, *, log: bool) -> Between:
-    numbers = all(isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) for x in (low, high))
-    if not numbers or not low < high or not abs(low) <= LARGEST >= abs(high) or (log and not low >= SMALLEST):
+    numbers = all(
+        isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
+        for x in (low, high)
+    )
+    if (
+        not numbers
+        or not low < high
+        or not abs(low) <= LARGEST >= abs(high)
+        or (log and not low >= SMALLEST)
+    ):
         wanted = "two finite numbers above 0" if log else "two finite numbers"
-        raise OptionError(f"{name}({low!r}, {high!r}).", fix=f"{wanted}, the smaller one first, as float32 has them.")
+        raise OptionError(
+            f"{name}({low!r}, {high!r}).",
+            fix=f"{wanted}, the smaller one first, as float32 has them.",
+        )
     return Between(float(low), float(high), log)
 
 
@@ -93,26 +106,43 @@ def check_space(space: Any) -> dict[str, Any]:
         raise OptionError(f"space={space!r}: wanted names and what each may be.", fix=fix)
     checked = {name: _check_choices(name, choices) for name, choices in space.items()}
     seeds = checked.get(SEED, [0])
-    if isinstance(seeds, Between) or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
-        raise OptionError(f"space: seed={seeds}.", fix="whole numbers from 0 to 2**32 - 1, such as range(64).")
+    if isinstance(seeds, Between) or not all(
+        type(seed) is int and 0 <= seed < 2**32 for seed in seeds
+    ):
+        raise OptionError(
+            f"space: seed={seeds}.", fix="whole numbers from 0 to 2**32 - 1, such as range(64)."
+        )
     return checked
 
 
 def _check_choices(name: Any, choices: Any) -> Between | list:
     """What one hyper-parameter may be: a distribution, or values, floats as float32 has them."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise OptionError(f"space: {name!r} is no name of an argument.", fix='such as {"learning_rate": [0.1, 0.01]}.')
+        raise OptionError(
+            f"space: {name!r} is no name of an argument.",
+            fix='such as {"learning_rate": [0.1, 0.01]}.',
+        )
     if isinstance(choices, Between):
         return choices
-    if not isinstance(choices, Sequence | np.ndarray) or isinstance(choices, str) or not len(choices):
+    if (
+        not isinstance(choices, Sequence | np.ndarray)
+        or isinstance(choices, str)
+        or not len(choices)
+    ):
         fix = "a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
         raise OptionError(f"space: {name}={choices!r} is {type_name(choices)}.", fix=fix)
     values = [value.item() if isinstance(value, np.generic) else value for value in choices]
     for value in values:
         if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
-            raise OptionError(f"space: {name}={value!r} is no number that float32 has.", fix="leave it out of the list.")
+            raise OptionError(
+                f"space: {name}={value!r} is no number that float32 has.",
+                fix="leave it out of the list.",
+            )
         if isinstance(value, np.ndarray | jax.Array):
-            raise OptionError(f"space: a value of {name} is an array, {describe(value)}.", fix="numbers, names, tuples.")
+            raise OptionError(
+                f"space: a value of {name} is an array, {describe(value)}.",
+                fix="numbers, names, tuples.",
+            )
     return [float(np.float32(value)) if isinstance(value, float) else value for value in values]
 
 
@@ -123,14 +153,20 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
       count: the number of combinations that the user expects; None: not given.
 
     Raises:
-      OptionError: a name has a distribution and no values; or `count` is not the number of combinations, or missing where they are many.
+      OptionError: a name has a distribution and no values; or `count` is not the number of
+        combinations, or missing where they are many.
     """
     for name, choices in space.items():
         if isinstance(choices, Between):
-            raise OptionError(f'search="grid" wants values, and {name} is {choices}.', fix='a list of them, or search="random".')
+            raise OptionError(
+                f'search="grid" wants values, and {name} is {choices}.',
+                fix='a list of them, or search="random".',
+            )
     size = math.prod(len(choices) for choices in space.values())
     if count not in (None, size):
-        raise OptionError(f"trials={count}, and the grid has {size} combinations.", fix="leave trials out.")
+        raise OptionError(
+            f"trials={count}, and the grid has {size} combinations.", fix="leave trials out."
+        )
     if count is None and size > MANY:
         how = " x ".join(f"{len(choices)} of {name}" for name, choices in space.items())
         fix = f'trials={size}, if so many are wanted; or search="random" and fewer'
@@ -139,11 +175,20 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
 
 
 def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` trials at random. What trial i has depends on the seed, on i and on each name, and on nothing else in the space."""
+    """`count` trials at random. What trial i has depends on the seed, on i and on each name, and on
+    nothing else in the space.
+    """
 
     def value(name: str, choices: Any, trial: int) -> Any:
         key = np.array([seed, (trial << 32) | zlib.crc32(name.encode())], np.uint64)
         place = np.random.Generator(np.random.Philox(key=key)).random()
-        return choices.at(place) if isinstance(choices, Between) else choices[int(place * len(choices))]
+        return (
+            choices.at(place)
+            if isinstance(choices, Between)
+            else choices[int(place * len(choices))]
+        )
 
-    return [{name: value(name, choices, trial) for name, choices in space.items()} for trial in range(count)]
+    return [
+        {name: value(name, choices, trial) for name, choices in space.items()}
+        for trial in range(count)
+    ]

@@ -33,8 +33,14 @@ def is_writer() -> bool:
 
 
 def in_writer(action: Callable[[], Result]) -> Result | None:
-    """Call a function in the process that writes, while the others wait; its error is raised in all."""
-    return raise_everywhere(lambda: action() if is_writer() else None, CheckpointError, "the sweep's folder cannot be used")
+    """Call a function in the process that writes, while the others wait; its error is raised in
+    all.
+    """
+    return raise_everywhere(
+        lambda: action() if is_writer() else None,
+        CheckpointError,
+        "the sweep's folder cannot be used",
+    )
 
 
 @contextlib.contextmanager
@@ -62,7 +68,9 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
 
 @contextlib.contextmanager
 def open_checkpoints(folder: Path) -> Iterator[CheckpointStore]:
-    """Checkpoints in a folder, which is made if it is not there. On exit, saves in progress are complete."""
+    """Checkpoints in a folder, which is made if it is not there. On exit, saves in progress are
+    complete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(Checkpoint(folder, keep=1))
     try:
@@ -71,13 +79,21 @@ def open_checkpoints(folder: Path) -> Iterator[CheckpointStore]:
         store.release()
         raise
     store.close()
-    first_nonempty("")  # a barrier: each process looks whether its last save is there, before anything moves it
+    # a barrier: each process looks whether its last save is there, before anything moves it
+    first_nonempty("")
 
 
 class SweepStore:
     """A sweep's folder, which exists. Without one (None) nothing is kept, and nothing is found."""
 
-    def __init__(self, folder: Path | None, about: Mapping[str, str], *, resume: bool, owner: FolderOwnership | None = None):
+    def __init__(
+        self,
+        folder: Path | None,
+        about: Mapping[str, str],
+        *,
+        resume: bool,
+        owner: FolderOwnership | None = None,
+    ):
         self._folder, self._owner = folder, owner
         if folder is not None:
             in_writer(lambda: self._open(folder, about, resume=resume))
@@ -86,19 +102,36 @@ class SweepStore:
         file = folder / ABOUT
         with wrap_os_errors(file, CheckpointError):
             if not file.exists():
-                if any(not path.name.startswith(".") and path.name not in (OWNER_FILE, PROGRAMS) for path in folder.iterdir()):
-                    raise CheckpointError(f"{folder} is not empty, and holds no sweep.", fix="another folder.")
+                if any(
+                    not path.name.startswith(".") and path.name not in (OWNER_FILE, PROGRAMS)
+                    for path in folder.iterdir()
+                ):
+                    raise CheckpointError(
+                        f"{folder} is not empty, and holds no sweep.", fix="another folder."
+                    )
                 checksummed_files.write(file, _json(dict(about)))
                 return
         if not resume:
-            raise CheckpointError(f"{folder} already holds a sweep.", fix="resume=True to resume it, or another folder.")
+            raise CheckpointError(
+                f"{folder} already holds a sweep.",
+                fix="resume=True to resume it, or another folder.",
+            )
         try:
             before = json.loads(checksummed_files.read(file) or b"{}")
         except checksummed_files.DamagedFileError as why:
-            raise CheckpointError(f"{file} is damaged, so what the sweep was is not known: {why}.", fix="another folder.") from why
-        names = [name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)]
-        problems = [Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names]
-        raise_problems(CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems)
+            raise CheckpointError(
+                f"{file} is damaged, so what the sweep was is not known: {why}.",
+                fix="another folder.",
+            ) from why
+        names = [
+            name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)
+        ]
+        problems = [
+            Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names
+        ]
+        raise_problems(
+            CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems
+        )
 
     @property
     def keeps(self) -> bool:
@@ -107,24 +140,36 @@ class SweepStore:
 
     @functools.cached_property
     def cleared(self) -> bool:
-        """Whether only the best have states, since the sweep came to its end, and nothing that needs other states is to be done again."""
+        """Whether only the best have states, since the sweep came to its end, and nothing that
+        needs other states is to be done again.
+        """
         if self._folder is None:
             return False
         chunks = json.loads(self._read(self._folder / END) or b"null")
-        return chunks is not None and all(self.finished(rung, chunk) is not None for rung, chunk in chunks if rung)
+        return chunks is not None and all(
+            self.finished(rung, chunk) is not None for rung, chunk in chunks if rung
+        )
 
     def place(self, rung: int, chunk: int) -> Path | None:
         """Where a chunk of a rung is kept."""
         return None if self._folder is None else self._folder / "chunks" / f"{rung}-{chunk}"
 
     def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
-        """The measurements and evaluations of a chunk that was brought to its end, if they are as they were written."""
+        """The measurements and evaluations of a chunk that was brought to its end, if they are as
+        they were written.
+        """
         place = self.place(rung, chunk)
-        if place is None or (evaluations := self._read(place / DONE)) is None or (history := self._read(place / "end.npy")) is None:
+        if (
+            place is None
+            or (evaluations := self._read(place / DONE)) is None
+            or (history := self._read(place / "end.npy")) is None
+        ):
             return None
         return _history(history), json.loads(evaluations)
 
-    def finish(self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]) -> None:
+    def finish(
+        self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]
+    ) -> None:
         """A chunk is at its end."""
         place = self.place(rung, chunk)
         if place is not None and is_writer():
@@ -146,13 +191,16 @@ class SweepStore:
                 run.measured, run.step = [_history(history)], step
                 return True
         if is_writer():
-            shutil.rmtree(place / "checkpoints")  # without states, or with states whose measurements are lost
+            # without states, or with states whose measurements are lost
+            shutil.rmtree(place / "checkpoints")
         first_nonempty("")  # a barrier
         return False
 
     @contextlib.contextmanager
     def saving(self, rung: int, chunk: int, run: Chunk) -> Iterator[Callable[[], None]]:
-        """In the block, a function that saves a chunk as it is then, in place of what was saved before."""
+        """In the block, a function that saves a chunk as it is then, in place of what was saved
+        before.
+        """
         place = self.place(rung, chunk)
         if place is None:
             yield lambda: None
@@ -162,12 +210,16 @@ class SweepStore:
 
     def _save(self, store: CheckpointStore, place: Path, run: Chunk) -> None:
         self._check_owner()
-        newest, complete = place / f"history-{run.step}.npy", place / f"history-{store.latest()}.npy"
+        newest, complete = (
+            place / f"history-{run.step}.npy",
+            place / f"history-{store.latest()}.npy",
+        )
         if is_writer():
             checksummed_files.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         for history in place.glob("history-*.npy") if is_writer() else ():
-            if history not in (newest, complete):  # until this save is complete, the one before may be needed
+            # until this save is complete, the one before may be needed
+            if history not in (newest, complete):
                 history.unlink()
 
     def clear(self) -> None:
@@ -175,7 +227,10 @@ class SweepStore:
         if self._folder is not None and is_writer():
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
-            checksummed_files.write(self._folder / END, _json([list(map(int, place.name.split("-"))) for place in places]))
+            checksummed_files.write(
+                self._folder / END,
+                _json([list(map(int, place.name.split("-"))) for place in places]),
+            )
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
@@ -185,22 +240,34 @@ class SweepStore:
             self._owner.check()
 
     def _read(self, file: Path) -> bytes | None:
-        """What was written, in all processes; None where nothing was, or not that: then it is a warning."""
+        """What was written, in all processes; None where nothing was, or not that: then it is a
+        warning.
+        """
         content = None
         try:
             content = checksummed_files.read(file)
         except checksummed_files.DamagedFileError as why:
-            logging.getLogger("spmd").warning("%s is damaged, and its chunk is trained again: %s.", file, why)
+            logging.getLogger("spmd").warning(
+                "%s is damaged, and its chunk is trained again: %s.", file, why
+            )
         return None if first_nonempty("missing" if content is None else "") else content
 
 
 def _differ(was: str, now: str) -> str:
     """Two texts, from a little before their first difference."""
-    different = (place for place, (old, new) in enumerate(zip(was, now, strict=False)) if old != new)
-    begin = max(0, next(different, min(len(was), len(now))) - 40) if max(len(was), len(now)) > 160 else 0
+    different = (
+        place for place, (old, new) in enumerate(zip(was, now, strict=False)) if old != new
+    )
+    begin = (
+        max(0, next(different, min(len(was), len(now))) - 40)
+        if max(len(was), len(now)) > 160
+        else 0
+    )
 
     def clip(text: str) -> str:
-        return f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+        return (
+            f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
+        )
 
     return f"was {clip(was)}, is {clip(now)}"
 
@@ -213,10 +280,17 @@ def spelled(values: Mapping[str, Any]) -> str:
     """
     spelling = {}
     for name, value in values.items():
-        spelling[name] = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+        spelling[name] = (
+            f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+        )
         if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(spelling[name])):
-            why = f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it from others."
-            raise CheckpointError(why, fix="numbers, names or functions of a module as values; or no checkpoint.")
+            why = (
+                f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it "
+                "from others."
+            )
+            raise CheckpointError(
+                why, fix="numbers, names or functions of a module as values; or no checkpoint."
+            )
     return str(spelling)
 
 

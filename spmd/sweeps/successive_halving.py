@@ -10,10 +10,12 @@ from spmd.tracebacks import trims_tracebacks
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Halving:
-    """Successive halving, for `spmd.sweep(search=Halving(...))` (Jamieson and Talwalkar 2016, algorithm 1).
+    """Successive halving, for `spmd.sweep(search=Halving(...))` (Jamieson and Talwalkar 2016,
+    algorithm 1).
 
-    All trials train for the first part of the steps; the best of them, one in `factor`, train `factor` times as long, and so on, until the
-    last rung has had all steps. A trial's score at a rung is that of `spmd.sweep`.
+    All trials train for the first part of the steps; the best of them, one in `factor`, train
+    `factor` times as long, and so on, until the last rung has had all steps. A trial's score at a
+    rung is that of `spmd.sweep`.
 
     Args:
       factor: one trial in `factor` continues.
@@ -40,6 +42,15 @@ class Halving:
         most = 1 + int(math.log(trials) / math.log(self.factor) + 1e-9)
         count = most if self.rungs is None else self.rungs
         if count > most or self.factor ** (count - 1) > steps:
-            needed = f"{count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials and steps"
-            raise OptionError(f"Halving: {needed}; there are {trials} and {steps}.", fix="fewer rungs, more trials, or more steps.")
-        return [(max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung)) for rung in range(count)]
+            needed = (
+                f"{count} rungs of factor {self.factor} want {self.factor ** (count - 1)} trials "
+                "and steps"
+            )
+            raise OptionError(
+                f"Halving: {needed}; there are {trials} and {steps}.",
+                fix="fewer rungs, more trials, or more steps.",
+            )
+        return [
+            (max(1, trials // self.factor**rung), steps // self.factor ** (count - 1 - rung))
+            for rung in range(count)
+        ]

@@ -1,4 +1,6 @@
-"""Trials side by side through a stretch of steps: which rows each step has, and what was measured."""
+"""Trials side by side through a stretch of steps: which rows each step has, and what was
+measured.
+"""
 
 import dataclasses
 import functools
@@ -24,13 +26,17 @@ class Piece:
     rows: int
 
 
-def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, pad: bool) -> Iterator[Piece]:
-    """The calls from step `start` to `stop`, counted from 0: of `limit` steps at most, none across a multiple of `every`; a short batch
-    that cannot be padded is a call of its own.
+def pieces(
+    data: ArraySource, start: int, stop: int, *, limit: int, every: int, pad: bool
+) -> Iterator[Piece]:
+    """The calls from step `start` to `stop`, counted from 0: of `limit` steps at most, none across
+    a multiple of `every`; a short batch that cannot be padded is a call of its own.
 
     >>> data = ArraySource({}, examples=10, batch_size=4, shuffle=False, seed=0)
-    >>> list(pieces(data, 0, 5, limit=9, every=9, pad=False))
-    [Piece(first=0, count=2, rows=4), Piece(first=2, count=1, rows=2), Piece(first=3, count=2, rows=4)]
+    >>> print(*pieces(data, 0, 5, limit=9, every=9, pad=False), sep="\\n")
+    Piece(first=0, count=2, rows=4)
+    Piece(first=2, count=1, rows=2)
+    Piece(first=3, count=2, rows=4)
     """
     short, epoch = data.examples % data.batch_size, data.steps_per_epoch
     step = start
@@ -46,23 +52,37 @@ def pieces(data: ArraySource, start: int, stop: int, *, limit: int, every: int, 
         step = min(ends)
 
 
-def calls(packed: VmappedTrials, start: int, stop: int, *, limit: int, every: int) -> Iterator[Piece]:
+def calls(
+    packed: VmappedTrials, start: int, stop: int, *, limit: int, every: int
+) -> Iterator[Piece]:
     """The calls of a program's steps."""
     program = packed.program
-    limit = 1 if program.has_convolutions and program.placed.platform == "cpu" else limit  # a loop around them is slow there
-    return pieces(packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training)
+    # a loop around them is slow there
+    limit = 1 if program.has_convolutions and program.placed.platform == "cpu" else limit
+    return pieces(
+        packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training
+    )
 
 
 class Rows:
-    """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same order."""
+    """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same
+    order.
+    """
 
     def __init__(self, data: ArraySource):
         self._data = data
-        self._order = functools.lru_cache(maxsize=256)(lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch))
+        self._order = functools.lru_cache(maxsize=256)(
+            lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch)
+        )
 
     def of(self, seed: int, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
-        """Row numbers and weights, int32 and float32[steps, rows]; a short batch is padded with its first row, at weight 0."""
-        return row_indices([self._batch(seed, step) for step in range(piece.first, piece.first + piece.count)], piece.rows)
+        """Row numbers and weights, int32 and float32[steps, rows]; a short batch is padded with its
+        first row, at weight 0.
+        """
+        return row_indices(
+            [self._batch(seed, step) for step in range(piece.first, piece.first + piece.count)],
+            piece.rows,
+        )
 
     def _batch(self, seed: int, step: int) -> HostBatch:
         epoch, batch = divmod(step, self._data.steps_per_epoch)
@@ -73,7 +93,9 @@ class Rows:
 
 @dataclasses.dataclass
 class Chunk:
-    """Trials in one program, at a step: their states on the mesh, and all that was measured, float32[trials, steps, 2, names]."""
+    """Trials in one program, at a step: their states on the mesh, and all that was measured,
+    float32[trials, steps, 2, names].
+    """
 
     packed: VmappedTrials
     trials: Sequence[Trial]
@@ -116,7 +138,9 @@ class Chunk:
 
         with jax.transfer_guard("disallow"):
             for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
-                index, weights = map(np.stack, zip(*(rows.of(seed, piece) for seed in seeds), strict=True))
+                index, weights = map(
+                    np.stack, zip(*(rows.of(seed, piece) for seed in seeds), strict=True)
+                )
                 self.states, packed = self.packed.steps(self.states, values, index, weights[0])
                 read()  # while the devices continue
                 waiting, self.step = packed, piece.first + piece.count
@@ -141,16 +165,28 @@ class Chunk:
         total, batches = np.zeros(()), 0
         for host in source.epoch(0):
             batches += 1
-            (index,), (weights,) = row_indices([host], source.batch_size if program.evaluation.pads else host.rows)
-            total = total + self.packed.evaluate(self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights)
+            (index,), (weights,) = row_indices(
+                [host], source.batch_size if program.evaluation.pads else host.rows
+            )
+            total = total + self.packed.evaluate(
+                self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights
+            )
         return [program.evaluation.finish(one, batches) for one in total[: len(self.trials)]]
 
     def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
-        """The states of those of its trials that have these numbers, on the host of every process."""
-        slots = {trial.number: slot for slot, trial in enumerate(self.trials) if trial.number in numbers}
-        return dict(zip(slots, self.packed.host_states(self.states, [*slots.values()]), strict=True))
+        """The states of those of its trials that have these numbers, on the host of every
+        process.
+        """
+        slots = {
+            trial.number: slot for slot, trial in enumerate(self.trials) if trial.number in numbers
+        }
+        return dict(
+            zip(slots, self.packed.host_states(self.states, [*slots.values()]), strict=True)
+        )
 
 
 def filled(trials: Sequence[Trial], packed: VmappedTrials) -> list[Trial]:
-    """One trial for each slot of the mesh's `net` axis, the last one again where there are more slots than trials."""
+    """One trial for each slot of the mesh's `net` axis, the last one again where there are more
+    slots than trials.
+    """
     return [*trials, *[trials[-1]] * (-len(trials) % packed.mesh.shape[NET])]

@@ -1,4 +1,6 @@
-"""Trials of one shape as one compiled program: their states are stacked and sharded over the mesh's `net` axis."""
+"""Trials of one shape as one compiled program: their states are stacked and sharded over the mesh's
+`net` axis.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,54 +31,99 @@ NET, DATA = "net", "data"
 class VmappedTrials:
     """The compiled functions for trials that differ only in what is traced.
 
-    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots, ...]. Slots are sharded over `net`; those
-    of one device run one after the other or vmapped, each trial over the devices along `data`. `data()` returns the examples, replicated
-    on every device; it is called at the first step.
+    `values` are the traced hyper-parameters, float32[slots] each; `states` have leaves [slots,
+    ...]. Slots are sharded over `net`; those of one device run one after the other or vmapped, each
+    trial over the devices along `data`. `data()` returns the examples, replicated on every device;
+    it is called at the first step.
     """
 
     def __init__(self, study: SweepConfig, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
-        self.study, self.first, self.mesh, self._data, self._abreast = study, first, mesh, data, not study.exact
+        self.study, self.first, self.mesh, self._data, self._abreast = (
+            study,
+            first,
+            mesh,
+            data,
+            not study.exact,
+        )
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
-        self.program = prepare_program(PlacedModel(study.train_config(first), inner, study.layout), study.data.sample())
+        self.program = prepare_program(
+            PlacedModel(study.train_config(first), inner, study.layout), study.data.sample()
+        )
         self.placed = self.program.placed
         self._check()
         self._compiled: dict[tuple, Any] = {}
 
     def _check(self) -> None:
         placed, layout = self.placed, self.placed.resolved.layout
-        sharded = [path for path, place in placed.resolved.all_placements.items() if spec_axes(place.spec) or spec_axes(place.state_spec)]
+        sharded = [
+            path
+            for path, place in placed.resolved.all_placements.items()
+            if spec_axes(place.spec) or spec_axes(place.state_spec)
+        ]
         if placed.storage is not None or sharded:
-            does = "keeps parameters on servers" if placed.storage is not None else f"shards {sharded[0]}"
+            does = (
+                "keeps parameters on servers"
+                if placed.storage is not None
+                else f"shards {sharded[0]}"
+            )
             fix = 'a layout that replicates them, such as "data_parallel".'
-            raise LayoutError(f"{layout.source} {does}, and each trial of a sweep replicates its parameters.", fix=fix)
+            raise LayoutError(
+                f"{layout.source} {does}, and each trial of a sweep replicates its parameters.",
+                fix=fix,
+            )
         if layout.memory.optimizer != "device":
-            why = f"{layout.source}: [memory] keeps moments in the host's memory; a sweep keeps those of a chunk on the devices."
+            why = (
+                f"{layout.source}: [memory] keeps moments in the host's memory; a sweep keeps "
+                "those of a chunk on the devices."
+            )
             raise LayoutError(why, fix='[memory] optimizer = "device".')
         if layout.optimizer.matrices != "compiler":
-            why = f"{layout.source}: [optimizer] matrices gives each matrix to a device; in a sweep each updates all matrices of a trial."
+            why = (
+                f"{layout.source}: [optimizer] matrices gives each matrix to a device; in a sweep "
+                "each updates all matrices of a trial."
+            )
             raise LayoutError(why, fix="leave it out.")
         if jax.tree.leaves(placed.abstract_state.exchange):
-            why = f"{layout.source} has codecs with a residual for each worker, and a sweep keeps one state for each trial."
-            raise LayoutError(why, fix="[gradients] error_feedback = false, or a codec without state.")
+            why = (
+                f"{layout.source} has codecs with a residual for each worker, and a sweep keeps "
+                "one state for each trial."
+            )
+            raise LayoutError(
+                why, fix="[gradients] error_feedback = false, or a codec without state."
+            )
         if placed.resolved.workers > 1 and not placed.exchange.reduction.manual:
-            why = f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to XLA, which a sweep does not support.'
+            why = (
+                f'{layout.source}: reduction "{layout.gradients.reduction}" leaves gradients to '
+                "XLA, which a sweep does not support."
+            )
             raise LayoutError(why, fix='[gradients] reduction = "all_reduce".')
         try:
             params = abstract(placed.abstract_state.params)
-            jax.eval_shape(lambda values, params: self._optimizer(values).init(params), self._abstract_values(), params)
+            jax.eval_shape(
+                lambda values, params: self._optimizer(values).init(params),
+                self._abstract_values(),
+                params,
+            )
         except SpmdError:
             raise
         except Exception as error:
             fix = "no float() of such a value, which is an argument of the program."
-            raise OptimizerError(f"the optimizer's init fails on traced values: {first_line(error)}", fix=fix) from error
+            raise OptimizerError(
+                f"the optimizer's init fails on traced values: {first_line(error)}", fix=fix
+            ) from error
 
-    def _abstract_values(self, *slots: int, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: jax.ShapeDtypeStruct(slots, jnp.float32, sharding=sharding) for name in self.study.traced(self.first)}
+    def _abstract_values(
+        self, *slots: int, sharding: NamedSharding | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(slots, jnp.float32, sharding=sharding)
+            for name in self.study.traced(self.first)
+        }
 
     def _optimizer(self, values: Tree) -> Any:
         return self.placed.scaled(self.study.optimizer_of({**self.first.all_values, **values}))
 
-    # states ------------------------------------------------------------------------------------------------------------
+    # states ---------------------------------------------------------------------------------------
 
     def init(self, trial: Trial) -> State:
         """The host state of a trial at step 0."""
@@ -94,14 +141,18 @@ class VmappedTrials:
 
     def _check_shapes(self, trial: Trial, state: State) -> None:
         trees = state.params, self.placed.abstract_state.params
-        shapes, first_shapes = ({path: describe(leaf) for path, leaf in flatten(params).items()} for params in trees)
+        shapes, first_shapes = (
+            {path: describe(leaf) for path, leaf in flatten(params).items()} for params in trees
+        )
         for path in dict.fromkeys([*first_shapes, *shapes]):
             shape, first_shape = shapes.get(path), first_shapes.get(path)
             if shape != first_shape:
                 raise ModelError(
-                    f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} {shape}, and {first_shape} with "
+                    f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} "
+                    f"{shape}, and {first_shape} with "
                     f"seed={self.first.seed} (trial {self.first.number}).",
-                    fix="shapes that do not depend on the seed; what decides them as a hyper-parameter of its own.",
+                    fix="shapes that do not depend on the seed; what decides them as a "
+                    "hyper-parameter of its own.",
                 )
 
     def _open(self, seed: Any, built_from: int, values: Tree) -> State:
@@ -113,10 +164,14 @@ class VmappedTrials:
         return jax.jit(lambda seed, values: self._open(seed, self.first.seed, values))
 
     def stack(self, slots: int, state_of: Callable[[int], Any]) -> Any:
-        """The host trees of all slots, stacked on the mesh; `state_of` is called with the slots of this process."""
+        """The host trees of all slots, stacked on the mesh; `state_of` is called with the slots of
+        this process.
+        """
 
         def stacked(*leaves: Any) -> jax.Array:
-            return jax.make_array_from_process_local_data(self._slot_sharding, np.stack(leaves), (slots, *np.shape(leaves[0])))
+            return jax.make_array_from_process_local_data(
+                self._slot_sharding, np.stack(leaves), (slots, *np.shape(leaves[0]))
+            )
 
         return jax.tree.map(stacked, *map(state_of, self._local_slots(slots)))
 
@@ -124,8 +179,13 @@ class VmappedTrials:
         """The states in these slots, on the host of every process; all processes call this."""
         if not wanted:
             return []
-        local = jax.device_get(multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET)))
-        here = {slot: at for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))}
+        local = jax.device_get(
+            multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET))
+        )
+        here = {
+            slot: at
+            for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))
+        }
 
         def host_state(slot: int) -> Any:
             state = jax.tree.map(lambda leaf: leaf[here.get(slot, 0)], local)
@@ -140,29 +200,40 @@ class VmappedTrials:
     def abstract(self, slots: int) -> State:
         """Shapes and shardings of the states of `slots` slots."""
         state = self.placed.abstract_state
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((slots, *leaf.shape), leaf.dtype, sharding=self._slot_sharding), state)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (slots, *leaf.shape), leaf.dtype, sharding=self._slot_sharding
+            ),
+            state,
+        )
 
     def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
         """The traced hyper-parameters of the trials in the slots."""
         traced = [self.study.traced(trial) for trial in trials]
-        columns = {name: np.array([values[name] for values in traced], np.float32) for name in traced[0]}
+        columns = {
+            name: np.array([values[name] for values in traced], np.float32) for name in traced[0]
+        }
         return {name: _put(column, self._slot_sharding) for name, column in columns.items()}
 
     @property
     def _slot_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(NET))
 
-    # programs ------------------------------------------------------------------------------------------------------------
+    # programs -------------------------------------------------------------------------------------
 
-    def steps(self, states: State, values: Tree, rows: np.ndarray, weights: np.ndarray) -> tuple[State, jax.Array]:
+    def steps(
+        self, states: State, values: Tree, rows: np.ndarray, weights: np.ndarray
+    ) -> tuple[State, jax.Array]:
         """`weights.shape[0]` updates of every slot; `states` are donated.
 
         Args:
-          rows: int32[slots, steps, rows], the rows of each batch; or [1, steps, rows], where all slots share them.
+          rows: int32[slots, steps, rows], the rows of each batch; or [1, steps, rows], where all
+            slots share them.
           weights: float32[steps, rows], 0 for padding.
 
         Returns:
-          The states, and metrics float32[slots, steps, 2, names], sums and counts, which every process can read.
+          The states, and metrics float32[slots, steps, 2, names], sums and counts, which every
+          process can read.
         """
         shared = rows.shape[0] == 1
         function, (rows_sharding, weights_sharding) = self._steps(rows.shape, shared=shared)
@@ -171,48 +242,76 @@ class VmappedTrials:
         return states, _readable(measured)
 
     def lowered(self, slots: int, count: int, rows: int, *, shared: bool) -> Any:
-        """Lower `count` updates of `slots` slots from shapes; `steps` then runs that program. `shared`: all slots have the same rows."""
+        """Lower `count` updates of `slots` slots from shapes; `steps` then runs that program.
+        `shared`: all slots have the same rows.
+        """
         shape = (1 if shared else slots, count, rows)
         function, (rows_sharding, weights_sharding) = self._steps(shape, shared=shared)
         values = self._abstract_values(slots, sharding=self._slot_sharding)
         row_numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding)
         weights = jax.ShapeDtypeStruct(shape[1:], jnp.float32, sharding=weights_sharding)
-        return function.trace(self.abstract(slots), values, self.abstract_data, row_numbers, weights).lower()
+        return function.trace(
+            self.abstract(slots), values, self.abstract_data, row_numbers, weights
+        ).lower()
 
     @property
     def abstract_data(self) -> Tree:
         """Shapes and shardings of the examples."""
         return abstract(self.study.data.arrays, NamedSharding(self.mesh, PartitionSpec()))
 
-    def _steps(self, shape: tuple[int, ...], *, shared: bool) -> tuple[Any, tuple[NamedSharding, NamedSharding]]:
+    def _steps(
+        self, shape: tuple[int, ...], *, shared: bool
+    ) -> tuple[Any, tuple[NamedSharding, NamedSharding]]:
         """The function of `steps` for rows of this shape, and the shardings of rows and weights."""
-        rows_spec, batch = PartitionSpec(None if shared else NET, None, DATA), PartitionSpec(None, DATA)
+        rows_spec, batch = (
+            PartitionSpec(None if shared else NET, None, DATA),
+            PartitionSpec(None, DATA),
+        )
         if DATA not in self.mesh.shape:
             rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
 
-        def local(states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array) -> tuple[State, jax.Array]:
-            def steps_of_trial(state: State, values: Tree, rows: jax.Array) -> tuple[State, jax.Array]:
-                return self.program.scan_steps_in_shard_map(self._optimizer(values), state, data, rows, weights)
+        def local(
+            states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array
+        ) -> tuple[State, jax.Array]:
+            def steps_of_trial(
+                state: State, values: Tree, rows: jax.Array
+            ) -> tuple[State, jax.Array]:
+                return self.program.scan_steps_in_shard_map(
+                    self._optimizer(values), state, data, rows, weights
+                )
 
             if shared:
-                return self._map_trials(lambda state, values: steps_of_trial(state, values, rows[0]), states, values)
+                return self._map_trials(
+                    lambda state, values: steps_of_trial(state, values, rows[0]), states, values
+                )
             return self._map_trials(steps_of_trial, states, values, rows)
 
         specs = (PartitionSpec(NET), PartitionSpec(NET), PartitionSpec(), rows_spec, batch)
-        function = self._function(("steps", *shape, shared), local, specs, 2, self.program.donate_argnums)
+        function = self._function(
+            ("steps", *shape, shared), local, specs, 2, self.program.donate_argnums
+        )
         return function, (NamedSharding(self.mesh, rows_spec), NamedSharding(self.mesh, batch))
 
     def evaluate(self, states: State, batch: Tree, weights: np.ndarray) -> np.ndarray:
-        """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every device of a trial computes it."""
+        """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every
+        device of a trial computes it.
+        """
         placed = replicate_arrays((batch, weights), self.mesh)
-        return np.asarray(jax.device_get(_readable(self._evaluation(weights.shape[0])(states, *placed))), np.float64)
+        return np.asarray(
+            jax.device_get(_readable(self._evaluation(weights.shape[0])(states, *placed))),
+            np.float64,
+        )
 
     def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
-            return self._map_trials(lambda state: self.program.evaluate_in_trace(state, batch, weights), states)
+            return self._map_trials(
+                lambda state: self.program.evaluate_in_trace(state, batch, weights), states
+            )
 
         replicated = PartitionSpec()
-        return self._function(("evaluate", rows), local, (PartitionSpec(NET), replicated, replicated), 1)
+        return self._function(
+            ("evaluate", rows), local, (PartitionSpec(NET), replicated, replicated), 1
+        )
 
     def check_evaluation(self) -> None:
         """Trace the evaluation before anything is trained.
@@ -224,23 +323,36 @@ class VmappedTrials:
             return
         sample = self.study.eval_data.sample()
         rows = jax.tree.leaves(sample)[0].shape[0]
-        batch = abstract((sample, np.zeros(rows, np.float32)), NamedSharding(self.mesh, PartitionSpec()))
+        batch = abstract(
+            (sample, np.zeros(rows, np.float32)), NamedSharding(self.mesh, PartitionSpec())
+        )
         with naming_differences(sample, self.placed.sample):
             self._evaluation(rows).trace(self.abstract(self.mesh.shape[NET]), *batch)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:
         return self.program.map_trials(each, *trees, vectorize=self._abreast)
 
-    def _function(self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()) -> Any:
+    def _function(
+        self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()
+    ) -> Any:
         if key not in self._compiled:
             out = PartitionSpec(NET)
-            mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(out,) * outputs if outputs > 1 else out)
-            self._compiled[key] = jax.jit(mapped, donate_argnums=donated, compiler_options=self.program.compiler_options)
+            mapped = shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=specs,
+                out_specs=(out,) * outputs if outputs > 1 else out,
+            )
+            self._compiled[key] = jax.jit(
+                mapped, donate_argnums=donated, compiler_options=self.program.compiler_options
+            )
         return self._compiled[key]
 
     def compilations(self) -> int:
         """How many programs of steps have been compiled."""
-        return sum(function._cache_size() for key, function in self._compiled.items() if key[0] == "steps")
+        return sum(
+            function._cache_size() for key, function in self._compiled.items() if key[0] == "steps"
+        )
 
 
 def _put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -255,7 +367,11 @@ def _readable(x: jax.Array) -> jax.Array:
 
 
 def _broadcast(tree: Any, *, is_source: bool) -> Any:
-    """The host tree of the one process that is the source, in all processes: as bytes, since a sum of numbers would lose the sign of -0."""
+    """The host tree of the one process that is the source, in all processes: as bytes, since a sum
+    of numbers would lose the sign of -0.
+    """
     raw = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), tree)
     raw = multihost_utils.broadcast_one_to_all(raw, is_source)
-    return jax.tree.map(lambda leaf, data: np.asarray(data).view(leaf.dtype).reshape(leaf.shape), tree, raw)
+    return jax.tree.map(
+        lambda leaf, data: np.asarray(data).view(leaf.dtype).reshape(leaf.shape), tree, raw
+    )

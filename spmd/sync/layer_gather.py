@@ -1,4 +1,5 @@
-"""Parameters of stacks and of lists of blocks, gathered one layer at a time; their gradients are reduced in the backward pass (FSDP).
+"""Parameters of stacks and of lists of blocks, gathered one layer at a time; their gradients are
+reduced in the backward pass (FSDP).
 
 Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054).
 """
@@ -26,12 +27,14 @@ from spmd.wire.reduction import RESIDUAL, Memory, Transfer
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.sharded import Gathering
 
-# `gather = "auto"` gathers one by one blocks of this size; or, where devices do not say how much memory they have, stacks and blocks that
-# have as much in all. Evidence: benchmarks/results/gather_auto.md.
+# `gather = "auto"` gathers one by one blocks of this size; or, where devices do not say how much
+# memory they have, stacks and blocks that have as much in all. Evidence:
+# benchmarks/results/gather_auto.md.
 AUTO_BYTES = 128 * 2**20
-# Of what the state leaves of a device's memory, the share that full weights or gradients may take which layers one by one would not. The
-# rest is for activations, which are not known before compiling, and for copies: XLA:GPU counts sums of gradients once more for each copy
-# of a loop that it unrolls, and where they then exceed a device, it recomputes products.
+# Of what the state leaves of a device's memory, the share that full weights or gradients may take
+# which layers one by one would not. The rest is for activations, which are not known before
+# compiling, and for copies: XLA:GPU counts sums of gradients once more for each copy of a loop that
+# it unrolls, and where they then exceed a device, it recomputes products.
 ROOM = 1 / 3
 ANOTHER = "that of another block is, "  # gathered in full: its path follows
 
@@ -44,7 +47,8 @@ class LayerGather:
       dtype: in which the layers compute; None: that of the parameters.
       remat: patterns and policies of the layout's `[remat]`.
       stacked: whether arrays are one layer's of a stack's, [layers, ...]; False: a block's.
-      only_sums: whether gradients are added up for a later microbatch, which reduces them with its own.
+      only_sums: whether gradients are added up for a later microbatch, which reduces them with its
+        own.
     """
 
     sync: GradientSync
@@ -72,52 +76,97 @@ class LayerGather:
           paths: of each parameter in the model, by its path in `shards`.
         """
         full: dict[str, jax.Array] = {}
-        for chosen, as_they_are in ((self.trains, False), (self._frozen, False), (self.sync.of_quantized, True)):
+        for chosen, as_they_are in (
+            (self.trains, False),
+            (self._frozen, False),
+            (self.sync.of_quantized, True),
+        ):
             sharded, gathering = self._gathering(paths, shards, chosen, as_they_are=as_they_are)
-            full |= zip(sharded, gathering.gather(list(sharded.values())), strict=True) if sharded else ()
+            full |= (
+                zip(sharded, gathering.gather(list(sharded.values())), strict=True)
+                if sharded
+                else ()
+            )
         return _replaced(paths, shards, full)
 
     def _frozen(self, path: str) -> bool:
         return not self.trains(path) and not self.sync.of_quantized(path)
 
-    def reduce(self, paths: Mapping[str, str], shards: Tree, grads: Tree, carries: Memory) -> tuple[Tree, Memory]:
-        """Mean gradients of one layer's shards, None for those that are only added up; and the next `carries`, None where nothing changes.
+    def reduce(
+        self, paths: Mapping[str, str], shards: Tree, grads: Tree, carries: Memory
+    ) -> tuple[Tree, Memory]:
+        """Mean gradients of one layer's shards, None for those that are only added up; and the next
+        `carries`, None where nothing changes.
 
         Args:
           grads: of full parameters; those that are not gathered by layer stay as they are.
-          carries: residuals, and sums over earlier microbatches, of one layer, by path in the model.
+          carries: residuals, and sums over earlier microbatches, of one layer, by path in the
+            model.
         """
         sharded, gathering = self._gathering(paths, shards, self.trains)
-        full = {paths[name]: leaf.astype(sharded[paths[name]].dtype) for name, leaf in flatten(grads).items() if paths.get(name) in sharded}
-        full |= {path: carry[TOTAL] + full[path] for path, carry in carries.items() if TOTAL in carry}
+        full = {
+            paths[name]: leaf.astype(sharded[paths[name]].dtype)
+            for name, leaf in flatten(grads).items()
+            if paths.get(name) in sharded
+        }
+        full |= {
+            path: carry[TOTAL] + full[path] for path, carry in carries.items() if TOTAL in carry
+        }
         after = {path: dict.fromkeys(carry) for path, carry in carries.items()}
         if not sharded:
             return grads, after
         if self.only_sums:
-            return _replaced(paths, grads, dict.fromkeys(sharded)), {path: entry | {TOTAL: full[path]} for path, entry in after.items()}
-        memory = {number: carries[path][RESIDUAL] for number, path in enumerate(sharded) if RESIDUAL in carries.get(path, {})}
+            return _replaced(paths, grads, dict.fromkeys(sharded)), {
+                path: entry | {TOTAL: full[path]} for path, entry in after.items()
+            }
+        memory = {
+            number: carries[path][RESIDUAL]
+            for number, path in enumerate(sharded)
+            if RESIDUAL in carries.get(path, {})
+        }
         means, residuals = gathering.reduce([full[path] for path in sharded], memory)
-        after |= {path: after[path] | {RESIDUAL: residuals[number]} for number, path in enumerate(sharded) if number in residuals}
+        after |= {
+            path: after[path] | {RESIDUAL: residuals[number]}
+            for number, path in enumerate(sharded)
+            if number in residuals
+        }
         return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), after
 
     def _gathering(
-        self, paths: Mapping[str, str], shards: Tree, chosen: Callable[[str], bool], *, as_they_are: bool = False
+        self,
+        paths: Mapping[str, str],
+        shards: Tree,
+        chosen: Callable[[str], bool],
+        *,
+        as_they_are: bool = False,
     ) -> tuple[dict[str, jax.Array], Gathering]:
-        """The arrays that are gathered, by path in the model, and how; of those `chosen`. `as_they_are`: in their dtype."""
+        """The arrays that are gathered, by path in the model, and how; of those `chosen`.
+        `as_they_are`: in their dtype.
+        """
         sync = self.sync
-        named = {paths[name]: leaf for name, leaf in flatten(shards).items() if paths.get(name) in sync.layerwise}
+        named = {
+            paths[name]: leaf
+            for name, leaf in flatten(shards).items()
+            if paths.get(name) in sync.layerwise
+        }
         sharded = {path: leaf for path, leaf in named.items() if chosen(path)}
         specs = [sync.spec(path) for path in sharded]
         model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
-        along = tuple(pspec(spec.model_spec[self.stacked :]) for spec in specs) if model_axes else ()
+        along = (
+            tuple(pspec(spec.model_spec[self.stacked :]) for spec in specs) if model_axes else ()
+        )
         transfers = tuple(_transfer(spec, self.stacked) for spec in specs)
-        weights, dtype = ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
+        weights, dtype = (
+            ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
+        )
         return sharded, Gathering(transfers, weights, dtype, model_axes, along)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReplicate:
-    """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers. `stacked`: as of `LayerGather`."""
+    """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers. `stacked`: as
+    of `LayerGather`.
+    """
 
     sync: GradientSync
     stacked: bool = True
@@ -141,13 +190,20 @@ class LayerReplicate:
         def replicate(name: str, leaf: jax.Array) -> jax.Array:
             if paths.get(name) not in self.sync.layerwise:
                 return leaf
-            return constrain(mesh_axes, keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)[self.stacked :], leaf)
+            return constrain(
+                mesh_axes,
+                keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)[self.stacked :],
+                leaf,
+            )
 
         return map_paths(replicate, params)
 
-    def reduce(self, paths: Mapping[str, str], params: Tree, grads: Tree, residuals: Tree) -> tuple[Tree, Tree]:
+    def reduce(
+        self, paths: Mapping[str, str], params: Tree, grads: Tree, residuals: Tree
+    ) -> tuple[Tree, Tree]:
         """There is no backward pass."""
-        raise NotImplementedError  # this gather is for evaluation and prediction, which have no gradients
+        # this gather is for evaluation and prediction, which have no gradients
+        raise NotImplementedError
 
 
 def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:
@@ -171,83 +227,153 @@ def _trimmed(spec: Spec) -> Spec:
 def full_bytes(sync: GradientSync, path: str) -> int:
     """Bytes of a parameter on one device, once it is gathered."""
     placement = sync.resolved.placement(path)
-    return placement.nbytes // num_shards(keep_axes(placement.spec, sync.mesh_axes.model_axes), sync.resolved.mesh)
+    return placement.nbytes // num_shards(
+        keep_axes(placement.spec, sync.mesh_axes.model_axes), sync.resolved.mesh
+    )
 
 
 def block_trace(sync: GradientSync, model: Model, params: Tree, left: int | None) -> BlockTrace:
-    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by layer. `left`: see `choose_layerwise`."""
+    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by
+    layer. `left`: see `choose_layerwise`.
+    """
     sharded = [path for path in flatten(params) if sync.is_sharded(path)] if _by_layer(sync) else []
-    groups = block_groups(params, model.stacks().keys()) if sharded and not _too_small(sync, sharded, left) else []
-    return BlockTrace([group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)])
+    groups = (
+        block_groups(params, model.stacks().keys())
+        if sharded and not _too_small(sync, sharded, left)
+        else []
+    )
+    return BlockTrace(
+        [group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)]
+    )
 
 
 def _too_small(sync: GradientSync, paths: Iterable[str], left: int | None) -> bool:
-    """Whether `gather = "auto"` gathers these parameters in full, on devices that do not say how much memory they have."""
+    """Whether `gather = "auto"` gathers these parameters in full, on devices that do not say how
+    much memory they have.
+    """
     automatic = sync.resolved.layout.gradients.gather == "auto" and left is None
     return automatic and sum(full_bytes(sync, path) for path in paths) < AUTO_BYTES
 
 
 def _by_layer(sync: GradientSync) -> bool:
     declared = sync.resolved.layout.gradients
-    return declared.gather != "full" and sync.reduction.manual and not sync.reduction.keeps_params and not sync.registered
+    return (
+        declared.gather != "full"
+        and sync.reduction.manual
+        and not sync.reduction.keeps_params
+        and not sync.registered
+    )
 
 
 def choose_layerwise(
-    sync: GradientSync, model: Model, jaxpr: Any, params: list[str], blocks: BlockTrace, left: int | None
+    sync: GradientSync,
+    model: Model,
+    jaxpr: Any,
+    params: list[str],
+    blocks: BlockTrace,
+    left: int | None,
 ) -> tuple[GradientSync, list[str]]:
-    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and their blocks, if the layout or the bytes
-    say so; and notes on what is gathered how. Layers are those of a stack, and blocks: equal siblings, each of which is called once.
+    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and
+    their blocks, if the layout or the bytes say so; and notes on what is gathered how. Layers are
+    those of a stack, and blocks: equal siblings, each of which is called once.
 
-    The choice depends on the model, the layout and the devices alone: all processes, and a run that resumes on such devices, choose alike.
+    The choice depends on the model, the layout and the devices alone: all processes, and a run that
+    resumes on such devices, choose alike.
 
     Args:
       jaxpr: of the loss; its first inputs are the parameters, `params` by path.
       blocks: what was recorded in that trace.
-      left: bytes of each device's memory that the state leaves; None if devices do not say how much they have.
+      left: bytes of each device's memory that the state leaves; None if devices do not say how much
+        they have.
 
     Raises:
-      LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be gathered so.
+      LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be
+        gathered so.
     """
     declared, placements = sync.resolved.layout.gradients, sync.resolved.all_placements
     if not _by_layer(sync):
         return sync, _not_used(sync)
     called = [group for group in blocks.groups if {*group} & {*blocks.order}]
-    owners = {path: block for path in placements for group in called for block in group if path.startswith(f"{block}/")}
-    numbers = {path: number for number, path in enumerate(params) if (path in model.stacks() or path in owners) and sync.is_sharded(path)}
+    owners = {
+        path: block
+        for path in placements
+        for group in called
+        for block in group
+        if path.startswith(f"{block}/")
+    }
+    numbers = {
+        path: number
+        for number, path in enumerate(params)
+        if (path in model.stacks() or path in owners) and sync.is_sharded(path)
+    }
     found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
     if not found or _too_small(sync, found, left):
         return sync, _not_used(sync)
-    one_by_one, why_blocks = _blocks_one_by_one(sync, {path: owners[path] for path in found if path in owners}, left)
+    one_by_one, why_blocks = _blocks_one_by_one(
+        sync, {path: owners[path] for path in found if path in owners}, left
+    )
     chosen = {path: used for path, used in found.items() if one_by_one or path not in owners}
-    reasons = {path: why for path, used in chosen.items() if (why := _why_full(sync, path, used, owners.get(path)))}
+    reasons = {
+        path: why
+        for path, used in chosen.items()
+        if (why := _why_full(sync, path, used, owners.get(path)))
+    }
     for group in called if one_by_one else ():
-        reasons |= _reasons_of_group(sync, blocks, group, [path for path in found if owners.get(path) in group], reasons)
+        reasons |= _reasons_of_group(
+            sync, blocks, group, [path for path in found if owners.get(path) in group], reasons
+        )
     if declared.gather == "layer":
-        headline = f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of stacks, and equal blocks, one by one'
+        headline = (
+            f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of '
+            "stacks, and equal blocks, one by one"
+        )
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
     by_layer, notes = frozenset(chosen.keys() - reasons.keys()), []
     for kind, way, before, paths in (
-        ("stacks", "one layer at a time", "their loop, and again for the backward pass", found.keys() - owners.keys()),
-        ("blocks", f"block by block: {why_blocks}", "the loss, and again for its backward pass", found.keys() & owners.keys()),
+        (
+            "stacks",
+            "one layer at a time",
+            "their loop, and again for the backward pass",
+            found.keys() - owners.keys(),
+        ),
+        (
+            "blocks",
+            f"block by block: {why_blocks}",
+            "the loss, and again for its backward pass",
+            found.keys() & owners.keys(),
+        ),
     ):
         if now := by_layer & paths:
-            notes.append(f"{len(now)} parameters of {kind} ({_size(sync, now)}) are gathered {way}.")
+            notes.append(
+                f"{len(now)} parameters of {kind} ({_size(sync, now)}) are gathered {way}."
+            )
         if rest := paths - chosen.keys():
-            notes.append(f"{len(rest)} parameters of {kind} ({_size(sync, rest)}) are gathered in full, before {before}: {why_blocks}.")
+            notes.append(
+                f"{len(rest)} parameters of {kind} ({_size(sync, rest)}) are gathered in full, "
+                f"before {before}: {why_blocks}."
+            )
         full = [path for path in reasons if path in paths]
         for path in full[:1]:
             size = _size(sync, full)
-            notes.append(f"note: {len(full)} parameters of {kind} ({size}) are gathered in full, before {before}. {path}: {reasons[path]}.")
+            notes.append(
+                f"note: {len(full)} parameters of {kind} ({size}) are gathered in full, before "
+                f"{before}. {path}: {reasons[path]}."
+            )
     gathered = {owners[path] for path in by_layer & owners.keys()}
-    groups = tuple(tuple(sorted(group, key=blocks.order.index)) for group in called if {*group} <= gathered)
+    groups = tuple(
+        tuple(sorted(group, key=blocks.order.index)) for group in called if {*group} <= gathered
+    )
     return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
 
 
-def _blocks_one_by_one(sync: GradientSync, owners: Mapping[str, str], left: int | None) -> tuple[bool, str]:
+def _blocks_one_by_one(
+    sync: GradientSync, owners: Mapping[str, str], left: int | None
+) -> tuple[bool, str]:
     """Whether blocks, by path of their parameters, are gathered one by one, and why.
 
-    A stack's loop is always faster so, and holds less. Blocks in full are not: XLA then sees the passes of all blocks at once, and
-    computes them in fewer kernels, which counts where a block is small.
+    A stack's loop is always faster so, and holds less. Blocks in full are not: XLA then sees the
+    passes of all blocks at once, and computes them in fewer kernels, which counts where a block is
+    small.
     """
     if sync.resolved.layout.gradients.gather == "layer":
         return True, '[gradients] gather = "layer"'
@@ -256,13 +382,21 @@ def _blocks_one_by_one(sync: GradientSync, owners: Mapping[str, str], left: int 
         sizes[block] = sizes.get(block, 0) + full_bytes(sync, path)
     largest, total = max(sizes.values(), default=0), sum(sizes.values())
     if left is None:
-        return True, f"devices do not say how much memory they have, and {format_bytes(AUTO_BYTES)} or more are gathered"
+        return (
+            True,
+            f"devices do not say how much memory they have, and {format_bytes(AUTO_BYTES)} or more "
+            "are gathered",
+        )
     if largest >= AUTO_BYTES:
         return True, f"a block has {format_bytes(largest)}, {format_bytes(AUTO_BYTES)} or more"
     fits = 2 * total <= ROOM * left
     room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that the state leaves on a device"
     small = f"a block has {format_bytes(largest)}, less than {format_bytes(AUTO_BYTES)}, and "
-    return not fits, f"{small if fits else ''}weights and gradients of all blocks {'fit into' if fits else 'exceed'} {room}"
+    return (
+        not fits,
+        f"{small if fits else ''}weights and gradients of all blocks "
+        f"{'fit into' if fits else 'exceed'} {room}",
+    )
 
 
 def _not_used(sync: GradientSync) -> list[str]:
@@ -270,18 +404,27 @@ def _not_used(sync: GradientSync) -> list[str]:
     if sync.resolved.layout.gradients.gather != "layer":
         return []
     data_axes = ", ".join(sync.mesh_axes.data_axes)
-    nothing = f"the loss calls no stack of layers and no list of equal blocks that is sharded over {data_axes}"
+    nothing = (
+        "the loss calls no stack of layers and no list of equal blocks that is sharded over "
+        f"{data_axes}"
+    )
     why = nothing if sync.reduction.manual else "there is one worker"
     return [f'note: [gradients] gather = "layer" is not used: {why}.']
 
 
-def _problems(reasons: Mapping[str, str], owners: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> list[Problem]:
-    """One for each cause in a stack, or in a group of equal blocks, of why parameters are gathered in full."""
+def _problems(
+    reasons: Mapping[str, str], owners: Mapping[str, str], groups: Iterable[tuple[str, ...]]
+) -> list[Problem]:
+    """One for each cause in a stack, or in a group of equal blocks, of why parameters are gathered
+    in full.
+    """
     patterns = {block: _patterns(group) for group in groups for block in group}
     causes: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for path, why in reasons.items():
         block = owners.get(path)
-        modules = patterns[block] if block else (path.partition("/layers/")[0].partition("/cells/")[0],)
+        modules = (
+            patterns[block] if block else (path.partition("/layers/")[0].partition("/cells/")[0],)
+        )
         cause = why.replace(f"{block}/", "")
         if why.startswith(ANOTHER):
             source = why.removeprefix(ANOTHER)
@@ -290,21 +433,41 @@ def _problems(reasons: Mapping[str, str], owners: Mapping[str, str], groups: Ite
     problems = []
     for (modules, _), paths in causes.items():
         first = min(paths, key=lambda path: reasons[path].startswith(ANOTHER))
-        why, of_block = reasons[first], any(reasons[first].startswith(f"{block}: ") for block in owners.values())
+        why, of_block = (
+            reasons[first],
+            any(reasons[first].startswith(f"{block}: ") for block in owners.values()),
+        )
         if len(paths) > 1 and not of_block:
             why = f"{first}: {why}"
         where = first if len(paths) == 1 else join_names(modules)
         count = "" if len(paths) == 1 else f", {len(paths)} parameters"
         named = '", "'.join(modules)
-        recompute = f' Or [remat] modules = ["{named}"] in place of what recomputes them in the model.' if INSIDE in why else ""
-        problems.append(Problem(f"{where}{count}", [f"{why}."], f'gather = "auto".{recompute}', path=where, kind="conflict"))
+        recompute = (
+            f' Or [remat] modules = ["{named}"] in place of what recomputes them in the model.'
+            if INSIDE in why
+            else ""
+        )
+        problems.append(
+            Problem(
+                f"{where}{count}",
+                [f"{why}."],
+                f'gather = "auto".{recompute}',
+                path=where,
+                kind="conflict",
+            )
+        )
     return problems
 
 
 def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
-    """What matches these paths: one pattern if they differ in a number at their end, else all of them.
+    """What matches these paths: one pattern if they differ in a number at their end, else all of
+    them.
 
-    >>> _patterns(("blocks/10", "blocks/11")), _patterns(("layers_0", "layers_1")), _patterns(("encode", "decode"))
+    >>> (
+    ...     _patterns(("blocks/10", "blocks/11")),
+    ...     _patterns(("layers_0", "layers_1")),
+    ...     _patterns(("encode", "decode")),
+    ... )
     (('blocks/*',), ('layers_*',), ('encode', 'decode'))
     """
     stems = {path.rstrip("0123456789") for path in group}
@@ -316,7 +479,11 @@ def _size(sync: GradientSync, paths: Iterable[str]) -> str:
 
 
 def _reasons_of_group(
-    sync: GradientSync, blocks: BlockTrace, group: tuple[str, ...], paths: list[str], reasons: Mapping[str, str]
+    sync: GradientSync,
+    blocks: BlockTrace,
+    group: tuple[str, ...],
+    paths: list[str],
+    reasons: Mapping[str, str],
 ) -> dict[str, str]:
     """Why parameters of equal blocks are gathered in full, beside `reasons`."""
     for block in group:
@@ -324,45 +491,86 @@ def _reasons_of_group(
         why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
         if why:
             return dict.fromkeys(paths, f"{block}: {why}")
-    # a block hands the next one's parameters on, and gets its own for them: their names are the same
-    names = {block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")} for block in group}
+    # a block hands the next one's parameters on, and gets its own for them: their names are the
+    # same
+    names = {
+        block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")}
+        for block in group
+    }
     alike = set.intersection(*names.values())
-    refused = {name: path for block in group for name in names[block] if (path := f"{block}/{name}") in reasons}
-    trained = {name: {f"{block}/{name}" in sync.resolved.placements for block in group} for name in alike}
-    why = {name: "that of another block is not trained" for name in alike if len(trained[name]) > 1}
-    return {
-        path: f"{ANOTHER}{refused[name]}" if name in refused else why.get(name, "that of another block is not sharded over workers")
+    refused = {
+        name: path
         for block in group
         for name in names[block]
-        if (path := f"{block}/{name}") not in reasons and (name in refused or name not in alike or name in why)
+        if (path := f"{block}/{name}") in reasons
+    }
+    trained = {
+        name: {f"{block}/{name}" in sync.resolved.placements for block in group} for name in alike
+    }
+    why = {name: "that of another block is not trained" for name in alike if len(trained[name]) > 1}
+    return {
+        path: f"{ANOTHER}{refused[name]}"
+        if name in refused
+        else why.get(name, "that of another block is not sharded over workers")
+        for block in group
+        for name in names[block]
+        if (path := f"{block}/{name}") not in reasons
+        and (name in refused or name not in alike or name in why)
     }
 
 
 def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:
-    """Why the parameter of a stack, or of this block, cannot be gathered layer by layer; None if it can."""
+    """Why the parameter of a stack, or of this block, cannot be gathered layer by layer; None if it
+    can.
+    """
     resolved, spec, data_axes = sync.resolved, sync.spec(path), sync.mesh_axes.data_axes
     placement, declared = resolved.placement(path), resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     in_order = make_entry(tuple(axis for axis in data_axes if axis in spec_axes(placement.spec)))
     others = sorted(set(used) - {LAYER_PARAMS})
     trains = path in resolved.placements
-    given = [option for option in ("start_step", "exact_axes", "diagnostics") if trains and getattr(declared, option)]
+    given = [
+        option
+        for option in ("start_step", "exact_axes", "diagnostics")
+        if trains and getattr(declared, option)
+    ]
     parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
-    recomputed = [parent for parent in parents if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)]
-    # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside one that is not, JAX recomputes no part
-    layers = [parent for parent in recomputed if parent == block or (block is None and f"{parent}/".endswith(("layers/", "cells/")))]
+    recomputed = [
+        parent
+        for parent in parents
+        if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)
+    ]
+    # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside
+    # one that is not, JAX recomputes no part
+    layers = [
+        parent
+        for parent in recomputed
+        if parent == block or (block is None and f"{parent}/".endswith(("layers/", "cells/")))
+    ]
     inside = recomputed if not layers else []
     layer = "stack" if block is None else "block"
-    codec_state = functools.partial(spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape)
+    codec_state = functools.partial(
+        spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape
+    )
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
         (f"the loss reads it outside of its {layer}, too ({', '.join(others)})", others),
         (f"its {layer} is called several times", len(used) > 1),
         (f"its {layer} is not called", not used),
         (f"[remat] recomputes only a part of its layer, {', '.join(inside)}", inside),
-        (f"it is sharded over {sharded}, not over axes of {data_axes} in their order along one dim", sharded != [in_order]),
-        ("its mean gradient is sharded in another way", sync.reduction.mean_spec(placement) != placement.spec),
-        ("a dim is sharded over data axes and others", sync.mesh_axes.model_axes and not spec.nested),
+        (
+            f"it is sharded over {sharded}, not over axes of {data_axes} in their order along one "
+            "dim",
+            sharded != [in_order],
+        ),
+        (
+            "its mean gradient is sharded in another way",
+            sync.reduction.mean_spec(placement) != placement.spec,
+        ),
+        (
+            "a dim is sharded over data axes and others",
+            sync.mesh_axes.model_axes and not spec.nested,
+        ),
         (f"codec {spec.codec_name} keeps a state", jax.eval_shape(codec_state, jax.random.key(0))),
         (f"[gradients] {', '.join(given)} is about full gradients", given),
     ):

@@ -24,7 +24,9 @@ class MeshAxes:
 
 
 def constrain(mesh_axes: MeshAxes, spec: Spec, x: Any) -> Any:
-    """Give `x` the sharding of `spec`. Does nothing in a fully manual region, where shardings are explicit."""
+    """Give `x` the sharding of `spec`. Does nothing in a fully manual region, where shardings are
+    explicit.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names and set(mesh.axis_names) == set(mesh.manual_axes):
         return x

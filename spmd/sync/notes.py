@@ -19,12 +19,18 @@ PREVIEW_ROUNDS = 200  # rounds that are simulated ahead of a run
 
 
 def notes(sync: GradientSync) -> list[str]:
-    """The codec of each gradient, the size of the residuals, and settings of the layout that have no effect."""
+    """The codec of each gradient, the size of the residuals, and settings of the layout that have
+    no effect.
+    """
     declared, manual = sync.resolved.layout.gradients, sync.reduction.manual
     codecs, lines = ", ".join(codec for codec in declared.codecs if codec != "exact"), []
     if reduction := REDUCTIONS[declared.reduction].make:
         name = f'reduction "{declared.reduction}" ({reduction.__module__}.{reduction.__qualname__})'
-        return [f"gradients are reduced by {name}." if manual else f"note: one worker, nothing is sent: {name} is not used."]
+        return [
+            f"gradients are reduced by {name}."
+            if manual
+            else f"note: one worker, nothing is sent: {name} is not used."
+        ]
     specs = sync.gradient_specs.values()
     if declared.compressed and manual:
         lines.append(f"gradients are sent as {'; '.join(_codec_shares(sync))}.")
@@ -32,16 +38,30 @@ def notes(sync: GradientSync) -> list[str]:
         lines.append(f"note: one worker, nothing is sent: codec {codecs} is not used.")
     elif declared.compressed and not codec_applies(sync.resolved, sync.mesh_axes):
         exact_axes = ", ".join(declared.exact_axes)
-        lines.append(f"note: {exact_axes} spans all workers, and is exact: codec {codecs} is not used.")
+        lines.append(
+            f"note: {exact_axes} spans all workers, and is exact: codec {codecs} is not used."
+        )
     elif declared.compressed and all(spec.codec.lossless for spec in specs):
-        lines.append(f"note: every gradient is sent exactly: codec {codecs} applies to none that it makes smaller.")
+        lines.append(
+            f"note: every gradient is sent exactly: codec {codecs} applies to none that it makes "
+            "smaller."
+        )
     elif declared.error_feedback and not any(spec.error_feedback for spec in specs):
-        lines.append("note: error_feedback = true, but every gradient is sent exactly: no residual is kept.")
+        lines.append(
+            "note: error_feedback = true, but every gradient is sent exactly: no residual is kept."
+        )
     elif declared.error_feedback:
-        residuals = sum(4 * math.prod(spec.shard_layout.shape) for spec in specs if spec.error_feedback)
-        lines.append(f"error feedback keeps {format_bytes(residuals)} of float32 residuals on each device.")
+        residuals = sum(
+            4 * math.prod(spec.shard_layout.shape) for spec in specs if spec.error_feedback
+        )
+        lines.append(
+            f"error feedback keeps {format_bytes(residuals)} of float32 residuals on each device."
+        )
     if sync.metric_names:
-        lines.append(f"diagnostics = true sends every gradient again, in float32: {exact_bytes(sync):,} bytes more in each step.")
+        lines.append(
+            f"diagnostics = true sends every gradient again, in float32: {exact_bytes(sync):,} "
+            "bytes more in each step."
+        )
     return lines
 
 
@@ -52,57 +72,80 @@ def server_notes(storage: Storage, clock: Events) -> list[str]:
         itemsize = np.dtype(dtype).itemsize
         least, most = (format_bytes(bound(assignment.load) * itemsize) for bound in (min, max))
         lines.append(
-            f"{assignment.servers} servers, {assignment.placement}, {dtype}: {least} to {most} each, "
-            f"imbalance {assignment.imbalance:.2f}; {assignment.padding:.1%} of the storage is padding."
+            f"{assignment.servers} servers, {assignment.placement}, {dtype}: {least} to {most} "
+            "each, "
+            f"imbalance {assignment.imbalance:.2f}; {assignment.padding:.1%} of the storage is "
+            "padding."
         )
     if clock.declared.local:
         lines.append(
-            f"each worker has its own parameters and optimizer, and all synchronize every {clock.declared.every} steps; evaluation and "
-            "the returned model use the servers' parameters, without the steps after the last synchronization."
+            "each worker has its own parameters and optimizer, and all synchronize every "
+            f"{clock.declared.every} steps; evaluation and "
+            "the returned model use the servers' parameters, without the steps after the last "
+            "synchronization."
         )
     if clock.declared.max_staleness is not None:
         steps = min(PREVIEW_ROUNDS, clock.steps or PREVIEW_ROUNDS)
         statistics = ServerStatistics.of(clock, steps)
         share = statistics.dropped.sum() / statistics.arrived.sum()
         prefix, limit = "note: " if share > 0.25 else "", clock.declared.max_staleness
-        lines.append(f"{prefix}of the gradients of the first {steps} rounds {share:.0%} are dropped: max_staleness = {limit}.")
+        lines.append(
+            f"{prefix}of the gradients of the first {steps} rounds {share:.0%} are dropped: "
+            f"max_staleness = {limit}."
+        )
     return lines
 
 
 def _codec_shares(sync: GradientSync) -> list[str]:
-    """For each codec the number of its gradients, and their bytes as float32; for "exact" also their paths."""
+    """For each codec the number of its gradients, and their bytes as float32; for "exact" also
+    their paths.
+    """
     by_codec: dict[str, list[GradientSpec]] = {}
     for spec in sync.gradient_specs.values():
         by_codec.setdefault(spec.codec_name, []).append(spec)
     shares = []
     for name, specs in by_codec.items():
-        listed = ", ".join(spec.placement.path for spec in specs[:3]) + (", ..." if len(specs) > 3 else "")
+        listed = ", ".join(spec.placement.path for spec in specs[:3]) + (
+            ", ..." if len(specs) > 3 else ""
+        )
         size = format_bytes(sum(4 * math.prod(spec.shard_layout.shape) for spec in specs))
         shares.append(f"{name}: {len(specs)} ({size}{', ' + listed if name == 'exact' else ''})")
     return shares
 
 
 def server_bytes(sync: GradientSync) -> tuple[int, int]:
-    """Bytes that one worker sends to one parameter server, and receives from it: a row of every stored array."""
+    """Bytes that one worker sends to one parameter server, and receives from it: a row of every
+    stored array.
+    """
     sent, received, bfloat16 = 0, 0, sync.resolved.layout.gradients.weights == "bfloat16"
     for spec in sync.gradient_specs.values():
         width, itemsize = spec.placement.shape[1], np.dtype(spec.placement.dtype).itemsize
         rows = jax.ShapeDtypeStruct((1, width), np.float32)
-        payload = jax.eval_shape(spec.codec.encode, rows) if isinstance(spec.codec, RowCodec) else None
-        sent += sum(map(nbytes, jax.tree.leaves(payload))) if payload is not None else width * itemsize
+        payload = (
+            jax.eval_shape(spec.codec.encode, rows) if isinstance(spec.codec, RowCodec) else None
+        )
+        sent += (
+            sum(map(nbytes, jax.tree.leaves(payload))) if payload is not None else width * itemsize
+        )
         received += width * (2 if bfloat16 and spec.placement.dtype == "float32" else itemsize)
     return sent, received
 
 
 def exact_bytes(sync: GradientSync) -> int:
-    """Bytes that each device would send if all gradients were sent exactly, under the same reduction."""
+    """Bytes that each device would send if all gradients were sent exactly, under the same
+    reduction.
+    """
     return sum(_exact_bytes(sync, spec) for spec in sync.gradient_specs.values())
 
 
 def _exact_bytes(sync: GradientSync, spec: GradientSpec) -> int:
-    """Bytes that `codec.exact.exact_mean` sends: reduce-scatters dim by dim, then an all-reduce of the shard."""
+    """Bytes that `codec.exact.exact_mean` sends: reduce-scatters dim by dim, then an all-reduce of
+    the shard.
+    """
     sent, size = 0, math.prod(spec.shard_layout.shape) * spec.dtype.itemsize
     for entry in spec.shard_layout.spec:
         devices = devices_along(sync.mesh_axes, entry)
         sent, size = sent + SENT["reduce_scatter"](devices, size), size // devices
-    return sent + SENT["all_reduce"](devices_along(sync.mesh_axes, spec.shard_layout.replicated_axes), size)
+    return sent + SENT["all_reduce"](
+        devices_along(sync.mesh_axes, spec.shard_layout.replicated_axes), size
+    )

@@ -23,7 +23,9 @@ def needs_gather(placement: Placement, mesh_axes: MeshAxes) -> bool:
 
 
 def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
-    """The parameter, replicated over the workers, from this worker's shard; unchanged if it is replicated, or gathered by layer."""
+    """The parameter, replicated over the workers, from this worker's shard; unchanged if it is
+    replicated, or gathered by layer.
+    """
     mesh_axes = sync.mesh_axes
     if not needs_gather(placement, mesh_axes) or placement.path in sync.layerwise:
         return shard
@@ -35,45 +37,64 @@ def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
 
 
 def gather_outside(sync: GradientSync, params: Tree) -> Tree:
-    """On global arrays, for evaluation: parameters replicated over the workers, but for those that are gathered by layer."""
+    """On global arrays, for evaluation: parameters replicated over the workers, but for those that
+    are gathered by layer.
+    """
     axes = sync.mesh_axes
 
     def gather(placement: Placement, leaf: Any) -> Any:
-        return leaf if placement.path in sync.layerwise else constrain(axes, keep_axes(placement.spec, axes.model_axes), leaf)
+        return (
+            leaf
+            if placement.path in sync.layerwise
+            else constrain(axes, keep_axes(placement.spec, axes.model_axes), leaf)
+        )
 
     return sync.map_params(gather, params)
 
 
 def gather_frozen(sync: GradientSync, frozen: Tree) -> Tree:
-    """Every array of a parameter that is not trained, replicated over the workers, from this worker's shards."""
+    """Every array of a parameter that is not trained, replicated over the workers, from this
+    worker's shards.
+    """
     return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), frozen)
 
 
 def gather_all(sync: GradientSync, params: Tree) -> Tree:
     """Every parameter, replicated over the workers, from this worker's shards."""
     if sync.reduction.keeps_params:
-        return jax.tree.unflatten(jax.tree.structure(params), list(gather_packed_params(sync, flatten(params)).values()))
+        return jax.tree.unflatten(
+            jax.tree.structure(params), list(gather_packed_params(sync, flatten(params)).values())
+        )
     return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), params)
 
 
 def gather_again(sync: GradientSync, backward: Callable, gathered: Tree, params: Tree) -> Callable:
-    """`backward` with those of its residuals that are gathered parameters gathered anew from `params`; two lists of trees, of which some
-    may be frozen.
+    """`backward` with those of its residuals that are gathered parameters gathered anew from
+    `params`; two lists of trees, of which some may be frozen.
 
-    What `jax.vjp` returns is a pytree of its residuals, and a parameter among them is the array that was passed in.
+    What `jax.vjp` returns is a pytree of its residuals, and a parameter among them is the array
+    that was passed in.
     """
     kept = {id(residual) for residual in jax.tree.leaves(backward)}
 
     def gather(placement: Placement, old: jax.Array, shard: jax.Array) -> jax.Array:
-        return gather_params(sync, placement, shard) if id(old) in kept and needs_gather(placement, sync.mesh_axes) else old
+        return (
+            gather_params(sync, placement, shard)
+            if id(old) in kept and needs_gather(placement, sync.mesh_axes)
+            else old
+        )
 
     again = [sync.map_params(gather, *trees) for trees in zip(gathered, params, strict=True)]
-    replaced = {id(old): new for old, new in zip(jax.tree.leaves(gathered), jax.tree.leaves(again), strict=True)}
+    replaced = {
+        id(old): new
+        for old, new in zip(jax.tree.leaves(gathered), jax.tree.leaves(again), strict=True)
+    }
     return jax.tree.map(lambda residual: replaced.get(id(residual), residual), backward)
 
 
 def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Packed parameters, by path [positions, width], from this server's row of them, [1, width]: one all-gather per bucket.
+    """Packed parameters, by path [positions, width], from this server's row of them, [1, width]:
+    one all-gather per bucket.
 
     All of them, or those of some fragments.
     """
@@ -81,27 +102,49 @@ def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict
 
 
 def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
-    """Updates with the sharding of their parameters, from updates with that of the moments (ZeRO-1)."""
+    """Updates with the sharding of their parameters, from updates with that of the moments
+    (ZeRO-1).
+    """
     mesh_axes, placements = sync.mesh_axes, sync.resolved.placements
     data_axes = mesh_axes.data_axes
-    gathered = {path: constrain(mesh_axes, placements[path].state_spec, update) for path, update in flatten(updates).items()}
+    gathered = {
+        path: constrain(mesh_axes, placements[path].state_spec, update)
+        for path, update in flatten(updates).items()
+    }
 
     def extra_axes(path: str) -> tuple[str, ...]:
         placement = placements[path]
-        return tuple(axis for axis in spec_axes(placement.state_spec) if axis not in spec_axes(placement.spec))
+        return tuple(
+            axis
+            for axis in spec_axes(placement.state_spec)
+            if axis not in spec_axes(placement.spec)
+        )
 
     def is_sharded(path: str) -> bool:
-        return any(axis in data_axes for axis in extra_axes(path)) and not mixes_data_axes(placements[path].state_spec, data_axes)
+        return any(axis in data_axes for axis in extra_axes(path)) and not mixes_data_axes(
+            placements[path].state_spec, data_axes
+        )
 
     def local(shards: dict[str, Any]) -> dict[str, Any]:
         with jax.named_scope("gather_updates"):
-            return {path: _gather(sync, placements[path].state_spec, shard, extra_axes(path)) for path, shard in shards.items()}
+            return {
+                path: _gather(sync, placements[path].state_spec, shard, extra_axes(path))
+                for path, shard in shards.items()
+            }
 
-    sharded = {path: update for path, update in gathered.items() if sync.reduction.manual and is_sharded(path)}
+    sharded = {
+        path: update
+        for path, update in gathered.items()
+        if sync.reduction.manual and is_sharded(path)
+    }
     if sharded:
-        before = {path: pspec(keep_axes(placements[path].state_spec, data_axes)) for path in sharded}
+        before = {
+            path: pspec(keep_axes(placements[path].state_spec, data_axes)) for path in sharded
+        }
         after = {path: pspec(keep_axes(placements[path].spec, data_axes)) for path in sharded}
-        gathered |= shard_map(local, mesh=mesh_axes.mesh, in_specs=(before,), out_specs=after, axis_names=data_axes)(sharded)
+        gathered |= shard_map(
+            local, mesh=mesh_axes.mesh, in_specs=(before,), out_specs=after, axis_names=data_axes
+        )(sharded)
     return jax.tree.unflatten(jax.tree.structure(updates), list(gathered.values()))
 
 
@@ -114,18 +157,30 @@ def _gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -
 
 
 def _all_gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
-    """Per worker: an array that is sharded as `spec`, gathered along those of `axes` that are data axes."""
+    """Per worker: an array that is sharded as `spec`, gathered along those of `axes` that are data
+    axes.
+    """
     mesh_axes = sync.mesh_axes
 
     def local(x: Any) -> Any:
         for dim, entry in enumerate(spec):
-            x = collectives.all_gather(x, tuple(axis for axis in entry_axes(entry) if axis in axes and axis in mesh_axes.data_axes), dim)
+            x = collectives.all_gather(
+                x,
+                tuple(
+                    axis
+                    for axis in entry_axes(entry)
+                    if axis in axes and axis in mesh_axes.data_axes
+                ),
+                dim,
+            )
         return x
 
     model_axes = mesh_axes.model_axes
-    if not model_axes or mixes_data_axes(spec, mesh_axes.data_axes):  # shards along one axis alone would be joined in the wrong order
+    # shards along one axis alone would be joined in the wrong order
+    if not model_axes or mixes_data_axes(spec, mesh_axes.data_axes):
         return local(shard)
-    # On each device's local shard along the model axes, so that only that shard is sent. Left to the partitioner, a
-    # collective on an array that is sharded over a model axis gathers it there first.
+    # On each device's local shard along the model axes, so that only that shard is sent. Left to
+    # the partitioner, a collective on an array that is sharded over a model axis gathers it there
+    # first.
     model_spec = pspec(keep_axes(spec, model_axes))
     return shard_map(local, in_specs=model_spec, out_specs=model_spec, axis_names=model_axes)(shard)

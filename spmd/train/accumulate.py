@@ -1,7 +1,8 @@
 """Microbatches: gradients of a large batch in the memory of a small one.
 
-They are only summed here, on each worker. The sum is reduced over workers once, by `reduced_gradients` in `spmd/train/step.py`. Those of
-weights that are gathered layer by layer may be reduced in every microbatch instead: `choose_accumulation` says so.
+They are only summed here, on each worker. The sum is reduced over workers once, by
+`reduced_gradients` in `spmd/train/step.py`. Those of weights that are gathered layer by layer may
+be reduced in every microbatch instead: `choose_accumulation` says so.
 """
 
 import dataclasses
@@ -19,12 +20,15 @@ from spmd.tree import Tree, format_bytes
 
 
 def microbatches(tree: Tree, count: int) -> Tree:
-    """Every leaf [rows, ...] as [count, rows / count, ...]; microbatch m holds rows m, m + count, m + 2 count, ...
+    """Every leaf [rows, ...] as [count, rows / count, ...]; microbatch m holds rows m, m + count, m
+    + 2 count, ...
 
-    Taken with a stride, a microbatch of the whole batch is the union of the workers' own, on any number of workers,
-    and no row leaves its device.
+    Taken with a stride, a microbatch of the whole batch is the union of the workers' own, on any
+    number of workers, and no row leaves its device.
     """
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), tree)
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), tree
+    )
 
 
 def split_workers(tree: Tree, count: int) -> Tree:
@@ -33,7 +37,12 @@ def split_workers(tree: Tree, count: int) -> Tree:
 
 
 def accumulate(
-    function: Callable[[Any, Any, Any], tuple[Tree, Any]], carry: Any, xs: Tree, count: int, *, unroll: bool
+    function: Callable[[Any, Any, Any], tuple[Tree, Any]],
+    carry: Any,
+    xs: Tree,
+    count: int,
+    *,
+    unroll: bool,
 ) -> tuple[Tree, Any]:
     """Sum `function(carry, x, index) -> (summed, carry)` over the microbatches in `xs`.
 
@@ -48,28 +57,50 @@ def accumulate(
         summed, carry = function(carry, *inputs)
         return (jax.tree.map(jnp.add, total, summed), carry), None
 
-    (total, carry), _ = lax.scan(body, (total, carry), (xs, jnp.arange(count)), unroll=count if unroll else 1)
+    (total, carry), _ = lax.scan(
+        body, (total, carry), (xs, jnp.arange(count)), unroll=count if unroll else 1
+    )
     return total, carry
 
 
 def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[GradientSync, list[str]]:
     """`sync` with `sums_layers` as the layout says, or as memory allows; and notes on that.
 
-    The choice depends on the layout, the state and the devices alone: all processes, and a run that resumes on such devices, choose alike.
+    The choice depends on the layout, the state and the devices alone: all processes, and a run that
+    resumes on such devices, choose alike.
     """
     declared, count = sync.resolved.layout.gradients.accumulate, placed.config.accumulate
     trained = sync.layerwise & sync.resolved.placements.keys()
     if count == 1 or not trained:
-        why = "there is one microbatch" if count == 1 else "no gradients are those of weights that are gathered layer by layer"
-        return sync, [] if declared == "auto" else [f'note: [gradients] accumulate = "{declared}" is not used: {why}.']
+        why = (
+            "there is one microbatch"
+            if count == 1
+            else "no gradients are those of weights that are gathered layer by layer"
+        )
+        return sync, [] if declared == "auto" else [
+            f'note: [gradients] accumulate = "{declared}" is not used: {why}.'
+        ]
     state_leaves = placed.memory_left
-    layers = dict(placed.model.stacks())  # of each parameter: among how many layers or blocks it is one of the same size
-    layers |= {path: len(group) for group in sync.blocks for block in group for path in trained if path.startswith(f"{block}/")}
+    # of each parameter: among how many layers or blocks it is one of the same size
+    layers = dict(placed.model.stacks())
+    layers |= {
+        path: len(group)
+        for group in sync.blocks
+        for block in group
+        for path in trained
+        if path.startswith(f"{block}/")
+    }
     sizes = {path: full_bytes(sync, path) for path in trained}
-    size, two_layers = sum(sizes.values()), sum(2 * size // layers[path] for path, size in sizes.items())
+    size, two_layers = (
+        sum(sizes.values()),
+        sum(2 * size // layers[path] for path, size in sizes.items()),
+    )
     left = (state_leaves or 0) - two_layers
     fits = state_leaves is not None and size <= ROOM * left
-    room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two layers leave on a device"
+    room = (
+        f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two layers leave on a "
+        "device"
+    )
     why = (
         "devices do not say how much memory they have"
         if state_leaves is None
@@ -80,5 +111,7 @@ def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[Gradie
     of = " and ".join(kind for kind, present in kinds.items() if present)
     what = f"gradients of {len(sizes)} parameters of {of} ({format_bytes(size)})"
     if declared == "local" or (declared == "auto" and fits):
-        return dataclasses.replace(sync, sums_layers=True), [f"{what} are summed over {count} microbatches and reduced once: {why}."]
+        return dataclasses.replace(sync, sums_layers=True), [
+            f"{what} are summed over {count} microbatches and reduced once: {why}."
+        ]
     return sync, [f"{what} are reduced in each of {count} microbatches: {why}."]

@@ -1,4 +1,6 @@
-"""The layout's `[[activations]]` in a step: submodule outputs get sharding constraints, from which XLA partitions the computation."""
+"""The layout's `[[activations]]` in a step: submodule outputs get sharding constraints, from which
+XLA partitions the computation.
+"""
 
 import dataclasses
 import functools
@@ -31,10 +33,16 @@ class Activations:
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
         """A function that gives outputs back, placed; None when no rule claims the module."""
         rules, claimed = self.resolved.layout.activations, self._matching_rules(path)
-        return functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]])) if claimed else None
+        return (
+            functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]]))
+            if claimed
+            else None
+        )
 
     def _placed(self, rule: Rule, x: jax.Array) -> jax.Array:
-        """`x` [rows, ...]: all rows, or those of one worker inside a manual region, over whose axes they are split already."""
+        """`x` [rows, ...]: all rows, or those of one worker inside a manual region, over whose axes
+        they are split already.
+        """
         resolved, manual = self.resolved, manual_axes()
         free = tuple(axis for axis in resolved.mesh.names if axis not in manual)
         data = tuple(axis for axis in free if axis in resolved.data_axes)
@@ -45,7 +53,9 @@ class Activations:
 
 
 class Seen:
-    """Stands where `Activations` does while shapes are found: the submodules there are, and what those that rules claim return."""
+    """Stands where `Activations` does while shapes are found: the submodules there are, and what
+    those that rules claim return.
+    """
 
     def __init__(self, resolved: Resolved):
         self._resolved = resolved
@@ -61,16 +71,27 @@ class Seen:
     def _remember(self, path: str, outputs: Tree) -> Tree:
         found = self.outputs.setdefault(path, [])
         for inside, leaf in flatten(outputs).items():
-            entry = Output(inside, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), bool(manual_axes()))
+            entry = Output(
+                inside, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), bool(manual_axes())
+            )
             found += [entry] if entry not in found else []
         return outputs
 
     def check(self, rows: int, parts: int) -> None:
-        """Hold the layout's rules against what was seen on a batch of `rows`, which is worked on in `parts`.
+        """Hold the layout's rules against what was seen on a batch of `rows`, which is worked on in
+        `parts`.
 
         Raises:
           LayoutError: with every problem found.
         """
         layout, mesh = self._resolved.layout, self._resolved.mesh
-        problems: Sequence = [*output_problems(layout, mesh, list(self.modules), self.outputs, rows, parts)] if layout.activations else ()
-        raise_problems(LayoutError, f"{layout.source} does not fit what this model's modules return, on mesh {mesh}", problems)
+        problems: Sequence = (
+            [*output_problems(layout, mesh, list(self.modules), self.outputs, rows, parts)]
+            if layout.activations
+            else ()
+        )
+        raise_problems(
+            LayoutError,
+            f"{layout.source} does not fit what this model's modules return, on mesh {mesh}",
+            problems,
+        )

@@ -1,4 +1,6 @@
-"""Optimizers of optax with an interface of their own, as a step calls all: `optax.lookahead` and `optax.contrib.sam`."""
+"""Optimizers of optax with an interface of their own, as a step calls all: `optax.lookahead` and
+`optax.contrib.sam`.
+"""
 
 import inspect
 from typing import Any, NamedTuple
@@ -11,11 +13,15 @@ from spmd.train.wrapped_optimizer import wrap_optimizer
 from spmd.tree import Tree, nodes
 
 VALUE = "value"  # the name by which a step gives an optimizer the loss
-AROUND = "optax.lookahead around all else: optax.lookahead(optax.MultiSteps(optimizer, k).gradient_transformation(), ...)."
+AROUND = (
+    "optax.lookahead around all else: optax.lookahead(optax.MultiSteps(optimizer, "
+    "k).gradient_transformation(), ...)."
+)
 
 
 class SlowWeights(NamedTuple):
-    """The state of `optax.lookahead`, with the slow weights, which optax keeps beside the fast ones; those are the model's parameters.
+    """The state of `optax.lookahead`, with the slow weights, which optax keeps beside the fast
+    ones; those are the model's parameters.
 
     Attributes:
       inner: of the optimizer.
@@ -27,11 +33,13 @@ class SlowWeights(NamedTuple):
 
 
 def adapt_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer with the interface of all others: its update takes gradients, state, parameters and extra arguments.
+    """The optimizer with the interface of all others: its update takes gradients, state, parameters
+    and extra arguments.
 
     Args:
-      optimizer: a gradient transformation. `optax.lookahead` trains the fast weights, and keeps the slow ones in its state (`SlowWeights`).
-        An update that takes extra arguments, but not the loss, such as that of `optax.contrib.sam`, is called without it.
+      optimizer: a gradient transformation. `optax.lookahead` trains the fast weights, and keeps the
+        slow ones in its state (`SlowWeights`). An update that takes extra arguments, but not the
+        loss, such as that of `optax.contrib.sam`, is called without it.
     """
     tx = optax.with_extra_args_support(optimizer)
     if not _takes_value(tx.update):
@@ -48,7 +56,9 @@ def _takes_value(update: Any) -> bool:
     return any(each.name == VALUE or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _without_value(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def _without_value(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         extra.pop(VALUE, None)
         return tx.update(updates, state, params, **extra)
@@ -65,14 +75,22 @@ def _is_lookahead(tx: optax.GradientTransformationExtraArgs) -> bool:
     return any(isinstance(node, optax.LookaheadState) for node in nodes(state))
 
 
-def _with_slow_weights(tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def _with_slow_weights(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     def init(params: Tree) -> SlowWeights:
         return SlowWeights(tx.init(optax.LookaheadParams(params, params)), params)
 
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SlowWeights]:
-        updates, inner = tx.update(updates, state.inner, optax.LookaheadParams(params, state.slow), **extra)
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, SlowWeights]:
+        updates, inner = tx.update(
+            updates, state.inner, optax.LookaheadParams(params, state.slow), **extra
+        )
         if not isinstance(updates, optax.LookaheadParams):
-            raise OptimizerError("what is around optax.lookahead returns no updates of slow weights.", fix=AROUND)
+            raise OptimizerError(
+                "what is around optax.lookahead returns no updates of slow weights.", fix=AROUND
+            )
         return updates.fast, SlowWeights(inner, optax.apply_updates(state.slow, updates.slow))
 
     return wrap_optimizer("lookahead", init, update, tx)
@@ -88,9 +106,16 @@ def interface_fix(optimizer: optax.GradientTransformation, params: Tree) -> str:
         if isinstance(node, optax.LookaheadState):
             return AROUND
         if isinstance(node, optax.contrib.SAMState) and node.cache is None:
-            return "optax.contrib.sam(..., opaque_mode=False), whose gradients are made in steps of their own."
+            return (
+                "optax.contrib.sam(..., opaque_mode=False), whose gradients are made in steps of "
+                "their own."
+            )
         if isinstance(node, optax.contrib.SAMState):
             return (
-                "optax.contrib.sam around all else, as in  optax.contrib.sam(optax.chain(clip, optimizer), optax.chain(clip, adversary))."
+                "optax.contrib.sam around all else, as in  optax.contrib.sam(optax.chain(clip, "
+                "optimizer), optax.chain(clip, adversary))."
             )
-    return "one that needs no more than these; a line search that calls the loss itself is not supported."
+    return (
+        "one that needs no more than these; a line search that calls the loss itself is not "
+        "supported."
+    )

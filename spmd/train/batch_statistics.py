@@ -1,8 +1,10 @@
-"""Statistics that layers keep beside their parameters, such as the averages of BatchNorm, over the parts of a batch.
+"""Statistics that layers keep beside their parameters, such as the averages of BatchNorm, over the
+parts of a batch.
 
-A part is a microbatch of a worker. All parts begin at the statistics from before the step, as one device does with the full batch; what
-they end with is averaged. So a statistic that is a mean over rows comes out as that of the full batch, and one that no row changes, such
-as a counter or an average of weights, advances once per step.
+A part is a microbatch of a worker. All parts begin at the statistics from before the step, as one
+device does with the full batch; what they end with is averaged. So a statistic that is a mean over
+rows comes out as that of the full batch, and one that no row changes, such as a counter or an
+average of weights, advances once per step.
 """
 
 import jax
@@ -13,7 +15,9 @@ from spmd.wire import collectives
 
 
 def no_stats(stats: Tree) -> Tree:
-    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of other numbers."""
+    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of
+    other numbers.
+    """
 
     def empty(x: jax.Array) -> jax.Array:
         if _is_key(x):
@@ -26,7 +30,9 @@ def no_stats(stats: Tree) -> Tree:
 
 
 def add_stats(total: Tree, stats: Tree) -> Tree:
-    """The total with the statistics of one more part: the sum of floats, the maximum of counters, and its keys of random numbers."""
+    """The total with the statistics of one more part: the sum of floats, the maximum of counters,
+    and its keys of random numbers.
+    """
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         if _is_key(x):
@@ -47,7 +53,11 @@ def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[st
     if not jax.tree.leaves(before):
         return before
     known = isinstance(parts, int)
-    count = parts * collectives.worker_count(axes) if known else collectives.all_reduce(parts.astype(jnp.float32), axes)
+    count = (
+        parts * collectives.worker_count(axes)
+        if known
+        else collectives.all_reduce(parts.astype(jnp.float32), axes)
+    )
 
     def mean(x: jax.Array, old: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jnp.inexact):

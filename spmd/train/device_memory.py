@@ -11,10 +11,14 @@ from spmd.tree import Tree
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Bytes that a program can use on each local device of a mesh, the smallest limit; None if devices do not report it (CPUs do not, and
-    devices of a description, for which steps are compiled only)."""
+    """Bytes that a program can use on each local device of a mesh, the smallest limit; None if
+    devices do not report it (CPUs do not, and devices of a description, for which steps are
+    compiled only).
+    """
     try:
-        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices]
+        limits = [
+            (device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices
+        ]
     except jax.errors.JaxRuntimeError:
         return None
     return min(limits, default=0) or None

@@ -1,4 +1,6 @@
-"""The loss and metrics of an evaluation: the columns that the program gives for a batch, and their values on all rows of the data."""
+"""The loss and metrics of an evaluation: the columns that the program gives for a batch, and their
+values on all rows of the data.
+"""
 
 import dataclasses
 import functools
@@ -26,21 +28,27 @@ from spmd.train.sum_metrics import FromSums
 from spmd.tree import Tree
 
 DEPENDS = (
-    'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be %.6g, so it depends on the number of rows, '
+    'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be '
+    "%.6g, so it depends on the number of rows, "
     "and is another number than on the batch of a step.\n"
-    "    fix: means in place of sums; or spmd.losses.of_parts around the loss or metric, for the mean over batches."
+    "    fix: means in place of sums; or spmd.losses.of_parts around the loss or metric, for the "
+    "mean over batches."
 )
 TEXT = (
-    "the evaluation takes the mean over batches of %d rows of %s. That may differ from the value on all rows: spmd does not know %s as a "
+    "the evaluation takes the mean over batches of %d rows of %s. That may differ from the value "
+    "on all rows: spmd does not know %s as a "
     "mean over rows, or a function of means over rows.\n"
-    "    fix: return (sum, count), both summed over the rows given, or one value per row that depends on no other row. Where the mean over "
+    "    fix: return (sum, count), both summed over the rows given, or one value per row that "
+    "depends on no other row. Where the mean over "
     "batches is what you want: spmd.losses.of_parts around the loss or metric."
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvalOutputs:
-    """The loss and metrics of an evaluation on batches like `sample`, of `rows` rows; traced where it is asked for."""
+    """The loss and metrics of an evaluation on batches like `sample`, of `rows` rows; traced where
+    it is asked for.
+    """
 
     placed: PlacedModel
     objective: Objective
@@ -58,9 +66,14 @@ class EvalOutputs:
         """The name that each column of `sums` belongs to: a function of sums has several."""
         metrics = self._shapes[1]
         widths = [
-            metrics[name].values.shape[-1] if isinstance(metrics.get(name), Columns) else max(self._sums_of(name), 1) for name in self.names
+            metrics[name].values.shape[-1]
+            if isinstance(metrics.get(name), Columns)
+            else max(self._sums_of(name), 1)
+            for name in self.names
         ]
-        return tuple(name for name, width in zip(self.names, widths, strict=True) for _ in range(width))
+        return tuple(
+            name for name, width in zip(self.names, widths, strict=True) for _ in range(width)
+        )
 
     @functools.cached_property
     def pads(self) -> bool:
@@ -71,11 +84,21 @@ class EvalOutputs:
     @property
     def undefined(self) -> dict[str, str]:
         """Why a metric from sums is NaN, by name."""
-        return {name: metric.undefined for name, metric in self.objective.metrics.items() if isinstance(metric, FromSums)}
+        return {
+            name: metric.undefined
+            for name, metric in self.objective.metrics.items()
+            if isinstance(metric, FromSums)
+        }
 
-    # of a batch ---------------------------------------------------------------------------------------------------------------------------
+    # of a batch -----------------------------------------------------------------------------------
 
-    def sums(self, forward: Callable[[Variables, Tree, Any], tuple], variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
+    def sums(
+        self,
+        forward: Callable[[Variables, Tree, Any], tuple],
+        variables: Variables,
+        batch: Tree,
+        weights: jax.Array,
+    ) -> jax.Array:
         """Return sums over the rows of a batch, and counts, float32[2, columns]; called in a trace.
 
         Args:
@@ -92,20 +115,25 @@ class EvalOutputs:
         batch, key = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch), jax.random.key(0)
 
         def trace(rows: int) -> tuple[Any, tuple]:
-            sized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+            sized = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch
+            )
             return jax.make_jaxpr(forward, return_shape=True)(variables, sized, key)
 
         kinds = [held.kind for held in held_inputs(variables, batch)]
-        traces = traces_by_name(trace, rows * copies, kinds, jax.tree.leaves((variables, batch, key)))
+        traces = traces_by_name(
+            trace, rows * copies, kinds, jax.tree.leaves((variables, batch, key))
+        )
         for name in names:
             found = traces[name].of_batch() / copies
             sums[name] = (found, jnp.full(found.shape, rows, jnp.float32))
         return pack(sums, self.names)
 
-    # of all batches -----------------------------------------------------------------------------------------------------------------------
+    # of all batches -------------------------------------------------------------------------------
 
     def finish(self, total: np.ndarray, batches: int) -> dict[str, float]:
-        """Return the loss and metrics by name, from sums and counts over all rows, float[2, columns] on the host.
+        """Return the loss and metrics by name, from sums and counts over all rows, float[2,
+        columns] on the host.
 
         A warning names, once, those of which several batches do not give the value on all rows.
         """
@@ -124,33 +152,56 @@ class EvalOutputs:
         return found
 
     def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
-        """Return functions that draw metrics from sums by name, from what `finish` gets; none of sums that are not finite."""
+        """Return functions that draw metrics from sums by name, from what `finish` gets; none of
+        sums that are not finite.
+        """
         columns, metrics = np.array(self.columns), self.objective.metrics.items()
-        drawn = {name: metric for name, metric in metrics if isinstance(metric, FromSums) and metric.draw is not None}
+        drawn = {
+            name: metric
+            for name, metric in metrics
+            if isinstance(metric, FromSums) and metric.draw is not None
+        }
         sums = {name: np.asarray(total, np.float64)[0, columns == name] for name in drawn}
         return {
-            name: functools.partial(metric.picture, name, sums[name]) for name, metric in drawn.items() if np.isfinite(sums[name]).all()
+            name: functools.partial(metric.picture, name, sums[name])
+            for name, metric in drawn.items()
+            if np.isfinite(sums[name]).all()
         }
 
     def _warn_of_means(self) -> None:
-        names = [name for name in self.names if not self._is_known(name) and self._from_batches[name] == FromBatches()]
+        names = [
+            name
+            for name in self.names
+            if not self._is_known(name) and self._from_batches[name] == FromBatches()
+        ]
         fresh = [name for name in names if name not in self.warned]
         self.warned.update(fresh)
         if fresh:
             shown = ", ".join(f'"{name}"' for name in fresh)
-            logging.getLogger("spmd").warning(TEXT, self.rows, shown, "it" if len(fresh) == 1 else "them")
+            logging.getLogger("spmd").warning(
+                TEXT, self.rows, shown, "it" if len(fresh) == 1 else "them"
+            )
 
-    # the traces ---------------------------------------------------------------------------------------------------------------------------
+    # the traces -----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _shapes(self) -> tuple:
         return self._trace(self.rows)[0]
 
     def _trace(self, rows: int, parallel: ParallelConfig | None = None) -> tuple[tuple, Any]:
-        return trace_objective(self.placed, self.objective, self.sample, rows, Seen(self.placed.resolved), parallel=parallel)
+        return trace_objective(
+            self.placed,
+            self.objective,
+            self.sample,
+            rows,
+            Seen(self.placed.resolved),
+            parallel=parallel,
+        )
 
     def _traces_under(self, parallel: ParallelConfig | None) -> dict[str, Traces]:
-        kinds = [held.kind for held in held_inputs(self.placed.abstract_state.variables, self.sample)]
+        kinds = [
+            held.kind for held in held_inputs(self.placed.abstract_state.variables, self.sample)
+        ]
         rows = max(self.rows, 2)  # for dims of size 1 JAX may do something else
 
         def trace(rows: int) -> tuple[Any, tuple]:
@@ -169,36 +220,65 @@ class EvalOutputs:
             by_name = {name: traces.from_batches() for name, traces in self._traces.items()}
         except SpmdError:  # the loss or a metric takes no other number of rows, and may join them
             return dict.fromkeys(self.names, FromBatches())
-        if any(equation.primitive.name == SHARD_MAP for equation in equations(self._traces[LOSS].first.jaxpr)):
-            # a layout's own functions are not read, so the loss has to be the same function of rows without them
+        if any(
+            equation.primitive.name == SHARD_MAP
+            for equation in equations(self._traces[LOSS].first.jaxpr)
+        ):
+            # a layout's own functions are not read, so the loss has to be the same function of rows
+            # without them
             alone = self._traces_under(dataclasses.replace(UNSHARDED, used=set()))
-            by_name = {name: by_name[name] if by_name[name] == traces.from_batches() else FromBatches() for name, traces in alone.items()}
+            by_name = {
+                name: by_name[name] if by_name[name] == traces.from_batches() else FromBatches()
+                for name, traces in alone.items()
+            }
         return by_name
 
     @functools.cached_property
     def _functions_of_sums(self) -> dict[str, Callable[..., jax.Array]]:
-        return {name: jax.jit(traces.of_all) for name, traces in self._traces.items() if self._sums_of(name)}
+        return {
+            name: jax.jit(traces.of_all)
+            for name, traces in self._traces.items()
+            if self._sums_of(name)
+        }
 
     def _function_of_sums(self, name: str, sums: np.ndarray, rows: float) -> float:
-        """Return the value on all rows; a warning says where it would be another one on twice these rows."""
+        """Return the value on all rows; a warning says where it would be another one on twice these
+        rows.
+        """
 
         def value(times: int) -> float:
             with jax.transfer_guard("allow"):
-                return float(self._functions_of_sums[name]((times * sums).astype(np.float32), np.float32(times * rows)))
+                return float(
+                    self._functions_of_sums[name](
+                        (times * sums).astype(np.float32), np.float32(times * rows)
+                    )
+                )
 
         found = value(1)
-        if not self._from_batches[name].scales and name not in self.warned and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True):
+        if (
+            not self._from_batches[name].scales
+            and name not in self.warned
+            and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True)
+        ):
             self.warned.add(name)
             logging.getLogger("spmd").warning(DEPENDS, name, rows, found, value(2))
         return found
 
     def _sums_of(self, name: str) -> int:
-        """Return the number of sums over rows of which a scalar is a function; 0: the mean of its values on batches is taken."""
+        """Return the number of sums over rows of which a scalar is a function; 0: the mean of its
+        values on batches is taken.
+        """
         output = self._shapes[0] if name == LOSS else self._shapes[1][name]
-        return 0 if self._is_known(name) or getattr(output, "shape", None) != () else self._from_batches[name].sums
+        return (
+            0
+            if self._is_known(name) or getattr(output, "shape", None) != ()
+            else self._from_batches[name].sums
+        )
 
     def _is_known(self, name: str) -> bool:
         """Return whether nothing has to be read to know that a metric's mean is right."""
         metric = self.objective.metrics.get(name, self.objective.loss if name == LOSS else None)
-        shipped = isinstance(metric, FromSums) or (isinstance(metric, PerExample) and metric.function in SHIPPED)
+        shipped = isinstance(metric, FromSums) or (
+            isinstance(metric, PerExample) and metric.function in SHIPPED
+        )
         return shipped or getattr(metric, "of_parts", False)

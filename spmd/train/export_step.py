@@ -6,8 +6,15 @@ from typing import Any
 import jax
 import jax.export
 
-KERNELS = (  # for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
-    *("cu_threefry2x32", "cu_threefry2x32_ffi", "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call"),
+# for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
+KERNELS = (
+    *(
+        "cu_threefry2x32",
+        "cu_threefry2x32_ffi",
+        "__gpu$xla.gpu.triton",
+        "mosaic_gpu_v2",
+        "tpu_custom_call",
+    ),
     *(
         f"__cudnn$fmha{kind}{end}"
         for kind in ("Softmax", "SoftmaxDropout", "ScaleBiasSoftmax", "ScaleBiasSoftmaxDropout")
@@ -16,7 +23,9 @@ KERNELS = (  # for which `jax.export` promises no compatibility over years: JAX'
 )
 
 
-def export_step(update: Callable, arguments: Any, out_shardings: Any, platform: str) -> jax.export.Exported:
+def export_step(
+    update: Callable, arguments: Any, out_shardings: Any, platform: str
+) -> jax.export.Exported:
     """`update(*arguments)` exported as a function of flat arguments and results."""
     leaves, tree = jax.tree.flatten(arguments)
 
@@ -27,7 +36,8 @@ def export_step(update: Callable, arguments: Any, out_shardings: Any, platform: 
     unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
     export = jax.export.export(jitted, platforms=(platform,), disabled_checks=unchecked)
     frames = jax.config.jax_traceback_in_locations_limit  # type: ignore[attr-defined]
-    jax.config.update("jax_traceback_in_locations_limit", 1)  # the text of a step does not depend on the caller
+    # the text of a step does not depend on the caller
+    jax.config.update("jax_traceback_in_locations_limit", 1)
     try:
         return export(*leaves)
     finally:

@@ -1,4 +1,6 @@
-"""Memory of the host that devices copy from and to: who may use it, and moving arrays there inside a step."""
+"""Memory of the host that devices copy from and to: who may use it, and moving arrays there inside
+a step.
+"""
 
 from typing import Any
 
@@ -13,7 +15,9 @@ HOST = "pinned_host"
 
 
 def without_host_memory(mesh: Any) -> str:
-    """The device of this process that cannot reach pinned memory of its host; "" if all can, and where devices are only planned."""
+    """The device of this process that cannot reach pinned memory of its host; "" if all can, and
+    where devices are only planned.
+    """
     for device in [] if isinstance(mesh, AbstractMesh) else mesh.local_devices:
         if HOST not in _memory_kinds(device):
             return str(device)
@@ -31,26 +35,47 @@ def check_memory(layout: Layout, mesh: Any, *, per_worker: bool) -> None:
       per_worker: workers or servers run the optimizer themselves.
 
     Raises:
-      LayoutError: a device cannot reach pinned memory of its host, or the optimizer's state is not moved under this reduction.
+      LayoutError: a device cannot reach pinned memory of its host, or the optimizer's state is not
+        moved under this reduction.
     """
     if layout.memory.optimizer == "device":
         return
     problems, where = [], '[memory] optimizer = "host"'
     if device := without_host_memory(mesh):
         why = f"{device} has no memory of kind {HOST}."
-        problems.append(Problem(where, [why], 'optimizer = "device", and [optimizer] shard, which shards its state.', kind="conflict"))
+        problems.append(
+            Problem(
+                where,
+                [why],
+                'optimizer = "device", and [optimizer] shard, which shards its state.',
+                kind="conflict",
+            )
+        )
     if per_worker:
-        why = "workers or servers update parameters on their own, with optimizer state on the device."
-        problems.append(Problem(where, [why], 'optimizer = "device", or another [gradients] reduction.', kind="conflict"))
+        why = (
+            "workers or servers update parameters on their own, with optimizer state on the device."
+        )
+        problems.append(
+            Problem(
+                where,
+                [why],
+                'optimizer = "device", or another [gradients] reduction.',
+                kind="conflict",
+            )
+        )
     raise_problems(LayoutError, f"{layout.source} cannot be applied", problems)
 
 
 def memory_notes(layout: Layout, platform: str) -> list[str]:
     """What a person should know of offloading on this platform."""
-    keys = ["[memory] optimizer"] * (layout.memory.optimizer == "host") + ["[remat] offload"] * layout.remat.offloads
+    keys = ["[memory] optimizer"] * (layout.memory.optimizer == "host") + [
+        "[remat] offload"
+    ] * layout.remat.offloads
     if not keys or platform != "cpu":
         return []
-    return [f"note: {', '.join(keys)}: on cpu, devices and host have one memory, so nothing is moved."]
+    return [
+        f"note: {', '.join(keys)}: on cpu, devices and host have one memory, so nothing is moved."
+    ]
 
 
 def on_host(leaf: Any) -> bool:
@@ -60,9 +85,15 @@ def on_host(leaf: Any) -> bool:
 
 def to_device(tree: Tree) -> Tree:
     """Under a trace: arrays in the host's memory are copied to the device."""
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree
+    )
 
 
 def back_to_host(tree: Tree, before: Tree) -> Tree:
     """Under a trace: arrays of `tree` are copied to the host where those of `before` lie there."""
-    return jax.tree.map(lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf, tree, before)
+    return jax.tree.map(
+        lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf,
+        tree,
+        before,
+    )

@@ -16,7 +16,8 @@ from spmd.tree import Tree
 
 
 def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any]) -> None:
-    """Check that every mesh axis of several devices is used: by the layout, or by the model, the loss or the optimizer in a step.
+    """Check that every mesh axis of several devices is used: by the layout, or by the model, the
+    loss or the optimizer in a step.
 
     Args:
       sample: the shapes of a full batch.
@@ -31,16 +32,28 @@ def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any])
     if not idle:
         return
     sizes, axes = placed.resolved.mesh.sizes, ", ".join(map(quoted, idle))
-    why = f"nothing is sharded over {axes}, so groups of {math.prod(sizes[axis] for axis in idle)} devices would do the same work."
-    use = f"a use for {axes} in the layout, such as [[params]] rules, or in the model, such as jax.lax.with_sharding_constraint."
+    why = (
+        f"nothing is sharded over {axes}, so groups of {math.prod(sizes[axis] for axis in idle)} "
+        "devices would do the same work."
+    )
+    use = (
+        f"a use for {axes} in the layout, such as [[params]] rules, or in the model, such as "
+        "jax.lax.with_sharding_constraint."
+    )
     mesh = _without(placed, sample, idle)
     fix = f"{mesh}; or {use}" if mesh else use
     problem = Problem(f"mesh axis {axes}", [why], fix, kind="unused_axis")
-    raise_problems(LayoutError, f"{placed.resolved.layout.source} does not fit this model on mesh {placed.resolved.mesh}", [problem])
+    raise_problems(
+        LayoutError,
+        f"{placed.resolved.layout.source} does not fit this model on mesh {placed.resolved.mesh}",
+        [problem],
+    )
 
 
 def _without(placed: PlacedModel, sample: Tree, idle: tuple[str, ...]) -> str:
-    """A mesh with the devices of idle axes on a data axis, as an option, if model and batch fit it; else ""."""
+    """A mesh with the devices of idle axes on a data axis, as an option, if model and batch fit it;
+    else "".
+    """
     layout, mesh = placed.resolved.layout, placed.resolved.mesh_without(idle)
     try:
         check_batch(sample, layout, mesh, placed.config.accumulate)

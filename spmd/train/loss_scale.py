@@ -15,7 +15,8 @@ from spmd.tree import Tree
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
 MOST = float(jnp.finfo(jnp.float16).max)
-MAX_IN_A_ROW = 32  # skipped updates: the scale is then 2**-32 of what it was, so it cannot be the cause
+# skipped updates: the scale is then 2**-32 of what it was, so it cannot be the cause
+MAX_IN_A_ROW = 32
 
 
 class LossScale(NamedTuple):
@@ -38,19 +39,24 @@ class LossScale(NamedTuple):
     applied: jax.Array
 
 
-def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -> optax.GradientTransformationExtraArgs:
+def scale_loss(
+    optimizer: Any, initial: float = 2.0**20, *, every: int = 2000
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer that keeps the scale of a loss whose gradients are computed in float16.
 
-    The mean loss is multiplied by `state.scale` before the backward pass, and the gradients are divided by it in float32 after: both
-    are the caller's, in spmd's step the step's. If one is then not finite, or was too large for float16 when it was scaled, no update is
-    made, and the scale is halved. After `every` updates in a row it is doubled. (Micikevicius et al., arXiv:1710.03740, section 3.2.)
-    What is skipped is as in `skip_spikes`.
+    The mean loss is multiplied by `state.scale` before the backward pass, and the gradients are
+    divided by it in float32 after: both are the caller's, in spmd's step the step's. If one is then
+    not finite, or was too large for float16 when it was scaled, no update is made, and the scale is
+    halved. After `every` updates in a row it is doubled. (Micikevicius et al., arXiv:1710.03740,
+    section 3.2.) What is skipped is as in `skip_spikes`.
 
-    `fit`, `Trainer` and `sweep` with `precision="float16"` put it around their optimizer; put it there yourself for other numbers. They
-    measure `loss_scale` (of the next step) and `skipped` (0 or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were
-    skipped. Those of a NaN in the data are among them, and are not counted in the `max_in_a_row` of a `skip_spikes` inside. Gradients are
-    too large if those of all rows together are, so the decision does not depend on how many rows a device has; but where gradients of
-    single devices overflow and cancel in the sum, a mesh of other devices may not skip that step.
+    `fit`, `Trainer` and `sweep` with `precision="float16"` put it around their optimizer; put it
+    there yourself for other numbers. They measure `loss_scale` (of the next step) and `skipped` (0
+    or 1), and of skipped steps `skips_left`: `fit` ends when 32 in a row were skipped. Those of a
+    NaN in the data are among them, and are not counted in the `max_in_a_row` of a `skip_spikes`
+    inside. Gradients are too large if those of all rows together are, so the decision does not
+    depend on how many rows a device has; but where gradients of single devices overflow and cancel
+    in the sum, a mesh of other devices may not skip that step.
 
     Args:
       optimizer: any optax gradient transformation.
@@ -77,23 +83,50 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
       (0.0, '-5.0e-09')
     """
     tx = check_optimizer(optimizer)
-    if isinstance(initial, bool) or not isinstance(initial, numbers.Real) or not SMALLEST <= initial <= LARGEST:
-        raise OptionError(f"scale_loss: initial={short_repr(initial)}.", fix="from 2.0**-24 to 2.0**40, such as 2.0**20.")
+    if (
+        isinstance(initial, bool)
+        or not isinstance(initial, numbers.Real)
+        or not SMALLEST <= initial <= LARGEST
+    ):
+        raise OptionError(
+            f"scale_loss: initial={short_repr(initial)}.",
+            fix="from 2.0**-24 to 2.0**40, such as 2.0**20.",
+        )
     check_integer(every, "scale_loss: every", 1, MOST_COUNTED)
 
     def init(params: Tree) -> LossScale:
         return LossScale(
-            init_alone("scale_loss", tx, params), jnp.float32(initial), jnp.int32(0), jnp.int32(0), jnp.int32(MAX_IN_A_ROW), jnp.bool(True)
+            init_alone("scale_loss", tx, params),
+            jnp.float32(initial),
+            jnp.int32(0),
+            jnp.int32(0),
+            jnp.int32(MAX_IN_A_ROW),
+            jnp.bool(True),
         )
 
-    def update(updates: Tree, state: Any, params: Tree = None, *, factor: jax.Array | None = None, **extra: Any) -> tuple[Tree, LossScale]:
+    def update(
+        updates: Tree,
+        state: Any,
+        params: Tree = None,
+        *,
+        factor: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Tree, LossScale]:
         """`factor`: by which all gradients were larger in the backward pass; None: the scale."""
         larger = state.scale if factor is None else factor
-        held = [(jnp.abs(leaf).astype(jnp.float32) * larger <= MOST).all() for leaf in jax.tree.leaves(updates)]  # NaN is not
+        # NaN is not
+        held = [
+            (jnp.abs(leaf).astype(jnp.float32) * larger <= MOST).all()
+            for leaf in jax.tree.leaves(updates)
+        ]
         applied = jnp.stack(held or [jnp.bool(True)]).all()
-        updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
+        updates, inner = where_applied(
+            applied, *tx.update(updates, state.inner, params, **extra), state.inner
+        )
         since = jnp.where(applied, state.since + 1, 0)
-        scale = jnp.where(applied, jnp.where(since == every, 2 * state.scale, state.scale), state.scale / 2)
+        scale = jnp.where(
+            applied, jnp.where(since == every, 2 * state.scale, state.scale), state.scale / 2
+        )
         return updates, LossScale(
             inner,
             jnp.clip(scale, SMALLEST, LARGEST),
@@ -106,7 +139,9 @@ def scale_loss(optimizer: Any, initial: float = 2.0**20, *, every: int = 2000) -
     return wrap_optimizer("scale_loss", init, update, tx, every=every)
 
 
-def with_loss_scale(optimizer: optax.GradientTransformationExtraArgs, precision: str) -> optax.GradientTransformationExtraArgs:
+def with_loss_scale(
+    optimizer: optax.GradientTransformationExtraArgs, precision: str
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer for this precision: for float16 one that keeps a scale of the loss."""
     scales = any(name.startswith("scale_loss") for name in options_of(optimizer))
     return scale_loss(optimizer) if precision == "float16" and not scales else optimizer

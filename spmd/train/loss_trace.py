@@ -1,4 +1,6 @@
-"""The loss, traced on the shapes of a batch: what it returns, its jaxpr, and whether the layout's pipeline fits it."""
+"""The loss, traced on the shapes of a batch: what it returns, its jaxpr, and whether the layout's
+pipeline fits it.
+"""
 
 import dataclasses
 import re
@@ -40,18 +42,28 @@ def trace_objective(
       blocks: records calls of blocks.
       notes: takes what modules say about their choices.
       parallel: the part of the layout that modules see; None: that of `placed`.
-      schedules: takes the pipeline schedule of each stack; None traces evaluation, and records none.
+      schedules: takes the pipeline schedule of each stack; None traces evaluation, and records
+        none.
     """
     training, dtype = schedules is not None, compute_dtype(placed.config.precision)
     row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
     declared = placed.parallel if parallel is None else parallel
-    declared = dataclasses.replace(declared, row_splits=row_splits, schedules={} if schedules is None else schedules)
+    declared = dataclasses.replace(
+        declared, row_splits=row_splits, schedules={} if schedules is None else schedules
+    )
     declared = dataclasses.replace(declared, notes={} if notes is None else notes)
 
     def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = cast_variables(variables, dtype)
         remat = module_policies(placed.resolved.layout.remat) if training else ()
-        call = Call(training, key if training else None, remat=remat, dtype=dtype, output_hook=seen, products=placed.products)
+        call = Call(
+            training,
+            key if training else None,
+            remat=remat,
+            dtype=dtype,
+            output_hook=seen,
+            products=placed.products,
+        )
         if blocks is not None:
             call = dataclasses.replace(call, blocks=blocks)
             blocks.begin()
@@ -77,11 +89,17 @@ def trace_objective(
 
 def _has_derivatives(jaxpr: Any) -> bool:
     """Whether a loss differentiates a part of the model itself."""
-    return any(re.search(r"\b(jvp|transpose)\(", str(equation.source_info.name_stack)) for equation in equations(jaxpr.jaxpr))
+    return any(
+        re.search(r"\b(jvp|transpose)\(", str(equation.source_info.name_stack))
+        for equation in equations(jaxpr.jaxpr)
+    )
 
 
 def _check_second_derivative(
-    under: Callable[[ParallelConfig], Callable[..., tuple]], parallel: ParallelConfig, arguments: tuple[Any, ...], source: str
+    under: Callable[[ParallelConfig], Callable[..., tuple]],
+    parallel: ParallelConfig,
+    arguments: tuple[Any, ...],
+    source: str,
 ) -> None:
     """Check that a loss with derivatives in it has a gradient.
 
@@ -91,12 +109,18 @@ def _check_second_derivative(
 
     def differentiate(parallel: ParallelConfig) -> Exception | None:
         def run(variables: Variables, *others: Any) -> Any:
-            return jax.vjp(lambda params: under(parallel)(dataclasses.replace(variables, params=params), *others), variables.params)[0]
+            return jax.vjp(
+                lambda params: under(parallel)(
+                    dataclasses.replace(variables, params=params), *others
+                ),
+                variables.params,
+            )[0]
 
         try:
             jax.eval_shape(run, *arguments)
-        # JAX raises one of these where an operation has no derivative, by the kind of kernel; the model's own code turns them into a
-        # LossError. None is lost: below it is raised with its fix, or it is not about attention, and the step's own trace raises it.
+        # JAX raises one of these where an operation has no derivative, by the kind of kernel; the
+        # model's own code turns them into a LossError. None is lost: below it is raised with its
+        # fix, or it is not about attention, and the step's own trace raises it.
         except (SpmdError, NotImplementedError, TypeError, ValueError) as error:
             return error
         return None
@@ -104,7 +128,10 @@ def _check_second_derivative(
     fused = differentiate(dataclasses.replace(parallel, notes={}))
     as_written = dataclasses.replace(parallel, attention="as_written", calls={}, notes={})
     if fused is not None and differentiate(as_written) is None:
-        why = f"{source}: the loss differentiates its attention, and fused attention has one derivative only, in reverse mode."
+        why = (
+            f"{source}: the loss differentiates its attention, and fused attention has one "
+            "derivative only, in reverse mode."
+        )
         raise LayoutError(why, fix='[attention] implementation = "as_written".') from fused
 
 
@@ -115,22 +142,38 @@ def check_pipeline(placed: PlacedModel) -> None:
       LayoutError: the loss calls no stack, or none of the kind that an option is for.
       ModelError: the model has batch statistics, and the schedule is 1F1B.
     """
-    parallel, source, pipeline = placed.parallel, placed.resolved.layout.source, placed.parallel.pipeline
+    parallel, source, pipeline = (
+        placed.parallel,
+        placed.resolved.layout.source,
+        placed.parallel.pipeline,
+    )
     if pipeline.axis is not None and "pipeline" not in parallel.used:
         raise LayoutError(
-            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss calls none.',
-            fix="spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].",
+            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss '
+            "calls none.",
+            fix="spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without "
+            "[pipeline].",
         )
     leave = "leave it out."
     for key, given, part, kind, fix in (
         ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
-        ("groups", pipeline.groups > 1, "microbatches", "LayerStack", 'leave it out; schedule = "gpipe".'),
+        (
+            "groups",
+            pipeline.groups > 1,
+            "microbatches",
+            "LayerStack",
+            'leave it out; schedule = "gpipe".',
+        ),
         ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
     ):
         if given and part not in parallel.used:
-            raise LayoutError(f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.", fix=fix)
+            raise LayoutError(
+                f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.",
+                fix=fix,
+            )
     if parallel.manual_backward and jax.tree.leaves(placed.abstract_state.stats):
         raise ModelError(
-            f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.',
+            f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an '
+            "order that keeps no batch statistics.",
             fix='LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".',
         )

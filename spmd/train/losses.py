@@ -1,4 +1,6 @@
-"""Losses that fit the common shapes of batches; any function `(model, batch[, rng])` does as well."""
+"""Losses that fit the common shapes of batches; any function `(model, batch[, rng])` does as
+well.
+"""
 
 import functools
 import math
@@ -15,10 +17,12 @@ from spmd.tree import describe
 
 
 def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare that a loss is meant for the rows of one part of a batch: a worker's, or a microbatch's.
+    """Declare that a loss is meant for the rows of one part of a batch: a worker's, or a
+    microbatch's.
 
-    A loss that joins rows is that of the full batch: workers share what it needs of other rows. Where the mean over parts is what you
-    want, such as negatives from a worker's own rows, this says so, and nothing is shared.
+    A loss that joins rows is that of the full batch: workers share what it needs of other rows.
+    Where the mean over parts is what you want, such as negatives from a worker's own rows, this
+    says so, and nothing is shared.
 
     Args:
       loss: `loss(model, batch[, rng])`.
@@ -51,9 +55,12 @@ def _is_integer(targets: jax.Array) -> jax.Array | bool:
 def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("cross_entropy", outputs[..., 0], targets)
     logits, classes = outputs.astype(jnp.float32), jnp.arange(outputs.shape[-1])
-    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and rows are sharded over two mesh axes
+    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and
+    # rows are sharded over two mesh axes
     chosen = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
-    chosen = jnp.where((targets >= 0) & (targets < len(classes)) & _is_integer(targets), chosen, jnp.nan)
+    chosen = jnp.where(
+        (targets >= 0) & (targets < len(classes)) & _is_integer(targets), chosen, jnp.nan
+    )
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
@@ -63,16 +70,20 @@ def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of the next token, as (sum, count) over the tokens that count: for batches of `spmd.data.text`.
+    """Cross-entropy of the next token, as (sum, count) over the tokens that count: for batches of
+    `spmd.data.text`.
 
-    The model is called as `model(tokens, positions=, segment_ids=)`, without the last two if the batch lacks them, and returns logits
-    [rows, length, vocabulary]. One that has `features`, with these arguments, and `output_head()`, a dict of arguments `head`, `bias`,
-    `vocab_dim` and `soft_cap` of `spmd.losses.cross_entropy_from_features`, has logits of a chunk of tokens at a time only.
+    The model is called as `model(tokens, positions=, segment_ids=)`, without the last two if the
+    batch lacks them, and returns logits [rows, length, vocabulary]. One that has `features`, with
+    these arguments, and `output_head()`, a dict of arguments `head`, `bias`, `vocab_dim` and
+    `soft_cap` of `spmd.losses.cross_entropy_from_features`, has logits of a chunk of tokens at a
+    time only.
 
     Args:
       model: see above.
-      batch: "tokens", "targets", "positions" and "segment_ids", int32[rows, length]; and "mask", the weight of each target,
-        float32[rows, length]. A target outside the vocabulary makes the loss NaN unless its weight is 0.
+      batch: "tokens", "targets", "positions" and "segment_ids", int32[rows, length]; and "mask",
+        the weight of each target, float32[rows, length]. A target outside the vocabulary makes the
+        loss NaN unless its weight is 0.
 
     Returns:
       The sum of the losses of tokens that count, and the sum of their weights: float32 scalars.
@@ -83,38 +94,66 @@ def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     Example:
       >>> def uniform(tokens):
       ...     return jnp.zeros((*tokens.shape, 8))
-      >>> batch = {"tokens": jnp.array([[1, 2, 3]]), "targets": jnp.array([[2, 3, 0]]), "mask": jnp.array([[1.0, 1.0, 0.0]])}
+      >>> batch = {
+      ...     "tokens": jnp.array([[1, 2, 3]]),
+      ...     "targets": jnp.array([[2, 3, 0]]),
+      ...     "mask": jnp.array([[1.0, 1.0, 0.0]]),
+      ... }
       >>> total, count = next_token(uniform, batch)
       >>> round(float(total / count), 4) == round(math.log(8), 4)
       True
     """
-    missing = [name for name in ("tokens", "targets", "mask") if name not in batch] if isinstance(batch, dict) else ["tokens"]
+    missing = (
+        [name for name in ("tokens", "targets", "mask") if name not in batch]
+        if isinstance(batch, dict)
+        else ["tokens"]
+    )
     if missing:
         has = join_names(batch) if isinstance(batch, dict) else type_name(batch)
-        raise DataError(f"next_token: the batch has no {join_names(missing)}; it has {has}.", fix="batches as of spmd.data.text.")
+        raise DataError(
+            f"next_token: the batch has no {join_names(missing)}; it has {has}.",
+            fix="batches as of spmd.data.text.",
+        )
     tokens, targets, weights = batch["tokens"], batch["targets"], batch["mask"].astype(jnp.float32)
     packed = {name: batch[name] for name in ("positions", "segment_ids") if name in batch}
     if hasattr(model, "features") and hasattr(model, "output_head"):
-        return cross_entropy_from_features(model.features(tokens, **packed), labels=targets, weights=weights, **model.output_head())
+        return cross_entropy_from_features(
+            model.features(tokens, **packed), labels=targets, weights=weights, **model.output_head()
+        )
     values = _cross_entropy(model(tokens, **packed), jnp.where(weights != 0, targets, 0))
     return jnp.where(weights != 0, weights * values, 0.0).sum(), weights.sum()
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _range(loss: PerExample, batch: Any) -> jax.Array:
-    """The smallest and the largest target that counts; of those that are no whole number one, or 0; how many are NaN."""
+    """The smallest and the largest target that counts; of those that are no whole number one, or 0;
+    how many are NaN.
+    """
     targets = jnp.where(loss.counts(batch), loss.split(batch)[1], 0)
     nans = jnp.isnan(targets)  # which a maximum over devices may drop
     return jnp.stack(
-        [targets.min(), targets.max(), jnp.where(_is_integer(targets) | nans, 0, targets).max(), nans.sum(dtype=targets.dtype)]
+        [
+            targets.min(),
+            targets.max(),
+            jnp.where(_is_integer(targets) | nans, 0, targets).max(),
+            nans.sum(dtype=targets.dtype),
+        ]
     )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _no_mask(function: PerExample, batch: Any) -> jax.Array:
-    """How many entries of a mask are neither 0 nor 1, the largest of them, and how many are NaN, which a maximum over devices may drop."""
+    """How many entries of a mask are neither 0 nor 1, the largest of them, and how many are NaN,
+    which a maximum over devices may drop.
+    """
     strange, mask = function.no_mask(batch), batch[function.mask].astype(jnp.float32)
-    return jnp.stack([strange.sum(), jnp.where(strange & ~jnp.isnan(mask), mask, -jnp.inf).max(), jnp.isnan(mask).sum()])
+    return jnp.stack(
+        [
+            strange.sum(),
+            jnp.where(strange & ~jnp.isnan(mask), mask, -jnp.inf).max(),
+            jnp.isnan(mask).sum(),
+        ]
+    )
 
 
 def check_masks(functions: Iterable[Any], batch: Any) -> None:
@@ -123,12 +162,15 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
     Raises:
       DataError: there are some, for a loss or metric of `on(mask=...)`.
     """
-    masked = {one.mask: one for one in functions if isinstance(one, PerExample) and one.mask is not None}
+    masked = {
+        one.mask: one for one in functions if isinstance(one, PerExample) and one.mask is not None
+    }
     for name, function in masked.items():
         count, value, nans = map(float, jax.device_get(_no_mask(function, batch)))
         if count:
             raise DataError(
-                f'{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the mask "{name}", '
+                f"{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the "
+                f'mask "{name}", '
                 f"{describe(batch[name])}, are neither 0 nor 1, such as "
                 f"{math.nan if nans else value:g}.",
                 fix="a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
@@ -137,7 +179,8 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
 
 
 def nan_causes(loss: Any, outputs: Iterable[tuple[int, ...]]) -> str:
-    """What in a batch makes a declared loss NaN, to end a sentence with; empty where nothing is known of it.
+    """What in a batch makes a declared loss NaN, to end a sentence with; empty where nothing is
+    known of it.
 
     Args:
       outputs: shapes that the model has given to it.
@@ -159,29 +202,48 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
         return
     low, high, part, nans = map(float, jax.device_get(_range(loss, batch)))
     if part != 0 and math.isfinite(part):
-        raise DataError(f"{loss.name}: a target is {part:g}, which is no whole number.", fix="classes, counted from 0.")
+        raise DataError(
+            f"{loss.name}: a target is {part:g}, which is no whole number.",
+            fix="classes, counted from 0.",
+        )
     if nans:
-        raise DataError(f"{loss.name}: {nans:g} targets are NaN.", fix="a look at the data, or cross_entropy.on(mask=...).")
+        raise DataError(
+            f"{loss.name}: {nans:g} targets are NaN.",
+            fix="a look at the data, or cross_entropy.on(mask=...).",
+        )
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise DataError(f"{loss.name}: targets from {low:g} to {high:g}.", fix="a look at the data for NaN and infinity.")
+        raise DataError(
+            f"{loss.name}: targets from {low:g} to {high:g}.",
+            fix="a look at the data for NaN and infinity.",
+        )
     low, high = math.floor(low), math.ceil(high)
     if low < 0 or high >= classes:
-        ignored = " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)." if low < 0 else ""
+        ignored = (
+            " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)."
+            if low < 0
+            else ""
+        )
         raise DataError(
-            f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for classes 0 to {classes - 1}.",
+            f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for "
+            f"classes 0 to {classes - 1}.",
             fix=f"classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}",
         )
 
 
 cross_entropy = PerExample(_cross_entropy, "spmd.losses.cross_entropy")
-"""Softmax cross-entropy of logits [batch, ..., classes] against integer targets [batch, ...], in float32.
+"""Softmax cross-entropy of logits [batch, ..., classes] against integer targets [batch, ...], in
+float32.
 
-`cross_entropy.on(mask="mask")` and `cross_entropy.on(ignore=-100)` take the mean over the tokens that count, over all workers. A target
-outside [0, classes) that is not ignored makes the loss NaN, and so ends the run, and so does a mask that is neither 0 nor 1; the first
-batch is checked before, by value and range.
+`cross_entropy.on(mask="mask")` and `cross_entropy.on(ignore=-100)` take the mean over the tokens
+that count, over all workers. A target outside [0, classes) that is not ignored makes the loss NaN,
+and so ends the run, and so does a mask that is neither 0 nor 1; the first batch is checked before,
+by value and range.
 """
 
 mean_squared_error = PerExample(_mean_squared_error, "spmd.losses.mean_squared_error")
 """Mean of (output - target)² over everything but dim 0, in float32."""
 
-SHIPPED = tuple(one.function for one in (cross_entropy, mean_squared_error, accuracy, mean_absolute_error))  # which join no rows
+# which join no rows
+SHIPPED = tuple(
+    one.function for one in (cross_entropy, mean_squared_error, accuracy, mean_absolute_error)
+)

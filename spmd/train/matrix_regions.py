@@ -1,4 +1,5 @@
-"""Finds in a traced update of an optimizer what needs a parameter's matrix in one place: products, factorizations, what is between them.
+"""Finds in a traced update of an optimizer what needs a parameter's matrix in one place: products,
+factorizations, what is between them.
 
 Everything else of an update is element-wise, or sums, which are as exact on shards.
 """
@@ -15,12 +16,19 @@ from jax.extend.core import Var
 from spmd.jaxpr import equations, inner_jaxprs
 
 ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp conj convert_element_type copy cos div eq exp exp2 expm1 floor ge gt imag integer_pow is_finite le"
-    " log log1p logistic lt max min mul ne neg not or pow real reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient"
+    "abs add add_any and cbrt ceil clamp conj convert_element_type copy cos div eq exp exp2 expm1 "
+    "floor ge gt imag integer_pow is_finite le"
+    " log log1p logistic lt max min mul ne neg not or pow real reduce_precision rem round rsqrt "
+    "select_n sign sin sqrt square stop_gradient"
     " sub tan tanh xor".split()
 )
-MOVES = frozenset("broadcast_in_dim concatenate expand_dims pad reshape rev slice squeeze transpose".split())
-FACTORIZATIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal".split())
+MOVES = frozenset(
+    "broadcast_in_dim concatenate expand_dims pad reshape rev slice squeeze transpose".split()
+)
+FACTORIZATIONS = frozenset(
+    "cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve "
+    "tridiagonal".split()
+)
 
 
 class DependentLayersError(Exception):
@@ -33,13 +41,16 @@ class Region:
 
     Attributes:
       path: the parameter.
-      level: how many values of several parameters follow one another before it. Regions of one level use nothing of each other.
+      level: how many values of several parameters follow one another before it. Regions of one
+        level use nothing of each other.
       equations: their places in the program, in order.
-      copied: those of equations that it computes as well, because their results need not be sent then: constants, and element-wise
-        functions of other inputs.
+      copied: those of equations that it computes as well, because their results need not be sent
+        then: constants, and element-wise functions of other inputs.
       inputs, outputs: variables that it takes from other equations, and that others take from it.
-      shared: those of the inputs that are no arrays of the parameter, such as counters; of each the first that is computed like it.
-      without_sums: the region without sums that it begins with, such as a norm; None if it has none.
+      shared: those of the inputs that are no arrays of the parameter, such as counters; of each the
+        first that is computed like it.
+      without_sums: the region without sums that it begins with, such as a norm; None if it has
+        none.
     """
 
     path: str
@@ -60,15 +71,25 @@ class Region:
         """The region as a jaxpr; `found` are the equations of the jaxpr `around`."""
         inside = [found[place] for place in self.places]
         unnamed = around.debug_info.with_unknown_names()
-        return around.replace(constvars=[], invars=list(self.inputs), outvars=list(self.outputs), eqns=inside, debug_info=unnamed)
+        return around.replace(
+            constvars=[],
+            invars=list(self.inputs),
+            outvars=list(self.outputs),
+            eqns=inside,
+            debug_info=unnamed,
+        )
 
 
 def needs_matrix(equation: Any) -> bool:
-    """Whether an equation multiplies or factorizes matrices; a product that is a scalar is a sum."""
+    """Whether an equation multiplies or factorizes matrices; a product that is a scalar is a
+    sum.
+    """
     name = equation.primitive.name
     if name == "dot_general":
         return equation.outvars[0].aval.ndim > 0
-    return name in FACTORIZATIONS or any(needs_matrix(inner) for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr))
+    return name in FACTORIZATIONS or any(
+        needs_matrix(inner) for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr)
+    )
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -76,11 +97,15 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]) -> tuple[list[Region], Mapping[Any, str]]:
-    """The regions of a program, and the parameter of every variable that is computed from arrays of one.
+def find_regions(
+    found: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]
+) -> tuple[list[Region], Mapping[Any, str]]:
+    """The regions of a program, and the parameter of every variable that is computed from arrays of
+    one.
 
-    What is computed from arrays of several parameters, such as a global norm, is in none; what uses it is in another region than what it
-    is computed from, so that the regions of one level can be computed at once.
+    What is computed from arrays of several parameters, such as a global norm, is in none; what uses
+    it is in another region than what it is computed from, so that the regions of one level can be
+    computed at once.
 
     Args:
       found: the equations of the program.
@@ -108,12 +133,18 @@ def find_regions(found: Sequence[Any], owners: Mapping[Any, str], outputs: Itera
         if not equation.effects and constant.issuperset(variables(equation.invars)):
             constant.update(equation.outvars)
     known = _Known(found, owner, constant, made_at, needed_in, _alike(found, owner))
-    return [region for (path, level), places in parts.items() if (region := _region(known, path, level, places))], owner
+    return [
+        region
+        for (path, level), places in parts.items()
+        if (region := _region(known, path, level, places))
+    ], owner
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A program: its equations, the parameter of each variable that has one, constants, who makes and uses a variable, and `_alike`."""
+    """A program: its equations, the parameter of each variable that has one, constants, who makes
+    and uses a variable, and `_alike`.
+    """
 
     found: Sequence[Any]
     owner: Mapping[Any, str]
@@ -124,33 +155,53 @@ class _Known:
 
 
 def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
-    """Of every variable of no parameter that element-wise functions compute, the first that is computed alike.
+    """Of every variable of no parameter that element-wise functions compute, the first that is
+    computed alike.
 
-    Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's dtype.
+    Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's
+    dtype.
     """
     alike: dict[Any, Any] = {}
     first: dict[tuple, Any] = {}
     for equation in found:
         if _is_elementwise(equation) and equation.outvars[0] not in owner:
-            inputs = tuple((x.aval, np.asarray(x.val).tobytes()) if hasattr(x, "val") else alike.get(x, x) for x in equation.invars)
+            inputs = tuple(
+                (x.aval, np.asarray(x.val).tobytes()) if hasattr(x, "val") else alike.get(x, x)
+                for x in equation.invars
+            )
             [x] = equation.outvars
-            alike[x] = first.setdefault((equation.primitive, str(equation.params), inputs, x.aval), x)
+            alike[x] = first.setdefault(
+                (equation.primitive, str(equation.params), inputs, x.aval), x
+            )
     return alike
 
 
 def _region(known: _Known, path: str, level: int, places: list[int]) -> Region | None:
-    """The region among these equations of one parameter: what needs the matrix, what is between, sums of elements that it uses, and what
-    moves elements on either side, so that arrays pass its borders in the parameter's own shape."""
+    """The region among these equations of one parameter: what needs the matrix, what is between,
+    sums of elements that it uses, and what moves elements on either side, so that arrays pass its
+    borders in the parameter's own shape.
+    """
     found = known.found
     seeds = {place for place in places if needs_matrix(found[place])}
     if not seeds:
         return None
-    moving = {place for place in places if found[place].primitive.name in MOVES and not _is_elementwise(found[place])}
+    moving = {
+        place
+        for place in places
+        if found[place].primitive.name in MOVES and not _is_elementwise(found[place])
+    }
     plain = [place for place in places if place in seeds | moving or _is_elementwise(found[place])]
-    moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))  # with no sum on the way
+    # with no sum on the way
+    moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))
     sums = {place for place in _reaching(found, places, seeds) if not _is_elementwise(found[place])}
-    region, fewer = (_hull(known, path, level, places, ends) for ends in (seeds | moves | sums, seeds | moves))
-    return region if fewer.equations == region.equations else dataclasses.replace(region, without_sums=fewer)
+    region, fewer = (
+        _hull(known, path, level, places, ends) for ends in (seeds | moves | sums, seeds | moves)
+    )
+    return (
+        region
+        if fewer.equations == region.equations
+        else dataclasses.replace(region, without_sums=fewer)
+    )
 
 
 def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int]) -> Region:
@@ -158,18 +209,27 @@ def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int
     found = known.found
     inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
     inputs, copied = _inputs(known, path, inside)
-    outputs = [x for place in inside for x in found[place].outvars if known.needed_in.get(x, set()) - set(inside)]
+    outputs = [
+        x
+        for place in inside
+        for x in found[place].outvars
+        if known.needed_in.get(x, set()) - set(inside)
+    ]
     shared = {x: known.alike.get(x, x) for x in inputs if x not in known.owner}
     return Region(path, level, tuple(inside), copied, inputs, tuple(outputs), shared)
 
 
 def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What these equations take from others, and which others are copied: until no further one makes inputs fewer."""
+    """What these equations take from others, and which others are copied: until no further one
+    makes inputs fewer.
+    """
     copied: set[int] = set()
     while True:
         places = sorted({*inside, *copied})
         made = {x for place in places for x in known.found[place].outvars}
-        inputs = dict.fromkeys(x for place in places for x in variables(known.found[place].invars) if x not in made)
+        inputs = dict.fromkeys(
+            x for place in places for x in variables(known.found[place].invars) if x not in made
+        )
         arrays = {x for x in inputs if x.aval.ndim}
         more = set()
         for x in inputs:
@@ -178,7 +238,12 @@ def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...
                 continue
             equation = known.found[place]
             taken = {y for y in variables(equation.invars) if y.aval.ndim}
-            of_others = known.owner.get(x) == path and taken and taken <= arrays - {x} and _is_elementwise(equation)
+            of_others = (
+                known.owner.get(x) == path
+                and taken
+                and taken <= arrays - {x}
+                and _is_elementwise(equation)
+            )
             if x in known.constant or of_others:
                 more.add(place)
         if not more:
@@ -214,7 +279,8 @@ def _reaching(found: Sequence[Any], places: Sequence[int], end: set[int]) -> set
 def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
     """The program of one layer, of that of a stack: the same jaxpr on arrays with one layer.
 
-    A dim may have several entries for each layer, one layer after the other, as where the experts of all layers are one batch.
+    A dim may have several entries for each layer, one layer after the other, as where the experts
+    of all layers are one batch.
 
     Args:
       stacked: a jaxpr on arrays with this many layers.
@@ -236,27 +302,44 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
         return [single(x, y) for x, y in zip(atoms, others, strict=True)]
 
     constants = zip(stacked.constvars, other.constvars, strict=True)
-    if len(stacked.eqns) != len(other.eqns) or any(layer_dim(*pair, layers) is not None for pair in constants):
+    if len(stacked.eqns) != len(other.eqns) or any(
+        layer_dim(*pair, layers) is not None for pair in constants
+    ):
         raise DependentLayersError
     found = []
     for equation, twin in zip(stacked.eqns, other.eqns, strict=True):
         params = _params_of_one_layer(equation, twin, layers)
-        inputs, outputs = renamed(equation.invars, twin.invars), renamed(equation.outvars, twin.outvars)
+        inputs, outputs = (
+            renamed(equation.invars, twin.invars),
+            renamed(equation.outvars, twin.outvars),
+        )
         found.append(equation.replace(invars=inputs, outvars=outputs, params=params))
-    return stacked.replace(eqns=found, invars=renamed(stacked.invars, other.invars), outvars=renamed(stacked.outvars, other.outvars))
+    return stacked.replace(
+        eqns=found,
+        invars=renamed(stacked.invars, other.invars),
+        outvars=renamed(stacked.outvars, other.outvars),
+    )
 
 
 def layer_dim(stacked: Any, other: Any, layers: int) -> int | None:
-    """The dim along which an array of a stack has its layers, by the same array of a stack of one more; None if it has none."""
+    """The dim along which an array of a stack has its layers, by the same array of a stack of one
+    more; None if it has none.
+    """
     if hasattr(stacked, "val"):
         if not hasattr(other, "val") or bool(stacked.val != other.val):
             raise DependentLayersError
         return None
     shape, longer = stacked.aval.shape, other.aval.shape
-    dims = [dim for dim, sizes in enumerate(zip(shape, longer, strict=False)) if sizes[0] != sizes[1]]
+    dims = [
+        dim for dim, sizes in enumerate(zip(shape, longer, strict=False)) if sizes[0] != sizes[1]
+    ]
     if len(shape) == len(longer) and not dims:
         return None
-    if len(shape) != len(longer) or len(dims) > 1 or shape[dims[0]] * (layers + 1) != longer[dims[0]] * layers:
+    if (
+        len(shape) != len(longer)
+        or len(dims) > 1
+        or shape[dims[0]] * (layers + 1) != longer[dims[0]] * layers
+    ):
         raise DependentLayersError
     return dims[0]
 
@@ -266,13 +349,17 @@ def _of_one(sizes: Sequence[int], dim: int, layers: int) -> tuple[int, ...]:
 
 
 def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any]:
-    """An equation's parameters for one layer, if it computes each layer from the same layer of its inputs."""
+    """An equation's parameters for one layer, if it computes each layer from the same layer of its
+    inputs.
+    """
     name, params = equation.primitive.name, dict(equation.params)
     before, after = (
         [layer_dim(x, y, layers) for x, y in zip(atoms, others, strict=True)]
         for atoms, others in ((equation.invars, twin.invars), (equation.outvars, twin.outvars))
     )
-    if twin.primitive is not equation.primitive or (name == "scan" and params["length"] != twin.params["length"]):
+    if twin.primitive is not equation.primitive or (
+        name == "scan" and params["length"] != twin.params["length"]
+    ):
         raise DependentLayersError
 
     def inside(part: Any, other: Any) -> Any:
@@ -291,17 +378,32 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
         return params
     if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
         raise DependentLayersError
-    resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(name)
+    resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(
+        name
+    )
     dim = after[0]
-    return params if resized is None or dim is None else params | {resized: _of_one(params[resized], dim, layers)}
+    return (
+        params
+        if resized is None or dim is None
+        else params | {resized: _of_one(params[resized], dim, layers)}
+    )
 
 
 def _is_jaxpr(part: Any) -> bool:
     return hasattr(part, "jaxpr") or hasattr(part, "eqns")
 
 
-def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], output: Any, before: list, after: list) -> bool:
-    """Whether an equation computes each layer of its outputs from that layer of its inputs; layers are along these dims."""
+def _keeps_layers(
+    name: str,
+    params: Mapping[str, Any],
+    inputs: Sequence[Any],
+    output: Any,
+    before: list,
+    after: list,
+) -> bool:
+    """Whether an equation computes each layer of its outputs from that layer of its inputs; layers
+    are along these dims.
+    """
     moved = [dim for dim in before if dim is not None]
     if not moved:
         return name == "broadcast_in_dim"
@@ -317,9 +419,14 @@ def _keeps_layers(name: str, params: Mapping[str, Any], inputs: Sequence[Any], o
         return (before[0], before[1]) in zip(*batch, strict=True)
     if name == "reshape":
         in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
-        return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(output.aval.shape[: after[0]])
+        return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(
+            output.aval.shape[: after[0]]
+        )
     if "axes" in params and name.startswith(("reduce_", "arg")):  # and not reduce_window
         return all(dim not in params["axes"] for dim in moved)
     if name == "slice":
-        return params["start_indices"][dim] == 0 and output.aval.shape[after[0]] == inputs[0].aval.shape[dim]
+        return (
+            params["start_indices"][dim] == 0
+            and output.aval.shape[after[0]] == inputs[0].aval.shape[dim]
+        )
     return name in FACTORIZATIONS and all(dim is None or dim < rank - 2 for dim in before)

@@ -1,7 +1,8 @@
-"""Metrics: functions of (model, batch) giving one value per example, and the (sum, count) pairs they become.
+"""Metrics: functions of (model, batch) giving one value per example, and the (sum, count) pairs
+they become.
 
-A mean over workers, microbatches or batches is exact only if sums and counts are kept separate, so every metric is
-a pair until a person reads it.
+A mean over workers, microbatches or batches is exact only if sums and counts are kept separate, so
+every metric is a pair until a person reads it.
 """
 
 import dataclasses
@@ -18,9 +19,12 @@ from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
 TARGETS = ("y", "targets", "target", "labels", "label")
-IN_FLIGHT = 2  # programs dispatched whose metrics are not yet read; unbounded, XLA:CPU deadlocks on more than two devices
+# programs dispatched whose metrics are not yet read; unbounded, XLA:CPU deadlocks on more than two
+# devices
+IN_FLIGHT = 2
 
-Sums = dict[str, tuple[jax.Array, jax.Array]]  # name -> (sum over rows, number of rows), both float32 scalars, or [k] of `Columns`
+# name -> (sum over rows, number of rows), both float32 scalars, or [k] of `Columns`
+Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -33,13 +37,16 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True)
 class PerExample:
-    """A loss or metric that calls the model once on the inputs and compares with the targets, row by row.
+    """A loss or metric that calls the model once on the inputs and compares with the targets, row
+    by row.
 
-    `function(outputs, targets)` gives one value per row, or one for each position of a row, [rows, ...], of which the row's is the mean.
-    Or it gives two such arrays, of which the metric is the ratio of the sums over all rows: what was counted, and of how many.
-    Those that share `inputs` share one forward pass, and so are measured during training at no cost.
+    `function(outputs, targets)` gives one value per row, or one for each position of a row, [rows,
+    ...], of which the row's is the mean. Or it gives two such arrays, of which the metric is the
+    ratio of the sums over all rows: what was counted, and of how many. Those that share `inputs`
+    share one forward pass, and so are measured during training at no cost.
 
-    With `mask` or `ignore` the mean is over the positions that count, over all rows of the batch, as (sum, count).
+    With `mask` or `ignore` the mean is over the positions that count, over all rows of the batch,
+    as (sum, count).
 
     Args:
       function: `function(outputs, targets)`, see above.
@@ -65,24 +72,38 @@ class PerExample:
     ignore: int | None = None
 
     def on(
-        self, *, inputs: str | None = None, targets: str | None = None, mask: str | None = None, ignore: int | None = None
+        self,
+        *,
+        inputs: str | None = None,
+        targets: str | None = None,
+        mask: str | None = None,
+        ignore: int | None = None,
     ) -> "PerExample":
         """The same function, reading these keys of a dict batch.
 
         Args:
-          mask: the key of an array like the targets, of bool or of 0 and 1: 0 or False where a position does not count.
+          mask: the key of an array like the targets, of bool or of 0 and 1: 0 or False where a
+            position does not count.
           ignore: the target of positions that do not count, such as -100.
 
         Raises:
           OptionError: `ignore` is no whole number.
         """
-        if ignore is not None and (isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)):
-            raise OptionError(f"{self.name}.on(ignore={short_repr(ignore)}): a target is a whole number.", fix="such as ignore=-100.")
+        if ignore is not None and (
+            isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)
+        ):
+            raise OptionError(
+                f"{self.name}.on(ignore={short_repr(ignore)}): a target is a whole number.",
+                fix="such as ignore=-100.",
+            )
         given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
-        return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
+        return dataclasses.replace(
+            self, **{name: value for name, value in given.items() if value is not None}
+        )
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named with `on`.
+        """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named
+        with `on`.
 
         Raises:
           DataError: when it is not clear which is which.
@@ -91,14 +112,21 @@ class PerExample:
             return batch[0], batch[1]
         if not isinstance(batch, dict):
             raise DataError(
-                f"{self.name} wants a pair (inputs, targets) or a dict; the batch is a {type(batch).__name__}.", fix="(inputs, targets)."
+                f"{self.name} wants a pair (inputs, targets) or a dict; the batch is a "
+                f"{type(batch).__name__}.",
+                fix="(inputs, targets).",
             )
-        return batch[self._key(batch, self.inputs, INPUTS, "inputs")], batch[self._key(batch, self.targets, TARGETS, "targets")]
+        return batch[self._key(batch, self.inputs, INPUTS, "inputs")], batch[
+            self._key(batch, self.targets, TARGETS, "targets")
+        ]
 
     def _key(self, batch: dict, named: str | None, known: tuple[str, ...], role: str) -> str:
         if named is not None:
             if named not in batch:
-                raise DataError(f'{self.name}: the batch has no key "{named}".', fix=f"{did_you_mean(named, batch)}")
+                raise DataError(
+                    f'{self.name}: the batch has no key "{named}".',
+                    fix=f"{did_you_mean(named, batch)}",
+                )
             return named
         found = [key for key in known if key in batch]
         if len(found) == 1:
@@ -123,10 +151,13 @@ class PerExample:
         for value in (numbers, of):
             if value.shape != counts.shape:
                 raise LossError(
-                    f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions cannot be left out.",
+                    f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions "
+                    "cannot be left out.",
                     fix="a function with one value for each target.",
                 )
-        numbers = jnp.where(self.no_mask(batch), jnp.nan, jnp.where(counts, numbers.astype(jnp.float32), 0.0))
+        numbers = jnp.where(
+            self.no_mask(batch), jnp.nan, jnp.where(counts, numbers.astype(jnp.float32), 0.0)
+        )
         return numbers.sum(), jnp.where(counts, of.astype(jnp.float32), 0.0).sum()
 
     def counts(self, batch: Any) -> jax.Array:
@@ -136,18 +167,25 @@ class PerExample:
         counts = jnp.ones(targets.shape, bool) if mask is None else mask != 0
         if self.ignore is None:
             return counts
-        if jnp.issubdtype(targets.dtype, jnp.integer) and not (limits := jnp.iinfo(targets.dtype)).min <= self.ignore <= limits.max:
+        if (
+            jnp.issubdtype(targets.dtype, jnp.integer)
+            and not (limits := jnp.iinfo(targets.dtype)).min <= self.ignore <= limits.max
+        ):
             raise LossError(
-                f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from {limits.min} to {limits.max}, "
+                f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from "
+                f"{limits.min} to {limits.max}, "
                 f"so none can be {self.ignore}.",
-                fix="targets of a dtype that holds it, such as int32, made before they are marked; or the number that marks them.",
+                fix="targets of a dtype that holds it, such as int32, made before they are marked; "
+                "or the number that marks them.",
             )
         return counts & (targets != self.ignore)
 
     def no_mask(self, batch: Any) -> jax.Array:
         """Where the mask is neither 0 nor 1."""
         mask = self._mask(batch)
-        return jnp.zeros((), bool) if mask is None or mask.dtype == bool else (mask != 0) & (mask != 1)
+        return (
+            jnp.zeros((), bool) if mask is None or mask.dtype == bool else (mask != 0) & (mask != 1)
+        )
 
     def _mask(self, batch: Any) -> jax.Array | None:
         """The mask, like the targets; None without one."""
@@ -155,11 +193,18 @@ class PerExample:
             return None
         targets = self.split(batch)[1]
         if not isinstance(batch, dict) or self.mask not in batch:
-            fix = did_you_mean(self.mask, batch) if isinstance(batch, dict) else "a batch that is a dict, with the mask under a name."
+            fix = (
+                did_you_mean(self.mask, batch)
+                if isinstance(batch, dict)
+                else "a batch that is a dict, with the mask under a name."
+            )
             raise DataError(f'{self.name}: the batch has no mask "{self.mask}".', fix=f"{fix}")
         mask = batch[self.mask]
         if mask.shape != targets.shape:
-            raise LossError(f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.", fix="one mask for each.")
+            raise LossError(
+                f"{self.name}: the mask is {describe(mask)}, the targets are {describe(targets)}.",
+                fix="one mask for each.",
+            )
         return mask
 
 
@@ -173,7 +218,8 @@ def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
     """Refuse shapes that would be broadcast against each other."""
     if outputs.shape != targets.shape:
         raise LossError(
-            f"{name}: the targets are {describe(targets)}, but the outputs ask for {describe(outputs)}.",
+            f"{name}: the targets are {describe(targets)}, but the outputs ask for "
+            f"{describe(outputs)}.",
             fix="reshape one of them; they are not broadcast.",
         )
 
@@ -195,24 +241,36 @@ mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolu
 """Mean of |output - target| over everything but dim 0."""
 
 
-def _hits(name: str, outputs: jax.Array, targets: jax.Array, positive: int) -> tuple[jax.Array, jax.Array]:
-    """Which outputs, and which targets, are the positive class: the largest logit of a row, or one logit above 0."""
+def _hits(
+    name: str, outputs: jax.Array, targets: jax.Array, positive: int
+) -> tuple[jax.Array, jax.Array]:
+    """Which outputs, and which targets, are the positive class: the largest logit of a row, or one
+    logit above 0.
+    """
     if outputs.shape == targets.shape:
         found, classes = jnp.where(outputs > 0, 1, 0), 2
     else:
         same_shape(name, outputs[..., 0], targets)
         found, classes = outputs.argmax(axis=-1), outputs.shape[-1]
         if classes == 1:
-            raise LossError(f"{name}: the outputs are {describe(outputs)}, one class.", fix="outputs[..., 0], one logit for each target.")
+            raise LossError(
+                f"{name}: the outputs are {describe(outputs)}, one class.",
+                fix="outputs[..., 0], one logit for each target.",
+            )
     if positive >= classes:
-        raise LossError(f"{name}(positive={positive}): the outputs are {describe(outputs)}.", fix=f"a class from 0 to {classes - 1}.")
+        raise LossError(
+            f"{name}(positive={positive}): the outputs are {describe(outputs)}.",
+            fix=f"a class from 0 to {classes - 1}.",
+        )
     return found == positive, targets == positive
 
 
 def top_k(k: int) -> PerExample:
-    """A metric: the share of rows (and positions) whose integer target is among the k largest logits.
+    """A metric: the share of rows (and positions) whose integer target is among the k largest
+    logits.
 
-    Of equal logits the target's counts as the largest; one that is NaN counts as larger than all others.
+    Of equal logits the target's counts as the largest; one that is NaN counts as larger than all
+    others.
 
     Args:
       k: from 1 to the number of classes.
@@ -234,23 +292,32 @@ def top_k(k: int) -> PerExample:
     def function(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         same_shape("top_k", outputs[..., 0], targets)
         if k > outputs.shape[-1]:
-            raise LossError(f"top_k({k}): the outputs are {describe(outputs)}.", fix=f"at most {outputs.shape[-1]}.")
-        mine = jnp.where(jnp.arange(outputs.shape[-1]) == targets[..., None], outputs, -jnp.inf).max(axis=-1, keepdims=True)
+            raise LossError(
+                f"top_k({k}): the outputs are {describe(outputs)}.",
+                fix=f"at most {outputs.shape[-1]}.",
+            )
+        mine = jnp.where(
+            jnp.arange(outputs.shape[-1]) == targets[..., None], outputs, -jnp.inf
+        ).max(axis=-1, keepdims=True)
         known = (targets >= 0) & (targets < outputs.shape[-1])
-        return (known & ((~(outputs <= mine)).sum(axis=-1) < k)).astype(jnp.float32)  # NaN is no hit
+        # NaN is no hit
+        return (known & ((~(outputs <= mine)).sum(axis=-1) < k)).astype(jnp.float32)
 
     return PerExample(function, f"spmd.metrics.top_k({k})")
 
 
 def precision(positive: int = 1) -> PerExample:
-    """A metric: of the rows (and positions) that the model takes for a class, the share that is of it.
+    """A metric: of the rows (and positions) that the model takes for a class, the share that is of
+    it.
 
-    Counts are added over all rows before they are divided, so it is exact over batches and workers. Where the model takes no row for the
-    class it is NaN: training leaves it out of the logs, and an evaluation warns of it.
+    Counts are added over all rows before they are divided, so it is exact over batches and workers.
+    Where the model takes no row for the class it is NaN: training leaves it out of the logs, and an
+    evaluation warns of it.
 
     Args:
-      positive: the class. Outputs [..., classes] are logits of classes, of which the largest is taken, and targets [...] are their numbers.
-        Outputs that are shaped like the targets are one logit each: class 1 is a logit above 0, and targets are 0 or 1.
+      positive: the class. Outputs [..., classes] are logits of classes, of which the largest is
+        taken, and targets [...] are their numbers. Outputs that are shaped like the targets are one
+        logit each: class 1 is a logit above 0, and targets are 0 or 1.
 
     Returns:
       A metric, for `metrics=` of `fit`; `.on(...)` names keys of the batch.
@@ -271,7 +338,8 @@ def precision(positive: int = 1) -> PerExample:
 
 
 def recall(positive: int = 1) -> PerExample:
-    """A metric: of the rows (and positions) that are of a class, the share that the model takes for it; arguments as of `precision`.
+    """A metric: of the rows (and positions) that are of a class, the share that the model takes for
+    it; arguments as of `precision`.
 
     Args:
       positive: the class.
@@ -321,8 +389,9 @@ def f1(positive: int = 1) -> PerExample:
 def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A metric's value as (sum, count) over the rows whose weight is 1.
 
-    Accepts a (sum, count) pair, a pair of both for each row, one value per row, `Columns`, or a scalar, taken as the mean over these
-    rows. Rows of weight 0 are left out with `where`, so that a NaN in padding cannot spread.
+    Accepts a (sum, count) pair, a pair of both for each row, one value per row, `Columns`, or a
+    scalar, taken as the mean over these rows. Rows of weight 0 are left out with `where`, so that a
+    NaN in padding cannot spread.
     """
     count = weights.sum()
     if isinstance(value, Columns):
@@ -334,22 +403,31 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
             pair = [jnp.where(weights > 0, number, 0).sum() for number in pair]
         if [number.shape for number in pair] == [(), ()]:
             return pair[0], pair[1]
-        raise LossError(f'metric "{name}" is a pair of {" and ".join(map(describe, pair))}.', fix="two scalars, or two values per example.")
+        raise LossError(
+            f'metric "{name}" is a pair of {" and ".join(map(describe, pair))}.',
+            fix="two scalars, or two values per example.",
+        )
     value = jnp.asarray(value)
     if value.shape == weights.shape:
         return jnp.where(weights > 0, value.astype(jnp.float32), 0).sum(), count
     if value.shape == ():
         return value.astype(jnp.float32) * count, count
     raise LossError(
-        f'metric "{name}" is {describe(value)}; wanted a scalar, one value per example, float32[{weights.shape[0]}], '
+        f'metric "{name}" is {describe(value)}; wanted a scalar, one value per example, '
+        f"float32[{weights.shape[0]}], "
         "or a (sum, count) pair.",
-        fix="the mean over the other dims, such as  values.mean(axis=tuple(range(1, values.ndim))).",
+        fix="the mean over the other dims, such as  values.mean(axis=tuple(range(1, "
+        "values.ndim))).",
     )
 
 
 def pack(sums: Sums, names: tuple[str, ...]) -> jax.Array:
-    """All pairs as one float32[2, names]: one array to reduce, one to fetch. Of `Columns` there is one entry for each column."""
-    return jnp.stack([jnp.concatenate([jnp.atleast_1d(sums[name][row]) for name in names]) for row in (0, 1)])
+    """All pairs as one float32[2, names]: one array to reduce, one to fetch. Of `Columns` there is
+    one entry for each column.
+    """
+    return jnp.stack(
+        [jnp.concatenate([jnp.atleast_1d(sums[name][row]) for name in names]) for row in (0, 1)]
+    )
 
 
 def add(left: Sums, right: Sums) -> Sums:
@@ -358,12 +436,18 @@ def add(left: Sums, right: Sums) -> Sums:
 
 
 def means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Sums over counts on the host; NaN where nothing was counted, which is no sign of divergence and is left out of logs."""
-    return np.divide(sums, counts, out=np.full(np.shape(sums), np.nan), where=np.asarray(counts) != 0)
+    """Sums over counts on the host; NaN where nothing was counted, which is no sign of divergence
+    and is left out of logs.
+    """
+    return np.divide(
+        sums, counts, out=np.full(np.shape(sums), np.nan), where=np.asarray(counts) != 0
+    )
 
 
 def fetch() -> Callable[[jax.Array], np.ndarray]:
-    """What brings sums to the host: two numbers per metric, which it has to know, and so may move."""
+    """What brings sums to the host: two numbers per metric, which it has to know, and so may
+    move.
+    """
     if jax.default_backend() == "cpu":
         return np.asarray  # nothing moves
 
@@ -375,14 +459,18 @@ def fetch() -> Callable[[jax.Array], np.ndarray]:
 
 
 class Metrics(Mapping[str, float]):
-    """The metrics of one step, by name. Reading one waits for the step; until then the device runs on."""
+    """The metrics of one step, by name. Reading one waits for the step; until then the device runs
+    on.
+    """
 
     def __init__(self, names: tuple[str, ...], packed: jax.Array, constants: Mapping[str, float]):
         self._names, self._packed, self._constants = names, packed, constants
 
     @functools.cached_property
     def _values(self) -> dict[str, float]:
-        return dict(zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)) | dict(self._constants)
+        return dict(
+            zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)
+        ) | dict(self._constants)
 
     def wait(self) -> None:
         """Until the step is done; nothing is fetched."""

@@ -1,4 +1,5 @@
-"""A model, an optimizer and a layout, checked against each other: what the model is made of, and where each array lives.
+"""A model, an optimizer and a layout, checked against each other: what the model is made of, and
+where each array lives.
 
 Nothing is allocated before `init`.
 """
@@ -65,7 +66,9 @@ from spmd.wire.server.events import Events
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """What is trained and how, on any mesh and under any layout; the arguments of `fit` with these names."""
+    """What is trained and how, on any mesh and under any layout; the arguments of `fit` with these
+    names.
+    """
 
     model: Any
     loss: Callable[..., Any]
@@ -77,7 +80,10 @@ class TrainConfig:
 
     def __post_init__(self):
         if self.metrics is not None and not isinstance(self.metrics, Mapping):
-            raise OptionError(f"metrics={short_repr(self.metrics)} is not a dict.", fix="{name: function(model, batch)}.")
+            raise OptionError(
+                f"metrics={short_repr(self.metrics)} is not a dict.",
+                fix="{name: function(model, batch)}.",
+            )
         check_numbers(self.precision, self.accumulate, self.seed)
 
 
@@ -89,17 +95,23 @@ def check_numbers(precision: str = "float32", accumulate: int = 1, seed: int = 0
     """
     compute_dtype(precision)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise OptionError(f"{option('accumulate', short_repr(accumulate))}.", fix="a number of microbatches, from 1.")
+        raise OptionError(
+            f"{option('accumulate', short_repr(accumulate))}.",
+            fix="a number of microbatches, from 1.",
+        )
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise OptionError(f"{option('seed', short_repr(seed))}.", fix="a whole number from 0 to 2**32 - 1.")
+        raise OptionError(
+            f"{option('seed', short_repr(seed))}.", fix="a whole number from 0 to 2**32 - 1."
+        )
 
 
 class PlacedModel:
     """A model on a mesh: what it is made of and where each array lives.
 
-    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"), and `device_memory` how many bytes programs may use on
-    each (None: it is not known); then everything works except `init`. `kernels` is the platform whose kernels are called, if the step
-    is compiled for another one, as an estimate.
+    On a mesh without devices, `platform` says what they would be ("cpu", "cuda"), and
+    `device_memory` how many bytes programs may use on each (None: it is not known); then everything
+    works except `init`. `kernels` is the platform whose kernels are called, if the step is compiled
+    for another one, as an estimate.
     """
 
     def __init__(
@@ -113,21 +125,47 @@ class PlacedModel:
     ):
         self._as_passed, self.config = wrap(config.model), config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
-        self.platform = jax.default_backend() if platform is None or not isinstance(mesh, AbstractMesh) else platform
+        self.platform = (
+            jax.default_backend()
+            if platform is None or not isinstance(mesh, AbstractMesh)
+            else platform
+        )
         self.kernels, self._device_memory = kernels or self.platform, device_memory
-        self.objective, self.given_optimizer = Objective(config.loss, dict(config.metrics or {})), self.scaled(config.optimizer)
+        self.objective, self.given_optimizer = (
+            Objective(config.loss, dict(config.metrics or {})),
+            self.scaled(config.optimizer),
+        )
         self._layout = layout
         self._sample: Tree = None
-        self.compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # entered while programs are compiled
+        # entered while programs are compiled
+        self.compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
-    def with_layout(self, mesh: Any, layout: Layout, *, accumulate: int | None = None, precision: str | None = None) -> "PlacedModel":
-        """The same under another layout or mesh, which may be one without devices; the model is not traced again."""
-        changed = {name: value for name, value in (("accumulate", accumulate), ("precision", precision)) if value is not None}
+    def with_layout(
+        self,
+        mesh: Any,
+        layout: Layout,
+        *,
+        accumulate: int | None = None,
+        precision: str | None = None,
+    ) -> "PlacedModel":
+        """The same under another layout or mesh, which may be one without devices; the model is not
+        traced again.
+        """
+        changed = {
+            name: value
+            for name, value in (("accumulate", accumulate), ("precision", precision))
+            if value is not None
+        }
         config = dataclasses.replace(self.config, model=self._as_passed, **changed)
         other = PlacedModel(config, mesh, layout, self.platform, self.kernels, self._device_memory)
         other.learn(self._sample)
         if layout.adapters == self._layout.adapters:
-            other._adapted, other._traced, other.axis_names = self._adapted, self._traced, self.axis_names  # type: ignore[misc]  # as traced here
+            # as traced here
+            other._adapted, other._traced, other.axis_names = (
+                self._adapted,
+                self._traced,
+                self.axis_names,
+            )  # type: ignore[misc]
         return other
 
     def scaled(self, optimizer: Any) -> optax.GradientTransformationExtraArgs:
@@ -154,7 +192,9 @@ class PlacedModel:
 
     @functools.cached_property
     def given(self) -> Model:
-        """The model with its adapters, whose parameters are packed in no way; those that are not trained have a tree of their own."""
+        """The model with its adapters, whose parameters are packed in no way; those that are not
+        trained have a tree of their own.
+        """
         return FrozenModel(self._adapted, self.frozen) if self.frozen.paths else self._adapted
 
     @functools.cached_property
@@ -165,12 +205,20 @@ class PlacedModel:
     @property
     def device_memory(self) -> int | None:
         """Bytes that a program may use on each device; None if it is not known, as on CPUs."""
-        return self._device_memory if isinstance(self.mesh, AbstractMesh) else memory_limit(self.mesh)
+        return (
+            self._device_memory if isinstance(self.mesh, AbstractMesh) else memory_limit(self.mesh)
+        )
 
     @property
     def memory_left(self) -> int | None:
-        """Bytes of each device's memory that the state leaves; None if it is not known, as on CPUs."""
-        return None if (limit := self.device_memory) is None else limit - tree_on_device(self.abstract_state)
+        """Bytes of each device's memory that the state leaves; None if it is not known, as on
+        CPUs.
+        """
+        return (
+            None
+            if (limit := self.device_memory) is None
+            else limit - tree_on_device(self.abstract_state)
+        )
 
     def _run(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""
@@ -187,12 +235,17 @@ class PlacedModel:
 
     @functools.cached_property
     def order(self) -> StageOrder | None:
-        """The order in which a circular pipeline keeps the layers of stacks; None where they stay as they are."""
+        """The order in which a circular pipeline keeps the layers of stacks; None where they stay
+        as they are.
+        """
         layout, mesh = self._fitted.layout, self._fitted.mesh
         if layout.stage_axis is None:
             return None
         return make_stage_order(
-            self.given.stacks(), join(self._own.params, self._own.frozen), mesh.sizes[layout.stage_axis], layout.pipeline.groups
+            self.given.stacks(),
+            join(self._own.params, self._own.frozen),
+            mesh.sizes[layout.stage_axis],
+            layout.pipeline.groups,
         )
 
     @functools.cached_property
@@ -202,7 +255,13 @@ class PlacedModel:
         if layout.gradients.reduction != "parameter_server":
             return None
         server = layout.parameter_server
-        found = Storage(self._own.params, server.placement, workers, server.servers or workers, unpacks=layout.optimizer.owners)
+        found = Storage(
+            self._own.params,
+            server.placement,
+            workers,
+            server.servers or workers,
+            unpacks=layout.optimizer.owners,
+        )
         if not found.unpacks:
             check_packed(self.given_optimizer, found)  # before it is given anything packed
         return found
@@ -217,14 +276,20 @@ class PlacedModel:
 
     @functools.cached_property
     def optimized(self) -> Resolved:
-        """The placement of every parameter as the optimizer sees it: rows of servers are unpacked for one whose matrices have owners."""
+        """The placement of every parameter as the optimizer sees it: rows of servers are unpacked
+        for one whose matrices have owners.
+        """
         if self.storage is None or not self.storage.unpacks:
             return self.resolved
         return self.storage.unpacked(self._fitted.layout, self._fitted.mesh)
 
     def optimizer_params(self, params: Tree) -> Tree:
         """The parameters of a state as the optimizer sees them, under a trace."""
-        return self.storage.unpack(params) if self.storage is not None and self.storage.unpacks else params
+        return (
+            self.storage.unpack(params)
+            if self.storage is not None and self.storage.unpacks
+            else params
+        )
 
     @property
     def packing(self) -> Storage | StageOrder | None:
@@ -236,14 +301,18 @@ class PlacedModel:
         return params if self.packing is None else jax.jit(self.packing.unpack)(params)
 
     def averaged(self, state: State) -> State:
-        """A state with the average of the weights in place of the weights, in their dtypes and shardings."""
+        """A state with the average of the weights in place of the weights, in their dtypes and
+        shardings.
+        """
         return dataclasses.replace(state, params=self._place_average(state.opt, state.params))
 
     @functools.cached_property
     def _place_average(self) -> Callable[[Any, Tree], Tree]:
         def place(opt: Any, params: Tree) -> Tree:
             seen = self.optimizer_params(params)
-            average = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), seen), seen)
+            average = jax.tree.map(
+                lambda leaf, like: leaf.astype(like.dtype), average_of(to_device(opt), seen), seen
+            )
             return average if self.storage is None or seen is params else self.storage.pack(average)
 
         return jax.jit(place, out_shardings=self.shardings.params)
@@ -257,7 +326,9 @@ class PlacedModel:
     def _variables(self) -> Variables:
         if self.storage is None:
             return self._own
-        return dataclasses.replace(self._own, params=jax.eval_shape(self.storage.pack, self._own.params))
+        return dataclasses.replace(
+            self._own, params=jax.eval_shape(self.storage.pack, self._own.params)
+        )
 
     @property
     def abstract_variables(self) -> Variables:
@@ -266,38 +337,60 @@ class PlacedModel:
 
     @property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of all parameters by path, those that are not trained too, packed and quantized in no way."""
+        """Shapes and dtypes of all parameters by path, those that are not trained too, packed and
+        quantized in no way.
+        """
         return flatten(self._traced.params)
 
     @functools.cached_property
     def _traced(self) -> Variables:
         """Shapes and dtypes of all parameters, in place of those that are trained."""
         if isinstance(self._as_passed, LinenModel) and self._sample is None:
-            raise ModelError("a linen module shows its shapes only on data.", fix="trainer.init(batch), with a batch or its shapes.")
+            raise ModelError(
+                "a linen module shows its shapes only on data.",
+                fix="trainer.init(batch), with a batch or its shapes.",
+            )
         return self._adapted.shapes(self._run)
 
     @functools.cached_property
     def _own(self) -> Variables:
-        params, frozen = jax.eval_shape(self.frozen.split, self._traced.params) if self.frozen.paths else (self._traced.params, {})
+        params, frozen = (
+            jax.eval_shape(self.frozen.split, self._traced.params)
+            if self.frozen.paths
+            else (self._traced.params, {})
+        )
         variables = dataclasses.replace(self._traced, params=params, frozen=frozen)
-        counted = [path for path, leaf in flatten(variables.params).items() if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        counted = [
+            path
+            for path, leaf in flatten(variables.params).items()
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
         if counted:
             raise ModelError(
-                f"parameters that have no gradient: {', '.join(counted[:5])} ({flatten(variables.params)[counted[0]].dtype}).",
-                fix="an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a constant in the model.",
+                f"parameters that have no gradient: {', '.join(counted[:5])} "
+                f"({flatten(variables.params)[counted[0]].dtype}).",
+                fix="an nnx.Variable instead of an nnx.Param, a floating-point dtype, or a "
+                "constant in the model.",
             )
         return variables
 
     @functools.cached_property
     def axis_names(self) -> dict[str, tuple]:
         """The logical axis names of parameters that carry any, by path."""
-        named = self._adapted.names(jax.random.key(0), self._run)  # flax takes PartitionSpec.UNCONSTRAINED among them
-        return {path: tuple(name if isinstance(name, str | tuple) else None for name in names) for path, names in named.items()}
+        # flax takes PartitionSpec.UNCONSTRAINED among them
+        named = self._adapted.names(jax.random.key(0), self._run)
+        return {
+            path: tuple(name if isinstance(name, str | tuple) else None for name in names)
+            for path, names in named.items()
+        }
 
     @functools.cached_property
     def _fitted(self) -> Resolved:
         params, mesh = flatten(self._traced.params), MeshSpec.parse(self.mesh)
-        layout, kept = without_axes(self._layout, unused_axes(self._layout, mesh)), self.frozen.arrays(self._traced.params)
+        layout, kept = (
+            without_axes(self._layout, unused_axes(self._layout, mesh)),
+            self.frozen.arrays(self._traced.params),
+        )
         return fit_layout(layout, params, self.axis_names, mesh, self._adapted.stacks(), kept)
 
     @functools.cached_property
@@ -305,7 +398,10 @@ class PlacedModel:
         """The placement of every parameter, or of what the servers keep in their stead."""
         if self.storage is None:
             return self._fitted
-        return dataclasses.replace(self.storage.resolved(self._fitted.layout, self._fitted.mesh), frozen=self._fitted.frozen)
+        return dataclasses.replace(
+            self.storage.resolved(self._fitted.layout, self._fitted.mesh),
+            frozen=self._fitted.frozen,
+        )
 
     @functools.cached_property
     def exchange(self) -> GradientSync:
@@ -338,7 +434,9 @@ class PlacedModel:
 
     @functools.cached_property
     def _abstract(self) -> State:
-        return jax.eval_shape(lambda v: make_state(v, self.opening, 0, self.exchange.init), self._variables)
+        return jax.eval_shape(
+            lambda v: make_state(v, self.opening, 0, self.exchange.init), self._variables
+        )
 
     @property
     def opening(self) -> Opening:
@@ -348,73 +446,120 @@ class PlacedModel:
 
     @property
     def optimizer_at_start(self) -> tuple[Opening, Tree]:
-        """The function that makes the optimizer's state at step 0, of one worker, and the shapes of what it is called with."""
+        """The function that makes the optimizer's state at step 0, of one worker, and the shapes of
+        what it is called with.
+        """
         return self.optimizer.init, self._variables.params
 
     @functools.cached_property
     def shardings(self) -> State:
         """The sharding of every leaf of the state."""
-        check_memory(self.resolved.layout, self.mesh, per_worker=self.exchange.local or self.exchange.asynchronous)
+        check_memory(
+            self.resolved.layout,
+            self.mesh,
+            per_worker=self.exchange.local or self.exchange.asynchronous,
+        )
         memory = self.exchange.specs(self._abstract.exchange)
-        return state_shardings(self._abstract, self.resolved, self.optimized, self.mesh, memory, local=self.exchange.local)
+        return state_shardings(
+            self._abstract,
+            self.resolved,
+            self.optimized,
+            self.mesh,
+            memory,
+            local=self.exchange.local,
+        )
 
     @property
     def abstract_state(self) -> State:
         """Shape, dtype and sharding of every leaf of the state; nothing is allocated."""
-        return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), self._abstract, self.shardings)
+        return jax.tree.map(
+            lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
+            self._abstract,
+            self.shardings,
+        )
 
     @functools.cached_property
     def events(self) -> Events | None:
         """The parameter server's clock; None without one."""
         if self.storage is None:
             return None
-        return Events(self.resolved.layout.parameter_server, self.exchange.worker_count, server_bytes(self.exchange))
+        return Events(
+            self.resolved.layout.parameter_server,
+            self.exchange.worker_count,
+            server_bytes(self.exchange),
+        )
 
     def init_memory(self, params: Tree) -> Tree:
-        """What the exchange of gradients remembers of these parameters at step 0, made in place on the mesh."""
+        """What the exchange of gradients remembers of these parameters at step 0, made in place on
+        the mesh.
+        """
         key = jax.random.key(self.config.seed, impl="threefry2x32")
         return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
 
     def init_optimizer(self, params: Tree, paths: Collection[str]) -> dict[str, jax.Array]:
-        """Some arrays of the optimizer's state at step 0 of these parameters, by their paths in a `State`, made in place on the mesh."""
+        """Some arrays of the optimizer's state at step 0 of these parameters, by their paths in a
+        `State`, made in place on the mesh.
+        """
 
         def select(opt: Any) -> dict[str, Any]:
-            return {path: leaf for name, leaf in flatten(opt).items() if (path := f"opt/{name}") in paths}
+            return {
+                path: leaf
+                for name, leaf in flatten(opt).items()
+                if (path := f"opt/{name}") in paths
+            }
 
-        return jax.jit(lambda params: copied(select(self.opening(params))), out_shardings=select(self.shardings.opt))(params)
+        return jax.jit(
+            lambda params: copied(select(self.opening(params))),
+            out_shardings=select(self.shardings.opt),
+        )(params)
 
     def init(self) -> State:
         """A new state, made in place on the mesh."""
         given = self.model.concrete
         if given is not None:
             place = take if self._as_passed.handed_over else place_copy
-            state = copy_state(given, self.opening, self.config.seed, self.shardings, self.exchange.init, place)
+            state = copy_state(
+                given, self.opening, self.config.seed, self.shardings, self.exchange.init, place
+            )
             self.release()
             return state
         with nnx.use_eager_sharding(False):
             return self._opener()
 
     def release(self) -> None:
-        """Free the arrays of a model that was handed over, which are in a state now or are not needed."""
+        """Free the arrays of a model that was handed over, which are in a state now or are not
+        needed.
+        """
         self._adapted.release()
 
     def begin(self, params: Tree, stats: Tree, frozen: Tree) -> State:
-        """A new state of these parameters and statistics, which are on the mesh already and are consumed."""
+        """A new state of these parameters and statistics, which are on the mesh already and are
+        consumed.
+        """
         given, seed, at = self.model.concrete, self.config.seed, self.shardings
         if given is not None:
             rngs = jax.tree.map(place_copy, given.rngs, at.rngs)
             self.release()
         else:
             with nnx.use_eager_sharding(False):
-                rngs = jax.jit(lambda: self.model.init(jax.random.key(seed), self._run).rngs, out_shardings=at.rngs)()
-        return donate_to_state(Variables(params, stats, rngs, frozen), self.opening, seed, at, self.exchange.init)
+                rngs = jax.jit(
+                    lambda: self.model.init(jax.random.key(seed), self._run).rngs,
+                    out_shardings=at.rngs,
+                )()
+        return donate_to_state(
+            Variables(params, stats, rngs, frozen), self.opening, seed, at, self.exchange.init
+        )
 
     def restart(self, state: State) -> State:
         """A state at step 0 with the arrays of the model of `state`, which is consumed."""
-        return donate_to_state(state.variables, self.opening, self.config.seed, self.shardings, self.exchange.init)
+        return donate_to_state(
+            state.variables, self.opening, self.config.seed, self.shardings, self.exchange.init
+        )
 
     def opened(self, build: Callable[[], Any], optimizer: Any, seed: Any) -> State:
-        """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that may be traced."""
+        """A state at step 0 under a trace, of a model and an optimizer like these, and a seed that
+        may be traced.
+        """
         model = with_adapters(wrap(build), self._layout, seed)
         variables = (
             FrozenModel(model, self.frozen).init(jax.random.key(seed), self._run)
@@ -433,4 +578,11 @@ class PlacedModel:
 
     @functools.cached_property
     def _opener(self) -> Any:
-        return make_state_builder(self.model, self.opening, self.config.seed, self._run, self.shardings, self.exchange.init)
+        return make_state_builder(
+            self.model,
+            self.opening,
+            self.config.seed,
+            self._run,
+            self.shardings,
+            self.exchange.init,
+        )

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
-from spmd.errors import LossError, SpmdError, closest, did_you_mean, first_line, short_repr, type_name
+from spmd.errors import (
+    LossError,
+    SpmdError,
+    closest,
+    did_you_mean,
+    first_line,
+    short_repr,
+    type_name,
+)
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
@@ -29,40 +37,76 @@ RATES = (
     "data_wait",
     "goodput",
 )  # of log records
-LOSSES = ("cross_entropy", "cross_entropy_from_features", "mean_squared_error", "next_token")  # of `spmd.losses`
-OUTPUTS = ("logits", "log_probs", "log_predictions", "outputs", "predictions", "preds", "scores", "y_hat", "y_pred", "y_true")
-RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)  # names that a step's other numbers have
+# of `spmd.losses`
+LOSSES = ("cross_entropy", "cross_entropy_from_features", "mean_squared_error", "next_token")
+OUTPUTS = (
+    "logits",
+    "log_probs",
+    "log_predictions",
+    "outputs",
+    "predictions",
+    "preds",
+    "scores",
+    "y_hat",
+    "y_pred",
+    "y_true",
+)
+# names that a step's other numbers have
+RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A loss with the metrics that go with it.
 
-    `loss(model, batch)` or `loss(model, batch, rng)` returns one value per example or a scalar (the mean over its rows),
-    alone or as `(value, {name: metric})`.
+    `loss(model, batch)` or `loss(model, batch, rng)` returns one value per example or a scalar (the
+    mean over its rows), alone or as `(value, {name: metric})`.
     """
 
     loss: Callable[..., Any]
     metrics: Mapping[str, Callable[..., Any]]
-    outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False)  # shapes that the model has given to the loss
+    # shapes that the model has given to the loss
+    outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False)
 
     def __post_init__(self):
         if not callable(self.loss):
             near = closest(self.loss, LOSSES) if isinstance(self.loss, str) else None
-            why = f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, batch[, rng])."
-            raise LossError(why, fix=f"spmd.losses.{near}." if near else "such as spmd.losses.mean_squared_error.")
+            why = (
+                f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, "
+                "batch[, rng])."
+            )
+            raise LossError(
+                why,
+                fix=f"spmd.losses.{near}." if near else "such as spmd.losses.mean_squared_error.",
+            )
         if takes := _outputs_and_targets(self.loss):
             name = f"{'optax.' if _package(self.loss) == 'optax' else ''}{short_repr(self.loss)}"
             why = f"loss={name} takes {takes}; a loss takes the model and a batch."
             call = "model(batch[0]), batch[1]"
-            raise LossError(why, fix=f"lambda model, batch: {name}({call}).mean(), or with the names of the batch's arrays.")
+            raise LossError(
+                why,
+                fix=f"lambda model, batch: {name}({call}).mean(), or with the names of the batch's "
+                "arrays.",
+            )
         if isinstance(self.loss, FromSums):
-            why = f"loss={self.loss.name} is a function of sums over all rows of an evaluation, which has no gradient."
-            raise LossError(why, fix=f'metrics={{"{self.loss.name.rpartition(".")[2]}": {self.loss.name}}}, and another loss.')
+            why = (
+                f"loss={self.loss.name} is a function of sums over all rows of an evaluation, "
+                "which has no gradient."
+            )
+            raise LossError(
+                why,
+                fix=f'metrics={{"{self.loss.name.rpartition(".")[2]}": {self.loss.name}}}, and '
+                "another loss.",
+            )
         for name, metric in self.metrics.items():
             if not callable(metric) or name in RESERVED:
-                why = f'metric "{name}" must be a function (model, batch), under another name than {", ".join(RESERVED)}.'
-                raise LossError(why, fix=f"metrics={{{name!r}: spmd.metrics.accuracy}}, or another name for it.")
+                why = (
+                    f'metric "{name}" must be a function (model, batch), under another name than '
+                    f"{', '.join(RESERVED)}."
+                )
+                raise LossError(
+                    why, fix=f"metrics={{{name!r}: spmd.metrics.accuracy}}, or another name for it."
+                )
 
     def for_training(self) -> "Objective":
         """Only the metrics that share the loss's forward pass: they cost nothing."""
@@ -70,13 +114,18 @@ class Objective:
         shared = {
             name: m
             for name, m in self.metrics.items()
-            if isinstance(m, PerExample) and not isinstance(m, FromSums) and isinstance(loss, PerExample) and m.inputs == loss.inputs
+            if isinstance(m, PerExample)
+            and not isinstance(m, FromSums)
+            and isinstance(loss, PerExample)
+            and m.inputs == loss.inputs
         }
         return dataclasses.replace(self, metrics=shared)
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """As `call`; what the user's functions raise comes out as a `LossError` that names them."""
-        with naming_in_trace("the loss", batch, lambda batch: call_loss(self.loss, model, batch, rng)):
+        with naming_in_trace(
+            "the loss", batch, lambda batch: call_loss(self.loss, model, batch, rng)
+        ):
             return self.call(model, batch, rng)
 
     def call(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
@@ -87,19 +136,27 @@ class Objective:
             return shared if isinstance(function, PerExample) else model
 
         value = call_loss(self.loss, pick(self.loss), batch, rng)
-        self.outputs[:] = [outputs.shape for _, outputs in shared.seen if hasattr(outputs, "shape")][:1]
+        self.outputs[:] = [
+            outputs.shape for _, outputs in shared.seen if hasattr(outputs, "shape")
+        ][:1]
         extra: dict[str, Any] = {}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
             value, extra = value
         numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
-        if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
+        if not all(
+            hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers
+        ):
             raise LossError(
-                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, or one value per example.",
+                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, "
+                "or one value per example.",
                 fix="return it alone, or as (value, {name: metric}).",
             )
         twice = [name for name in extra if name in RESERVED or name in self.metrics]
         if twice:
-            raise LossError(f'the loss also returns a metric "{twice[0]}", which is the name of another.', fix="another name for it.")
+            raise LossError(
+                f'the loss also returns a metric "{twice[0]}", which is the name of another.',
+                fix="another name for it.",
+            )
         value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
         for name, metric in self.metrics.items():
             measure = functools.partial(metric, pick(metric))
@@ -107,26 +164,46 @@ class Objective:
                 extra = {**extra, name: measure(batch)}
         for name, measured in extra.items():
             if isinstance(measured, Columns) and not isinstance(self.metrics.get(name), FromSums):
-                why = f'metric "{name}" is called inside of a loss or of another metric, and is a function of sums over all rows.'
-                raise LossError(why, fix=f'metrics={{"{name}": spmd.metrics.FromSums(...)}}, or spmd.metrics.auc as it is.')
-            numbers = measured if isinstance(measured, tuple | list) else (getattr(measured, "values", measured),)
-            if not all(hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers):
+                why = (
+                    f'metric "{name}" is called inside of a loss or of another metric, and is a '
+                    "function of sums over all rows."
+                )
                 raise LossError(
-                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value per example, or a (sum, count) pair.',
+                    why,
+                    fix=f'metrics={{"{name}": spmd.metrics.FromSums(...)}}, or spmd.metrics.auc as '
+                    "it is.",
+                )
+            numbers = (
+                measured
+                if isinstance(measured, tuple | list)
+                else (getattr(measured, "values", measured),)
+            )
+            if not all(
+                hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers
+            ):
+                raise LossError(
+                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value '
+                    "per example, or a (sum, count) pair.",
                     fix="an array or a number.",
                 )
         return value, extra
 
     def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
         """The loss and every metric as (sum, count) over the rows of weight 1."""
-        return {name: as_sum(name, metric, weights) for name, metric in {LOSS: value, **extra}.items()}
+        return {
+            name: as_sum(name, metric, weights) for name, metric in {LOSS: value, **extra}.items()
+        }
 
 
 @contextlib.contextmanager
-def naming_in_trace(what: str, batch: Any, function: Callable[[Any], Any] | None = None) -> Iterator[None]:
-    """Around a call of the user's loss or metric under a trace: what it raises comes out as a `LossError` that names it.
+def naming_in_trace(
+    what: str, batch: Any, function: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
+    """Around a call of the user's loss or metric under a trace: what it raises comes out as a
+    `LossError` that names it.
 
-    `function` makes the same call with another batch: after a `KeyError`, with one that names the missing key.
+    `function` makes the same call with another batch: after a `KeyError`, with one that names the
+    missing key.
     """
     try:
         yield
@@ -136,14 +213,28 @@ def naming_in_trace(what: str, batch: Any, function: Callable[[Any], Any] | None
         raise _leaked(what, error) from error
     except Exception as error:
         if needs_values(error):
-            raise LossError(f"{what} needs the values of arrays, and is compiled: {first_line(error)}", fix=NO_VALUES) from error
-        shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items())
-        if isinstance(error, KeyError) and function is not None and (missing := _missing_key(function, batch)) is not None:
+            raise LossError(
+                f"{what} needs the values of arrays, and is compiled: {first_line(error)}",
+                fix=NO_VALUES,
+            ) from error
+        shapes = ", ".join(
+            f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items()
+        )
+        if (
+            isinstance(error, KeyError)
+            and function is not None
+            and (missing := _missing_key(function, batch)) is not None
+        ):
             key, keys = missing.args[0], missing.keys
             names = all(isinstance(name, str) for name in (key, *keys))
-            fix = did_you_mean(key, keys) if names else f"one of {', '.join(map(short_repr, keys))}."
+            fix = (
+                did_you_mean(key, keys) if names else f"one of {', '.join(map(short_repr, keys))}."
+            )
             inside = f' in "{missing.path}"' if missing.path else ""
-            raise LossError(f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}.", fix=fix) from error
+            raise LossError(
+                f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}.",
+                fix=fix,
+            ) from error
         why, fix = explain_jax_error(error) or (
             f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}",
             "check that the model takes these shapes, at the line that raised this.",
@@ -173,12 +264,16 @@ class _NamingDict(dict[Any, Any]):
 jax.tree_util.register_pytree_node(
     _NamingDict,
     lambda node: ([node[key] for key in sorted(node)], (node.path, *sorted(node))),
-    lambda path_and_keys, leaves: _NamingDict(zip(path_and_keys[1:], leaves, strict=True), path_and_keys[0]),
+    lambda path_and_keys, leaves: _NamingDict(
+        zip(path_and_keys[1:], leaves, strict=True), path_and_keys[0]
+    ),
 )
 
 
 def _missing_key(function: Callable[[Any], Any], batch: Any) -> _MissingKey | None:
-    """What a function that has raised a `KeyError` misses in a batch; None if the key is one of another dict."""
+    """What a function that has raised a `KeyError` misses in a batch; None if the key is one of
+    another dict.
+    """
     try:
         function(_naming(batch))
     except _MissingKey as missing:
@@ -189,20 +284,30 @@ def _missing_key(function: Callable[[Any], Any], batch: Any) -> _MissingKey | No
 
 
 def _naming(tree: Any, at: tuple = ()) -> Any:
-    """A batch, or the part of it at some keys, with `_NamingDict` for every dict; those that make up missing keys are as they were."""
+    """A batch, or the part of it at some keys, with `_NamingDict` for every dict; those that make
+    up missing keys are as they were.
+    """
 
     def is_dict(part: Any) -> bool:
         return isinstance(part, dict) and not hasattr(part, "__missing__")
 
     def name(below: tuple, part: Any) -> Any:
         keys = (*at, *below)
-        return _NamingDict({key: _naming(part[key], (*keys, DictKey(key))) for key in part}, path_of(keys)) if is_dict(part) else part
+        return (
+            _NamingDict(
+                {key: _naming(part[key], (*keys, DictKey(key))) for key in part}, path_of(keys)
+            )
+            if is_dict(part)
+            else part
+        )
 
     return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_dict)
 
 
 class _NamingLeaks(contextlib.ContextDecorator):
-    """Around a call of a compiled function, which may be traced there: JAX finds arrays of other traces when it is done."""
+    """Around a call of a compiled function, which may be traced there: JAX finds arrays of other
+    traces when it is done.
+    """
 
     def __enter__(self):
         return self
@@ -217,12 +322,16 @@ LEAKS = _NamingLeaks()
 
 def _leaked(what: str, error: Exception) -> LossError:
     frames = re.findall(r"(?m)^(\S+:\d+):\d+ \((\S+)\)$", str(error))
-    made = next((f"{line}, in {name}" for line, name in reversed(frames) if "/flax/" not in line), None)
+    made = next(
+        (f"{line}, in {name}" for line, name in reversed(frames) if "/flax/" not in line), None
+    )
     return LossError(
         f"{what} uses an array of a trace that is over{f', made at {made}' if made else ''}.\n"
-        "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in an attribute, a list or a global is a\n"
+        "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in "
+        "an attribute, a list or a global is a\n"
         "    tracer, which has no value.",
-        fix="return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as nnx.BatchStat.",
+        fix="return it as a metric, (loss, {name: array}); or keep it in an nnx.Variable, such as "
+        "nnx.BatchStat.",
     )
 
 
@@ -248,16 +357,24 @@ def _package(function: Callable[..., Any]) -> str:
 
 
 def _outputs_and_targets(loss: Callable[..., Any]) -> str:
-    """The first two arguments of a function of outputs and targets, as optax and others have them; "" of any other."""
+    """The first two arguments of a function of outputs and targets, as optax and others have them;
+    "" of any other.
+    """
     try:
         names = list(inspect.signature(loss).parameters)[:2]
     except (TypeError, ValueError):
         return ""
-    return " and ".join(names) if len(names) == 2 and (names[0] in OUTPUTS or _package(loss) == "optax") else ""
+    return (
+        " and ".join(names)
+        if len(names) == 2 and (names[0] in OUTPUTS or _package(loss) == "optax")
+        else ""
+    )
 
 
 def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any:
-    """The loss, with the key under the name `rng` or `key`, or as the third argument, if it takes one."""
+    """The loss, with the key under the name `rng` or `key`, or as the third argument, if it takes
+    one.
+    """
     try:
         parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):
@@ -265,12 +382,17 @@ def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any
     for name in ("rng", "key"):
         if name in parameters:
             return loss(model, batch, **{name: rng})
-    required = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    required = [
+        p
+        for p in parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
     return loss(model, batch, rng) if len(required) >= 3 else loss(model, batch)
 
 
 def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
-    """Whether the loss gives one value per example (True), or one for all or a pair (False); only shapes are looked at.
+    """Whether the loss gives one value per example (True), or one for all or a pair (False); only
+    shapes are looked at.
 
     Raises:
       LossError: neither, or not a floating-point number.
@@ -278,7 +400,8 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
     if isinstance(value, tuple):
         if [x.shape for x in value] != [(), ()]:
             raise LossError(
-                f"the loss returned a pair of {' and '.join(map(describe, value))}; wanted (sum, count), two scalars.",
+                f"the loss returned a pair of {' and '.join(map(describe, value))}; wanted (sum, "
+                "count), two scalars.",
                 fix="(values.sum(), counts.sum()).",
             )
         return False
@@ -290,11 +413,17 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
         )
     if value.shape not in ((), (rows,)):
         raise LossError(
-            f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value per example, float32[{rows}].",
-            fix="take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, loss.ndim))).",
+            f"the loss returned {shown}; wanted a scalar, the mean over the batch, or one value "
+            f"per example, float32[{rows}].",
+            fix="take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, "
+            "loss.ndim))).",
         )
     for name, metric in extra.items():
-        jax.eval_shape(lambda m, w, name=name: as_sum(name, m, w), metric, jax.ShapeDtypeStruct((rows,), jnp.float32))
+        jax.eval_shape(
+            lambda m, w, name=name: as_sum(name, m, w),
+            metric,
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        )
     return value.shape == (rows,)
 
 
@@ -306,13 +435,19 @@ def check_names(names: Collection[str], others: Collection[str]) -> None:
     """
     for name in names:
         if name in others:
-            raise LossError(f'a metric is named "{name}", as is one that the step measures of the optimizer.', fix="another name for it.")
+            raise LossError(
+                f'a metric is named "{name}", as is one that the step measures of the optimizer.',
+                fix="another name for it.",
+            )
 
 
 def check_worker(value: Any, rows: int, *, rowwise: bool) -> None:
-    """A loss that gives one value per example on the whole batch must do so on a worker's rows, however few they are."""
+    """A loss that gives one value per example on the whole batch must do so on a worker's rows,
+    however few they are.
+    """
     if rowwise and value.shape != (rows,):
         raise LossError(
-            f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the {rows} rows of one worker.",
+            f"the loss returned float32[rows] for the whole batch, but {describe(value)} for the "
+            f"{rows} rows of one worker.",
             fix="no squeeze() without an axis in the loss, and no batch size written into it.",
         )

@@ -1,4 +1,6 @@
-"""Mixed precision: compute in bfloat16 or float16, keep parameters, optimizer state and statistics as they are."""
+"""Mixed precision: compute in bfloat16 or float16, keep parameters, optimizer state and statistics
+as they are.
+"""
 
 import dataclasses
 
@@ -21,8 +23,15 @@ def compute_dtype(precision: str) -> "jnp.dtype | None":
     True
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        of_layout = f'products of weights in {precision} are of the layout: [[precision]] rules, spmd.Precision("**", "{precision}").'
-        fix = f"float32, bfloat16 or float16; {of_layout}" if precision in PRODUCTS else did_you_mean(str(precision), PRECISIONS)
+        of_layout = (
+            f"products of weights in {precision} are of the layout: [[precision]] rules, "
+            f'spmd.Precision("**", "{precision}").'
+        )
+        fix = (
+            f"float32, bfloat16 or float16; {of_layout}"
+            if precision in PRODUCTS
+            else did_you_mean(str(precision), PRECISIONS)
+        )
         raise OptionError(f'no precision "{precision}".', fix=fix)
     return PRECISIONS[precision]
 
@@ -35,8 +44,14 @@ def cast(tree: Tree, dtype: "jnp.dtype | None") -> Tree:
 
 
 def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables:
-    """The parameters of a model for its computation: as `cast`, but the scales of quantized ones stay."""
-    frozen = jax.tree.map(lambda leaf: leaf if is_quantized(leaf) else cast(leaf, dtype), variables.frozen, is_leaf=is_quantized)
+    """The parameters of a model for its computation: as `cast`, but the scales of quantized ones
+    stay.
+    """
+    frozen = jax.tree.map(
+        lambda leaf: leaf if is_quantized(leaf) else cast(leaf, dtype),
+        variables.frozen,
+        is_leaf=is_quantized,
+    )
     return dataclasses.replace(variables, params=cast(variables.params, dtype), frozen=frozen)
 
 

@@ -1,4 +1,6 @@
-"""What a program is compiled for, in the words of layouts and batches: recorded beside a cached program, to explain the next miss."""
+"""What a program is compiled for, in the words of layouts and batches: recorded beside a cached
+program, to explain the next miss.
+"""
 
 import contextlib
 import hashlib
@@ -17,7 +19,8 @@ from spmd.specs import spec_text
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, describe, flatten
 
-IGNORED = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA's flags, those that do not change programs
+# of XLA's flags, those that do not change programs
+IGNORED = ("--xla_dump_", "--xla_force_host_platform_device_count")
 
 
 def leaves_by_name(name: str, value: Any) -> dict[str, str]:
@@ -27,32 +30,48 @@ def leaves_by_name(name: str, value: Any) -> dict[str, str]:
     {'layout gradients.codec': 'int8'}
     """
     leaves = tree_leaves_with_path(value, is_leaf=lambda node: not isinstance(node, dict))
-    return {f"{name} {keystr(keys, simple=True, separator='.')}".strip(): str(leaf) for keys, leaf in leaves}
+    return {
+        f"{name} {keystr(keys, simple=True, separator='.')}".strip(): str(leaf)
+        for keys, leaf in leaves
+    }
 
 
 def array_facts(placed: PlacedModel) -> dict[str, str]:
     """Shape, dtype and spec of every array of the state."""
     arrays = flatten(placed.abstract_state)
-    return {f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}" for path, leaf in arrays.items()}
+    return {
+        f"array {path}": f"{describe(leaf)} {spec_text(leaf.sharding.spec)}"
+        for path, leaf in arrays.items()
+    }
 
 
 def text_facts(text: str, name: str) -> dict[str, str]:
-    """Facts about a program's text: its hash, and the scalar constants in it, which reveal a differing learning rate or seed.
+    """Facts about a program's text: its hash, and the scalar constants in it, which reveal a
+    differing learning rate or seed.
 
-    >>> list(text_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items())[0]
+    >>> list(
+    ...     text_facts("stablehlo.constant dense<1.000000e-01> : tensor<f32>", "the step").items()
+    ... )[0]
     ('number 1 in the step', '1.000000e-01 (f32)')
     """
     constants = re.findall(r"constant dense<([^<>\"]{1,40})> : tensor<(\w+)>", text)
-    numbers = {f"number {index} in {name}": f"{value} ({dtype})" for index, (value, dtype) in enumerate(constants, 1)}
+    numbers = {
+        f"number {index} in {name}": f"{value} ({dtype})"
+        for index, (value, dtype) in enumerate(constants, 1)
+    }
     return numbers | {f"the program of {name}": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]) -> dict[str, str]:
+def facts_of_program(
+    placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]
+) -> dict[str, str]:
     """What a program on such a batch is compiled for."""
     config, layout = placed.config, tomllib.loads(placed.resolved.layout.to_toml())
     for words in ("description", "use_when"):
         layout.pop(words, None)
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(IGNORED)]
+    flags = [
+        flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(IGNORED)
+    ]
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path
         versions["spmd"] = importlib.metadata.version("spmd")
@@ -63,7 +82,10 @@ def facts_of_program(placed: PlacedModel, batch: Tree, compiler_options: dict[st
         "accumulate": str(config.accumulate),
         **leaves_by_name("layout", layout),
         **{f"compiler option {name}": str(value) for name, value in compiler_options.items()},
-        **{f"flag {name}": value or "set" for name, _, value in (flag.partition("=") for flag in sorted(flags))},
+        **{
+            f"flag {name}": value or "set"
+            for name, _, value in (flag.partition("=") for flag in sorted(flags))
+        },
         "the kind of device": placed.mesh.devices.flat[0].device_kind,
         "the number of processes": str(jax.process_count()),
         **{f"the version of {package}": version for package, version in versions.items()},

@@ -14,7 +14,9 @@ from spmd.tree import Tree, describe
 from spmd.wire.transformations import communicates
 
 MOST_COUNTED = 2**31 - 1  # in int32
-LEAST = 0.01  # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all values are alike
+# of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all
+# values are alike
+LEAST = 0.01
 
 
 class SpikeSkip(NamedTuple):
@@ -26,7 +28,8 @@ class SpikeSkip(NamedTuple):
       counted: int32 scalar, updates that were made, and whose gradients were not all 0.
       skipped: int32 scalar, updates that were skipped.
       in_a_row: int32 scalar, updates that were skipped since the last one that was made.
-      left: int32 scalar, how many more may be; from `in_a_row` and the option, which may change when a run resumes.
+      left: int32 scalar, how many more may be; from `in_a_row` and the option, which may change
+        when a run resumes.
       seen: float32[2], the last step's loss (0 if `update` got none) and norm.
       limits: float32[2], the largest loss and norm for which that step's update was made.
       applied: bool scalar, whether it was made.
@@ -43,23 +46,31 @@ class SpikeSkip(NamedTuple):
     applied: jax.Array
 
 
-def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_in_a_row: int = 10) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or not finite.
+def skip_spikes(
+    optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_in_a_row: int = 10
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or
+    not finite.
 
-    A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were made; a deviation of less than 1 %
-    of the mean counts as 1 %. The first `window` updates only fill the window: until then, just what is not finite is skipped. Updates
-    whose gradients are all 0 do not enter it, and where all losses in it are 0, only the norm is looked at. (PaLM,
-    Chowdhery et al., arXiv:2204.02311, section 5.1, skips such batches; the band is that of OLMo-core's `SkipStepOptimizer`, on one
-    side, and without skipped values in it.)
+    A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were
+    made; a deviation of less than 1 % of the mean counts as 1 %. The first `window` updates only
+    fill the window: until then, just what is not finite is skipped. Updates whose gradients are all
+    0 do not enter it, and where all losses in it are 0, only the norm is looked at. (PaLM,
+    Chowdhery et al., arXiv:2204.02311, section 5.1, skips such batches; the band is that of
+    OLMo-core's `SkipStepOptimizer`, on one side, and without skipped values in it.)
 
-    Skipped is all of it: weights, moments, schedules and averages of the optimizer, and in spmd's step also batch statistics and what
-    codecs keep, are those of the step before. Steps and data are counted on. The decision is one for all workers, from the mean loss and
-    the norm of the mean gradient. Meshes sum these in other orders, so a value within rounding of the limit may be skipped on one only.
+    Skipped is all of it: weights, moments, schedules and averages of the optimizer, and in spmd's
+    step also batch statistics and what codecs keep, are those of the step before. Steps and data
+    are counted on. The decision is one for all workers, from the mean loss and the norm of the mean
+    gradient. Meshes sum these in other orders, so a value within rounding of the limit may be
+    skipped on one only.
 
-    It goes around all of the optimizer, a clip included: `skip_spikes(optax.chain(clip, adamw))`. The loss is optax's extra argument
-    `value`, which `fit` and `Trainer.step` pass; without it, only the norm is looked at. They measure `grad_norm` and `skipped` (0 or 1),
-    and of skipped steps `loss_limit`, `grad_norm_limit` and `skips_left`. `fit` logs a warning for each skipped update, and ends when
-    `max_in_a_row` in a row were skipped; in a loop of your own, look at `state.left`.
+    It goes around all of the optimizer, a clip included: `skip_spikes(optax.chain(clip, adamw))`.
+    The loss is optax's extra argument `value`, which `fit` and `Trainer.step` pass; without it,
+    only the norm is looked at. They measure `grad_norm` and `skipped` (0 or 1), and of skipped
+    steps `loss_limit`, `grad_norm_limit` and `skips_left`. `fit` logs a warning for each skipped
+    update, and ends when `max_in_a_row` in a row were skipped; in a loop of your own, look at
+    `state.left`.
 
     Args:
       optimizer: any optax gradient transformation.
@@ -72,8 +83,10 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
 
     Raises:
       OptimizerError: `optimizer` is no gradient transformation.
-      CommunicationError: in `init`: the optimizer communicates itself; `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
-      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range; in `update`: `value` is not a scalar.
+      CommunicationError: in `init`: the optimizer communicates itself;
+        `optax.chain(wire.all_reduce(...), skip_spikes(...))`.
+      OptionError: `sigmas`, `window` or `max_in_a_row` is out of range; in `update`: `value` is not
+        a scalar.
 
     Example:
       >>> optimizer = skip_spikes(optax.sgd(1.0), window=2)
@@ -86,32 +99,56 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
       (3.0, 1)
     """
     tx = check_optimizer(optimizer)
-    if isinstance(sigmas, bool) or not isinstance(sigmas, numbers.Real) or not 0 < sigmas < float("inf"):
-        raise OptionError(f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6.")
+    if (
+        isinstance(sigmas, bool)
+        or not isinstance(sigmas, numbers.Real)
+        or not 0 < sigmas < float("inf")
+    ):
+        raise OptionError(
+            f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6."
+        )
     check_integer(window, "skip_spikes: window", 2, MOST_COUNTED)
     check_integer(max_in_a_row, "skip_spikes: max_in_a_row", 1, MOST_COUNTED)
 
     def init(params: Tree) -> SpikeSkip:
         inner, zero, f32 = init_alone("skip_spikes", tx, params), jnp.int32(0), jnp.float32
         counts = zero, zero, zero, jnp.int32(max_in_a_row)
-        return SpikeSkip(inner, jnp.zeros((2, window), f32), *counts, jnp.zeros(2, f32), jnp.full(2, jnp.inf, f32), jnp.bool(True))
+        return SpikeSkip(
+            inner,
+            jnp.zeros((2, window), f32),
+            *counts,
+            jnp.zeros(2, f32),
+            jnp.full(2, jnp.inf, f32),
+            jnp.bool(True),
+        )
 
-    def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, SpikeSkip]:
+    def update(
+        updates: Tree, state: Any, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, SpikeSkip]:
         value = extra.get("value")
         if value is not None and jnp.ndim(value):
             raise OptionError(
-                f"skip_spikes: value is {describe(value)}, not one number.", fix="the mean loss: update(..., value=loss.mean())."
+                f"skip_spikes: value is {describe(value)}, not one number.",
+                fix="the mean loss: update(..., value=loss.mean()).",
             )
-        squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(updates)]
+        squares = [
+            jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))
+            for leaf in jax.tree.leaves(updates)
+        ]
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-        seen = jnp.stack([jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm])
+        seen = jnp.stack(
+            [jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm]
+        )
         mean, deviation = state.window.mean(1), state.window.std(1)
         limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))
         judged = (state.counted >= window) & (state.window != 0).any(1)
         limits = jnp.where(judged, limits, jnp.inf)
         applied = (jnp.isfinite(seen) & (seen <= limits)).all()
-        updates, inner = where_applied(applied, *tx.update(updates, state.inner, params, **extra), state.inner)
-        counts = applied & (norm != 0)  # or else a spell of gradients of 0 would make spikes of all that come after
+        updates, inner = where_applied(
+            applied, *tx.update(updates, state.inner, params, **extra), state.inner
+        )
+        # or else a spell of gradients of 0 would make spikes of all that come after
+        counts = applied & (norm != 0)
         newest = (jnp.arange(window, dtype=jnp.int32) == state.counted % window) & counts
         in_a_row = jnp.where(applied, 0, state.in_a_row + 1)
         return updates, SpikeSkip(
@@ -126,7 +163,9 @@ def skip_spikes(optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_i
             applied,
         )
 
-    return wrap_optimizer("skip_spikes", init, update, tx, sigmas=float(sigmas), max_in_a_row=max_in_a_row)
+    return wrap_optimizer(
+        "skip_spikes", init, update, tx, sigmas=float(sigmas), max_in_a_row=max_in_a_row
+    )
 
 
 def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:
@@ -137,8 +176,14 @@ def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, para
     """
     inner = optimizer.init(params)
     if communicates(inner):
-        why = "it looks at each worker's own gradients, before they are reduced, so workers would decide differently."
-        raise CommunicationError(f"{name} around a communication: {why}", fix=f"optax.chain(wire.all_reduce(...), {name}(optimizer)).")
+        why = (
+            "it looks at each worker's own gradients, before they are reduced, so workers would "
+            "decide differently."
+        )
+        raise CommunicationError(
+            f"{name} around a communication: {why}",
+            fix=f"optax.chain(wire.all_reduce(...), {name}(optimizer)).",
+        )
     return inner
 
 

@@ -22,33 +22,46 @@ from spmd.train.host_memory import HOST
 from spmd.train.matrix_owners import border_spec, param_within
 from spmd.tree import Tree, describe, flatten, path_of
 
-Memory = Callable[[Any, Tree], Tree]  # from a key and the parameters to what the exchange remembers at step 0
+# from a key and the parameters to what the exchange remembers at step 0
+Memory = Callable[[Any, Tree], Tree]
 Opening = Callable[[Tree], Any]  # from the parameters to the optimizer's state at step 0
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "params", "opt", "stats", "rngs", "key", "exchange", "frozen"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt", "stats", "rngs", "key", "exchange", "frozen"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Everything that changes during training, and all that is needed to resume: it is what a checkpoint holds.
+    """Everything that changes during training, and all that is needed to resume: it is what a
+    checkpoint holds.
 
     Attributes:
       step: int32 scalar, updates made so far; on every device.
-      params: the model's parameters that are trained, laid out by the layout, in their own dtype; None in place of all others.
-      opt: the optax state, each leaf laid out like its parameter or sharded further; where every worker has its own, [workers, ...] each.
+      params: the model's parameters that are trained, laid out by the layout, in their own dtype;
+        None in place of all others.
+      opt: the optax state, each leaf laid out like its parameter or sharded further; where every
+        worker has its own, [workers, ...] each.
       stats: other arrays of the model that change (BatchNorm averages); on every device, equal.
       rngs: the model's own random streams, as key data; on every device.
-      key: uint32 key data of the run's seed; on every device. With `step` it gives each step's random numbers.
-      exchange: what gradient communication keeps, by path: "residual", what each worker's codec has lost, [workers, ...], sharded over
-        workers; "codec", a codec's own arrays; and what the workers and servers of a parameter server keep. Empty if nothing is kept.
-      frozen: the model's parameters that are not trained, laid out by the layout, in the dtype or the codes in which they are kept; None in
-        place of all others. Empty if all are trained. They never change: they are here so that a checkpoint holds all of a model.
+      key: uint32 key data of the run's seed; on every device. With `step` it gives each step's
+        random numbers.
+      exchange: what gradient communication keeps, by path: "residual", what each worker's codec has
+        lost, [workers, ...], sharded over workers; "codec", a codec's own arrays; and what the
+        workers and servers of a parameter server keep. Empty if nothing is kept.
+      frozen: the model's parameters that are not trained, laid out by the layout, in the dtype or
+        the codes in which they are kept; None in place of all others. Empty if all are trained.
+        They never change: they are here so that a checkpoint holds all of a model.
 
     Example:
       >>> import spmd
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"])
-      >>> state = spmd.Trainer(model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)).init()
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> state = spmd.Trainer(
+      ...     model, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1)
+      ... ).init()
       >>> int(state.step), state.params["w"].shape
       (0, (4, 1))
     """
@@ -74,10 +87,12 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
       OptimizerError: not an optax gradient transformation.
     """
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))) or isinstance(
-        optimizer, nnx.Optimizer | type
-    ):
-        shown = getattr(optimizer, "__name__", None) or (repr(optimizer) if isinstance(optimizer, str | int | float | None) else "...")
+    if not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    ) or isinstance(optimizer, nnx.Optimizer | type):
+        shown = getattr(optimizer, "__name__", None) or (
+            repr(optimizer) if isinstance(optimizer, str | int | float | None) else "..."
+        )
         raise OptimizerError(
             f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.",
             fix="such as optax.adamw(1e-3); a function that makes one must be called.",
@@ -86,11 +101,22 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory) -> State:
-    """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the exchange of gradients remembers."""
+    """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the
+    exchange of gradients remembers.
+    """
     key = jax.random.key(seed, impl="threefry2x32")
     opt, data = opening(variables.params), seed_data(seed)
     exchange = memory(key, variables.params)
-    return State(jnp.int32(0), variables.params, opt, variables.stats, variables.rngs, data, exchange, variables.frozen)
+    return State(
+        jnp.int32(0),
+        variables.params,
+        opt,
+        variables.stats,
+        variables.rngs,
+        data,
+        exchange,
+        variables.frozen,
+    )
 
 
 def seed_data(seed: Any) -> jax.Array:
@@ -100,14 +126,25 @@ def seed_data(seed: Any) -> jax.Array:
 
 def opening_per_worker(opening: Opening, workers: int) -> Opening:
     """An optimizer's state for every worker, leaves [workers, ...]."""
-    return lambda params: jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params))
+    return lambda params: jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params)
+    )
 
 
-def state_shardings(abstract: State, resolved: Resolved, optimized: Resolved, mesh: Mesh, memory: Tree, *, local: bool = False) -> State:
-    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's, the exchange's by `memory`.
+def state_shardings(
+    abstract: State,
+    resolved: Resolved,
+    optimized: Resolved,
+    mesh: Mesh,
+    memory: Tree,
+    *,
+    local: bool = False,
+) -> State:
+    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's,
+    the exchange's by `memory`.
 
-    `optimized`: parameters as the optimizer sees them. `local`: every worker has an optimizer's state of its own, and all of it lies
-    over the workers.
+    `optimized`: parameters as the optimizer sees them. `local`: every worker has an optimizer's
+    state of its own, and all of it lies over the workers.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -120,12 +157,22 @@ def state_shardings(abstract: State, resolved: Resolved, optimized: Resolved, me
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
         place = owner_of(path_of(keys), leaf, optimized)
         if place is None:
-            return replicated if not resolved.layout.optimizer.owners else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
+            return (
+                replicated
+                if not resolved.layout.optimizer.owners
+                else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
+            )
         sharding = NamedSharding(mesh, pspec(place.state_spec))
-        return sharding.with_memory_kind(HOST) if resolved.layout.memory.optimizer == "host" else sharding
+        return (
+            sharding.with_memory_kind(HOST)
+            if resolved.layout.memory.optimizer == "host"
+            else sharding
+        )
 
     def spec_of(keys: tuple, leaf: Any) -> Spec:
-        """Of an array of another shape than its parameter's, which belongs to a matrix or to a part of it."""
+        """Of an array of another shape than its parameter's, which belongs to a matrix or to a part
+        of it.
+        """
         path = param_within(path_of(keys), optimized.placements)
         return () if path is None else border_spec(leaf.shape, optimized.placements[path], mesh)
 
@@ -135,14 +182,20 @@ def state_shardings(abstract: State, resolved: Resolved, optimized: Resolved, me
         params=jax.tree_util.tree_map_with_path(param, abstract.params),
         frozen=jax.tree_util.tree_map_with_path(param, abstract.frozen),
         opt=jax.tree_util.tree_map_with_path(moment, abstract.opt),
-        exchange=jax.tree.map(lambda spec: NamedSharding(mesh, pspec(spec)), memory, is_leaf=lambda x: isinstance(x, tuple)),
+        exchange=jax.tree.map(
+            lambda spec: NamedSharding(mesh, pspec(spec)),
+            memory,
+            is_leaf=lambda x: isinstance(x, tuple),
+        ),
     )
 
 
 def owner_of(path: str, leaf: Any, resolved: Resolved):
-    """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the shapes are equal.
+    """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the
+    shapes are equal.
 
-    Of several the one with the longest path: Adam's `mu/w` is of `mu/w`, if there is such a parameter of its shape, and else of `w`.
+    Of several the one with the longest path: Adam's `mu/w` is of `mu/w`, if there is such a
+    parameter of its shape, and else of `w`.
     """
     parts = path.split("/")
     found = (resolved.placements.get("/".join(parts[start:])) for start in range(len(parts)))
@@ -150,14 +203,31 @@ def owner_of(path: str, leaf: Any, resolved: Resolved):
 
 
 def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
-    """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay replicated (factored moments)."""
-    replicated = {path: leaf for path, leaf in flatten(abstract.opt).items() if leaf.ndim and leaf.sharding.is_fully_replicated}
+    """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay
+    replicated (factored moments).
+    """
+    replicated = {
+        path: leaf
+        for path, leaf in flatten(abstract.opt).items()
+        if leaf.ndim and leaf.sharding.is_fully_replicated
+    }
     return [path for path, leaf in replicated.items() if owner_of(path, leaf, resolved) is None]
 
 
-def copy_state(given: Variables, opening: Opening, seed: int, shardings: State, memory: Memory, place: Callable[..., jax.Array]) -> State:
-    """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or used by `take`."""
-    return donate_to_state(jax.tree.map(place, given, shardings.variables), opening, seed, shardings, memory)
+def copy_state(
+    given: Variables,
+    opening: Opening,
+    seed: int,
+    shardings: State,
+    memory: Memory,
+    place: Callable[..., jax.Array],
+) -> State:
+    """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or
+    used by `take`.
+    """
+    return donate_to_state(
+        jax.tree.map(place, given, shardings.variables), opening, seed, shardings, memory
+    )
 
 
 def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -166,7 +236,9 @@ def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return leaf if placed else place_copy(leaf, sharding)
 
 
-def donate_to_state(variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory) -> State:
+def donate_to_state(
+    variables: Variables, opening: Opening, seed: int, shardings: State, memory: Memory
+) -> State:
     """The state at step 0 of arrays that are on the mesh already; they are consumed."""
 
     def begin(variables: Variables) -> State:
@@ -176,9 +248,21 @@ def donate_to_state(variables: Variables, opening: Opening, seed: int, shardings
     return jax.jit(begin, out_shardings=shardings, donate_argnums=0)(variables)
 
 
-def make_state_builder(model: Model, opening: Opening, seed: int, run: Callable[[Any], Any], shardings: State, memory: Memory) -> Any:
-    """The function that makes the state at step 0 of a model that is yet to be made, each piece on the device that keeps it."""
-    return jax.jit(lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory), out_shardings=shardings)
+def make_state_builder(
+    model: Model,
+    opening: Opening,
+    seed: int,
+    run: Callable[[Any], Any],
+    shardings: State,
+    memory: Memory,
+) -> Any:
+    """The function that makes the state at step 0 of a model that is yet to be made, each piece on
+    the device that keeps it.
+    """
+    return jax.jit(
+        lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory),
+        out_shardings=shardings,
+    )
 
 
 def checksums(given: Variables) -> dict[str, str]:
@@ -186,15 +270,21 @@ def checksums(given: Variables) -> dict[str, str]:
     facts = {}
     for path, leaf in flatten(given).items():
         if _spread(leaf):
-            facts[f"initial {path}"] = f"{describe(leaf)} over all processes"  # no process has all of it; it is one array for all
+            # no process has all of it; it is one array for all
+            facts[f"initial {path}"] = f"{describe(leaf)} over all processes"
         else:
-            facts[f"initial {path}"] = f"of checksum {zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data):08x}"
+            facts[f"initial {path}"] = (
+                "of checksum "
+                f"{zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data):08x}"
+            )
     return facts
 
 
 def _spread(leaf: Any) -> bool:
     """Whether parts of an array are only in other processes."""
-    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
 
 
 def check_placed(state: State, like: State) -> None:
@@ -206,15 +296,29 @@ def check_placed(state: State, like: State) -> None:
     have, want = flatten(state), flatten(like)
     for path in dict.fromkeys([*want, *have]):
         leaf, wanted = have.get(path), want.get(path)
-        described = ["nothing" if each is None else f"{describe(each)} as {each.sharding}" for each in (leaf, wanted)]
-        placed = leaf is not None and wanted is not None and leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        described = [
+            "nothing" if each is None else f"{describe(each)} as {each.sharding}"
+            for each in (leaf, wanted)
+        ]
+        placed = (
+            leaf is not None
+            and wanted is not None
+            and leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        )
         if not placed or describe(leaf) != describe(wanted):
-            why = f"this state is not of this trainer: {path} is {described[0]}, not {described[1]}."
-            raise OptionError(why, fix="a state of trainer.init, trainer.restore or trainer.step of the same trainer.")
+            why = (
+                f"this state is not of this trainer: {path} is {described[0]}, not {described[1]}."
+            )
+            raise OptionError(
+                why,
+                fix="a state of trainer.init, trainer.restore or trainer.step of the same trainer.",
+            )
 
 
 def copied(opt: Tree) -> Tree:
-    """Distinct buffers: an optimizer may keep a parameter itself in its state, and one buffer cannot be donated twice."""
+    """Distinct buffers: an optimizer may keep a parameter itself in its state, and one buffer
+    cannot be donated twice.
+    """
     return jax.tree.map(jnp.copy, opt)
 
 
@@ -224,12 +328,22 @@ def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     host = np.asarray(leaf)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index], copy=True))
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: np.array(host[index], copy=True)
+    )
 
 
 def check_alive(state: State) -> None:
-    """A state that a step has consumed must not be used again: it can end the process inside the runtime."""
+    """A state that a step has consumed must not be used again: it can end the process inside the
+    runtime.
+    """
     if not isinstance(state, State):
-        raise OptionError(f"state={short_repr(state)} is {type_name(state)}.", fix="what trainer.init() or a step returns.")
+        raise OptionError(
+            f"state={short_repr(state)} is {type_name(state)}.",
+            fix="what trainer.init() or a step returns.",
+        )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise OptionError("this state was consumed by a step.", fix="continue with the one that the step returned: state, metrics = ...")
+        raise OptionError(
+            "this state was consumed by a step.",
+            fix="continue with the one that the step returned: state, metrics = ...",
+        )

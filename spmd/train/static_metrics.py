@@ -1,4 +1,6 @@
-"""Metrics of a step that are known without measuring: the bytes that are sent, and what the simulated clock says."""
+"""Metrics of a step that are known without measuring: the bytes that are sent, and what the
+simulated clock says.
+"""
 
 import dataclasses
 import functools
@@ -11,7 +13,9 @@ from spmd.wire.comm_log import CommLog
 
 @dataclasses.dataclass
 class StaticMetrics:
-    """The static metrics of the steps of one program; `comm_log` is called when the first are asked for."""
+    """The static metrics of the steps of one program; `comm_log` is called when the first are asked
+    for.
+    """
 
     placed: PlacedModel
     comm_log: Callable[[], CommLog]
@@ -23,7 +27,9 @@ class StaticMetrics:
         return (*self._wire_names, *(clock.metrics(0) if clock else ()))
 
     def at(self, step: int) -> dict[str, float]:
-        """Their values for one step: bytes that each device sends, the compression ratio, and the simulated clock's metrics."""
+        """Their values for one step: bytes that each device sends, the compression ratio, and the
+        simulated clock's metrics.
+        """
         clock, early = self.placed.events, step < self._start_step
         values = self._wire_values[early]
         if clock is None:
@@ -39,7 +45,11 @@ class StaticMetrics:
         if not exchange.reduction.manual:
             return ()  # XLA places the collectives
         compressed = self.placed.resolved.layout.gradients.compressed and not exchange.local
-        return ("wire_bytes", "compression_ratio") if compressed or exchange.metric_names else ("wire_bytes",)
+        return (
+            ("wire_bytes", "compression_ratio")
+            if compressed or exchange.metric_names
+            else ("wire_bytes",)
+        )
 
     @property
     def _start_step(self) -> int:
@@ -48,7 +58,9 @@ class StaticMetrics:
     @functools.cached_property
     def _scope_bytes(self) -> Callable[[bool, str], int]:
         """Bytes that each device sends in one named scope, before `start_step` or after it."""
-        return functools.cache(lambda early, scope: self.comm_log().bytes(0 if early else self._start_step, scope))
+        return functools.cache(
+            lambda early, scope: self.comm_log().bytes(0 if early else self._start_step, scope)
+        )
 
     @functools.cached_property
     def _wire_values(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -57,7 +69,10 @@ class StaticMetrics:
             return {}, {}
         values = []
         for step in (self._start_step, 0):
-            reduced, sent = self.comm_log().bytes(step, "reduce_gradients"), self.comm_log().bytes(step)
+            reduced, sent = (
+                self.comm_log().bytes(step, "reduce_gradients"),
+                self.comm_log().bytes(step),
+            )
             ratio = exact_bytes(self.placed.exchange) / reduced if reduced else 1.0
             values.append(dict(zip(self._wire_names, (sent, ratio), strict=False)))
         return values[0], values[1]

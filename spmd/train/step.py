@@ -1,6 +1,8 @@
-"""One training step, compiled as one program: `train_step`. Its numbers are those of the drawing in docs/architecture.md.
+"""One training step, compiled as one program: `train_step`. Its numbers are those of the drawing in
+docs/architecture.md.
 
-What the variants do differently is handed to it as an `UpdateRule`: `Synchronous`, `Asynchronous` (a parameter server) or `LocalSGD`.
+What the variants do differently is handed to it as an `UpdateRule`: `Synchronous`, `Asynchronous`
+(a parameter server) or `LocalSGD`.
 """
 
 import abc
@@ -31,10 +33,12 @@ class Reduced(NamedTuple):
     """What the workers have computed together.
 
     Attributes:
-      values: what the rule's update needs. `Synchronous`: mean gradients, sharded as the reduction leaves them. `Asynchronous`: gradients
-        as they arrived at the servers. `LocalSGD`: the next parameters and optimizer state of every worker.
+      values: what the rule's update needs. `Synchronous`: mean gradients, sharded as the reduction
+        leaves them. `Asynchronous`: gradients as they arrived at the servers. `LocalSGD`: the next
+        parameters and optimizer state of every worker.
       comm_state: the next `State.exchange`.
-      metrics: float32[2, names], sums and counts of loss and metrics over the batch; or [workers, 2, names].
+      metrics: float32[2, names], sums and counts of loss and metrics over the batch; or [workers,
+        2, names].
       measured: float32[2, names], what the communication measured.
     """
 
@@ -50,11 +54,15 @@ class UpdateRule(abc.ABC):
 
     sync: GradientSync
     optimizer: optax.GradientTransformationExtraArgs
-    per_worker: ClassVar[bool]  # whether `reduce` takes the gradients of each simulated worker of a position, [m, ...], or one mean
+    # whether `reduce` takes the gradients of each simulated worker of a position, [m, ...], or one
+    # mean
+    per_worker: ClassVar[bool]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes over which `params` and `reduce` run per worker; none: they see the global batch, and XLA partitions it."""
+        """Mesh axes over which `params` and `reduce` run per worker; none: they see the global
+        batch, and XLA partitions it.
+        """
         return self.sync.mesh_axes.data_axes
 
     def begin(self, state: State, events: Tree) -> State:
@@ -64,18 +72,26 @@ class UpdateRule(abc.ABC):
 
     @abc.abstractmethod
     def params(self, state: State) -> Tree:
-        """Per worker: the parameters that its gradients are computed at; where they are shards, each microbatch gathers them."""
+        """Per worker: the parameters that its gradients are computed at; where they are shards,
+        each microbatch gathers them.
+        """
 
     @abc.abstractmethod
     def reduce(self, state: State, grads: Tree, metrics: jax.Array, events: Tree) -> Reduced:
         """Per worker: communicate."""
 
     @abc.abstractmethod
-    def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
-        """On global arrays: the next parameters, optimizer state and communication state. (`LocalSGD` ran optax in `reduce`.)"""
+    def update(
+        self, state: State, reduced: Reduced, loss: jax.Array, events: Tree
+    ) -> tuple[Tree, Any, Tree]:
+        """On global arrays: the next parameters, optimizer state and communication state.
+        (`LocalSGD` ran optax in `reduce`.)
+        """
 
     def skipped(self, opt: Any) -> Any:
-        """Whether the update was skipped, by the optimizer's new state; communication and batch statistics then stay as they were."""
+        """Whether the update was skipped, by the optimizer's new state; communication and batch
+        statistics then stay as they were.
+        """
         del opt
         return False
 
@@ -83,7 +99,8 @@ class UpdateRule(abc.ABC):
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
         """Specs of fields of `State` (None: workers do not see it), and of what `reduce` returns.
 
-        Of the other fields `State.exchange` is sharded as `GradientSync.data_specs` says; the rest is replicated.
+        Of the other fields `State.exchange` is sharded as `GradientSync.data_specs` says; the rest
+        is replicated.
         """
 
 
@@ -96,50 +113,68 @@ class Step:
     over_workers: Callable[..., Any] | None = None  # None: `shard_over_workers`
 
 
-def train_step(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array]:
-    """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every device."""
+def train_step(
+    step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
+) -> tuple[State, jax.Array]:
+    """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every
+    device.
+    """
     return step_and_gradients(step, state, batch, weights, events)[:2]
 
 
-def step_and_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[State, jax.Array, Tree]:
+def step_and_gradients(
+    step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
+) -> tuple[State, jax.Array, Tree]:
     """As `train_step`, with the gradients that the optimizer got, which only `Synchronous` has.
 
     Args:
-      state: its `key` never changes. Random numbers follow from the key, the step, the microbatch and the worker.
-      batch: leaves [rows, ...], dim 0 sharded over the workers; replicated where `worker.split` is False.
+      state: its `key` never changes. Random numbers follow from the key, the step, the microbatch
+        and the worker.
+      batch: leaves [rows, ...], dim 0 sharded over the workers; replicated where `worker.split` is
+        False.
       weights: float32[rows], 1 for a row of data and 0 for padding, sharded likewise.
       events: what the parameter server's clock says about this step; empty without one.
     """
     state, events = step.rule.begin(state, events), events | scale_of_sum(step, state, weights)
     # 1 to 6, on every worker: gather parameters, compute gradients, reduce them
     reduced, stats = reduced_gradients(step, state, batch, weights, events)
-    # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is that of all of them
+    # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is
+    # that of all of them
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
     if (skipped := step.rule.skipped(opt)) is not False:
         kept = functools.partial(jnp.where, skipped)
         comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)
-    state = State(state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen)
+    state = State(
+        state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen
+    )
     return state, metrics, reduced.values
 
 
 def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
-    """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all workers is multiplied, an event."""
+    """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all
+    workers is multiplied, an event.
+    """
     rows = weights.shape[0] * (step.rule.sync.resolved.workers if step.over_workers else 1)
     power_of_two = 2.0 ** (rows - 1).bit_length()  # which rounds nothing
     return {name: scale / power_of_two for name, scale in loss_scale(state.opt).items()}
 
 
-def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:
+def reduced_gradients(
+    step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
+) -> tuple[Reduced, Tree]:
     """The reduced gradients of a batch, and the next `State.stats`."""
 
-    def on_worker(state: State, batch: Tree, weights: jax.Array, events: Tree) -> tuple[Reduced, Tree]:
+    def on_worker(
+        state: State, batch: Tree, weights: jax.Array, events: Tree
+    ) -> tuple[Reduced, Tree]:
         """One position along the data axes, with its rows."""
         rule, worker = step.rule, step.worker
         # this worker's shards, which each microbatch gathers; or a full copy of its own
         params = rule.params(state)
-        # 1 to 3: gathered parameters, value and gradient of the loss on this worker's rows, summed over microbatches
+        # 1 to 3: gathered parameters, value and gradient of the loss on this worker's rows, summed
+        # over microbatches
         gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
         grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
         with jax.named_scope("stats"):
@@ -148,33 +183,63 @@ def reduced_gradients(step: Step, state: State, batch: Tree, weights: jax.Array,
                 taking_part = present_workers(events, rule.axes, worker.workers_per_position).sum()
             # a loss that joins rows has computed those of the full batch already
             positions = rule.axes if worker.reading is None else ()
-            stats = mean_stats(carried.stats, state.stats, taking_part * worker.microbatches, positions)
-        # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers, or, in some steps, parameter deltas;
-        # encoded, in buckets, with error feedback where the layout says so
-        state = dataclasses.replace(state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.layers))
+            stats = mean_stats(
+                carried.stats, state.stats, taking_part * worker.microbatches, positions
+            )
+        # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers,
+        # or, in some steps, parameter deltas; encoded, in buckets, with error feedback where the
+        # layout says so
+        state = dataclasses.replace(
+            state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.layers)
+        )
         return rule.reduce(state, grads, metrics, events), stats
 
     return (step.over_workers or shard_over_workers)(step, on_worker, state, batch, weights, events)
 
 
-def shard_over_workers(step: Step, function: Callable, state: State, batch: Tree, weights: jax.Array, events: Tree) -> Any:
-    """`function` at every position along the data axes, under `jax.shard_map`; on the global batch if the compiler chooses collectives."""
+def shard_over_workers(
+    step: Step, function: Callable, state: State, batch: Tree, weights: jax.Array, events: Tree
+) -> Any:
+    """`function` at every position along the data axes, under `jax.shard_map`; on the global batch
+    if the compiler chooses collectives.
+    """
     if not step.rule.axes:
         return function(state, batch, weights, events)
     sync, split = step.rule.sync, step.worker.split
     fields, reduced = step.rule.specs(state)
-    state = dataclasses.replace(state, **{name: None for name, spec in fields.items() if spec is None})
-    fields |= {"frozen": map_paths(lambda path, _: sync.data_spec(sync.resolved.frozen[path].spec), state.frozen)}
-    state_specs = dataclasses.replace(jax.tree.map(lambda _: REPLICATED, state), exchange=sync.data_specs(state.exchange), **fields)
-    batch_specs = map_paths(lambda path, _: sync.data_spec(sync.resolved.batch_spec(path)) if split else REPLICATED, batch)
+    state = dataclasses.replace(
+        state, **{name: None for name, spec in fields.items() if spec is None}
+    )
+    fields |= {
+        "frozen": map_paths(
+            lambda path, _: sync.data_spec(sync.resolved.frozen[path].spec), state.frozen
+        )
+    }
+    state_specs = dataclasses.replace(
+        jax.tree.map(lambda _: REPLICATED, state),
+        exchange=sync.data_specs(state.exchange),
+        **fields,
+    )
+    batch_specs = map_paths(
+        lambda path, _: sync.data_spec(sync.resolved.batch_spec(path)) if split else REPLICATED,
+        batch,
+    )
     row_spec = PartitionSpec(step.rule.axes) if split else REPLICATED
     in_specs, out_specs = (state_specs, batch_specs, row_spec, REPLICATED), (reduced, REPLICATED)
-    mapped = shard_map(function, mesh=sync.mesh_axes.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=step.rule.axes)
+    mapped = shard_map(
+        function,
+        mesh=sync.mesh_axes.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=step.rule.axes,
+    )
     return mapped(state, batch, weights, events)
 
 
 def already_in_shard_map(step: Step, function: Callable, *arguments: Any) -> Any:
-    """`function` of a worker, inside the `jax.shard_map` over all mesh axes of a sweep, where each trial is replicated over its devices."""
+    """`function` of a worker, inside the `jax.shard_map` over all mesh axes of a sweep, where each
+    trial is replicated over its devices.
+    """
     del step
     return function(*arguments)
 
@@ -185,9 +250,13 @@ def mean_loss(metrics: jax.Array) -> jax.Array:
 
 
 def all_metrics(reduced: Reduced, events: Tree) -> jax.Array:
-    """The loss and the user's metrics, the communication's, and the counts of the parameter server's clock, float32[2, names]."""
+    """The loss and the user's metrics, the communication's, and the counts of the parameter
+    server's clock, float32[2, names].
+    """
     metrics = reduced.metrics.sum(0) if reduced.metrics.ndim == 3 else reduced.metrics
-    return jnp.concatenate([metrics, reduced.measured, *([events["counted"]] if "counted" in events else [])], axis=1)
+    return jnp.concatenate(
+        [metrics, reduced.measured, *([events["counted"]] if "counted" in events else [])], axis=1
+    )
 
 
 def scan_steps(
@@ -200,7 +269,9 @@ def scan_steps(
     *,
     unroll: bool,
 ) -> tuple[State, jax.Array]:
-    """Several steps in one call on a dataset that is on the devices: `rows` int32[steps, batch] picks each batch."""
+    """Several steps in one call on a dataset that is on the devices: `rows` int32[steps, batch]
+    picks each batch.
+    """
 
     def body(state: State, inputs: tuple) -> tuple[State, jax.Array]:
         batch_rows, weights, events = inputs

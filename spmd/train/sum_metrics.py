@@ -1,4 +1,6 @@
-"""Metrics of an evaluation that are no means: functions of sums over all rows, and so exact over batches, workers and padding."""
+"""Metrics of an evaluation that are no means: functions of sums over all rows, and so exact over
+batches, workers and padding.
+"""
 
 import dataclasses
 import math
@@ -14,8 +16,10 @@ from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 from spmd.tree import describe
 
-MOST_CLASSES, BLUE = 1024, (31, 119, 180)  # of a confusion matrix: for each row it has classes**2 numbers on the devices
-BINS, FINENESS = 2048, 96  # bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
+# of a confusion matrix: for each row it has classes**2 numbers on the devices
+MOST_CLASSES, BLUE = 1024, (31, 119, 180)
+# bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
+BINS, FINENESS = 2048, 96
 
 
 def _no_finish(sums: np.ndarray) -> float:
@@ -24,11 +28,14 @@ def _no_finish(sums: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class FromSums(PerExample):
-    """A metric of an evaluation that is a function of sums over all rows; it is not measured in training.
+    """A metric of an evaluation that is a function of sums over all rows; it is not measured in
+    training.
 
-    `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows, ..., k]. `finish` gets their sums over
-    all rows and positions that count, float64[k], on the host, and gives the metric. Where it gives NaN, a warning says `undefined`.
-    `draw`, if there is one, gets the same sums and gives a picture, which `fit` hands to loggers as `info.log_picture` does.
+    `function(outputs, targets)` gives k numbers for each row, or for each position of it, [rows,
+    ..., k]. `finish` gets their sums over all rows and positions that count, float64[k], on the
+    host, and gives the metric. Where it gives NaN, a warning says `undefined`. `draw`, if there is
+    one, gets the same sums and gives a picture, which `fit` hands to loggers as `info.log_picture`
+    does.
 
     Args:
       function: `function(outputs, targets)`, see above.
@@ -46,7 +53,9 @@ class FromSums(PerExample):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> squares = lambda outputs, targets: jnp.stack([(outputs - targets) ** 2, jnp.ones(outputs.shape)], axis=-1)
+      >>> squares = lambda outputs, targets: jnp.stack(
+      ...     [(outputs - targets) ** 2, jnp.ones(outputs.shape)], axis=-1
+      ... )
       >>> rmse = FromSums(squares, "rmse", finish=lambda sums: float((sums[0] / sums[1]) ** 0.5))
       >>> rmse.finish(np.array([8.0, 2.0]))
       2.0
@@ -58,12 +67,24 @@ class FromSums(PerExample):
 
     def __post_init__(self) -> None:
         if self.finish is _no_finish or not callable(self.finish):
-            why = "there is no `finish`" if self.finish is _no_finish else f"finish={short_repr(self.finish)} is no function"
-            third = ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
-            raise OptionError(f"FromSums {short_repr(self.name)}: {why}{third}.", fix="FromSums(function, name, finish=...).")
+            why = (
+                "there is no `finish`"
+                if self.finish is _no_finish
+                else f"finish={short_repr(self.finish)} is no function"
+            )
+            third = (
+                ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
+            )
+            raise OptionError(
+                f"FromSums {short_repr(self.name)}: {why}{third}.",
+                fix="FromSums(function, name, finish=...).",
+            )
         if self.draw is not None and not callable(self.draw):
             why = f"draw={short_repr(self.draw)} is no function"
-            raise OptionError(f"FromSums {short_repr(self.name)}: {why}.", fix="a function from sums to a picture, or None.")
+            raise OptionError(
+                f"FromSums {short_repr(self.name)}: {why}.",
+                fix="a function from sums to a picture, or None.",
+            )
 
     def value(self, name: str, sums: np.ndarray) -> float:
         """What `finish` gives; `name`: of the metric.
@@ -88,40 +109,59 @@ class FromSums(PerExample):
         """The k numbers of each row; calls the model."""
         inputs, targets = self.split(batch)
         counts = None if self.mask is None and self.ignore is None else self.counts(batch)
-        values = self.function(model(inputs), targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)))
+        values = self.function(
+            model(inputs),
+            targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)),
+        )
         if getattr(values, "ndim", 0) < 2:
-            raise LossError(f"{self.name}: {describe(values)}.", fix="[rows, ..., k], k numbers for each row.")
+            raise LossError(
+                f"{self.name}: {describe(values)}.", fix="[rows, ..., k], k numbers for each row."
+            )
         rows = jax.tree.leaves(targets)[0].shape[0]
         if values.shape[0] != rows:
-            raise LossError(f"{self.name}: {describe(values)} for {rows} rows.", fix="[rows, ..., k], k numbers for each row.")
+            raise LossError(
+                f"{self.name}: {describe(values)} for {rows} rows.",
+                fix="[rows, ..., k], k numbers for each row.",
+            )
         values = values.astype(jnp.float32)
         if counts is not None:
             if values.shape[:-1] != counts.shape:
                 fix = "a function with k numbers for each target."
                 raise LossError(
-                    f"{self.name}: {describe(values)} for targets {describe(targets)}, so positions cannot be left out.", fix=fix
+                    f"{self.name}: {describe(values)} for targets {describe(targets)}, so "
+                    "positions cannot be left out.",
+                    fix=fix,
                 )
-            values = jnp.where(self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0))
+            values = jnp.where(
+                self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0)
+            )
         return Columns(values.sum(axis=tuple(range(1, values.ndim - 1))))
 
 
-def _call(name: str, method: str, function: Callable[[np.ndarray], Any], sums: np.ndarray) -> tuple[str, Any]:
+def _call(
+    name: str, method: str, function: Callable[[np.ndarray], Any], sums: np.ndarray
+) -> tuple[str, Any]:
     """What is called, for errors, and what it returns."""
     what = f'metric "{name}": {method}, given the sums {describe(sums)},'
     try:
         return what, function(sums)
     except Exception as error:
-        raise LossError(f"{what} raised {first_line(error)}{user_line(error)}", fix="correct that line.") from error
+        raise LossError(
+            f"{what} raised {first_line(error)}{user_line(error)}", fix="correct that line."
+        ) from error
 
 
 def confusion(classes: int) -> FromSums:
-    """The mean over classes of the recall (balanced accuracy), and a picture of the confusion matrix; exact over workers and padding.
+    """The mean over classes of the recall (balanced accuracy), and a picture of the confusion
+    matrix; exact over workers and padding.
 
-    Outputs are logits [rows, ..., classes], and targets classes. In the picture, which runs with a folder give to their loggers after each
-    evaluation, a row is a true class, from 0 at the top, a column the class with the largest logit, and blue is the share of the row.
+    Outputs are logits [rows, ..., classes], and targets classes. In the picture, which runs with a
+    folder give to their loggers after each evaluation, a row is a true class, from 0 at the top, a
+    column the class with the largest logit, and blue is the share of the row.
 
-    A target that is no class, or a logit that is NaN, makes it NaN, and a warning names the batch. Classes without rows are left out; NaN
-    where there are no rows. Larger is better: `Checkpoint(..., best="eval_confusion", mode="max")`.
+    A target that is no class, or a logit that is NaN, makes it NaN, and a warning names the batch.
+    Classes without rows are left out; NaN where there are no rows. Larger is better:
+    `Checkpoint(..., best="eval_confusion", mode="max")`.
 
     Args:
       classes: how many there are.
@@ -134,7 +174,9 @@ def confusion(classes: int) -> FromSums:
 
     Example:
       >>> metric = confusion(2)
-      >>> cells = metric.function(jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1]))
+      >>> cells = metric.function(
+      ...     jnp.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]]), jnp.array([0, 1, 1])
+      ... )
       >>> cells.sum(0).reshape(2, 2).tolist(), metric.finish(np.asarray(cells.sum(0)))
       ([[1.0, 0.0], [1.0, 1.0]], 0.75)
     """
@@ -143,15 +185,26 @@ def confusion(classes: int) -> FromSums:
     def cells(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         if outputs.shape != (*targets.shape, classes):
             wanted = f"logits of {classes} classes for each target"
-            raise LossError(f"confusion: the outputs are {describe(outputs)} for targets {describe(targets)}.", fix=f"{wanted}.")
+            raise LossError(
+                f"confusion: the outputs are {describe(outputs)} for targets {describe(targets)}.",
+                fix=f"{wanted}.",
+            )
         valid = (targets >= 0) & (targets < classes) & ~jnp.isnan(outputs).any(-1)
-        cell = jnp.where(valid, targets.astype(jnp.int32) * classes + outputs.argmax(-1).astype(jnp.int32), -1)
-        return jnp.where(valid[..., None], jax.nn.one_hot(cell, classes**2, dtype=jnp.float32), jnp.nan)
+        cell = jnp.where(
+            valid, targets.astype(jnp.int32) * classes + outputs.argmax(-1).astype(jnp.int32), -1
+        )
+        return jnp.where(
+            valid[..., None], jax.nn.one_hot(cell, classes**2, dtype=jnp.float32), jnp.nan
+        )
 
     def mean_recall(sums: np.ndarray) -> float:
         matrix = sums.reshape(classes, classes)
         rows = matrix.sum(1)
-        return float(np.mean(matrix.diagonal()[rows != 0] / rows[rows != 0])) if (rows != 0).any() else math.nan
+        return (
+            float(np.mean(matrix.diagonal()[rows != 0] / rows[rows != 0]))
+            if (rows != 0).any()
+            else math.nan
+        )
 
     def draw(sums: np.ndarray) -> np.ndarray:
         matrix = sums.reshape(classes, classes)
@@ -160,7 +213,13 @@ def confusion(classes: int) -> FromSums:
         side = max(480 // classes, 1)
         return np.round(pixels).astype(np.uint8).repeat(side, 0).repeat(side, 1)
 
-    return FromSums(cells, f"spmd.metrics.confusion({classes})", finish=mean_recall, undefined="no row counts", draw=draw)
+    return FromSums(
+        cells,
+        f"spmd.metrics.confusion({classes})",
+        finish=mean_recall,
+        undefined="no row counts",
+        draw=draw,
+    )
 
 
 def _entropy_and_count(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -174,19 +233,28 @@ perplexity = FromSums(
     finish=lambda sums: float(np.exp(sums[0] / sums[1])) if sums[1] else math.nan,
     undefined="no position counts",
 )
-"""exp of the mean cross entropy over all positions that count, of logits [rows, ..., classes] and integer targets."""
+"""exp of the mean cross entropy over all positions that count, of logits [rows, ..., classes] and
+integer targets.
+"""
 
 
 def _histogram(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     if outputs.ndim == targets.ndim + 1:
         if outputs.shape[-1] != 2:
-            raise LossError(f"auc: the outputs are {describe(outputs)}.", fix="one logit for each target, or logits of two classes.")
+            raise LossError(
+                f"auc: the outputs are {describe(outputs)}.",
+                fix="one logit for each target, or logits of two classes.",
+            )
         outputs = outputs[..., 1].astype(jnp.float32) - outputs[..., 0].astype(jnp.float32)
     same_shape("auc", outputs, targets)
-    place = jnp.clip(jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2, 0, BINS - 1)
+    place = jnp.clip(
+        jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2, 0, BINS - 1
+    )
     known = (targets == 0) | (targets == 1)
     cell = jnp.where(jnp.isnan(place) | ~known, -1, place + BINS * (targets == 1)).astype(jnp.int32)
-    return jnp.where((cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32))
+    return jnp.where(
+        (cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32)
+    )
 
 
 def _area(sums: np.ndarray) -> float:
@@ -197,11 +265,14 @@ def _area(sums: np.ndarray) -> float:
 
 
 auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area, undefined="all rows are of one class")
-"""The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0; equal ones count half.
+"""The area under the ROC curve: how often a row of class 1 has a larger logit than one of class 0;
+equal ones count half.
 
-Outputs are one logit for each target, or logits of two classes, of which the difference is taken; targets are 0 or 1. Logits are compared
-in steps that grow with their size: of 1/96 near 0, and of about 1 % of logits above 1, up to 21,000. A target that is neither 0 nor 1, or
-a logit that is NaN, makes it NaN, and a warning names the batch. NaN where all rows are of one class.
+Outputs are one logit for each target, or logits of two classes, of which the difference is taken;
+targets are 0 or 1. Logits are compared in steps that grow with their size: of 1/96 near 0, and of
+about 1 % of logits above 1, up to 21,000. A target that is neither 0 nor 1, or a logit that is
+NaN, makes it NaN, and a warning names the batch. NaN where all rows are of one class.
 
-Larger is better: `EarlyStopping("eval_auc", mode="max")`, and `Checkpoint(..., best="eval_auc", mode="max")`.
+Larger is better: `EarlyStopping("eval_auc", mode="max")`, and
+`Checkpoint(..., best="eval_auc", mode="max")`.
 """

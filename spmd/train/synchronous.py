@@ -35,12 +35,16 @@ class Synchronous(UpdateRule):
         grads, comm_state, measured = self.sync.reduce_gradients(grads, state.exchange, state.step)
         return Reduced(grads, comm_state, metrics, measured)
 
-    def update(self, state: State, reduced: Reduced, loss: jax.Array, events: Tree) -> tuple[Tree, Any, Tree]:
+    def update(
+        self, state: State, reduced: Reduced, loss: jax.Array, events: Tree
+    ) -> tuple[Tree, Any, Tree]:
         """The optimizer's step."""
         extra = {"value": loss}
         if LOSS_SCALE in events:
             extra["factor"] = events[LOSS_SCALE] * reduced.metrics[1, 0]
-        updates, opt = self.optimizer.update(reduced.values, to_device(state.opt), state.params, **extra)
+        updates, opt = self.optimizer.update(
+            reduced.values, to_device(state.opt), state.params, **extra
+        )
         params = optax.apply_updates(state.params, gather_updates(self.sync, updates))
         return params, back_to_host(opt, state.opt), reduced.comm_state
 
@@ -49,8 +53,14 @@ class Synchronous(UpdateRule):
         return skipped(opt)
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
-        """Parameters and gradients as the layout shards them; workers do not see the optimizer's state."""
+        """Parameters and gradients as the layout shards them; workers do not see the optimizer's
+        state.
+        """
         mean_spec, data_spec = self.sync.reduction.mean_spec, self.sync.data_spec
         params = self.sync.map_params(lambda place, _: data_spec(place.spec), state.params)
-        grads: Tree = self.sync.map_params(lambda place, _: data_spec(mean_spec(place)), state.params)
-        return {"params": params, "opt": None}, Reduced(grads, self.sync.data_specs(state.exchange), REPLICATED, REPLICATED)
+        grads: Tree = self.sync.map_params(
+            lambda place, _: data_spec(mean_spec(place)), state.params
+        )
+        return {"params": params, "opt": None}, Reduced(
+            grads, self.sync.data_specs(state.exchange), REPLICATED, REPLICATED
+        )

@@ -14,14 +14,21 @@ from spmd.tree import Tree, describe, flatten
 NAMES = re.compile("weight|mask", re.IGNORECASE)
 
 
-def unread_weight_notes(placed: PlacedModel, sample: Tree, jaxpr: Any, trace_all: Callable[[], Any]) -> list[str]:
-    """A note on the arrays of a batch that are named as weights or masks and have no effect; none if there are no such arrays.
+def unread_weight_notes(
+    placed: PlacedModel, sample: Tree, jaxpr: Any, trace_all: Callable[[], Any]
+) -> list[str]:
+    """A note on the arrays of a batch that are named as weights or masks and have no effect; none
+    if there are no such arrays.
 
     Args:
       jaxpr: of the loss in training, of (variables, batch, key).
       trace_all: gives the same of the loss with all metrics, those of evaluations too.
     """
-    named = {path: leaf for path, leaf in flatten(sample).items() if NAMES.search(path.rpartition("/")[2])}
+    named = {
+        path: leaf
+        for path, leaf in flatten(sample).items()
+        if NAMES.search(path.rpartition("/")[2])
+    }
     variables = len(jax.tree.leaves(placed.abstract_state.variables))
 
     def unread(jaxpr: Any) -> dict[str, Any]:
@@ -36,9 +43,14 @@ def unread_weight_notes(placed: PlacedModel, sample: Tree, jaxpr: Any, trace_all
     if found and placed.config.metrics:
         try:
             found = unread(trace_all())
-        except SpmdError:  # a metric that needs what only the data of evaluations has: an evaluation raises it, if there is one
+        except SpmdError:
+            # a metric that needs what only the data of evaluations has: an evaluation raises it, if
+            # there is one
             return []
     if not found:
         return []
     arrays = join_names(f'"{path}" ({describe(leaf)})' for path, leaf in found.items())
-    return [f"note: neither the loss nor a metric reads {arrays} of the batch, so every row and token counts alike."]
+    return [
+        f"note: neither the loss nor a metric reads {arrays} of the batch, so every row and token "
+        "counts alike."
+    ]

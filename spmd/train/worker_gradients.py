@@ -1,6 +1,7 @@
 """The forward and backward pass of a worker: from parameters and rows to gradients and metric sums.
 
-`WorkerGradients` reads from top to bottom: the workers of a position, one worker's microbatches, one microbatch, its loss.
+`WorkerGradients` reads from top to bottom: the workers of a position, one worker's microbatches,
+one microbatch, its loss.
 """
 
 import dataclasses
@@ -44,8 +45,10 @@ class Carried(NamedTuple):
     """What one microbatch hands to the next.
 
     Attributes:
-      stats: the total of the statistics of the parts so far, of which each begins at those from before the step.
-      layers: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass, by path.
+      stats: the total of the statistics of the parts so far, of which each begins at those from
+        before the step.
+      layers: of the gradients in `GradientSync.layerwise`, which are reduced in the backward pass,
+        by path.
     """
 
     stats: Tree
@@ -60,67 +63,113 @@ class WorkerGradients:
     objective: Objective
     names: tuple[str, ...]  # of the loss and the metrics, the loss first
     sync: GradientSync
-    gathers: bool = True  # whether parameters are this worker's shards; False: full, and layers average no batch statistics
+    # whether parameters are this worker's shards; False: full, and layers average no batch
+    # statistics
+    gathers: bool = True
     microbatches: int = 1
     workers_per_position: int = 1  # simulated workers at each position along the data axes
     unroll: bool = False
     dtype: Any = None
     rowwise: bool = False  # the loss gives one value per row
-    split: bool = True  # False: every worker computes all rows (a last batch that the workers do not divide)
+    # False: every worker computes all rows (a last batch that the workers do not divide)
+    split: bool = True
     parallel: ParallelConfig = UNSHARDED  # how the forward pass is sharded
-    products: Callable[[str, Any], Any] = Call.products  # of layers, by path and what they have as their dot_general
+    # of layers, by path and what they have as their dot_general
+    products: Callable[[str, Any], Any] = Call.products
     training: bool = True  # False: the model in evaluation mode
     reading: Reading | None = None  # of a loss that is not a mean over rows; None: it is one
-    scaled: bool = False  # whether backward passes of the user's are given the gradient of the mean loss, not of its sum over rows
+    # whether backward passes of the user's are given the gradient of the mean loss, not of its sum
+    # over rows
+    scaled: bool = False
 
     def position_gradients(
-        self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
+        self,
+        params: Tree,
+        state: State,
+        batch: Tree,
+        weights: jax.Array,
+        events: Tree,
+        axes: tuple[str, ...],
     ) -> tuple[Tree, Carried, jax.Array]:
-        """Of one position: gradients, the next stats, and metrics float32[2, names], which are those of the batch.
+        """Of one position: gradients, the next stats, and metrics float32[2, names], which are
+        those of the batch.
 
-        The gradients are full and not yet averaged: their mean over workers is the gradient of the mean loss over the batch. Those of
-        `GradientSync.layerwise` are reduced already.
+        The gradients are full and not yet averaged: their mean over workers is the gradient of the
+        mean loss over the batch. Those of `GradientSync.layerwise` are reduced already.
         """
         first = collectives.worker_index(axes) * self.workers_per_position
         scale, known = events.get(LOSS_SCALE), self._known(params, state, batch, axes)
-        if known is not None:  # XLA:CPU (jaxlib 0.10) ends the process where collectives of a loop run beside these
+        # XLA:CPU (jaxlib 0.10) ends the process where collectives of a loop run beside these
+        if known is not None:
             params, known = lax.optimization_barrier((params, known))
 
         def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
-            grads, after = self._of_worker(params, state, carried, rows, first + index, axes, scale, known)
+            grads, after = self._of_worker(
+                params, state, carried, rows, first + index, axes, scale, known
+            )
             if "present" not in events:
                 return grads, after
-            kept = functools.partial(jnp.where, events["present"][first + index])  # never by multiplying: 0 * NaN
-            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(kept, after, carried)
+            # never by multiplying: 0 * NaN
+            kept = functools.partial(jnp.where, events["present"][first + index])
+            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(
+                kept, after, carried
+            )
 
         layers = self.sync.layer_carries(state.exchange, sums=self._sums_layers)
-        # gradients that layers reduce are those of the scaled loss, and so are their residuals meanwhile
-        carried = Carried(no_stats(state.stats), layers if scale is None else jax.tree.map(lambda x: x * scale, layers))
+        # gradients that layers reduce are those of the scaled loss, and so are their residuals
+        # meanwhile
+        carried = Carried(
+            no_stats(state.stats),
+            layers if scale is None else jax.tree.map(lambda x: x * scale, layers),
+        )
         if self.workers_per_position == 1:
             (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
             rows = split_workers((batch, weights), self.workers_per_position)
-            (grads, sums), carried = accumulate(worker_grads, carried, rows, self.workers_per_position, unroll=self.unroll)
-        # a sum over rows was differentiated: divided by the workers' mean count, its average over workers is the mean
+            (grads, sums), carried = accumulate(
+                worker_grads, carried, rows, self.workers_per_position, unroll=self.unroll
+            )
+        # a sum over rows was differentiated: divided by the workers' mean count, its average over
+        # workers is the mean
         with jax.named_scope("metrics"):
-            count = nonzero(collectives.all_reduce(sums[LOSS][1], axes) / (collectives.worker_count(axes) if axes else 1))
-            metrics = collectives.all_reduce(pack(sums, self.names), axes) if self.split else pack(sums, self.names)
+            count = nonzero(
+                collectives.all_reduce(sums[LOSS][1], axes)
+                / (collectives.worker_count(axes) if axes else 1)
+            )
+            metrics = (
+                collectives.all_reduce(pack(sums, self.names), axes)
+                if self.split
+                else pack(sums, self.names)
+            )
         if scale is not None:
-            carried, count = carried._replace(layers=jax.tree.map(lambda x: x / scale, carried.layers)), count * scale
+            carried, count = (
+                carried._replace(layers=jax.tree.map(lambda x: x / scale, carried.layers)),
+                count * scale,
+            )
         return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), carried, metrics
 
     def worker_gradients(
-        self, params: Tree, state: State, batch: Tree, weights: jax.Array, events: Tree, axes: tuple[str, ...]
+        self,
+        params: Tree,
+        state: State,
+        batch: Tree,
+        weights: jax.Array,
+        events: Tree,
+        axes: tuple[str, ...],
     ) -> tuple[Tree, Carried, jax.Array]:
-        """Of each simulated worker of one position, at parameters [m, ...] of its own: mean gradients over its rows, [m, ...]; the next
-        stats; and metrics float32[m, 2, names]. An absent worker has gradients of zero and counts for nothing."""
+        """Of each simulated worker of one position, at parameters [m, ...] of its own: mean
+        gradients over its rows, [m, ...]; the next stats; and metrics float32[m, 2, names]. An
+        absent worker has gradients of zero and counts for nothing.
+        """
         count = self.workers_per_position
         first = collectives.worker_index(axes) * count
         known = self._known(jax.tree.map(lambda x: x[0], params), state, batch, axes)
 
         def worker_grads(carried: Carried, inputs: tuple) -> tuple[Carried, tuple]:
             index, present, params, rows = inputs
-            (grads, sums), after = self._of_worker(params, state, carried, rows, first + index, axes, known=known)
+            (grads, sums), after = self._of_worker(
+                params, state, carried, rows, first + index, axes, known=known
+            )
 
             def kept(x: jax.Array) -> jax.Array:
                 return jnp.where(present, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
@@ -130,8 +179,18 @@ class WorkerGradients:
             after = jax.tree.map(lambda new, old: jnp.where(present, new, old), after, carried)
             return after, (grads, kept(pack(sums, self.names)))
 
-        inputs = (jnp.arange(count), present_workers(events, axes, count), params, split_workers((batch, weights), count))
-        carried, (grads, metrics) = lax.scan(worker_grads, Carried(no_stats(state.stats), {}), inputs, unroll=count if self.unroll else 1)
+        inputs = (
+            jnp.arange(count),
+            present_workers(events, axes, count),
+            params,
+            split_workers((batch, weights), count),
+        )
+        carried, (grads, metrics) = lax.scan(
+            worker_grads,
+            Carried(no_stats(state.stats), {}),
+            inputs,
+            unroll=count if self.unroll else 1,
+        )
         return grads, carried, metrics
 
     def _of_worker(
@@ -145,13 +204,16 @@ class WorkerGradients:
         scale: Any = None,
         known: list[jax.Array] | None = None,
     ) -> tuple[tuple[Tree, Sums], Carried]:
-        """Of one worker, by its number over all workers: gradients of the loss summed over its rows, times `scale`, and metric sums; what
-        follows."""
+        """Of one worker, by its number over all workers: gradients of the loss summed over its
+        rows, times `scale`, and metric sums; what follows.
+        """
         step_key = self._step_key(state)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         policy = forward_policy(self.sync.resolved.layout.remat)
 
-        def microbatch_grads(carried: Carried, rows: tuple, index: jax.Array, only_sums: bool = False) -> tuple[tuple, Carried]:
+        def microbatch_grads(
+            carried: Carried, rows: tuple, index: jax.Array, only_sums: bool = False
+        ) -> tuple[tuple, Carried]:
             key = jax.random.fold_in(step_key, index)
             if self.parallel.manual_backward:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
@@ -160,8 +222,15 @@ class WorkerGradients:
             if self.reading is not None and (self.split or self.microbatches > 1):
                 held = (axes, self._workers(axes)) if self.split else ((), 1)
                 place = Place(*held, worker, self.microbatches, index, known)
-            options = {"sync_axes": sync_axes, "only_sums": only_sums, "scale": scale, "place": place}
-            loss = functools.partial(self._loss, stats=state.stats, rngs=state.rngs, localize=localize, **options)
+            options = {
+                "sync_axes": sync_axes,
+                "only_sums": only_sums,
+                "scale": scale,
+                "place": place,
+            }
+            loss = functools.partial(
+                self._loss, stats=state.stats, rngs=state.rngs, localize=localize, **options
+            )
             loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
             return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
 
@@ -172,28 +241,61 @@ class WorkerGradients:
             return accumulate(microbatch_grads, carried, parts, count, unroll=self.unroll)
         # the last one, apart from the loop, reduces what all have added up while it computes
         earlier, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
-        total, carried = accumulate(functools.partial(microbatch_grads, only_sums=True), carried, earlier, count - 1, unroll=self.unroll)
+        total, carried = accumulate(
+            functools.partial(microbatch_grads, only_sums=True),
+            carried,
+            earlier,
+            count - 1,
+            unroll=self.unroll,
+        )
         summed, carried = microbatch_grads(carried, last, jnp.int32(count - 1))
         return jax.tree.map(jnp.add, total, summed), carried
 
     def _step_key(self, state: State) -> jax.Array:
-        return jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step)
+        return jax.random.fold_in(
+            jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step
+        )
 
-    def _known(self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]) -> list[jax.Array] | None:
-        """Return the arrays that all rows of the batch share, if the rows of one position are seen in parts."""
+    def _known(
+        self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]
+    ) -> list[jax.Array] | None:
+        """Return the arrays that all rows of the batch share, if the rows of one position are seen
+        in parts.
+        """
         if self.reading is None or self.workers_per_position * self.microbatches == 1:
             return None
-        gather, layers = self._layer_gather(), self.sync.layer_carries(state.exchange, sums=self._sums_layers)
-        variables = Variables((self._gather(params), layers), state.stats, state.rngs, gather_frozen(self.sync, self._cast(state.frozen)))
+        gather, layers = (
+            self._layer_gather(),
+            self.sync.layer_carries(state.exchange, sums=self._sums_layers),
+        )
+        variables = Variables(
+            (self._gather(params), layers),
+            state.stats,
+            state.rngs,
+            gather_frozen(self.sync, self._cast(state.frozen)),
+        )
         keys = jax.random.split(jax.random.fold_in(self._step_key(state), 0))
         axes = axes if self.split else ()
-        with parallel_scope(dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)):
+        with parallel_scope(
+            dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)
+        ):
             place = Place(axes, collectives.worker_count(axes), collectives.worker_index(axes))
-            return shared_arrays(self._on_rows(gather, place.key_of_rows(batch)), variables, batch, keys, place, self.reading)
+            return shared_arrays(
+                self._on_rows(gather, place.key_of_rows(batch)),
+                variables,
+                batch,
+                keys,
+                place,
+                self.reading,
+            )
 
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
         remat = module_policies(self.sync.resolved.layout.remat)
-        return LayerGather(self.sync, self.dtype, remat, only_sums=only_sums) if self.sync.layerwise else None
+        return (
+            LayerGather(self.sync, self.dtype, remat, only_sums=only_sums)
+            if self.sync.layerwise
+            else None
+        )
 
     def _workers(self, axes: tuple[str, ...]) -> int:
         return (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
@@ -206,41 +308,72 @@ class WorkerGradients:
         self, loss: Callable, params: Tree, frozen: Tree, carried: Carried, rows: tuple, key: Any
     ) -> tuple[tuple[Tree, Sums], Carried]:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
-        gathered, gathered_frozen = self._gather(params), gather_frozen(self.sync, self._cast(frozen))
+        gathered, gathered_frozen = (
+            self._gather(params),
+            gather_frozen(self.sync, self._cast(frozen)),
+        )
         loss = functools.partial(loss, frozen=gathered_frozen, rows=rows, key=key)
         value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
-            # Gathered parameters are not kept from the forward to the backward pass. They are gathered again from values that
-            # depend on the loss, so the compiler cannot merge the two gathers into one.
+            # Gathered parameters are not kept from the forward to the backward pass. They are
+            # gathered again from values that depend on the loss, so the compiler cannot merge the
+            # two gathers into one.
             sharded, value = lax.optimization_barrier(([params, frozen], value))
-            backward = gather_again(self.sync, backward, [gathered, gathered_frozen], [*map(self._cast, sharded)])
-        # Reduced in the backward pass, the gradient of a residual is the next one. There it is that of a mean over rows, as elsewhere.
+            backward = gather_again(
+                self.sync, backward, [gathered, gathered_frozen], [*map(self._cast, sharded)]
+            )
+        # Reduced in the backward pass, the gradient of a residual is the next one. There it is that
+        # of a mean over rows, as elsewhere.
         has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
         scale: Any = rows[1].shape[0] * self.microbatches if has_residuals else 1
         if self.scaled:
             scale = nonzero(sums[LOSS][1])
         grads, layers = backward(jnp.full_like(value, 1 / scale))
-        grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads) if has_residuals or self.scaled else grads
+        grads = (
+            jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+            if has_residuals or self.scaled
+            else grads
+        )
         return (cast_like(grads, params), sums), Carried(add_stats(carried.stats, stats), layers)
 
     def _gather(self, params: Tree) -> Tree:
-        """Full parameters in the dtype of the computation; cast before they are sent, so they are sent in that dtype."""
+        """Full parameters in the dtype of the computation; cast before they are sent, so they are
+        sent in that dtype.
+        """
         params = self._cast(params)
         return gather_all(self.sync, params) if self.gathers else params
 
     def _cast(self, params: Tree) -> Tree:
         """Those of `GradientSync.layerwise` are cast where they are gathered."""
         as_they_are = self.sync.layerwise
-        return map_paths(lambda path, leaf: leaf if path in as_they_are or self.sync.of_quantized(path) else cast(leaf, self.dtype), params)
+        return map_paths(
+            lambda path, leaf: (
+                leaf
+                if path in as_they_are or self.sync.of_quantized(path)
+                else cast(leaf, self.dtype)
+            ),
+            params,
+        )
 
     def _of_pipeline(
-        self, params: Tree, state: State, rows: tuple, key: Any, worker: Any, axes: tuple[str, ...], scale: Any
+        self,
+        params: Tree,
+        state: State,
+        rows: tuple,
+        key: Any,
+        worker: Any,
+        axes: tuple[str, ...],
+        scale: Any,
     ) -> tuple[Tree, Sums]:
-        """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own and keeps no stats."""
+        """`_of_microbatch` of a 1F1B pipeline, which splits the rows into microbatches of its own
+        and keeps no stats.
+        """
         parts = split_microbatches(self.parallel, rows)
         count = parts.count * math.prod(map(self.parallel.axis_size, parts.row_axes))
 
-        def loss(params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, consts: Tree) -> tuple[jax.Array, Sums]:
+        def loss(
+            params: Tree, rows: tuple, part: Any, parallel: ParallelConfig, consts: Tree
+        ) -> tuple[jax.Array, Sums]:
             frozen, stats, rngs, key_data, worker, scale = consts
             worker_localize = self._localizer(worker, parts.rows * parts.count, axes)
             value, (sums, _) = self._loss(
@@ -259,17 +392,29 @@ class WorkerGradients:
             return value, sums
 
         sharded, stacks = self.sync.resolved.layout.stage_axis is not None, self.model.stacks()
-        of_stage, frozen = functools.partial(map_paths, lambda path, _: sharded and path in stacks), self._cast(state.frozen)
+        of_stage, frozen = (
+            functools.partial(map_paths, lambda path, _: sharded and path in stacks),
+            self._cast(state.frozen),
+        )
         grads, sums = run_1f1b(
             self.parallel,
             loss,
             self._gather(params),
             rows,
-            (gather_frozen(self.sync, frozen), state.stats, state.rngs, jax.random.key_data(key), jnp.asarray(worker), scale),
+            (
+                gather_frozen(self.sync, frozen),
+                state.stats,
+                state.rngs,
+                jax.random.key_data(key),
+                jnp.asarray(worker),
+                scale,
+            ),
             of_stage(params),
             (of_stage(frozen), False, False, False, False, False),
             parts,
-            layers_per_stage=None if sharded else functools.partial(layers_per_stage, self.parallel),
+            layers_per_stage=None
+            if sharded
+            else functools.partial(layers_per_stage, self.parallel),
         )
         return cast_like(grads, params), sums
 
@@ -290,19 +435,27 @@ class WorkerGradients:
         scale: Any = None,
         place: Place | None = None,
     ) -> tuple[jax.Array, tuple[Sums, Tree]]:
-        """The loss summed over these rows, times `scale`; beside it all metric sums and the next stats."""
+        """The loss summed over these rows, times `scale`; beside it all metric sums and the next
+        stats.
+        """
         batch, weights = rows
         keys = jax.random.split(key)
         gather = self._layer_gather(only_sums=only_sums)
-        parallel = dataclasses.replace(parallel or self.parallel, gather_layer=gather, residuals=layers)
+        parallel = dataclasses.replace(
+            parallel or self.parallel, gather_layer=gather, residuals=layers
+        )
 
         variables = Variables((params, layers), stats, rngs, frozen)
         with parallel_scope(parallel):
             if place is None or self.reading is None:
-                value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(variables, batch, keys)
+                value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(
+                    variables, batch, keys
+                )
             else:
                 loss = self._on_rows(gather, place.key_of_rows(batch))
-                value, extra, after, (last, seen) = full_batch_loss(loss, variables, batch, keys, place, self.reading)
+                value, extra, after, (last, seen) = full_batch_loss(
+                    loss, variables, batch, keys, place, self.reading
+                )
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
@@ -311,10 +464,15 @@ class WorkerGradients:
         return value if scale is None else value * scale, (sums, cast_like(after, stats))
 
     def _on_rows(
-        self, gather: Any, localize: Callable[[Any], Any] = lambda key: key, sync_axes: tuple[str, ...] = ()
+        self,
+        gather: Any,
+        localize: Callable[[Any], Any] = lambda key: key,
+        sync_axes: tuple[str, ...] = (),
     ) -> Callable[[Variables, Tree, jax.Array], tuple[Any, ...]]:
-        """Loss, metrics, the next statistics, and two more (the value that blocks gathered ahead end with, what a pipeline's tap has seen),
-        as a function of `Variables`, whose params are (params, layers), of rows, and of two keys."""
+        """Loss, metrics, the next statistics, and two more (the value that blocks gathered ahead
+        end with, what a pipeline's tap has seen), as a function of `Variables`, whose params are
+        (params, layers), of rows, and of two keys.
+        """
         remat = module_policies(self.sync.resolved.layout.remat)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
 
@@ -324,8 +482,20 @@ class WorkerGradients:
             blocks = None
             if gather is not None and self.sync.blocks:
                 full = join(params, variables.frozen)
-                blocks = GatheredBlocks(dataclasses.replace(gather, stacked=False), self.sync.blocks, full, layers)
-            call = Call(self.training, keys[0], localize, sync_axes, remat, self.dtype, activations, self.products, blocks)
+                blocks = GatheredBlocks(
+                    dataclasses.replace(gather, stacked=False), self.sync.blocks, full, layers
+                )
+            call = Call(
+                self.training,
+                keys[0],
+                localize,
+                sync_axes,
+                remat,
+                self.dtype,
+                activations,
+                self.products,
+                blocks,
+            )
             bound = self.model.bind(variables, call)
             value, extra = self.objective(bound, batch, localize(keys[1]))
             last = None if blocks is None else blocks.finish()
@@ -335,7 +505,9 @@ class WorkerGradients:
         return fuse_attention(forward)
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
-        """From a dropout key that is the same on all workers to that of `worker`, which has this many rows."""
+        """From a dropout key that is the same on all workers to that of `worker`, which has this
+        many rows.
+        """
         workers = (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
         if workers == 1 or not self.split:
             return lambda key: key
@@ -344,17 +516,22 @@ class WorkerGradients:
 
 def present_workers(events: Tree, axes: tuple[str, ...], count: int) -> jax.Array:
     """bool[m], which of the `count` workers of this position take part in the step."""
-    return lax.dynamic_slice_in_dim(events["present"], collectives.worker_index(axes) * count, count)
+    return lax.dynamic_slice_in_dim(
+        events["present"], collectives.worker_index(axes) * count, count
+    )
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:
-    """`total / count`, and zero where the count is zero: a gradient of 0 / 0 would make every parameter NaN."""
+    """`total / count`, and zero where the count is zero: a gradient of 0 / 0 would make every
+    parameter NaN.
+    """
     return total / nonzero(count)
 
 
 def nonzero(count: jax.Array) -> jax.Array:
     """A count to divide by, with infinity in place of zero.
 
-    The choice is made here and not in the quotient, so the division rounds as it does by any number.
+    The choice is made here and not in the quotient, so the division rounds as it does by any
+    number.
     """
     return lax.optimization_barrier(jnp.where(count == 0, jnp.inf, count))

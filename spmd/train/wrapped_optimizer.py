@@ -16,10 +16,15 @@ class WrappedOptimizer(optax.GradientTransformationExtraArgs):
     options: Mapping[str, Any] = {}
 
 
-def wrap_optimizer(name: str, init: Callable[..., Any], update: Callable[..., Any], inner: Any, **options: Any) -> WrappedOptimizer:
+def wrap_optimizer(
+    name: str, init: Callable[..., Any], update: Callable[..., Any], inner: Any, **options: Any
+) -> WrappedOptimizer:
     """An optimizer of this name around `inner`."""
     wrapped = WrappedOptimizer(init, update)
-    wrapped.options = {**options_of(inner), **{f"{name}({option})": value for option, value in options.items()}}
+    wrapped.options = {
+        **options_of(inner),
+        **{f"{name}({option})": value for option, value in options.items()},
+    }
     return wrapped
 
 

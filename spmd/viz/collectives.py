@@ -13,13 +13,16 @@ KINDS = {  # of n devices that send around a ring
     "all_to_all": "all-to-all: each sends (n - 1) / n of its array",
     "ring": "ring: each sends its block to the next",
 }
-WIDTH, HEIGHT, GAP, ARROWS = 78, 19, 8, 46  # of a block, between devices, and of the arrows, in SVG units
+# of a block, between devices, and of the arrows, in SVG units
+WIDTH, HEIGHT, GAP, ARROWS = 78, 19, 8, 46
 
 
 def collective(kind: str, *, devices: int = 4) -> Html:
-    """A collective, for a notebook's cell: what each device has before it, who sends to whom, and what each has after it.
+    """A collective, for a notebook's cell: what each device has before it, who sends to whom, and
+    what each has after it.
 
-    A number is one block of an array. A block's colour is that of the device it comes from; a sum has the colours of all.
+    A number is one block of an array. A block's colour is that of the device it comes from; a sum
+    has the colours of all.
 
     Args:
       kind: `"all_reduce"`, `"reduce_scatter"`, `"all_gather"`, `"all_to_all"` or `"ring"`.
@@ -37,7 +40,9 @@ def collective(kind: str, *, devices: int = 4) -> Html:
       (True, True)
     """
     if kind not in KINDS:
-        raise OptionError(f'collective: there is no drawing of "{kind}".', fix=did_you_mean(str(kind), KINDS))
+        raise OptionError(
+            f'collective: there is no drawing of "{kind}".', fix=did_you_mean(str(kind), KINDS)
+        )
     if isinstance(devices, bool) or not isinstance(devices, int) or not 2 <= devices <= 8:
         raise OptionError(f"collective: devices={devices!r}.", fix="a whole number from 2 to 8.")
     before, after = blocks(kind, devices)
@@ -45,8 +50,19 @@ def collective(kind: str, *, devices: int = 4) -> Html:
     parts = [caption(0, 12, KINDS[kind])]
     for device in range(devices):
         parts.append(caption(_middle(device), 29, f"device {device}", "middle"))
-    parts += [*_row("before", before, 34), *_arrows(kind, devices, bottom), *_row("after", after, bottom + ARROWS)]
-    return framed(svg(bottom + ARROWS + HEIGHT * after.shape[1] + 2, parts, KINDS[kind], width=devices * (WIDTH + GAP) - GAP))
+    parts += [
+        *_row("before", before, 34),
+        *_arrows(kind, devices, bottom),
+        *_row("after", after, bottom + ARROWS),
+    ]
+    return framed(
+        svg(
+            bottom + ARROWS + HEIGHT * after.shape[1] + 2,
+            parts,
+            KINDS[kind],
+            width=devices * (WIDTH + GAP) - GAP,
+        )
+    )
 
 
 def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -76,14 +92,20 @@ def _row(when: str, held: np.ndarray, top: float) -> list[str]:
     parts = []
     for device, row in enumerate(held.tolist()):
         for position, number in enumerate(row):
-            left, y, title = device * (WIDTH + GAP), top + position * HEIGHT, f"device {device}, {when}: {number or 'nothing'}"
+            left, y, title = (
+                device * (WIDTH + GAP),
+                top + position * HEIGHT,
+                f"device {device}, {when}: {number or 'nothing'}",
+            )
             if not number:
                 parts.append(frame(left, y + 1, WIDTH, HEIGHT - 2, title))
                 continue
             sources = [at for at, digit in enumerate(reversed(str(number))) if digit != "0"]
             for place, source in enumerate(sources):
                 width = WIDTH / len(sources)
-                parts.append(box(left + place * width, y + 1, width, HEIGHT - 2, SERIES[source], title))
+                parts.append(
+                    box(left + place * width, y + 1, width, HEIGHT - 2, SERIES[source], title)
+                )
             parts.append(on_box(left + WIDTH / 2, y + 14, str(number)))
     return parts
 
@@ -91,11 +113,21 @@ def _row(when: str, held: np.ndarray, top: float) -> list[str]:
 def _arrows(kind: str, devices: int, top: float) -> list[str]:
     parts = []
     for sender in range(devices):
-        receivers = [(sender + 1) % devices] if kind == "ring" else [device for device in range(devices) if device != sender]
+        receivers = (
+            [(sender + 1) % devices]
+            if kind == "ring"
+            else [device for device in range(devices) if device != sender]
+        )
         for receiver in receivers:
             start, end, tip = _middle(sender), _middle(receiver), top + ARROWS - 5
-            bend = f"M{start:.1f} {top + 4:.1f}C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f} {end:.1f} {tip:.1f}"
-            parts.append(f'<path d="{bend}" fill="none" stroke="var(--{SERIES[sender]})" stroke-width="1.5"/>')
+            bend = (
+                f"M{start:.1f} {top + 4:.1f}C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f} "
+                f"{end:.1f} {tip:.1f}"
+            )
+            parts.append(
+                f'<path d="{bend}" fill="none" stroke="var(--{SERIES[sender]})" '
+                'stroke-width="1.5"/>'
+            )
     for device in range(devices):
         x, tip = _middle(device), top + ARROWS - 2
         parts.append(f'<path d="M{x - 4:.1f} {tip - 7:.1f}h8l-4 7z" fill="currentColor"/>')

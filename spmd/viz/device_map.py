@@ -15,7 +15,8 @@ from spmd.render.html import Html, framed, table
 
 
 def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
-    """The devices of a mesh by id, for a notebook's cell: the innermost axis horizontally, all others vertically.
+    """The devices of a mesh by id, for a notebook's cell: the innermost axis horizontally, all
+    others vertically.
 
     Args:
       mesh: what `spmd.make_mesh` takes, or what it returns.
@@ -28,17 +29,22 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
 
     Example:
       >>> shown = devices("data=4,model=2")
-      >>> "data=4, model=2: 8 devices" in shown, '<td>data 3</td><td class="number">6</td><td class="number">7</td>' in shown
+      >>> (
+      ...     "data=4, model=2: 8 devices" in shown,
+      ...     '<td>data 3</td><td class="number">6</td><td class="number">7</td>' in shown,
+      ... )
       (True, True)
     """
     return framed(mesh_table(make_mesh(mesh)))
 
 
 def pieces(array: jax.Array, name: str = "") -> Html:
-    """How an array is sharded, for a notebook's cell: a rectangle for each shard with the ids of the devices that hold it.
+    """How an array is sharded, for a notebook's cell: a rectangle for each shard with the ids of
+    the devices that hold it.
 
     Args:
-      array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally, all others vertically.
+      array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally,
+        all others vertically.
       name: shown before its shape.
 
     Returns:
@@ -50,12 +56,18 @@ def pieces(array: jax.Array, name: str = "") -> Html:
     Example:
       >>> import jax, spmd
       >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> array = jax.device_put(np.zeros((8, 4), "f"), NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")))
+      >>> array = jax.device_put(
+      ...     np.zeros((8, 4), "f"),
+      ...     NamedSharding(spmd.make_mesh("data=4,model=2"), PartitionSpec("model")),
+      ... )
       >>> "float32[8, 4], spec " in pieces(array), "[0:4, :] on devices 0, 2, 4, 6" in pieces(array)
       (True, True)
     """
     if not isinstance(getattr(array, "sharding", None), NamedSharding):
-        raise OptionError("pieces of an array that is not on a mesh.", fix="an array placed by spmd, such as one of result.state.params.")
+        raise OptionError(
+            "pieces of an array that is not on a mesh.",
+            fix="an array placed by spmd, such as one of result.state.params.",
+        )
     return array_drawing(name, array)
 
 
@@ -65,9 +77,15 @@ def mesh_table(mesh: Any) -> str:
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
     header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
     body = [
-        (", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True)), *map(str, ids[place]))
+        (
+            ", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True)),
+            *map(str, ids[place]),
+        )
         for place in np.ndindex(ids.shape[:-1])
     ]
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    words = f"{sizes}: {mesh.size} device{'s' * (mesh.size != 1)} of kind {mesh.devices.flat[0].device_kind}, by number"
+    words = (
+        f"{sizes}: {mesh.size} device{'s' * (mesh.size != 1)} of kind "
+        f"{mesh.devices.flat[0].device_kind}, by number"
+    )
     return f'<p>{html.escape(words)}</p><div class="wide">{table(header, body, "mesh")}</div>'

@@ -1,4 +1,6 @@
-"""What each device holds under a layout: the shards of a parameter, of its optimizer state and of the batch."""
+"""What each device holds under a layout: the shards of a parameter, of its optimizer state and of
+the batch.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -34,10 +36,12 @@ def shards(
     parameter: str | None = None,
     batch: Tree | None = None,
 ) -> Html:
-    """What each device of a mesh holds, for a notebook's cell: one column for each device, and one row for each array.
+    """What each device of a mesh holds, for a notebook's cell: one column for each device, and one
+    row for each array.
 
-    A square is the array, and its filled part is what the device has of it. The same colour is the same shard, so an array of one colour is
-    replicated. The last dim is drawn horizontally, all others vertically. Nothing is allocated, and the devices need not be there.
+    A square is the array, and its filled part is what the device has of it. The same colour is the
+    same shard, so an array of one colour is replicated. The last dim is drawn horizontally, all
+    others vertically. Nothing is allocated, and the devices need not be there.
 
     Args:
       model: as `fit` takes it.
@@ -46,7 +50,8 @@ def shards(
       devices: of the mesh, if one of its sizes is -1.
       optimizer: whose state is drawn; None: Adam.
       parameter: the path of the one to draw; None: the largest.
-      batch: arrays or their shapes, of which the first is drawn; None: one that has the dims that the layout shards.
+      batch: arrays or their shapes, of which the first is drawn; None: one that has the dims that
+        the layout shards.
 
     Returns:
       HTML, which a notebook shows.
@@ -59,7 +64,9 @@ def shards(
     Example:
       >>> import spmd
       >>> import jax.numpy as jnp
-      >>> model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+      ... )
       >>> shown = shards(model, "zero1", mesh="data=4")
       >>> "w: replicated" in shown, "moments: 0 of 4 shards" in shown
       (True, True)
@@ -67,7 +74,9 @@ def shards(
     declared = load(layout)
     sizes = MeshSpec.parse(mesh if mesh is not None else dict(declared.mesh) or {"data": -1})
     sizes = sizes.resolve(devices) if -1 in sizes.sizes.values() else sizes
-    placed = PlacedModel(TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3)), abstract_mesh(sizes), declared)
+    placed = PlacedModel(
+        TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3)), abstract_mesh(sizes), declared
+    )
     arrays = _arrays(placed, parameter, batch)
     return framed(_drawing(arrays, sizes, f"{declared.name} on {sizes}"))
 
@@ -90,21 +99,41 @@ def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> d
     """What is drawn, by the label of its row."""
     state, places = placed.abstract_state, placed.resolved.placements
     if parameter is not None and parameter not in places:
-        raise OptionError(f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places))
-    path = parameter or max(places, key=lambda name: (len(places[name].shape) > 1, places[name].nbytes))
+        raise OptionError(
+            f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places)
+        )
+    path = parameter or max(
+        places, key=lambda name: (len(places[name].shape) > 1, places[name].nbytes)
+    )
     param = flatten(state.params)[path]
     arrays = {"parameter": _Row(path, param)}
     for kind, leaf in flatten(state.exchange.get(path, {})).items():
-        if kind in ("own", "held"):  # servers have the parameters, and each worker trains a copy or has received one
-            arrays = {"worker's": _Row(f"{path}, each worker's", leaf, by_worker=True), "servers'": _Row(f"{path}, the servers'", param)}
-    moments = [leaf for name, leaf in flatten(state.opt).items() if name.endswith(f"/{path}") and leaf.ndim >= param.ndim]
+        # servers have the parameters, and each worker trains a copy or has received one
+        if kind in ("own", "held"):
+            arrays = {
+                "worker's": _Row(f"{path}, each worker's", leaf, by_worker=True),
+                "servers'": _Row(f"{path}, the servers'", param),
+            }
+    moments = [
+        leaf
+        for name, leaf in flatten(state.opt).items()
+        if name.endswith(f"/{path}") and leaf.ndim >= param.ndim
+    ]
     if moments:
         arrays["moments"] = _Row("moments", moments[0], by_worker=moments[0].ndim > param.ndim)
     name, leaf = next(iter(flatten(batch).items())) if batch is not None else ("batch", None)
     spec = placed.resolved.batch_spec(name)
-    shape = leaf.shape if leaf is not None else (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+    shape = (
+        leaf.shape
+        if leaf is not None
+        else (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+    )
     last = max((at for at, entry in enumerate(spec) if entry), default=0)
-    rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=NamedSharding(placed.mesh, PartitionSpec(*spec)))
+    rows = jax.ShapeDtypeStruct(
+        shape[: max(2, last + 1)],
+        "float32",
+        sharding=NamedSharding(placed.mesh, PartitionSpec(*spec)),
+    )
     return arrays | {"batch": _Row(name, rows)}
 
 
@@ -116,7 +145,10 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
             continue
         parts.append(caption(0, top + 11, axis))
         for at in range(-(-count // inner)):
-            left, right = LABEL + at * inner * SIDE, LABEL + min((at + 1) * inner, count) * SIDE - GAP
+            left, right = (
+                LABEL + at * inner * SIDE,
+                LABEL + min((at + 1) * inner, count) * SIDE - GAP,
+            )
             parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
             parts.append(caption((left + right) / 2, top + 11, str(at % size), "middle"))
         top += 18
@@ -125,10 +157,27 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
         parts.append(caption(0, top + SIDE / 2 + 2, name))
         for device, (number, shown, filled) in enumerate(_held(row)[:count]):
             left = LABEL + device * SIDE
-            parts.append(frame(left, top, SIDE - GAP, SIDE - GAP, f"device {device}, {row.title}: {shown} of {describe(row.leaf)}"))
+            parts.append(
+                frame(
+                    left,
+                    top,
+                    SIDE - GAP,
+                    SIDE - GAP,
+                    f"device {device}, {row.title}: {shown} of {describe(row.leaf)}",
+                )
+            )
             for rectangle in filled:
                 x, y, width, height = ((SIDE - GAP) * share for share in rectangle)
-                parts.append(box(left + x, top + y, width, height, SERIES[number % len(SERIES)], f"{row.title}: {shown}"))
+                parts.append(
+                    box(
+                        left + x,
+                        top + y,
+                        width,
+                        height,
+                        SERIES[number % len(SERIES)],
+                        f"{row.title}: {shown}",
+                    )
+                )
         top += SIDE + 2
     if count < mesh.size:
         parts.append(caption(0, top + 12, f"{mesh.size - count} more devices are not drawn"))
@@ -137,7 +186,9 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
 
 
 def _held(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
-    """For each device the number of its shard, what that is in words, and its parts of a unit square."""
+    """For each device the number of its shard, what that is in words, and its parts of a unit
+    square.
+    """
     holders = shards_of(row.leaf)
     counts = [1 + max(index[dim] for index in holders) for dim in range(row.leaf.ndim)]
     skipped = int(row.by_worker)
@@ -149,7 +200,9 @@ def _held(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
     return [held[device] for device in sorted(held)]
 
 
-def _filled(shape: Sequence[int], counts: Sequence[int], index: Sequence[int]) -> list[tuple[float, ...]]:
+def _filled(
+    shape: Sequence[int], counts: Sequence[int], index: Sequence[int]
+) -> list[tuple[float, ...]]:
     """The parts of a unit square that are a shard: left, top, width and height of each.
 
     >>> _filled((4, 8), (2, 1), (1, 0))
@@ -163,6 +216,10 @@ def _filled(shape: Sequence[int], counts: Sequence[int], index: Sequence[int]) -
             continue
         lines = min(size // count, LINES)
         each = 1 / count / lines
-        intervals = [(at / count + (line + begin) * each, height * each) for line in range(lines) for begin, height in intervals]
+        intervals = [
+            (at / count + (line + begin) * each, height * each)
+            for line in range(lines)
+            for begin, height in intervals
+        ]
     at, count, _ = last
     return [(at / count, begin, 1 / count, height) for begin, height in intervals]

@@ -18,9 +18,11 @@ def curve(history: History, path: None = None) -> Picture: ...
 @overload
 def curve(history: History, path: str | Path) -> Path: ...
 def curve(history: History, path: str | Path | None = None) -> Picture | Path:
-    """Draw training and evaluation metrics over steps: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
+    """Draw training and evaluation metrics over steps: a picture for a notebook's cell, or a file
+    (.png, .svg, .pdf).
 
-    One panel per metric: the thin line is each step's value, the thick one the moving average, dots are evaluations.
+    One panel per metric: the thin line is each step's value, the thick one the moving average, dots
+    are evaluations.
 
     Args:
       history: `result.history`, or `History.read(folder)`.
@@ -48,15 +50,33 @@ def figure(history: History) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
-    constant = {name for name in history.known() if len({row[name] for row in rows}) < 2}  # not measured, so not drawn
-    trained = history.curves() | {name: {row["step"]: row[name] for row in rows} for name in history.known() if name not in constant}
-    evaluations = dict.fromkeys(name.removeprefix("eval_") for row in history.evaluations for name in row if name != "step")
+    # not measured, so not drawn
+    constant = {name for name in history.known() if len({row[name] for row in rows}) < 2}
+    trained = history.curves() | {
+        name: {row["step"]: row[name] for row in rows}
+        for name in history.known()
+        if name not in constant
+    }
+    evaluations = dict.fromkeys(
+        name.removeprefix("eval_") for row in history.evaluations for name in row if name != "step"
+    )
     names = list(dict.fromkeys([*trained, *evaluations]))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
-    for axes, name in zip(np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True):
+    for axes, name in zip(
+        np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True
+    ):
         points = list(trained.get(name, {}).items())
-        evaluated = [(row["step"], row[f"eval_{name}"]) for row in history.evaluations if f"eval_{name}" in row]
-        _panel(axes, name, np.array(points, float).reshape(-1, 2), np.array(evaluated, float).reshape(-1, 2))
+        evaluated = [
+            (row["step"], row[f"eval_{name}"])
+            for row in history.evaluations
+            if f"eval_{name}" in row
+        ]
+        _panel(
+            axes,
+            name,
+            np.array(points, float).reshape(-1, 2),
+            np.array(evaluated, float).reshape(-1, 2),
+        )
     return drawn
 
 
@@ -67,10 +87,22 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
         axes.plot(*trained.T, color=COLOURS[0], linewidth=0.7, alpha=0.35)
         axes.plot(steps, smooth, color=COLOURS[0], linewidth=2, label="train")
     if len(evaluated):
-        axes.plot(*evaluated.T, color=COLOURS[1], marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
+        axes.plot(
+            *evaluated.T,
+            color=COLOURS[1],
+            marker="o",
+            markersize=3.5,
+            linewidth=1.2,
+            label="evaluation",
+        )
     values = np.concatenate([trained[:, 1], evaluated[:, 1]])
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0 and values.max() > LOG_RANGE * values.min() and name == "loss":
+    if (
+        len(values)
+        and values.min() > 0
+        and values.max() > LOG_RANGE * values.min()
+        and name == "loss"
+    ):
         axes.set_yscale("log")
     axes.set_title(name.replace("_", " "), loc="left", fontsize=11)
     axes.set_xlabel("step")
@@ -79,7 +111,9 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
     if len(trained) or len(evaluated):
         axes.legend(frameon=False)
     else:
-        axes.text(0.5, 0.5, "nothing was measured", ha="center", va="center", transform=axes.transAxes)
+        axes.text(
+            0.5, 0.5, "nothing was measured", ha="center", va="center", transform=axes.transAxes
+        )
 
 
 def _smoothed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

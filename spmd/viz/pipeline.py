@@ -1,4 +1,6 @@
-"""The schedule of a pipeline as a picture: which stage works on which microbatch when, and which stages are idle."""
+"""The schedule of a pipeline as a picture: which stage works on which microbatch when, and which
+stages are idle.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +10,8 @@ from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import MICROBATCHES, TIME_CHUNKS, Schedule
 from spmd.render.picture import Picture
 
-FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"  # of the first group of layers, and of the last
+# of the first group of layers, and of the last
+FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"
 GAP = 0.06  # of a tick, before it
 LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 
@@ -17,15 +20,19 @@ LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 def schedule(given: Schedule | Mapping[str, Schedule], path: None = None) -> Picture: ...
 @overload
 def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path) -> Path: ...
-def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None = None) -> Picture | Path:
+def schedule(
+    given: Schedule | Mapping[str, Schedule], path: str | Path | None = None
+) -> Picture | Path:
     """Draw a schedule: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
 
-    One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is the microbatch's. If a stage has
-    several groups of layers, later ones are paler, and a tick is as much shorter as a group has fewer layers than the stage.
+    One line per stage, one cell per tick: blue forward, orange backward, grey idle; the number is
+    the microbatch's. If a stage has several groups of layers, later ones are paler, and a tick is
+    as much shorter as a group has fewer layers than the stage.
 
     Args:
-      given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on the same axis of time. Its unit is
-        the time in which a stage computes all its layers for a microbatch; forward and backward are drawn equally long.
+      given: from `spmd.nn.schedule.make_schedule`; several, by title, are drawn below each other on
+        the same axis of time. Its unit is the time in which a stage computes all its layers for a
+        microbatch; forward and backward are drawn equally long.
       path: of the file; None: a picture.
 
     Returns:
@@ -38,7 +45,9 @@ def schedule(given: Schedule | Mapping[str, Schedule], path: str | Path | None =
     Example:
       >>> import tempfile
       >>> from spmd.nn.schedule import make_schedule
-      >>> schedule(make_schedule("1f1b", stages=4, microbatches=8), tempfile.mkdtemp() + "/1f1b.png").read_bytes()[1:4]
+      >>> schedule(
+      ...     make_schedule("1f1b", stages=4, microbatches=8), tempfile.mkdtemp() + "/1f1b.png"
+      ... ).read_bytes()[1:4]
       b'PNG'
     """
     picture = Picture(schedule_figure(given))
@@ -49,23 +58,47 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     schedules = given if isinstance(given, Mapping) else {"": given}
     if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
-        raise OptionError(f"schedule: {given!r} is not a schedule.", fix="what make_schedule returns, or a dict of these by title.")
+        raise OptionError(
+            f"schedule: {given!r} is not a schedule.",
+            fix="what make_schedule returns, or a dict of these by title.",
+        )
     make = import_extra("matplotlib.figure", "examples").Figure
     length = max(pipeline.ticks / pipeline.groups for pipeline in schedules.values())
-    cells = length * max(pipeline.groups for pipeline in schedules.values())  # of the shortest, abreast
+    # of the shortest, abreast
+    cells = length * max(pipeline.groups for pipeline in schedules.values())
     heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
-    figure = make(figsize=(min(16.0, max(6.0, 0.26 * cells + 1)), 0.5 + 0.26 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    figure = make(
+        figsize=(min(16.0, max(6.0, 0.26 * cells + 1)), 0.5 + 0.26 * sum(heights)),
+        layout="constrained",
+    )
+    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[
+        :, 0
+    ]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
         _panel(axes, pipeline, numbered=cells <= LEGIBLE)
         axes.set_title(title or pipeline.name, loc="left", fontsize=11)
         unit = pipeline.unit if pipeline.groups == 1 else "activations of a group"
-        kept = f", at most {max(pipeline.in_flight)} {unit} kept" if any(w and w.backward for tick in pipeline.table for w in tick) else ""
+        kept = (
+            f", at most {max(pipeline.in_flight)} {unit} kept"
+            if any(w and w.backward for tick in pipeline.table for w in tick)
+            else ""
+        )
         part = f" of 1/{pipeline.groups} of the length" if pipeline.groups > 1 else ""
-        axes.set_title(f"{pipeline.ticks} ticks{part}, {pipeline.bubble:.1%} idle{kept}", loc="right", fontsize=9, color="#808080")
+        axes.set_title(
+            f"{pipeline.ticks} ticks{part}, {pipeline.bubble:.1%} idle{kept}",
+            loc="right",
+            fontsize=9,
+            color="#808080",
+        )
     panels[-1].set_xlim(0, length)
     units = {pipeline.unit for pipeline in schedules.values()}
-    part = "a microbatch" if units == {MICROBATCHES} else "a chunk of time" if units == {TIME_CHUNKS} else "a part"
+    part = (
+        "a microbatch"
+        if units == {MICROBATCHES}
+        else "a chunk of time"
+        if units == {TIME_CHUNKS}
+        else "a part"
+    )
     panels[-1].set_xlabel(f"time, in passes of {part} through a stage's layers", fontsize=9)
     return figure
 
@@ -75,11 +108,23 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
     bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}  # of a stage and a colour
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
-            colour = IDLE if work is None else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
+            colour = (
+                IDLE
+                if work is None
+                else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
+            )
             bars.setdefault((stage, colour), []).append(((tick + GAP) * width, (1 - GAP) * width))
             if work is not None and numbered:
                 ink = "white" if work.group == 0 or pipeline.groups == 1 else "#111111"
-                axes.text((tick + 0.5) * width, stage, str(work.microbatch), ha="center", va="center", fontsize=7, color=ink)
+                axes.text(
+                    (tick + 0.5) * width,
+                    stage,
+                    str(work.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=ink,
+                )
     for (stage, colour), spans in bars.items():
         axes.broken_barh(spans, (stage - 0.45, 0.9), facecolor=colour, linewidth=0)
     axes.set_ylim(pipeline.stages - 0.4, -0.6)

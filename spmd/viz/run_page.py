@@ -22,21 +22,31 @@ body { max-width: 66rem; margin: 2.5rem auto; padding: 0 1.2rem }
 .spmd-cell dl { display: flex; flex-wrap: wrap; gap: .8rem 2.4rem; margin: 1.2rem 0 }
 .spmd-cell dt { font-size: .85em; opacity: .75 }
 .spmd-cell dd { margin: 0; font-size: 1.7rem; line-height: 1.2; font-variant-numeric: tabular-nums }
-.spmd-cell .curves > div { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: .8rem }
+.spmd-cell .curves > div {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: .8rem
+}
 .spmd-cell .curves svg { min-width: 0 }
 """
-FILES = ("metrics.jsonl", "layout.toml", "goodput.html")  # of a run's folder, that the page links to
+# of a run's folder, that the page links to
+FILES = ("metrics.jsonl", "layout.toml", "goodput.html")
 
 
-def report(result: Result, path: str | Path, *, title: str = "A run of spmd", checkpoint: str | Path | Checkpoint | None = None) -> Path:
-    """Write a run as one self-contained HTML page: its headline figures first, then metrics, curves, profile, mesh, layout, checkpoints,
-    and what it was run with.
+def report(
+    result: Result,
+    path: str | Path,
+    *,
+    title: str = "A run of spmd",
+    checkpoint: str | Path | Checkpoint | None = None,
+) -> Path:
+    """Write a run as one self-contained HTML page: its headline figures first, then metrics,
+    curves, profile, mesh, layout, checkpoints, and what it was run with.
 
     Args:
       result: of `fit`.
       path: of the page, which ends in .html.
       title: of the page.
-      checkpoint: the folder, or the `Checkpoint`, that was passed to `fit`; the page links to its files.
+      checkpoint: the folder, or the `Checkpoint`, that was passed to `fit`; the page links to its
+        files.
 
     Returns:
       The path of the page, whose folder is created if needed.
@@ -48,37 +58,60 @@ def report(result: Result, path: str | Path, *, title: str = "A run of spmd", ch
     Example:
       >>> import numpy as np
       >>> import optax, spmd, tempfile
-      >>> model = spmd.FunctionalModel(lambda key: {"w": np.zeros((1, 1), "f")}, lambda params, x: x @ params["w"])
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": np.zeros((1, 1), "f")}, lambda params, x: x @ params["w"]
+      ... )
       >>> data = np.ones((8, 1), "f"), np.ones((8, 1), "f")
-      >>> result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8)
+      >>> result = spmd.fit(
+      ...     model,
+      ...     data,
+      ...     loss=spmd.losses.mean_squared_error,
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch_size=8,
+      ... )
       >>> page = report(result, tempfile.mkdtemp() + "/report.html", title="Ones")
       >>> "<h1>Ones</h1>" in page.read_text(encoding="utf-8")
       True
     """
     path, config = as_path(path, "path"), as_checkpoint(checkpoint)
     if not isinstance(result, Result):
-        raise OptionError(f"result={short_repr(result)} is {type_name(result)}.", fix="what spmd.fit returns.")
+        raise OptionError(
+            f"result={short_repr(result)} is {type_name(result)}.", fix="what spmd.fit returns."
+        )
     if not isinstance(title, str):
         raise OptionError(f"title={short_repr(title)} is {type_name(title)}.", fix="a str.")
     folder = None if config is None else Path(config.path)
     if folder is not None:
         check_run_folder(folder)
         if not any((folder / name).exists() for name in ("checkpoints", *FILES)):
-            why = f"checkpoint={short_repr(str(folder))} is not the folder of a run: it has neither checkpoints nor {FILES[0]}."
-            raise CheckpointError(why, fix="the folder that was passed to fit; None if there was none.")
+            why = (
+                f"checkpoint={short_repr(str(folder))} is not the folder of a run: it has neither "
+                f"checkpoints nor {FILES[0]}."
+            )
+            raise CheckpointError(
+                why, fix="the folder that was passed to fit; None if there was none."
+            )
     resolved = result.trainer.resolved
     layout = resolved.layout
     stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
-    steps = f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, {resolved.workers} workers"
-    lead = f"{layout.source}: {layout.description} {steps}; gradients are reduced by {layout.gradients.reduction}."
+    steps = (
+        f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, "
+        f"{resolved.workers} workers"
+    )
+    lead = (
+        f"{layout.source}: {layout.description} {steps}; gradients are reduced by "
+        f"{layout.gradients.reduction}."
+    )
     sections = [
         f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
-        f"<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n{_curves(result)}",
+        "<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n"
+        f"{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         f"<h2>Time</h2>\n{result.goodput._repr_html_()}" if result.goodput is not None else "",
         f"<h2>Profile</h2>\n{result.profile._repr_html_()}" if result.profile is not None else "",
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
-        f'<h2>Placement of every array</h2>\n<div class="wide">{table(COLUMNS, rows(resolved))}</div>',
+        "<h2>Placement of every array</h2>\n<div "
+        f'class="wide">{table(COLUMNS, rows(resolved))}</div>',
         *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),
         folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
         f"<h2>Checkpoints</h2>\n{_checkpoints(folder, path)}",
@@ -91,13 +124,27 @@ def _headline(result: Result) -> str:
     """The last evaluation, or the last training metrics, and how long it took."""
     history, goodput = result.history, result.goodput
     last = {name: [*values.values()][-1] for name, values in history.curves().items()}
-    evaluated = {name: value for row in history.evaluations[-1:] for name, value in row.items() if name != "step"}
-    figures = {name.replace("eval_", "evaluation "): f"{value:.4g}" for name, value in (evaluated or last).items()}
+    evaluated = {
+        name: value
+        for row in history.evaluations[-1:]
+        for name, value in row.items()
+        if name != "step"
+    }
+    figures = {
+        name.replace("eval_", "evaluation "): f"{value:.4g}"
+        for name, value in (evaluated or last).items()
+    }
     if goodput is not None:
-        figures |= {"time": duration(goodput.seconds), "spent training": f"{100 * goodput.share(TRAINING):.0f} %"}
+        figures |= {
+            "time": duration(goodput.seconds),
+            "spent training": f"{100 * goodput.share(TRAINING):.0f} %",
+        }
     if result.samples_per_second is not None:
         figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
-    parts = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in figures.items())
+    parts = (
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in figures.items()
+    )
     return f"<dl>{''.join(parts)}</dl>"
 
 
@@ -108,7 +155,11 @@ def _curves(result: Result) -> str:
 def _metrics(result: Result) -> str:
     """The last value of every metric, and the step it was measured at."""
     history = result.history
-    trained = [{"step": step, name: value} for name, values in history.curves().items() for step, value in [*values.items()][-1:]]
+    trained = [
+        {"step": step, name: value}
+        for name, values in history.curves().items()
+        for step, value in [*values.items()][-1:]
+    ]
     known = [{"step": row["step"], **history.known()} for row in list(history.rows())[-1:]]
     body = [
         (name.removeprefix("eval_"), kind, f"{value:.6g}", row["step"])
@@ -117,22 +168,42 @@ def _metrics(result: Result) -> str:
         for name, value in row.items()
         if name != "step"
     ]
-    return table(("metric", "measured in", "last value", "step"), body) if body else "<p>Nothing was measured.</p>"
+    return (
+        table(("metric", "measured in", "last value", "step"), body)
+        if body
+        else "<p>Nothing was measured.</p>"
+    )
 
 
 def _checkpoints(folder: Path | None, page: Path) -> str:
     if folder is None:
         return "<p>None were requested.</p>"
     home = folder / "checkpoints"
-    steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit()) if home.is_dir() else []
+    steps = (
+        sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit())
+        if home.is_dir()
+        else []
+    )
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
-    found = {name: os.path.relpath(folder / name, page.parent) for name in FILES if (folder / name).exists()}
-    links = ", ".join(f'<a href="{html.escape(Path(target).as_posix())}">{name}</a>' for name, target in found.items())
-    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>" + (f"<p>Files of the run: {links}</p>" if links else "")
+    found = {
+        name: os.path.relpath(folder / name, page.parent)
+        for name in FILES
+        if (folder / name).exists()
+    }
+    links = ", ".join(
+        f'<a href="{html.escape(Path(target).as_posix())}">{name}</a>'
+        for name, target in found.items()
+    )
+    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>" + (
+        f"<p>Files of the run: {links}</p>" if links else ""
+    )
 
 
 def _environment() -> str:
     """The command of this process, versions, devices and git state."""
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     command = {} if interactive else {"command": shlex.join(["python", *sys.orig_argv[1:]])}
-    return table(("", ""), [(name.replace("_", " "), str(value)) for name, value in (command | environment()).items()])
+    return table(
+        ("", ""),
+        [(name.replace("_", " "), str(value)) for name, value in (command | environment()).items()],
+    )

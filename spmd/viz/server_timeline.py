@@ -1,4 +1,6 @@
-"""The simulated timeline of a parameter server as a picture: when workers compute, send and wait."""
+"""The simulated timeline of a parameter server as a picture: when workers compute, send and
+wait.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,20 +22,43 @@ Accounts = ServerStatistics | Mapping[str, ServerStatistics]  # one, or several 
 
 
 @overload
-def timeline(account: Accounts, path: None = None, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Picture: ...
-@overload
-def timeline(account: Accounts, path: str | Path, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Path: ...
 def timeline(
-    account: Accounts, path: str | Path | None = None, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
+    account: Accounts,
+    path: None = None,
+    *,
+    begin: float = 0.0,
+    seconds: float | None = None,
+    workers: int = 16,
+) -> Picture: ...
+@overload
+def timeline(
+    account: Accounts,
+    path: str | Path,
+    *,
+    begin: float = 0.0,
+    seconds: float | None = None,
+    workers: int = 16,
+) -> Path: ...
+def timeline(
+    account: Accounts,
+    path: str | Path | None = None,
+    *,
+    begin: float = 0.0,
+    seconds: float | None = None,
+    workers: int = 16,
 ) -> Picture | Path:
-    """Draw a parameter server's simulated timeline: a picture for a notebook's cell, or a file (.png, .svg, .pdf).
+    """Draw a parameter server's simulated timeline: a picture for a notebook's cell, or a file
+    (.png, .svg, .pdf).
 
-    One line per worker: blue while it computes, pale and hatched for a gradient that is dropped, orange while a gradient waits for a link
-    and is sent, grey while the worker waits. A tick above the lines is an update.
+    One line per worker: blue while it computes, pale and hatched for a gradient that is dropped,
+    orange while a gradient waits for a link and is sent, grey while the worker waits. A tick above
+    the lines is an update.
 
     Args:
-      account: what `spmd.simulate` or `Trainer.simulate` returns; several, by title, are drawn below each other on the same time axis.
-      begin, seconds: the interval of simulated time; None: about as long as sixteen gradients of a worker.
+      account: what `spmd.simulate` or `Trainer.simulate` returns; several, by title, are drawn
+        below each other on the same time axis.
+      begin, seconds: the interval of simulated time; None: about as long as sixteen gradients of a
+        worker.
       workers: the number of workers to draw; the picture says how many are left out.
       path: of the file; None: a picture.
 
@@ -46,7 +71,9 @@ def timeline(
 
     Example:
       >>> import spmd, tempfile
-      >>> account = spmd.simulate(spmd.ParameterServer(spares=1, compute_time="exponential(1)"), workers=4, steps=20)
+      >>> account = spmd.simulate(
+      ...     spmd.ParameterServer(spares=1, compute_time="exponential(1)"), workers=4, steps=20
+      ... )
       >>> timeline(account, tempfile.mkdtemp() + "/timeline.png").read_bytes()[1:4]
       b'PNG'
     """
@@ -54,17 +81,26 @@ def timeline(
     return picture if path is None else picture.save(path)
 
 
-def timeline_figure(account: Accounts, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16) -> Any:
+def timeline_figure(
+    account: Accounts, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
+) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     by_title = account if isinstance(account, Mapping) else {"": account}
     if not by_title or not all(isinstance(part, ServerStatistics) for part in by_title.values()):
-        raise OptionError(f"timeline: {account!r} is not a simulation.", fix="what spmd.simulate returns, or a dict of these by title.")
+        raise OptionError(
+            f"timeline: {account!r} is not a simulation.",
+            fix="what spmd.simulate returns, or a dict of these by title.",
+        )
     accounts = list(by_title.values())
     end = _end(accounts, begin, seconds, workers)
     lines = [min(account.workers, workers) for account in accounts]
-    figure = make(figsize=(11, 0.9 + sum(0.55 + 0.2 * count for count in lines)), layout="constrained")
-    panels = figure.subplots(len(accounts), 1, sharex=True, squeeze=False, height_ratios=[count + 1.5 for count in lines])[:, 0]
+    figure = make(
+        figsize=(11, 0.9 + sum(0.55 + 0.2 * count for count in lines)), layout="constrained"
+    )
+    panels = figure.subplots(
+        len(accounts), 1, sharex=True, squeeze=False, height_ratios=[count + 1.5 for count in lines]
+    )[:, 0]
     for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
         _panel(axes, account, begin, end, count)
         axes.set_title(title or _title(account), loc="left", fontsize=11)
@@ -72,24 +108,42 @@ def timeline_figure(account: Accounts, *, begin: float = 0.0, seconds: float | N
     longest = max(account.seconds for account in accounts)
     part = f": {begin:.4g} to {end:.4g}, of up to {longest:,.4g}" if end - begin < longest else ""
     panels[-1].set_xlabel(f"simulated seconds{part}", fontsize=9)
-    figure.legend(handles=_legend(accounts), loc="outside upper center", ncols=5, frameon=False, fontsize=9, handlelength=1.6)
+    figure.legend(
+        handles=_legend(accounts),
+        loc="outside upper center",
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.6,
+    )
     return figure
 
 
-def _end(accounts: Sequence[ServerStatistics], begin: float, seconds: float | None, workers: int) -> float:
+def _end(
+    accounts: Sequence[ServerStatistics], begin: float, seconds: float | None, workers: int
+) -> float:
     """The end of the time axis."""
     interval = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}"
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (begin, 0.0 if seconds is None else seconds))
+    numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool)
+        for value in (begin, 0.0 if seconds is None else seconds)
+    )
     if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
         fix = "such as begin=0, seconds=20, workers=8."
         raise OptionError(f"timeline: {interval}: expected two numbers and an integer.", fix=fix)
     longest = max(account.seconds for account in accounts)
     if seconds is None:
-        each = max(float(np.median((account.spans.done - account.spans.began)[account.spans.arrived])) for account in accounts)
+        each = max(
+            float(np.median((account.spans.done - account.spans.began)[account.spans.arrived]))
+            for account in accounts
+        )
         seconds = min(longest - begin, GRADIENTS * each)
     if not (math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest) or workers < 1:
         fix = "an interval within these, and at least one worker."
-        raise OptionError(f"timeline: {interval}: nothing would be drawn of {longest:,.4g} simulated seconds.", fix=fix)
+        raise OptionError(
+            f"timeline: {interval}: nothing would be drawn of {longest:,.4g} simulated seconds.",
+            fix=fix,
+        )
     return begin + seconds
 
 
@@ -101,11 +155,21 @@ def _title(account: ServerStatistics) -> str:
 def _summary(account: ServerStatistics, lines: int) -> str:
     """What the picture alone does not show."""
     counts, more = account.staleness, account.workers - lines
-    staleness = f", mean staleness {counts @ np.arange(len(counts)) / counts.sum():.1f}" if account.declared.asynchronous else ""
+    staleness = (
+        f", mean staleness {counts @ np.arange(len(counts)) / counts.sum():.1f}"
+        if account.declared.asynchronous
+        else ""
+    )
     not_drawn = f"; {more} more workers are not drawn" if more else ""
-    wasted_share, rate = account.wasted_seconds.mean() / account.seconds, account.applied.sum() / account.seconds
+    wasted_share, rate = (
+        account.wasted_seconds.mean() / account.seconds,
+        account.applied.sum() / account.seconds,
+    )
     wasted = f" ({wasted_share:.0%} wasted)" if wasted_share else ""
-    return f"computing {1 - account.idle_share.mean():.0%}{wasted}, {rate:.3g} gradients applied per second{staleness}{not_drawn}"
+    return (
+        f"computing {1 - account.idle_share.mean():.0%}{wasted}, {rate:.3g} gradients applied per "
+        f"second{staleness}{not_drawn}"
+    )
 
 
 def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines: int) -> None:
@@ -115,12 +179,31 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
         at, local = (worker - BAR_HEIGHT / 2, BAR_HEIGHT), spans.worker == worker
         axes.broken_barh([(begin, last - begin)], at, facecolor=WAITS, linewidth=0)
         for start, stop, which, style in (
-            (spans.began, spans.done, ~dropped, {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8}),
-            (spans.began, spans.done, dropped, {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"}),
-            (spans.queued, spans.time, spans.time > spans.queued, {"facecolor": SENDS, "linewidth": 0}),
+            (
+                spans.began,
+                spans.done,
+                ~dropped,
+                {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8},
+            ),
+            (
+                spans.began,
+                spans.done,
+                dropped,
+                {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"},
+            ),
+            (
+                spans.queued,
+                spans.time,
+                spans.time > spans.queued,
+                {"facecolor": SENDS, "linewidth": 0},
+            ),
         ):
-            axes.broken_barh(_bars(start[local & which], stop[local & which], begin, last), at, **style)
-    updates = spans.time[spans.commit] if account.declared.asynchronous else spans.queued[spans.commit]
+            axes.broken_barh(
+                _bars(start[local & which], stop[local & which], begin, last), at, **style
+            )
+    updates = (
+        spans.time[spans.commit] if account.declared.asynchronous else spans.queued[spans.commit]
+    )
     updates = updates[(updates >= begin) & (updates <= last)]
     axes.vlines(updates, -1.25, -0.65, color=UPDATE, linewidth=1.1)
     axes.set_xlim(begin, end)
@@ -131,18 +214,33 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
     axes.spines[:].set_visible(False)
 
 
-def _bars(start: np.ndarray, stop: np.ndarray, begin: float, end: float) -> list[tuple[float, float]]:
+def _bars(
+    start: np.ndarray, stop: np.ndarray, begin: float, end: float
+) -> list[tuple[float, float]]:
     """(left, width) of intervals, clipped to the axis."""
     left, right = np.maximum(start, begin), np.minimum(stop, end)
     return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
 
 
 def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
-    patch, line = (import_extra(module, "examples") for module in ("matplotlib.patches", "matplotlib.lines"))
+    patch, line = (
+        import_extra(module, "examples") for module in ("matplotlib.patches", "matplotlib.lines")
+    )
     handles = [patch.Patch(facecolor=COMPUTES, label="computes")]
     if any(account.dropped.any() for account in accounts):
-        handles.append(patch.Patch(facecolor=DROPPED, edgecolor=COMPUTES, linewidth=0, hatch="/////", label="computes a dropped gradient"))
+        handles.append(
+            patch.Patch(
+                facecolor=DROPPED,
+                edgecolor=COMPUTES,
+                linewidth=0,
+                hatch="/////",
+                label="computes a dropped gradient",
+            )
+        )
     if any(account.send_seconds.any() for account in accounts):
         handles.append(patch.Patch(facecolor=SENDS, label="waits for a link, and sends"))
     handles.append(patch.Patch(facecolor=WAITS, label="waits"))
-    return [*handles, line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update")]
+    return [
+        *handles,
+        line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update"),
+    ]

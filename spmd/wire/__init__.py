@@ -1,11 +1,16 @@
-"""Gradient communication for any `jax.shard_map` loop: optax transformations that average gradients over workers.
+"""Gradient communication for any `jax.shard_map` loop: optax transformations that average gradients
+over workers.
 
-    tx = optax.chain(wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3))
+    tx = optax.chain(
+        wire.all_reduce("data", wire.int8(block=256), error_feedback=True), optax.adamw(1e-3)
+    )
 
-`spmd.fit` builds the same from a layout's `[gradients]`. This package imports no layout, loop or launcher.
+`spmd.fit` builds the same from a layout's `[gradients]`. This package imports no layout, loop or
+launcher.
 
-Begin with `all_reduce` in `transformations.py`. Its update goes through `reduce_mean` (`reduction.py`: buckets and error feedback) and a
-codec (`codec/`) to the collectives (`collectives.py`).
+Begin with `all_reduce` in `transformations.py`. Its update goes through `reduce_mean`
+(`reduction.py`: buckets and error feedback) and a codec (`codec/`) to the collectives
+(`collectives.py`).
 """
 
 from spmd.wire.check_codec import check
@@ -25,7 +30,15 @@ from spmd.wire.resplit_state import resplit
 from spmd.wire.server.clock import server_clock
 from spmd.wire.server.transformation import ServerState, parameter_server
 from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
-from spmd.wire.transformations import WireState, all_reduce, hierarchical, init, local_params, reduce_scatter, specs
+from spmd.wire.transformations import (
+    WireState,
+    all_reduce,
+    hierarchical,
+    init,
+    local_params,
+    reduce_scatter,
+    specs,
+)
 
 __all__ = [
     "Codec",

@@ -1,8 +1,9 @@
 """Which server stores which parameter. Pure: sizes in, owners out.
 
-The first two strategies for unsplit parameters are those of TF 1.x's `replica_device_setter`: round robin over `ps_tasks`, and
-`GreedyLoadBalancingStrategy` by bytes. The third sorts by size first (longest processing time first, Graham 1969);
-TF could not do that, since it placed variables in the order of their creation.
+The first two strategies for unsplit parameters are those of TF 1.x's `replica_device_setter`: round
+robin over `ps_tasks`, and `GreedyLoadBalancingStrategy` by bytes. The third sorts by size first
+(longest processing time first, Graham 1969); TF could not do that, since it placed variables in the
+order of their creation.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 class Assignment:
     """Parameters on servers.
 
-    `sizes` are elements by path. `owner` is the server of each parameter; empty if every parameter is split over all servers.
+    `sizes` are elements by path. `owner` is the server of each parameter; empty if every parameter
+    is split over all servers.
 
     Example:
       >>> assign("round_robin", {"kernel": 600, "bias": 10, "out": 90}, 2).load
@@ -32,16 +34,23 @@ class Assignment:
         """Elements that each server stores, including padding for `sliced`."""
         if not self.owner:
             return (sum(-(-size // self.servers) for size in self.sizes.values()),) * self.servers
-        return tuple(sum(size for path, size in self.sizes.items() if self.owner[path] == server) for server in range(self.servers))
+        return tuple(
+            sum(size for path, size in self.sizes.items() if self.owner[path] == server)
+            for server in range(self.servers)
+        )
 
     @property
     def imbalance(self) -> float:
-        """The fullest server's load over the mean load: how much longer the busiest link takes than with equal loads."""
+        """The fullest server's load over the mean load: how much longer the busiest link takes than
+        with equal loads.
+        """
         return max(self.load) * self.servers / sum(self.load) if sum(self.load) else 1.0
 
     @property
     def padding(self) -> float:
-        """The share of the storage that is padding: every server's row is as long as the fullest one's."""
+        """The share of the storage that is padding: every server's row is as long as the fullest
+        one's.
+        """
         stored = max(self.load) * self.servers
         return 1 - sum(self.sizes.values()) / stored if stored else 0.0
 
@@ -69,7 +78,12 @@ def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
 
 def _largest_first(sizes: Sequence[int], servers: int) -> list[int]:
     order = sorted(range(len(sizes)), key=lambda n: -sizes[n])
-    return [server for _, server in sorted(zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True))]
+    return [
+        server
+        for _, server in sorted(
+            zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True)
+        )
+    ]
 
 
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
@@ -81,5 +95,9 @@ STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
 
 def assign(placement: str, sizes: Mapping[str, int], servers: int) -> Assignment:
     """Assign parameters of these sizes (elements) to `servers` servers, in the order given."""
-    owner = {} if placement == "sliced" else dict(zip(sizes, STRATEGIES[placement](list(sizes.values()), servers), strict=True))
+    owner = (
+        {}
+        if placement == "sliced"
+        else dict(zip(sizes, STRATEGIES[placement](list(sizes.values()), servers), strict=True))
+    )
     return Assignment(placement, servers, dict(sizes), owner)

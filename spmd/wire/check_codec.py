@@ -21,12 +21,15 @@ SHAPES = {"matrix": (48, 40), "cube": (3, 8, 20), "bias": (130,)}
 
 
 def check(codec: Codec) -> dict[str, float]:
-    """Check the contract of a codec on random gradients, as 4 workers would exchange them; one device is enough.
+    """Check the contract of a codec on random gradients, as 4 workers would exchange them; one
+    device is enough.
 
-    1. One encoding of a row is within the bound that `error` states, and zero stays zero (codecs of rows).
+    1. One encoding of a row is within the bound that `error` states, and zero stays zero (codecs of
+       rows).
     2. All workers get the same mean, bit for bit.
-    3. The mean over workers of what each is said to have sent (`kept`) is the returned mean, so error feedback loses nothing:
-       after some steps the applied means plus the mean residual are the sum of the true means.
+    3. The mean over workers of what each is said to have sent (`kept`) is the returned mean, so
+       error feedback loses nothing: after some steps the applied means plus the mean residual are
+       the sum of the true means.
     4. Finite gradients have finite means, and a NaN is not hidden.
     5. What is sent is smaller than float32, where `compresses` says so.
 
@@ -34,7 +37,8 @@ def check(codec: Codec) -> dict[str, float]:
       codec: an instance, with its options.
 
     Returns:
-      "error": the largest error of one encoding, relative to the row's norm (codecs of rows); "mean_error": that of the mean.
+      "error": the largest error of one encoding, relative to the row's norm (codecs of rows);
+      "mean_error": that of the mean.
 
     Raises:
       CodecError: with everything that is broken, and the numbers.
@@ -46,10 +50,17 @@ def check(codec: Codec) -> dict[str, float]:
       True
     """
     if not (isinstance(codec, Codec) and dataclasses.is_dataclass(codec)):
-        raise OptionError(f"check: {type_name(codec)} is no codec.", fix="an instance of a frozen dataclass that extends wire.Codec.")
+        raise OptionError(
+            f"check: {type_name(codec)} is no codec.",
+            fix="an instance of a frozen dataclass that extends wire.Codec.",
+        )
     measured: dict[str, float] = {}
     wrong_shape = codec.traced(WORKERS, 32)[1] if isinstance(codec, RowCodec) else ""
-    problems = [wrong_shape] if wrong_shape else [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
+    problems = (
+        [wrong_shape]
+        if wrong_shape
+        else [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
+    )
     if problems:
         listed = "".join(f"\n    {problem}" for problem in problems)
         fix = "the docstring of spmd.wire.codec.base says what each method returns."
@@ -63,41 +74,72 @@ def _encoding_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str
         return
     worst, rng = 0.0, np.random.default_rng(0)
     for width in (1, 7, 64, 300, 1000):
-        rows = rng.normal(size=(6, width)).astype(np.float32) * np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)[:, None]
+        rows = (
+            rng.normal(size=(6, width)).astype(np.float32)
+            * np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)[:, None]
+        )
         rows[5] = 0.0
         payload = codec.encode(jnp.asarray(rows))
         decoded = np.asarray(codec.decode(payload, width))
         if decoded.shape != rows.shape or decoded.dtype != np.float32:
-            yield f"decode gives {decoded.dtype}{list(decoded.shape)} for rows float32{list(rows.shape)}."
+            yield (
+                f"decode gives {decoded.dtype}{list(decoded.shape)} for rows "
+                f"float32{list(rows.shape)}."
+            )
             return
         lost = np.linalg.norm(rows[:5] - decoded[:5], axis=1) / np.linalg.norm(rows[:5], axis=1)
         worst = max(worst, float(lost.max()))
         if np.any(decoded[5]):
-            yield f"a row of zeros is decoded as up to {np.abs(decoded[5]).max():.3g} (width {width})."
+            yield (
+                f"a row of zeros is decoded as up to {np.abs(decoded[5]).max():.3g} (width "
+                f"{width})."
+            )
         leading = {leaf.shape[0] for leaf in jax.tree.leaves(payload)}
         if leading != {6}:
-            yield f"dim 0 of what encode returns is {sorted(leading)} for 6 rows: the arrays of a payload have one entry per row."
+            yield (
+                f"dim 0 of what encode returns is {sorted(leading)} for 6 rows: the arrays of a "
+                "payload have one entry per row."
+            )
     measured["error"] = worst
     if not worst <= codec.error * (1 + 1e-6) + 1e-7:
-        yield f"one encoding loses {worst:.4g} of a row's norm; `error` states at most {codec.error:.4g}."
+        yield (
+            f"one encoding loses {worst:.4g} of a row's norm; `error` states at most "
+            f"{codec.error:.4g}."
+        )
     layout = ShardLayout((1024, 256), (), ("workers",), (WORKERS,))
-    payload = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((WORKERS, layout.width), jnp.float32))
+    payload = jax.eval_shape(
+        codec.encode, jax.ShapeDtypeStruct((WORKERS, layout.width), jnp.float32)
+    )
     sent = sum(map(nbytes, jax.tree.leaves(payload)))
     if codec.compresses(layout, (1024, 256)) and sent >= 4 * 1024 * 256:
-        yield f"compresses says that it makes a gradient [1024, 256] smaller, and sends {sent:,} bytes of {4 * 1024 * 256:,}."
+        yield (
+            f"compresses says that it makes a gradient [1024, 256] smaller, and sends {sent:,} "
+            f"bytes of {4 * 1024 * 256:,}."
+        )
 
 
 def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
     """2, 3 and 4: workers that exchange gradients for some steps, with error feedback."""
     axes = ("workers",)
     rng = np.random.default_rng(1)
-    grads = {name: rng.normal(size=(STEPS, WORKERS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    grads = {
+        name: rng.normal(size=(STEPS, WORKERS, *shape)).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
     layouts = {name: ShardLayout(shape, (), axes, (WORKERS,)) for name, shape in SHAPES.items()}
-    used = {name: codec if codec.compresses(layouts[name], shape) else EXACT for name, shape in SHAPES.items()}
-    transfers = {name: Transfer(layouts[name], used[name], codec.reports_loss and not used[name].lossless) for name in SHAPES}
+    used = {
+        name: codec if codec.compresses(layouts[name], shape) else EXACT
+        for name, shape in SHAPES.items()
+    }
+    transfers = {
+        name: Transfer(layouts[name], used[name], codec.reports_loss and not used[name].lossless)
+        for name in SHAPES
+    }
     memory: dict[str, dict[str, Any]] = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
-        entry: dict[str, Any] = {"residual": jnp.zeros((1, *shape))} if transfers[name].error_feedback else {}
+        entry: dict[str, Any] = (
+            {"residual": jnp.zeros((1, *shape))} if transfers[name].error_feedback else {}
+        )
         state = used[name].init(jax.random.key(number), shape, shape)
         entry |= {"codec": {key: leaf[None] for key, leaf in state.items()}} if state else {}
         memory |= {name: entry} if entry else {}
@@ -113,7 +155,10 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
 
     after, means = run(grads, memory)
     if not codec.lossless and all(chosen.lossless for chosen in used.values()):
-        yield "compresses says for no gradient here that the codec makes it smaller: its mean was not checked."
+        yield (
+            "compresses says for no gradient here that the codec makes it smaller: its mean was "
+            "not checked."
+        )
     worst = 0.0
     for name in SHAPES:
         of_worker = np.asarray(means[name], np.float64)  # [workers, steps, ...]
@@ -124,12 +169,20 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
             continue
         if not (of_worker == of_worker[:1]).all():
             spread = np.abs(of_worker - of_worker[:1]).max()
-            yield f"workers get different means of a gradient {list(SHAPES[name])}, with differences up to {spread:.3g}."
-        rest = np.asarray(after[name]["residual"], np.float64).mean(0)[0] if transfers[name].error_feedback else 0.0
+            yield (
+                f"workers get different means of a gradient {list(SHAPES[name])}, with differences "
+                f"up to {spread:.3g}."
+            )
+        rest = (
+            np.asarray(after[name]["residual"], np.float64).mean(0)[0]
+            if transfers[name].error_feedback
+            else 0.0
+        )
         lost = np.abs(of_worker[0].sum(0) + rest - true.sum(0)).max()
         if codec.reports_loss and lost > 1e-3:
             yield (
-                f"error feedback loses {lost:.3g} of the sum of {STEPS} gradients {list(SHAPES[name])}: the mean over workers of `kept` "
+                f"error feedback loses {lost:.3g} of the sum of {STEPS} gradients "
+                f"{list(SHAPES[name])}: the mean over workers of `kept` "
                 "is not the returned mean."
             )
     measured["mean_error"] = worst
@@ -137,5 +190,11 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
     for value in spoilt.values():
         value[0, 0].flat[0] = np.nan
     _, means = run(spoilt, memory)
-    hidden = [list(shape) for name, shape in SHAPES.items() if np.isfinite(np.asarray(means[name])[:, 0]).all()]
-    yield from (f"one worker's NaN is hidden in the mean of a gradient {shape}." for shape in hidden)
+    hidden = [
+        list(shape)
+        for name, shape in SHAPES.items()
+        if np.isfinite(np.asarray(means[name])[:, 0]).all()
+    ]
+    yield from (
+        f"one worker's NaN is hidden in the mean of a gradient {shape}." for shape in hidden
+    )

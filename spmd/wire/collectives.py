@@ -19,7 +19,9 @@ def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Sum over all workers along `axes`; each keeps its slice of `dim`, in the order of the axes."""
+    """Sum over all workers along `axes`; each keeps its slice of `dim`, in the order of the
+    axes.
+    """
     if not axes:
         return x
     if uses_gloo():
@@ -29,13 +31,17 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def uses_gloo() -> bool:
-    """Whether devices are CPUs of several processes, whose transport sums arrays of tens of MB wrongly in a reduce-scatter, or waits
-    forever (https://github.com/jax-ml/jax/issues/40830, found with jax 0.10.2); its all-reduce sends twice the bytes, and is right."""
+    """Whether devices are CPUs of several processes, whose transport sums arrays of tens of MB
+    wrongly in a reduce-scatter, or waits forever (https://github.com/jax-ml/jax/issues/40830, found
+    with jax 0.10.2); its all-reduce sends twice the bytes, and is right.
+    """
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def _sum(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Sum over devices. Sums bfloat16 as float32 in a partly manual region, where XLA:CPU would abort the process."""
+    """Sum over devices. Sums bfloat16 as float32 in a partly manual region, where XLA:CPU would
+    abort the process.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     upcast = x.dtype == jnp.bfloat16 and set(mesh.axis_names) > set(mesh.manual_axes)
     return collective(x.astype(jnp.float32)).astype(x.dtype) if upcast else collective(x)
@@ -47,7 +53,9 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """Row j of `x` [workers, ...] goes to worker j along `axes`; row i of the result came from worker i."""
+    """Row j of `x` [workers, ...] goes to worker j along `axes`; row i of the result came from
+    worker i.
+    """
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
@@ -81,7 +89,9 @@ def is_bound(axis: str) -> bool:
 
 
 def shift(x: jax.Array, axis: str, by: int = 1, *, around: bool = False) -> jax.Array:
-    """The value of the neighbour `by` positions before along `axis`; past the edge zeros, or with `around` the other end's."""
+    """The value of the neighbour `by` positions before along `axis`; past the edge zeros, or with
+    `around` the other end's.
+    """
     count = lax.axis_size(axis)
     pairs = [(i, (i + by) % count) for i in range(count) if around or 0 <= i + by < count]
     return lax.ppermute(x, axis, pairs) if count > 1 or not around else x

@@ -1,4 +1,5 @@
-"""The collectives of a step, read from its traced program: how often each runs, and the bytes that each device sends.
+"""The collectives of a step, read from its traced program: how often each runs, and the bytes that
+each device sends.
 
 Bytes are those of ring algorithms, with n devices in a group and b bytes of operand on each:
 
@@ -8,11 +9,13 @@ Bytes are those of ring algorithms, with n devices in a group and b bytes of ope
     all_gather          (n - 1) * b          (b is one device's slice)
     collective_permute  b
 
-A conditional counts as its most expensive branch, and a `while` loop as one iteration. The conditional at `start_step` is
-resolved for each step. For local SGD, the log shows a step in which all parameters are synchronized.
+A conditional counts as its most expensive branch, and a `while` loop as one iteration. The
+conditional at `start_step` is resolved for each step. For local SGD, the log shows a step in which
+all parameters are synchronized.
 
-The log has only the collectives that the program calls. It does not include those that XLA's partitioner adds for sharded
-arrays (tensor parallelism, and everything under `reduction = "compiler"`).
+The log has only the collectives that the program calls. It does not include those that XLA's
+partitioner adds for sharded arrays (tensor parallelism, and everything under `reduction =
+"compiler"`).
 """
 
 import dataclasses
@@ -49,15 +52,20 @@ SENT = {
 }
 WARM_UP = "start_step"  # the scope of the conditional in `GradientSync`
 UNCOMPRESSED = 1  # its branch that runs before `start_step`
-RENAMED_SCOPES = {"push": "reduce_gradients", "pull": "gather_params", "spread": "gather_updates"}  # words: the old scopes
+RENAMED_SCOPES = {
+    "push": "reduce_gradients",  # words: an old scope
+    "pull": "gather_params",  # words: an old scope
+    "spread": "gather_updates",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One collective: its scope in the step, its kind, its mesh axes, and the operand on each device.
+    """One collective: its scope in the step, its kind, its mesh axes, and the operand on each
+    device.
 
-    `group` is the number of devices that communicate, `count` the number of runs in a step. `branch` is the branch of the
-    conditional at `start_step`, or None outside it.
+    `group` is the number of devices that communicate, `count` the number of runs in a step.
+    `branch` is the branch of the conditional at `start_step`, or None outside it.
     """
 
     where: str
@@ -72,7 +80,9 @@ class Op:
     @property
     def sent(self) -> int:
         """Bytes that one device sends in one run."""
-        return SENT[self.kind](self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize)
+        return SENT[self.kind](
+            self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
+        )
 
 
 HEADER = ("where", "collective", "over", "payload", "times", "sent/device")
@@ -87,13 +97,19 @@ class CommLog:
     start_step: int = 0
 
     def bytes(self, step: int | None = None, where: str = "") -> int:
-        """Bytes that one device sends in step number `step` (None: any after `start_step`), in scopes that start with `where`."""
+        """Bytes that one device sends in step number `step` (None: any after `start_step`), in
+        scopes that start with `where`.
+        """
         scope = where.partition("/")[0]
         if scope in RENAMED_SCOPES:
             warn(f'where="{scope}"', f'where="{RENAMED_SCOPES[scope]}"')
             where = RENAMED_SCOPES[scope] + where[len(scope) :]
         branch = UNCOMPRESSED if step is not None and step < self.start_step else 0
-        return sum(op.sent * op.count for op in self.ops if op.branch in (None, branch) and op.where.startswith(where))
+        return sum(
+            op.sent * op.count
+            for op in self.ops
+            if op.branch in (None, branch) and op.where.startswith(where)
+        )
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Equal collectives share a row."""
@@ -119,7 +135,10 @@ class CommLog:
         synced = self.bytes(where="send/") + self.bytes(where="receive/")
         total += f"; {self.bytes() - synced:,} in steps without synchronization" if synced else ""
         if any(op.kind == "all_gather" and op.where.startswith("gather_params") for op in self.ops):
-            total += ". Where there is memory, XLA keeps gathered parameters for the backward pass and sends less: see spmd.plan."
+            total += (
+                ". Where there is memory, XLA keeps gathered parameters for the backward pass and "
+                "sends less: see spmd.plan."
+            )
         return total
 
     def __str__(self) -> str:
@@ -128,13 +147,20 @@ class CommLog:
     __repr__ = __str__
 
     def _repr_html_(self) -> Html:
-        """Bars of what a device sends in a step with everything, by place and collective, and the table."""
+        """Bars of what a device sends in a step with everything, by place and collective, and the
+        table.
+        """
         sent = Counter[str]()
         for op in self.ops:
             if op.branch != UNCOMPRESSED:
                 sent[f"{op.where}, {op.kind} over {', '.join(op.axes)}"] += op.sent * op.count
-        drawn = bars([(name, size, format_bytes(size)) for name, size in sent.most_common(MOST_BARS)], "bytes sent by each device per step")
-        listed = folded(f"{len(self.ops)} collectives", f'<div class="wide">{table(HEADER, self._rows())}</div>')
+        drawn = bars(
+            [(name, size, format_bytes(size)) for name, size in sent.most_common(MOST_BARS)],
+            "bytes sent by each device per step",
+        )
+        listed = folded(
+            f"{len(self.ops)} collectives", f'<div class="wide">{table(HEADER, self._rows())}</div>'
+        )
         return framed(f"<p>{html.escape(self._total)}</p>{drawn}{listed}")
 
 
@@ -143,24 +169,47 @@ def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> CommLog:
     return CommLog(tuple(_ops(jaxpr, sizes, 1, None, "")), start_step)
 
 
-def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str) -> Iterator[Op]:
+def _ops(
+    jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
+) -> Iterator[Op]:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        here = "/".join(part for part in (where, _scope(str(equation.source_info.name_stack))) if part)
+        here = "/".join(
+            part for part in (where, _scope(str(equation.source_info.name_stack))) if part
+        )
         if name in KINDS:
             axes = params["axes"] if "axes" in params else params["axis_name"]
             axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-            dims = {axis for axis in axes if isinstance(axis, int)}  # summed on each device, where a model binds an axis by vmap
+            # summed on each device, where a model binds an axis by vmap
+            dims = {axis for axis in axes if isinstance(axis, int)}
             axes = tuple(axis for axis in axes if axis not in dims)
             group = math.prod(sizes[axis] for axis in axes)
             for operand in equation.invars if group > 1 else ():
-                shape = tuple(size for dim, size in enumerate(operand.aval.shape) if dim not in dims)
-                yield Op(_without_module(here) or "step", KINDS[name], axes, group, str(operand.aval.dtype), shape, times, branch)
+                shape = tuple(
+                    size for dim, size in enumerate(operand.aval.shape) if dim not in dims
+                )
+                yield Op(
+                    _without_module(here) or "step",
+                    KINDS[name],
+                    axes,
+                    group,
+                    str(operand.aval.dtype),
+                    shape,
+                    times,
+                    branch,
+                )
         elif name == "cond":
             is_warm_up = here.endswith(WARM_UP)
-            branches = [tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here)) for inner in params["branches"]]
+            branches = [
+                tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here))
+                for inner in params["branches"]
+            ]
             if is_warm_up:
-                yield from (dataclasses.replace(op, branch=number) for number, ops in enumerate(branches) for op in ops)
+                yield from (
+                    dataclasses.replace(op, branch=number)
+                    for number, ops in enumerate(branches)
+                    for op in ops
+                )
             else:
                 yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
         else:
@@ -170,13 +219,21 @@ def _ops(jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, w
 
 
 def _scope(stack: str) -> str:
-    """A name stack without the wrappers of transformations. The model's own collectives (BatchNorm) have only the name "model"."""
-    scope = "/".join(part for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/") if part)
+    """A name stack without the wrappers of transformations. The model's own collectives (BatchNorm)
+    have only the name "model".
+    """
+    scope = "/".join(
+        part
+        for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/")
+        if part
+    )
     return scope or ("model" if stack else "")
 
 
 def _without_module(scope: str) -> str:
-    """The scope of what a step communicates, without that of the module in whose loop over layers it stands."""
+    """The scope of what a step communicates, without that of the module in whose loop over layers
+    it stands.
+    """
     return re.sub(r"^(?!send/|receive/).*/(?=gather_params|reduce_gradients)", "", scope)
 
 

@@ -14,22 +14,33 @@ from spmd.wire.transformations import check_mesh, check_transformation, local_pa
 from spmd.xla import shard_map
 
 
-def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh, **extra: Any) -> CommLog:
-    """Every collective of one update; prints as a table. Nothing is compiled, and no device is needed.
+def comm_log(
+    tx: optax.GradientTransformation | Callable,
+    shapes: Tree,
+    mesh: Mesh | AbstractMesh,
+    **extra: Any,
+) -> CommLog:
+    """Every collective of one update; prints as a table. Nothing is compiled, and no device is
+    needed.
 
     Args:
-      tx: one of `spmd.wire`, or an optimizer that contains some. For `local_sgd` it is a step in which all fragments are synchronized.
-        Or a function that calls `jax.shard_map`, such as a step with `gather` in its model.
-      shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`); for a function, the tuple of its arguments.
+      tx: one of `spmd.wire`, or an optimizer that contains some. For `local_sgd` it is a step in
+        which all fragments are synchronized. Or a function that calls `jax.shard_map`, such as a
+        step with `gather` in its model.
+      shapes: of the parameters on one worker (arrays, or `jax.ShapeDtypeStruct`); for a function,
+        the tuple of its arguments.
       mesh: with the axes that `tx` names. A `jax.sharding.AbstractMesh` will do.
-      extra: what `tx.update` needs beside, such as `events=clock.step_inputs(0)` for `parameter_server`.
+      extra: what `tx.update` needs beside, such as `events=clock.step_inputs(0)` for
+        `parameter_server`.
 
     Returns:
       The collectives, with axes, payload, times and bytes.
 
     Example:
       >>> from spmd import wire
-      >>> sent = wire.log(wire.all_reduce("data"), {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
+      >>> sent = wire.log(
+      ...     wire.all_reduce("data"), {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",))
+      ... )
       >>> print(str(sent).splitlines()[2])
       reduce_gradients/exact/0  all_reduce  data (8)  float32[1024, 1024]  1      7.0 MiB
     """
@@ -44,18 +55,32 @@ def comm_log(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Me
         return tx.update(local_params(state, params), state, params, **extra)[0]
 
     replicated = PartitionSpec()
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), shapes)
-    program = jax.make_jaxpr(shard_map(update, mesh=mesh, in_specs=replicated, out_specs=replicated, axis_names=mesh.axis_names))(abstract)
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), shapes
+    )
+    program = jax.make_jaxpr(
+        shard_map(
+            update, mesh=mesh, in_specs=replicated, out_specs=replicated, axis_names=mesh.axis_names
+        )
+    )(abstract)
     return read(program.jaxpr, dict(mesh.shape))
 
 
-def bytes_sent(tx: optax.GradientTransformation | Callable, shapes: Tree, mesh: Mesh | AbstractMesh, **extra: Any) -> int:
-    """Bytes that one device sends in one update (in one synchronization of all parameters, for `local_sgd`).
+def bytes_sent(
+    tx: optax.GradientTransformation | Callable,
+    shapes: Tree,
+    mesh: Mesh | AbstractMesh,
+    **extra: Any,
+) -> int:
+    """Bytes that one device sends in one update (in one synchronization of all parameters, for
+    `local_sgd`).
 
     >>> from spmd import wire
     >>> mesh = AbstractMesh((8,), ("data",))
     >>> exact = bytes_sent(wire.all_reduce("data"), {"w": jnp.zeros((1024, 1024))}, mesh)
-    >>> int8 = bytes_sent(wire.all_reduce("data", wire.int8()), {"w": jnp.zeros((1024, 1024))}, mesh)
+    >>> int8 = bytes_sent(
+    ...     wire.all_reduce("data", wire.int8()), {"w": jnp.zeros((1024, 1024))}, mesh
+    ... )
     >>> exact, int8, round(exact / int8, 2)
     (7340032, 1863680, 3.94)
 

@@ -1,4 +1,6 @@
-"""Workers that train alone and synchronize now and then: local SGD, DiLoCo and its streaming form, as an optax transformation."""
+"""Workers that train alone and synchronize now and then: local SGD, DiLoCo and its streaming form,
+as an optax transformation.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,13 @@ from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes
-from spmd.wire.transformations import WireState, check_no_communication, check_state, check_transformation, make_communication
+from spmd.wire.transformations import (
+    WireState,
+    check_no_communication,
+    check_state,
+    check_transformation,
+    make_communication,
+)
 
 DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
 
@@ -31,8 +39,10 @@ class LocalState:
       params: each worker's parameters, [workers, ...], sharded over workers.
       inner: each worker's optimizer state, [workers, ...], sharded likewise.
       outer: the state of the outer optimizer, equal on all workers.
-      pending: outer updates that were computed and are not applied yet (`overlap`); None without overlap.
-      fresh: bool[fragments], whether the last update changed the global parameters of a fragment, which workers then take.
+      pending: outer updates that were computed and are not applied yet (`overlap`); None without
+        overlap.
+      fresh: bool[fragments], whether the last update changed the global parameters of a fragment,
+        which workers then take.
       wire: of the communication of the outer gradients.
       axes: the mesh axes of the workers, outermost first.
       mix: as the option.
@@ -56,7 +66,10 @@ class LocalState:
             return jax.tree.map(lambda _: spec, tree)
 
         return dataclasses.replace(
-            every(replicated, self), params=every(of_worker, self.params), inner=every(of_worker, self.inner), wire=self.wire.specs()
+            every(replicated, self),
+            params=every(of_worker, self.params),
+            inner=every(of_worker, self.inner),
+            wire=self.wire.specs(),
         )
 
     def local_params(self, params: Tree) -> Tree:
@@ -65,7 +78,9 @@ class LocalState:
         owner = split_fragments(params, self.fresh.shape[0])
 
         def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
-            taken = (self.mix * own[0] + (1 - self.mix) * full).astype(full.dtype) if self.mix else full
+            taken = (
+                (self.mix * own[0] + (1 - self.mix) * full).astype(full.dtype) if self.mix else full
+            )
             return jnp.where(self.fresh[owner[path]], taken, own[0])
 
         return map_paths(take, params, self.params)
@@ -77,7 +92,13 @@ def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
     >>> split_fragments({"a": jnp.zeros(6), "b": jnp.zeros(4), "c": jnp.zeros(3)}, 2)
     {'a': 0, 'b': 1, 'c': 1}
     """
-    return dict(assign("largest_first", {path: nbytes(leaf) for path, leaf in flatten(params).items()}, fragments).owner)
+    return dict(
+        assign(
+            "largest_first",
+            {path: nbytes(leaf) for path, leaf in flatten(params).items()},
+            fragments,
+        ).owner
+    )
 
 
 def local_sgd(
@@ -92,20 +113,26 @@ def local_sgd(
     codec: Codec = EXACT,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Each worker takes steps of its own, and every few steps they synchronize (DiLoCo, Douillard et al. 2023, arXiv:2311.08105).
+    """Each worker takes steps of its own, and every few steps they synchronize (DiLoCo, Douillard
+    et al. 2023, arXiv:2311.08105).
 
-    The loop carries the global parameters, equal on all workers. It computes gradients at `wire.local_params(state, params)`. In most
-    steps the updates are zero. In every `every`-th step the mean over workers of (global - local parameters) is a gradient for `outer`,
-    whose updates the loop applies as any others; then all workers continue from the result.
+    The loop carries the global parameters, equal on all workers. It computes gradients at
+    `wire.local_params(state, params)`. In most steps the updates are zero. In every `every`-th step
+    the mean over workers of (global - local parameters) is a gradient for `outer`, whose updates
+    the loop applies as any others; then all workers continue from the result.
 
     Args:
       axes: mesh axes of the workers.
       inner: each worker's optimizer.
-      outer: any optax optimizer; DiLoCo's is `optax.sgd(0.7, momentum=0.9, nesterov=True)`, plain averaging is `optax.sgd(1.0)`.
+      outer: any optax optimizer; DiLoCo's is `optax.sgd(0.7, momentum=0.9, nesterov=True)`, plain
+        averaging is `optax.sgd(1.0)`.
       every: steps between synchronizations of the same parameters.
-      fragments: parameters are split into this many parts, which take turns (Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512).
-      overlap: steps between sending a fragment and applying the result, for the network to hide behind computation.
-      mix: the share of its own parameters that a worker keeps when it takes the global ones (alpha of Streaming DiLoCo).
+      fragments: parameters are split into this many parts, which take turns (Streaming DiLoCo,
+        Douillard et al. 2025, arXiv:2501.18512).
+      overlap: steps between sending a fragment and applying the result, for the network to hide
+        behind computation.
+      mix: the share of its own parameters that a worker keeps when it takes the global ones (alpha
+        of Streaming DiLoCo).
       codec: of the outer gradients.
       options: as for `all_reduce`.
 
@@ -126,7 +153,9 @@ def local_sgd(
       ...     return optax.apply_updates(params, updates), state
       >>> state = wire.init(tx, params, mesh)
       >>> specs = (P(), wire.specs(state))
-      >>> step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False))
+      >>> step = jax.jit(
+      ...     jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+      ... )
       >>> for _ in range(2):
       ...     params, state = step(params, state)
       ...     print(params["w"].round(3).tolist())
@@ -135,12 +164,17 @@ def local_sgd(
     """
     parameters = ("inner", "outer", "every", "fragments", "overlap", "mix", "codec")
     communication = make_communication(axes, codec, options, parameters=parameters)
-    for name, value, least in (("every", every, 1), ("fragments", fragments, 1), ("overlap", overlap, 0)):
+    for name, value, least in (
+        ("every", every, 1),
+        ("fragments", fragments, 1),
+        ("overlap", overlap, 0),
+    ):
         check_integer(value, name, least)
     if fragments > every or overlap >= every:
         raise OptionError(
             f"local_sgd: every={every}, fragments={fragments}, overlap={overlap}.",
-            fix="fragments at most every, so that each has a turn; overlap below every, so that a result arrives before the next is sent.",
+            fix="fragments at most every, so that each has a turn; overlap below every, so that a "
+            "result arrives before the next is sent.",
         )
     if type(mix) not in (int, float) or not 0 <= mix < 1:
         raise OptionError(f"local_sgd: mix={short_repr(mix)}.", fix="a share from 0 to below 1.")
@@ -154,7 +188,9 @@ def local_sgd(
         workers = 1
         for size in () if in_region else sizes.values():
             workers *= size
-        stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params)
+        stacked = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params
+        )
         inner_state, outer_state = (
             jax.vmap(inner.init, axis_size=workers)(stacked),
             tuple(outer.init(part) for part in _split(params, fragments)),
@@ -173,45 +209,82 @@ def local_sgd(
             mix=mix,
         )
 
-    def update(grads: Tree, state: LocalState, params: Tree = None, **extra: Any) -> tuple[Tree, LocalState]:
+    def update(
+        grads: Tree, state: LocalState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, LocalState]:
         if params is None:
-            raise OptionError("wire.local_sgd: update without params.", fix="update(grads, state, params), with the global parameters.")
+            raise OptionError(
+                "wire.local_sgd: update without params.",
+                fix="update(grads, state, params), with the global parameters.",
+            )
         grads, params = as_arrays(grads), as_arrays(params)
         bound_sizes(communication.axes)
         check_state(state, LocalState, communication.axes)
-        if jax.tree.map(jnp.shape, state.params) != jax.tree.map(lambda leaf: (1, *leaf.shape), params):
+        if jax.tree.map(jnp.shape, state.params) != jax.tree.map(
+            lambda leaf: (1, *leaf.shape), params
+        ):
             raise CommunicationError(
                 "the state is not that of these parameters, or is not split over workers.",
-                fix="init with these parameters, and wire.specs(state) among the in_specs and out_specs of jax.shard_map.",
+                fix="init with these parameters, and wire.specs(state) among the in_specs and "
+                "out_specs of jax.shard_map.",
             )
         local = state.local_params(params)
         stacked = jax.tree.map(lambda x: x[None], (grads, local))
-        updates, inner_state = jax.vmap(lambda g, s, p: inner.update(g, s, p, **extra), axis_size=1)(stacked[0], state.inner, stacked[1])
+        updates, inner_state = jax.vmap(
+            lambda g, s, p: inner.update(g, s, p, **extra), axis_size=1
+        )(stacked[0], state.inner, stacked[1])
         local = optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates))
         number = state.step + 1
         parts = list(zip(_split(params, fragments), _split(local, fragments), strict=True))
-        outer_updates, pending, outer_states, memory, fresh = {}, {}, [], dict(state.wire.memory), []
+        outer_updates, pending, outer_states, memory, fresh = (
+            {},
+            {},
+            [],
+            dict(state.wire.memory),
+            [],
+        )
         waiting = flatten(state.pending) if overlap else {}
         for turn, (full, own) in enumerate(parts):
             sent_at = (turn + 1) * (every // fragments)
-            send, receive = (number - sent_at) % every == 0, ((number - overlap - sent_at) % every == 0) & (number > overlap)
+            send, receive = (
+                (number - sent_at) % every == 0,
+                ((number - overlap - sent_at) % every == 0) & (number > overlap),
+            )
             part_memory = {path: memory[path] for path in full if path in memory}
 
-            def synchronize(part_memory: dict, outer_state: Any, full: dict = full, own: dict = own) -> tuple:
+            def synchronize(
+                part_memory: dict, outer_state: Any, full: dict = full, own: dict = own
+            ) -> tuple:
                 deltas = {path: (full[path] - own[path]).astype(full[path].dtype) for path in full}
-                mean, after = communication.update(deltas, WireState(state.wire.step, part_memory, state.axes))
+                mean, after = communication.update(
+                    deltas, WireState(state.wire.step, part_memory, state.axes)
+                )
                 outer_part, outer_state = outer.update(mean, outer_state, full)
                 return outer_part, after.memory, outer_state
 
-            def nothing(part_memory: dict, outer_state: Any, full: dict = full, turn: int = turn) -> tuple:
-                return {path: waiting[path] if overlap else jnp.zeros_like(leaf) for path, leaf in full.items()}, part_memory, outer_state
+            def nothing(
+                part_memory: dict, outer_state: Any, full: dict = full, turn: int = turn
+            ) -> tuple:
+                return (
+                    {
+                        path: waiting[path] if overlap else jnp.zeros_like(leaf)
+                        for path, leaf in full.items()
+                    },
+                    part_memory,
+                    outer_state,
+                )
 
             with jax.named_scope(f"synchronize/{turn}"):
-                computed, part_memory, outer_state = lax.cond(send, synchronize, nothing, part_memory, state.outer[turn])
+                computed, part_memory, outer_state = lax.cond(
+                    send, synchronize, nothing, part_memory, state.outer[turn]
+                )
             memory |= part_memory
             outer_states.append(outer_state)
             pending |= computed
-            outer_updates |= {path: jnp.where(receive, leaf, jnp.zeros_like(leaf)) for path, leaf in computed.items()}
+            outer_updates |= {
+                path: jnp.where(receive, leaf, jnp.zeros_like(leaf))
+                for path, leaf in computed.items()
+            }
             fresh.append(receive)
         after = LocalState(
             step=number,
@@ -232,7 +305,10 @@ def local_sgd(
 def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
     """The parameters of each fragment, by path."""
     owner, flat = split_fragments(params, fragments), flatten(params)
-    return [{path: leaf for path, leaf in flat.items() if owner[path] == part} for part in range(fragments)]
+    return [
+        {path: leaf for path, leaf in flat.items() if owner[path] == part}
+        for part in range(fragments)
+    ]
 
 
 def _unflatten(like: Tree, flat: dict[str, Any]) -> Tree:

@@ -1,4 +1,6 @@
-"""Reductions: the ways to reduce gradients that layout files may name, with those that users register."""
+"""Reductions: the ways to reduce gradients that layout files may name, with those that users
+register.
+"""
 
 import dataclasses
 import inspect
@@ -8,7 +10,8 @@ from typing import Any, TypeVar
 from spmd.errors import OptionError, did_you_mean, short_repr, type_name
 from spmd.specs import Spec
 
-OPTIONS = ("codec", "codecs", "error_feedback", "start_step", "bucket_bytes", "exact_axes")  # of `[gradients]`, for a registered function
+# of `[gradients]`, for a registered function
+OPTIONS = ("codec", "codecs", "error_feedback", "start_step", "bucket_bytes", "exact_axes")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -16,10 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Reduction:
     """One way to reduce gradients.
 
-    `manual` says whether the step runs per worker under `jax.shard_map`. `grad_spec(placement)` is the spec of a gradient
-    while it is reduced, and `mean_spec(placement)` that of its mean. `keeps_params` says whether gathered parameters are kept
-    for the backward pass, as by the worker of a parameter server, which gathers once. Otherwise they are gathered again,
-    which saves memory. `make` is the function of a registered reduction.
+    `manual` says whether the step runs per worker under `jax.shard_map`. `grad_spec(placement)` is
+    the spec of a gradient while it is reduced, and `mean_spec(placement)` that of its mean.
+    `keeps_params` says whether gathered parameters are kept for the backward pass, as by the worker
+    of a parameter server, which gathers once. Otherwise they are gathered again, which saves
+    memory. `make` is the function of a registered reduction.
     """
 
     name: str
@@ -61,16 +65,19 @@ REDUCTIONS = {
 
 
 def register_reduction(name: str) -> Callable[[Function], Function]:
-    """A decorator that makes a reduction available to layout files, plans and `spmd.fit`: `[gradients] reduction = "name"`.
+    """A decorator that makes a reduction available to layout files, plans and `spmd.fit`:
+    `[gradients] reduction = "name"`.
 
-    The function gets the mesh axes of the workers, outermost first, and returns an optax transformation whose `update` takes each
-    worker's own gradients and returns their mean, **the same bits on every worker**. It runs inside `jax.shard_map` with these axes manual,
-    on a dict of full gradients by parameter path, without `params`.
+    The function gets the mesh axes of the workers, outermost first, and returns an optax
+    transformation whose `update` takes each worker's own gradients and returns their mean, **the
+    same bits on every worker**. It runs inside `jax.shard_map` with these axes manual, on a dict of
+    full gradients by parameter path, without `params`.
 
-    The names of its other parameters are the options of `[gradients]` that it takes: `codec` (an instance), `codecs` (by path, from the
-    rules), `error_feedback`, `start_step`, `bucket_bytes`, `exact_axes`. A layout that sets another one is refused, and so is a layout that
-    shards parameters. The state of the transformation is saved and restored with the run's. `wire.specs` says how it is split: a
-    state of one's own with an array for each worker has a method `specs`.
+    The names of its other parameters are the options of `[gradients]` that it takes: `codec` (an
+    instance), `codecs` (by path, from the rules), `error_feedback`, `start_step`, `bucket_bytes`,
+    `exact_axes`. A layout that sets another one is refused, and so is a layout that shards
+    parameters. The state of the transformation is saved and restored with the run's. `wire.specs`
+    says how it is split: a state of one's own with an array for each worker has a method `specs`.
 
     Args:
       name: of the reduction in layout files.
@@ -79,8 +86,8 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
       A decorator, which returns the function.
 
     Raises:
-      OptionError: it is no such function, or the name is that of another reduction. The same function may be registered again, as a
-        notebook does when a cell runs twice.
+      OptionError: it is no such function, or the name is that of another reduction. The same
+        function may be registered again, as a notebook does when a cell runs twice.
 
     Example:
       >>> from spmd import wire
@@ -94,11 +101,17 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
 
     where = f"register_reduction({short_repr(name)})"
     if not isinstance(name, str) or not name:
-        raise OptionError(f"{where}: the name is {type_name(name)}.", fix='such as @wire.register_reduction("ring").')
+        raise OptionError(
+            f"{where}: the name is {type_name(name)}.",
+            fix='such as @wire.register_reduction("ring").',
+        )
 
     def add(function: Function) -> Function:
         if not callable(function):
-            raise OptionError(f"{where}: {type_name(function)} is no function.", fix=f'@wire.register_reduction("{name}") above a def.')
+            raise OptionError(
+                f"{where}: {type_name(function)} is no function.",
+                fix=f'@wire.register_reduction("{name}") above a def.',
+            )
         _check_parameters(where, function)
         other = REDUCTIONS.get(name)
         if other and (other.make is None or _origin(other.make) != _origin(function)):
@@ -113,16 +126,31 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
 def _check_parameters(where: str, function: Callable[..., Any]) -> None:
     """The first parameter is for the axes; all others are options, or have defaults."""
     parameters = list(inspect.signature(function).parameters.values())
-    if not parameters or parameters[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-        raise OptionError(f"{where}: the function takes no axes.", fix="def reduction(axes, codec): ...")
+    if not parameters or parameters[0].kind not in (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    ):
+        raise OptionError(
+            f"{where}: the function takes no axes.", fix="def reduction(axes, codec): ..."
+        )
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            fix = f"name those of {', '.join(OPTIONS)} that it takes: layouts that set others are refused."
-            raise OptionError(f"{where}: {parameter} hides which options the function takes.", fix=fix)
+            fix = (
+                f"name those of {', '.join(OPTIONS)} that it takes: layouts that set others are "
+                "refused."
+            )
+            raise OptionError(
+                f"{where}: {parameter} hides which options the function takes.", fix=fix
+            )
         if parameter.name not in OPTIONS and parameter.default is parameter.empty:
             why = f"{where}: nothing gives the parameter {parameter.name} a value."
-            raise OptionError(why, fix=f"a default, or one of the options that a layout has. {did_you_mean(parameter.name, OPTIONS)}")
+            raise OptionError(
+                why,
+                fix="a default, or one of the options that a layout has. "
+                f"{did_you_mean(parameter.name, OPTIONS)}",
+            )
 
 
 def _origin(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}.{name}"

@@ -15,7 +15,10 @@ from spmd.xla import varying_axes
 
 Axes = str | Sequence[str]
 
-FLOATS_ONLY = "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for all others."
+FLOATS_ONLY = (
+    "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for "
+    "all others."
+)
 
 
 def as_axes(axes: Axes) -> tuple[str, ...]:
@@ -25,8 +28,15 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
       OptionError: they are no names, or one is given twice.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Sequence) else ()
-    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise OptionError(f"axes={short_repr(axes)}.", fix='the name of a mesh axis, or several: "data", or ("host", "gpu").')
+    if (
+        not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise OptionError(
+            f"axes={short_repr(axes)}.",
+            fix='the name of a mesh axis, or several: "data", or ("host", "gpu").',
+        )
     return names
 
 
@@ -45,13 +55,17 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
             near = closest(axis, manual)
             fix = f'did you mean "{near}"? Else ' if near else ""
             needed = ", ".join(f'"{name}"' for name in dict.fromkeys((*axes, *manual)))
-            fix += f"jax.shard_map(..., axis_names={{{needed}}}, check_vma=False) around it; without axis_names every axis is manual."
+            fix += (
+                f"jax.shard_map(..., axis_names={{{needed}}}, check_vma=False) around it; without "
+                "axis_names every axis is manual."
+            )
             raise CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix) from None
     return sizes
 
 
 def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], bool]:
-    """Workers along each axis, and whether this is inside the region. Outside, the mesh is that of `jax.set_mesh` or of `params`.
+    """Workers along each axis, and whether this is inside the region. Outside, the mesh is that of
+    `jax.set_mesh` or of `params`.
 
     Raises:
       CommunicationError: the mesh lacks an axis, or there is no mesh.
@@ -59,13 +73,18 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
     try:
         return bound_sizes(axes), True
     except CommunicationError:
-        meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(params) if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
+        meshes = [
+            leaf.sharding.mesh
+            for leaf in jax.tree.leaves(params)
+            if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        ]
         for mesh in (jax.sharding.get_abstract_mesh(), *meshes[:1]):
             if all(axis in mesh.shape for axis in axes):
                 return {axis: mesh.shape[axis] for axis in axes}, False
         check_axes(axes, jax.sharding.get_abstract_mesh().axis_names or axes)
     raise CommunicationError(
-        f"how many workers there are along {', '.join(axes)} is not known here, and the state depends on it.",
+        f"how many workers there are along {', '.join(axes)} is not known here, and the state "
+        "depends on it.",
         fix="wire.init(tx, params, mesh), or tx.init inside jax.shard_map.",
     )
 
@@ -78,12 +97,17 @@ def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
     """
     for axis in axes:
         if axis not in known:
-            raise CommunicationError(f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, known))
+            raise CommunicationError(
+                f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, known)
+            )
 
 
 def as_arrays(tree: Tree) -> Tree:
     """The tree with arrays in place of Python numbers."""
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf, jnp.result_type(leaf)), tree)
+    return jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf, jnp.result_type(leaf)),
+        tree,
+    )
 
 
 def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
@@ -99,36 +123,51 @@ def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
             raise CommunicationError(why, fix=fix, path=path)
 
 
-def check_encodable(grads: Mapping[str, Any], transfers: Mapping[str, Transfer], fix: str = "") -> None:
+def check_encodable(
+    grads: Mapping[str, Any], transfers: Mapping[str, Transfer], fix: str = ""
+) -> None:
     """Refuse gradients of dtypes that a codec cannot represent.
 
     Raises:
       CommunicationError: names the first of them.
     """
     for path, grad in grads.items():
-        if not transfers[path].codec.lossless and grad.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            why = f"the gradient {path} is {describe(grad)}, and codec {transfers[path].codec_name} computes in float32."
-            raise CommunicationError(why, fix=fix or f'codecs={{"{path}": wire.exact()}}.', path=path)
+        if not transfers[path].codec.lossless and grad.dtype not in (
+            jnp.float32,
+            jnp.bfloat16,
+            jnp.float16,
+        ):
+            why = (
+                f"the gradient {path} is {describe(grad)}, and codec {transfers[path].codec_name} "
+                "computes in float32."
+            )
+            raise CommunicationError(
+                why, fix=fix or f'codecs={{"{path}": wire.exact()}}.', path=path
+            )
 
 
 def check_grads(axes: tuple[str, ...], grads: Mapping[str, Any], *, lossless: bool) -> None:
-    """Refuse gradients that were reduced already, where `jax.shard_map` tracks which values vary (`check_vma=True`).
+    """Refuse gradients that were reduced already, where `jax.shard_map` tracks which values vary
+    (`check_vma=True`).
 
     Raises:
-      CommunicationError: a gradient is equal on all workers, or a codec's collectives cannot be tracked.
+      CommunicationError: a gradient is equal on all workers, or a codec's collectives cannot be
+        tracked.
     """
     if not any(axis in varying_axes(collectives.worker_index((axis,))) for axis in axes):
         return
     for path, grad in grads.items():
         if not set(axes) & varying_axes(grad):
             raise CommunicationError(
-                f"the gradient {path} is equal on all workers: under check_vma=True, jax.grad of replicated parameters sums it already, "
+                f"the gradient {path} is equal on all workers: under check_vma=True, jax.grad of "
+                "replicated parameters sums it already, "
                 "and a mean of sums would be too large.",
                 fix="jax.shard_map(..., check_vma=False).",
                 path=path,
             )
     if not lossless:
         raise CommunicationError(
-            "codecs end in an all-gather, whose result jax.shard_map cannot prove to be replicated.",
+            "codecs end in an all-gather, whose result jax.shard_map cannot prove to be "
+            "replicated.",
             fix="jax.shard_map(..., check_vma=False).",
         )

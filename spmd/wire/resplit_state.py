@@ -17,15 +17,23 @@ from spmd.wire.server.transformation import ServerState
 from spmd.wire.sharded import ZeroState
 from spmd.wire.transformations import WireState, init, specs
 
-FIX = "wire.resplit(tx, state, params, mesh) with the tx and the parameters that the state was made for."
+FIX = (
+    "wire.resplit(tx, state, params, mesh) with the tx and the parameters that the state was made "
+    "for."
+)
 
 
 def resplit_rows(x: Any, workers: int) -> jax.Array:
-    """An array [workers before, ...] for another number of workers, with the same mean over workers.
+    """An array [workers before, ...] for another number of workers, with the same mean over
+    workers.
 
-    Fewer workers: each gets the mean of a group. More: each of a group gets a copy. If neither number divides the other, all get the mean.
+    Fewer workers: each gets the mean of a group. More: each of a group gets a copy. If neither
+    number divides the other, all get the mean.
 
-    >>> resplit_rows(jnp.array([1.0, 3.0, 5.0, 7.0]), 2).tolist(), resplit_rows(jnp.array([1.0, 3.0]), 4).tolist()
+    >>> (
+    ...     resplit_rows(jnp.array([1.0, 3.0, 5.0, 7.0]), 2).tolist(),
+    ...     resplit_rows(jnp.array([1.0, 3.0]), 4).tolist(),
+    ... )
     ([2.0, 6.0], [1.0, 1.0, 3.0, 3.0])
     """
     before = x.shape[0]
@@ -39,9 +47,11 @@ def resplit_rows(x: Any, workers: int) -> jax.Array:
 def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Mesh) -> Any:
     """The state of `tx` for the workers of another mesh, with each part on the devices that use it.
 
-    What is kept, up to rounding: the mean over workers of the residuals, which is what error feedback owes to the next mean gradients; for
-    `local_sgd` the mean over workers of their parameters and of their optimizers' moments, and so the next outer gradient. All else does
-    not depend on the number of workers, and is kept as it is: steps, codecs' arrays, moments of optimizers, outer updates under way.
+    What is kept, up to rounding: the mean over workers of the residuals, which is what error
+    feedback owes to the next mean gradients; for `local_sgd` the mean over workers of their
+    parameters and of their optimizers' moments, and so the next outer gradient. All else does not
+    depend on the number of workers, and is kept as it is: steps, codecs' arrays, moments of
+    optimizers, outer updates under way.
 
     Args:
       tx: the transformation of the state.
@@ -53,32 +63,46 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
       The state for the mesh's workers.
 
     Raises:
-      CommunicationError: the state is of another `tx` or other parameters; it is partly in other processes; or a residual has no place,
-        because with this number of workers its gradient is sent exactly; or the state is a parameter server's.
+      CommunicationError: the state is of another `tx` or other parameters; it is partly in other
+        processes; or a residual has no place, because with this number of workers its gradient is
+        sent exactly; or the state is a parameter server's.
 
     Example:
       >>> from spmd import wire
-      >>> tx, params = wire.all_reduce("data", wire.int8(), error_feedback=True), {"w": jnp.zeros((64, 64))}
-      >>> mesh_of_8, mesh_of_2 = (Mesh(np.array(jax.devices()[:count]), ("data",)) for count in (8, 2))
+      >>> tx, params = (
+      ...     wire.all_reduce("data", wire.int8(), error_feedback=True),
+      ...     {"w": jnp.zeros((64, 64))},
+      ... )
+      >>> mesh_of_8, mesh_of_2 = (
+      ...     Mesh(np.array(jax.devices()[:count]), ("data",)) for count in (8, 2)
+      ... )
       >>> state = wire.init(tx, params, mesh_of_8)
       >>> wire.resplit(tx, state, params, mesh_of_2).memory["w"]["residual"].shape
       (2, 64, 64)
     """
     if any(isinstance(node, ServerState) for node in jax.tree.leaves(state, is_leaf=_is_ours)):
         raise CommunicationError(
-            "resplit: the workers of a parameter server have read different versions of the parameters, and have no mean.",
-            fix="wire.init(tx, params, mesh), with a wire.server_clock of as many workers: all begin at the servers' parameters.",
+            "resplit: the workers of a parameter server have read different versions of the "
+            "parameters, and have no mean.",
+            fix="wire.init(tx, params, mesh), with a wire.server_clock of as many workers: all "
+            "begin at the servers' parameters.",
         )
     fresh = init(tx, params, mesh)
-    if isinstance(state, dict | list) and not any(map(_is_ours, jax.tree.leaves(state, is_leaf=_is_ours))):
+    if isinstance(state, dict | list) and not any(
+        map(_is_ours, jax.tree.leaves(state, is_leaf=_is_ours))
+    ):
         raise CommunicationError(
-            f"resplit: the state is {type_name(state)} of plain lists and dicts, as Orbax restores one without a template.",
-            fix="a template: the shapes of wire.init(tx, params, jax.sharding.AbstractMesh(...)), with the workers that saved the state.",
+            f"resplit: the state is {type_name(state)} of plain lists and dicts, as Orbax restores "
+            "one without a template.",
+            fix="a template: the shapes of wire.init(tx, params, jax.sharding.AbstractMesh(...)), "
+            "with the workers that saved the state.",
         )
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
     kept = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
-    return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), kept, specs(kept))
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), kept, specs(kept)
+    )
 
 
 def _is_ours(node: Any) -> bool:
@@ -88,24 +112,46 @@ def _is_ours(node: Any) -> bool:
 def _keep(old: Any, fresh: Any) -> Any:
     """`old` in the shapes of `fresh`."""
     if (_is_ours(old) or _is_ours(fresh)) and type(old) is not type(fresh):
-        raise CommunicationError(f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}.", fix=FIX)
+        raise CommunicationError(
+            f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}.", fix=FIX
+        )
     if isinstance(old, WireState):
-        return WireState(_keep_array("step", old.step, fresh.step), _keep_memory(old.memory, fresh.memory), fresh.axes)
+        return WireState(
+            _keep_array("step", old.step, fresh.step),
+            _keep_memory(old.memory, fresh.memory),
+            fresh.axes,
+        )
     if isinstance(old, ZeroState):
-        return ZeroState(_keep(old.wire, fresh.wire), map_paths(_keep_array, old.inner, fresh.inner), fresh.inner_specs)
+        return ZeroState(
+            _keep(old.wire, fresh.wire),
+            map_paths(_keep_array, old.inner, fresh.inner),
+            fresh.inner_specs,
+        )
     if isinstance(old, LocalState):
-        same = {name: map_paths(_keep_array, getattr(old, name), getattr(fresh, name)) for name in ("step", "outer", "pending", "fresh")}
-        rows = {name: map_paths(_keep_rows, getattr(old, name), getattr(fresh, name)) for name in ("params", "inner")}
+        same = {
+            name: map_paths(_keep_array, getattr(old, name), getattr(fresh, name))
+            for name in ("step", "outer", "pending", "fresh")
+        }
+        rows = {
+            name: map_paths(_keep_rows, getattr(old, name), getattr(fresh, name))
+            for name in ("params", "inner")
+        }
         return dataclasses.replace(fresh, wire=_keep(old.wire, fresh.wire), **same, **rows)
     return _keep_array("an array", old, fresh)
 
 
 def _keep_memory(old: Memory, fresh: Memory) -> Memory:
-    lost = [path for path, entry in old.items() if RESIDUAL in entry and RESIDUAL not in fresh.get(path, {})]
+    lost = [
+        path
+        for path, entry in old.items()
+        if RESIDUAL in entry and RESIDUAL not in fresh.get(path, {})
+    ]
     if lost:
         raise CommunicationError(
-            f"resplit: residuals of {join_names(lost)} have no place: tx has no error feedback, or on this mesh they are sent exactly.",
-            fix=f'add memory[path]["{RESIDUAL}"].mean(0), of the state\'s WireState, to the next gradients, and start with wire.init.',
+            f"resplit: residuals of {join_names(lost)} have no place: tx has no error feedback, or "
+            "on this mesh they are sent exactly.",
+            fix=f'add memory[path]["{RESIDUAL}"].mean(0), of the state\'s WireState, to the next '
+            "gradients, and start with wire.init.",
             path=lost[0],
         )
     kept: Memory = {}
@@ -115,20 +161,29 @@ def _keep_memory(old: Memory, fresh: Memory) -> Memory:
         if RESIDUAL in entry and RESIDUAL in before:
             kept[path][RESIDUAL] = _keep_rows(path, before[RESIDUAL], entry[RESIDUAL])
         if CODEC in entry and before.get(CODEC, {}).keys() == entry[CODEC].keys():
-            kept[path][CODEC] = {name: _keep_array(path, before[CODEC][name], leaf) for name, leaf in entry[CODEC].items()}
+            kept[path][CODEC] = {
+                name: _keep_array(path, before[CODEC][name], leaf)
+                for name, leaf in entry[CODEC].items()
+            }
     return kept
 
 
 def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:
     """An array [workers, ...] of each worker's own."""
     if jnp.shape(old)[1:] != fresh.shape[1:] or jnp.result_type(old) != fresh.dtype:
-        raise CommunicationError(f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.", fix=FIX, path=path)
+        raise CommunicationError(
+            f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.",
+            fix=FIX,
+            path=path,
+        )
     rows = _on_host(path, old)
     if jnp.issubdtype(fresh.dtype, jnp.inexact):
         return resplit_rows(jnp.asarray(rows), fresh.shape[0])
     if (rows != rows[:1]).any():
         raise CommunicationError(
-            f"resplit: {path}, {describe(old)}, differs between workers and has no mean.", fix="tx.init, which starts anew.", path=path
+            f"resplit: {path}, {describe(old)}, differs between workers and has no mean.",
+            fix="tx.init, which starts anew.",
+            path=path,
         )
     return np.repeat(rows[:1], fresh.shape[0], axis=0)
 
@@ -136,11 +191,18 @@ def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:
 def _keep_array(path: str, old: Any, fresh: jax.Array) -> Any:
     """An array that does not depend on the number of workers."""
     if describe(old) != describe(fresh):
-        raise CommunicationError(f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.", fix=FIX, path=path)
+        raise CommunicationError(
+            f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.",
+            fix=FIX,
+            path=path,
+        )
     return _on_host(path, old)
 
 
 def _on_host(path: str, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-        raise CommunicationError(f"resplit: parts of {path} are in other processes.", fix="save the state, and restore it on the host.")
+        raise CommunicationError(
+            f"resplit: parts of {path} are in other processes.",
+            fix="save the state, and restore it on the host.",
+        )
     return np.asarray(leaf)

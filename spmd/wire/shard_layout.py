@@ -14,11 +14,13 @@ from spmd.wire import collectives
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """The layout of a gradient that every worker holds in full, and the shard of its mean that each worker gets.
+    """The layout of a gradient that every worker holds in full, and the shard of its mean that each
+    worker gets.
 
-    `shape` is that of the array on one worker (its local shard along other mesh axes). `spec` shards it over some of the data
-    axes `axes` (outermost first, of `sizes`). Workers along the other data axes, `replicated_axes`, get the same shard. Every
-    worker owns one row of `to_rows`: 1 / workers of the elements, a part of its shard.
+    `shape` is that of the array on one worker (its local shard along other mesh axes). `spec`
+    shards it over some of the data axes `axes` (outermost first, of `sizes`). Workers along the
+    other data axes, `replicated_axes`, get the same shard. Every worker owns one row of `to_rows`:
+    1 / workers of the elements, a part of its shard.
 
     Example:
       >>> layout = ShardLayout((4, 6), ("data",), ("node", "data"), (2, 2))
@@ -50,23 +52,33 @@ class ShardLayout:
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of a shard."""
-        return tuple(size // self._count(axes) for size, axes in zip(self.shape, self._dim_axes, strict=True))
+        return tuple(
+            size // self._count(axes) for size, axes in zip(self.shape, self._dim_axes, strict=True)
+        )
 
     @property
     def width(self) -> int:
-        """Elements of a row. If the number of workers does not divide a shard, the last rows are padded with zeros."""
+        """Elements of a row. If the number of workers does not divide a shard, the last rows are
+        padded with zeros.
+        """
         return -(-math.prod(self.shard_shape) // self._count(self.replicated_axes))
 
     def shards(self, x: jax.Array) -> jax.Array:
         """All shards of `x`, [positions along `sharded_axes`, elements of a shard]."""
-        return x.reshape(self._split_shape).transpose(self._order).reshape(self._count(self.sharded_axes), -1)
+        return (
+            x.reshape(self._split_shape)
+            .transpose(self._order)
+            .reshape(self._count(self.sharded_axes), -1)
+        )
 
     def local_shard(self, x: jax.Array) -> jax.Array:
         """This worker's shard of the replicated `x`."""
         if not self.sharded_axes:
             return x
         index = collectives.worker_index(self.sharded_axes)
-        return lax.dynamic_index_in_dim(self.shards(x), index, keepdims=False).reshape(self.shard_shape)
+        return lax.dynamic_index_in_dim(self.shards(x), index, keepdims=False).reshape(
+            self.shard_shape
+        )
 
     def to_rows(self, x: jax.Array) -> jax.Array:
         """`x` as float32[workers, width]; worker j owns row j."""
@@ -74,7 +86,9 @@ class ShardLayout:
         padded = jnp.pad(shards, ((0, 0), (0, copies * self.width - shards.shape[1])))
         axes = (*self.sharded_axes, *self.replicated_axes)
         grid = padded.reshape(*self._sizes(axes), self.width)
-        return grid.transpose(*(axes.index(axis) for axis in self.axes), len(axes)).reshape(self.workers, self.width)
+        return grid.transpose(*(axes.index(axis) for axis in self.axes), len(axes)).reshape(
+            self.workers, self.width
+        )
 
     def from_rows(self, rows: jax.Array) -> jax.Array:
         """The inverse of `to_rows`."""
@@ -87,7 +101,9 @@ class ShardLayout:
         return shards.reshape(split_shape).transpose(inverse).reshape(self.shape)
 
     def join_rows(self, rows: jax.Array) -> jax.Array:
-        """The shard, from the rows [positions along `replicated_axes`, width] of all workers that get it."""
+        """The shard, from the rows [positions along `replicated_axes`, width] of all workers that
+        get it.
+        """
         return rows.reshape(-1)[: math.prod(self.shard_shape)].reshape(self.shard_shape)
 
     @functools.cached_property

@@ -1,4 +1,6 @@
-"""Arrays sharded over workers: an optimizer that works on shards (ZeRO-1), and parameters that are gathered where they are used (FSDP)."""
+"""Arrays sharded over workers: an optimizer that works on shards (ZeRO-1), and parameters that are
+gathered where they are used (FSDP).
+"""
 
 import dataclasses
 import functools
@@ -18,8 +20,24 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.codec.exact import EXACT, Exact
-from spmd.wire.reduction import BUCKET_BYTES, MAX_EXACT_BUCKET, RESIDUAL, Transfer, make_buckets, reduce_bucket
-from spmd.wire.region import Axes, as_arrays, as_axes, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
+from spmd.wire.reduction import (
+    BUCKET_BYTES,
+    MAX_EXACT_BUCKET,
+    RESIDUAL,
+    Transfer,
+    make_buckets,
+    reduce_bucket,
+)
+from spmd.wire.region import (
+    Axes,
+    as_arrays,
+    as_axes,
+    axis_sizes,
+    bound_sizes,
+    check_dtypes,
+    check_encodable,
+    check_grads,
+)
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.transformations import (
     Communication,
@@ -31,10 +49,24 @@ from spmd.wire.transformations import (
 )
 from spmd.xla import shard_map
 
-NOT_ELEMENTWISE = ("reduce_", "dot_general", "sort", "cum", "arg", "conv_", "svd", "eigh", "qr", "cholesky", "triangular_solve")
+NOT_ELEMENTWISE = (
+    "reduce_",
+    "dot_general",
+    "sort",
+    "cum",
+    "arg",
+    "conv_",
+    "svd",
+    "eigh",
+    "qr",
+    "cholesky",
+    "triangular_solve",
+)
 RANDOM = ("random_bits", "random_gamma", "threefry", "rng_")
 FORMATS = ("exact", "bfloat16")
-FULL_GRADIENTS = "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
+FULL_GRADIENTS = (
+    "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
+)
 
 
 def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
@@ -52,7 +84,12 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> full = jax.shard_map(
-      ...     lambda shards: all_gather(shards, "data", jnp.zeros((8, 2))), mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+      ...     lambda shards: all_gather(shards, "data", jnp.zeros((8, 2))),
+      ...     mesh=mesh,
+      ...     in_specs=P("data"),
+      ...     out_specs=P(),
+      ...     check_vma=False,
+      ... )
       >>> full(jnp.ones((8, 2))).shape
       (8, 2)
     """
@@ -64,7 +101,8 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
         wanted = ShardLayout(shape, spec, tuple(sizes), tuple(sizes.values())).shard_shape
         if jnp.shape(shard) != wanted:
             raise CommunicationError(
-                f"all_gather: the shard of {path} is {describe(shard)}; that of {describe(full)} is {list(wanted)} on each of "
+                f"all_gather: the shard of {path} is {describe(shard)}; that of {describe(full)} "
+                f"is {list(wanted)} on each of "
                 f"{collectives.worker_count(tuple(sizes))} workers.",
                 fix="like=params, the full arrays that the gradients belong to.",
                 path=path,
@@ -72,7 +110,12 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
         return _join(shard, spec)
 
     structure = jax.tree.structure(shards)
-    full = jax.tree.unflatten(structure, _leaves_as(structure, like, "all_gather: like", "like=params, the full arrays, in the same tree."))
+    full = jax.tree.unflatten(
+        structure,
+        _leaves_as(
+            structure, like, "all_gather: like", "like=params, the full arrays, in the same tree."
+        ),
+    )
     return map_paths(join, shards, full)
 
 
@@ -81,7 +124,9 @@ def _leaves_as(structure: Any, tree: Tree, what: str, fix: str) -> list[Any]:
     try:
         return structure.flatten_up_to(tree)
     except ValueError:
-        raise CommunicationError(f"{what} is a tree {jax.tree.structure(tree)}; the shards are {structure}.", fix=fix) from None
+        raise CommunicationError(
+            f"{what} is a tree {jax.tree.structure(tree)}; the shards are {structure}.", fix=fix
+        ) from None
 
 
 def _join(shard: jax.Array, spec: Spec) -> jax.Array:
@@ -90,10 +135,13 @@ def _join(shard: jax.Array, spec: Spec) -> jax.Array:
     return shard
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire", "inner"), meta_fields=("inner_specs",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("wire", "inner"), meta_fields=("inner_specs",)
+)
 @dataclasses.dataclass(frozen=True)
 class ZeroState:
-    """The state of `zero1`: that of the communication, and that of the optimizer, whose moments are sharded over workers.
+    """The state of `zero1`: that of the communication, and that of the optimizer, whose moments are
+    sharded over workers.
 
     Attributes:
       wire: of the communication.
@@ -107,29 +155,43 @@ class ZeroState:
 
     def specs(self) -> "ZeroState":
         """The spec of every leaf."""
-        return ZeroState(self.wire.specs(), jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs), self.inner_specs)
+        return ZeroState(
+            self.wire.specs(),
+            jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs),
+            self.inner_specs,
+        )
 
 
 def zero1(
-    axes: Axes, inner: optax.GradientTransformation, codec: Codec = EXACT, *, max_norm: float | None = None, **options: Any
+    axes: Axes,
+    inner: optax.GradientTransformation,
+    codec: Codec = EXACT,
+    *,
+    max_norm: float | None = None,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose state is sharded over workers (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
+    """An optimizer whose state is sharded over workers (ZeRO-1, Rajbhandari et al. 2020,
+    arXiv:1910.02054).
 
-    Gradients are reduce-scattered; each worker updates its shards; updates are all-gathered. The parameters stay full. `update` needs
-    `params`. Memory for moments falls by the number of workers.
+    Gradients are reduce-scattered; each worker updates its shards; updates are all-gathered. The
+    parameters stay full. `update` needs `params`. Memory for moments falls by the number of
+    workers.
 
     Args:
       axes: mesh axes of the workers, outermost first.
-      inner: an optimizer that works element by element, such as adamw: on shards, a norm or a factored moment would be a shard's.
+      inner: an optimizer that works element by element, such as adamw: on shards, a norm or a
+        factored moment would be a shard's.
       codec: of the gradients; updates are gathered exactly.
-      max_norm: gradients are scaled so that the norm of all of them is at most this, as `optax.clip_by_global_norm` does.
+      max_norm: gradients are scaled so that the norm of all of them is at most this, as
+        `optax.clip_by_global_norm` does.
       options: as for `all_reduce`.
 
     Returns:
       An optax gradient transformation, whose state is a `ZeroState`, and whose updates are full.
 
     Raises:
-      OptimizerError: in `update`: `inner` does not work element by element, or draws random numbers, as `optax.noisy_sgd` does.
+      OptimizerError: in `update`: `inner` does not work element by element, or draws random
+        numbers, as `optax.noisy_sgd` does.
 
     Example:
       >>> import optax
@@ -139,7 +201,9 @@ def zero1(
       >>> wire.bytes_sent(tx, {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
       5505024
     """
-    communication = make_communication(axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm"))
+    communication = make_communication(
+        axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm")
+    )
     check_transformation("inner", inner)
     if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
         raise OptionError(f"max_norm={short_repr(max_norm)}.", fix="a number above 0.")
@@ -156,12 +220,20 @@ def zero1(
         inner_specs = moment_specs("wire.zero1", inner, state, start, full)
         return ZeroState(communication.init(params), state, inner_specs)
 
-    def update(grads: Tree, state: ZeroState, params: Tree = None, **extra: Any) -> tuple[Tree, ZeroState]:
+    def update(
+        grads: Tree, state: ZeroState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, ZeroState]:
         if params is None:
-            raise OptionError("wire.zero1: update without params.", fix="update(grads, state, params): shards are those of the parameters.")
+            raise OptionError(
+                "wire.zero1: update without params.",
+                fix="update(grads, state, params): shards are those of the parameters.",
+            )
         params, sizes = as_arrays(params), bound_sizes(communication.axes)
         if not isinstance(state, ZeroState):
-            raise CommunicationError(f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}.", fix="the state of its init.")
+            raise CommunicationError(
+                f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}.",
+                fix="the state of its init.",
+            )
         shards, wire_state = communication.update(grads, state.wire)
         if max_norm is not None:
             shards = _clip(shards, params, sizes, max_norm)
@@ -169,7 +241,9 @@ def zero1(
         fix = f"for clipping: wire.zero1(..., max_norm=1.0); else {FULL_GRADIENTS}"
         check_elementwise("wire.zero1", fix, inner, shards, state.inner, own, extra)
         updates, inner_state = inner.update(shards, state.inner, own, **extra)
-        return all_gather(updates, communication.axes, params), ZeroState(wire_state, inner_state, state.inner_specs)
+        return all_gather(updates, communication.axes, params), ZeroState(
+            wire_state, inner_state, state.inner_specs
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
@@ -179,22 +253,35 @@ def _own_shards(communication: Communication, params: Tree, sizes: dict[str, int
     counts = tuple(sizes[axis] for axis in communication.axes)
 
     def own(leaf: jax.Array) -> jax.Array:
-        return ShardLayout(leaf.shape, shard_spec(leaf.shape, sizes), communication.axes, counts).local_shard(leaf)
+        return ShardLayout(
+            leaf.shape, shard_spec(leaf.shape, sizes), communication.axes, counts
+        ).local_shard(leaf)
 
     return jax.tree.map(own, params)
 
 
 def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) -> Tree:
-    """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is full on each counts once."""
+    """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is full
+    on each counts once.
+    """
     squares = [jnp.zeros(()), jnp.zeros(())]  # of sharded arrays, and of full ones
     for shard, full in zip(jax.tree.leaves(shards), jax.tree.leaves(params), strict=True):
         squares[not shard_spec(full.shape, sizes)] += jnp.sum(jnp.square(shard.astype(jnp.float32)))
     norm = jnp.sqrt(collectives.all_reduce(squares[0], tuple(sizes)) + squares[1])
-    return jax.tree.map(lambda shard: jnp.where(norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm), shards)
+    return jax.tree.map(
+        lambda shard: jnp.where(
+            norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm
+        ),
+        shards,
+    )
 
 
-def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) -> tuple[PartitionSpec, ...]:
-    """The spec of every leaf of an optimizer's state: moments are sharded as their parameters, all else is replicated."""
+def moment_specs(
+    where: str, inner: Any, state: Any, params: Tree, specs: Tree
+) -> tuple[PartitionSpec, ...]:
+    """The spec of every leaf of an optimizer's state: moments are sharded as their parameters, all
+    else is replicated.
+    """
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)
@@ -204,33 +291,46 @@ def moment_specs(where: str, inner: Any, state: Any, params: Tree, specs: Tree) 
             return moment
         if moment.shape != param.shape and moment.size > 1:
             raise OptimizerError(
-                f"{where}: the optimizer keeps {describe(moment)} for a parameter {describe(param)}: it combines elements of an array, "
+                f"{where}: the optimizer keeps {describe(moment)} for a parameter "
+                f"{describe(param)}: it combines elements of an array, "
                 "and each worker has only its shard.",
                 fix=FULL_GRADIENTS,
             )
         return spec if moment.shape == param.shape else PartitionSpec()
 
     tree = optax.tree_utils.tree_map_params(
-        inner, moment_spec, state, params, specs, transform_non_params=lambda _: PartitionSpec(), is_leaf=is_masked
+        inner,
+        moment_spec,
+        state,
+        params,
+        specs,
+        transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=is_masked,
     )
     return tuple(jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec)))
 
 
-def check_elementwise(where: str, fix: str, inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> None:
-    """Refuse an optimizer that combines elements of an array: of a shard it would see only this worker's part.
+def check_elementwise(
+    where: str, fix: str, inner: Any, shards: Tree, state: Any, params: Tree, extra: dict[str, Any]
+) -> None:
+    """Refuse an optimizer that combines elements of an array: of a shard it would see only this
+    worker's part.
 
-    Nor may it draw random numbers: its key is the same on every worker, so all would draw the same for different shards.
+    Nor may it draw random numbers: its key is the same on every worker, so all would draw the same
+    for different shards.
     """
     program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
     for name, shape in _operations(program.jaxpr):
         if name.startswith(NOT_ELEMENTWISE) and shape:
             raise OptimizerError(
-                f"{where}: the optimizer combines the elements of an array ({name} of {list(shape)}); each worker has only its shard.",
+                f"{where}: the optimizer combines the elements of an array ({name} of "
+                f"{list(shape)}); each worker has only its shard.",
                 fix=fix,
             )
         if name.startswith(RANDOM):
             raise OptimizerError(
-                f"{where}: the optimizer draws random numbers ({name}): every worker would draw the same ones for its shard.",
+                f"{where}: the optimizer draws random numbers ({name}): every worker would draw "
+                "the same ones for its shard.",
                 fix=f"an optimizer that draws none; else {FULL_GRADIENTS}",
             )
 
@@ -245,19 +345,30 @@ def _operations(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
                     yield from _operations(inside)
 
 
-def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 0, residual: Tree = None, weights: str = "exact") -> Tree:
-    """Full parameters from this worker's shards, where they are used; their gradients are reduce-scattered in the backward pass (FSDP).
+def gather(
+    shards: Tree,
+    axes: Axes,
+    codec: Codec = EXACT,
+    *,
+    dim: int | Tree = 0,
+    residual: Tree = None,
+    weights: str = "exact",
+) -> Tree:
+    """Full parameters from this worker's shards, where they are used; their gradients are
+    reduce-scattered in the backward pass (FSDP).
 
-    Under `jax.checkpoint` they are gathered again in the backward pass instead of being kept. In a `lax.scan` over layers, full
-    parameters of one layer exist at a time. All arrays of `shards` are sent in one bucket.
+    Under `jax.checkpoint` they are gathered again in the backward pass instead of being kept. In a
+    `lax.scan` over layers, full parameters of one layer exist at a time. All arrays of `shards` are
+    sent in one bucket.
 
-    Error feedback works through the gradient: `jax.grad` with respect to `(shards, residual)` gives the mean gradient of this worker's
-    shards, and **the next residual in place of the residual's gradient** (Karimireddy et al. 2019, arXiv:1901.09847, applied in the
-    backward pass).
+    Error feedback works through the gradient: `jax.grad` with respect to `(shards, residual)` gives
+    the mean gradient of this worker's shards, and **the next residual in place of the residual's
+    gradient** (Karimireddy et al. 2019, arXiv:1901.09847, applied in the backward pass).
 
     Args:
       shards: this worker's; a tree, such as a layer's parameters.
-      codec: of the gradients: any but `power_sgd`, which keeps arrays. It is not used for a gradient that it does not make smaller.
+      codec: of the gradients: any but `power_sgd`, which keeps arrays. It is not used for a
+        gradient that it does not make smaller.
       dim: the dim along which arrays are sharded, one for all or a tree of them.
       residual: `residual_like(shards, ...)`, float32 of the full shapes; None: no error feedback.
       weights: "exact" or "bfloat16", the format in which parameters are gathered.
@@ -271,12 +382,19 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
       >>> def loss(shard, x):
       ...     return jnp.sum(x @ gather(shard, "data"))
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> grad = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+      >>> grad = jax.shard_map(
+      ...     jax.grad(loss), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+      ... )
       >>> grad(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
       (4, 2)
     """
-    on_or_off = ("residual=wire.residual_like(shards, axes), of which jax.grad returns the next.", "residual=None.")
-    communication = make_communication(axes, codec, {"error_feedback": residual is not None}, on_or_off=on_or_off)
+    on_or_off = (
+        "residual=wire.residual_like(shards, axes), of which jax.grad returns the next.",
+        "residual=None.",
+    )
+    communication = make_communication(
+        axes, codec, {"error_feedback": residual is not None}, on_or_off=on_or_off
+    )
     if weights not in FORMATS:
         raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
     sizes = bound_sizes(communication.axes)
@@ -284,24 +402,49 @@ def gather(shards: Tree, axes: Axes, codec: Codec = EXACT, *, dim: int | Tree = 
     if not leaves:
         return shards
     paths = flatten(shards)
-    check_dtypes(paths, fix="gather parameters that have gradients; others with jax.lax.all_gather(x, axes, tiled=True).")
-    dims = [dim] * len(leaves) if isinstance(dim, int) else _leaves_as(structure, dim, "gather: dim", "dim=0, or a tree of numbers.")
+    check_dtypes(
+        paths,
+        fix="gather parameters that have gradients; others with jax.lax.all_gather(x, axes, "
+        "tiled=True).",
+    )
+    dims = (
+        [dim] * len(leaves)
+        if isinstance(dim, int)
+        else _leaves_as(structure, dim, "gather: dim", "dim=0, or a tree of numbers.")
+    )
     transfers = []
     for path, leaf, along in zip(paths, leaves, dims, strict=True):
         if type(along) is not int or not 0 <= along < jnp.ndim(leaf):
-            raise CommunicationError(f"gather: dim={short_repr(along)} of a shard {describe(leaf)}.", fix="a dim of the array.", path=path)
+            raise CommunicationError(
+                f"gather: dim={short_repr(along)} of a shard {describe(leaf)}.",
+                fix="a dim of the array.",
+                path=path,
+            )
         transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
-    check_encodable(paths, dict(zip(paths, transfers, strict=True)), fix="a call of gather of its own, with wire.exact().")
+    check_encodable(
+        paths,
+        dict(zip(paths, transfers, strict=True)),
+        fix="a call of gather of its own, with wire.exact().",
+    )
     like = "wire.residual_like(shards, axes, dim=dim)."
-    residuals = [None] * len(leaves) if residual is None else _leaves_as(structure, residual, "gather: residual", like)
+    residuals = (
+        [None] * len(leaves)
+        if residual is None
+        else _leaves_as(structure, residual, "gather: residual", like)
+    )
     for path, transfer, kept in zip(paths, transfers, residuals, strict=True):
         shape = transfer.shard_layout.shape
-        if jax.eval_shape(lambda codec=transfer.codec, shape=shape: codec.init(jax.random.key(0), shape, shape)):
+        if jax.eval_shape(
+            lambda codec=transfer.codec, shape=shape: codec.init(jax.random.key(0), shape, shape)
+        ):
             why = f"{transfer.codec} keeps arrays from step to step, for which gather has no place."
-            raise OptionError(f"gather: {why}", fix="a codec of rows, such as wire.int8(block=256).")
+            raise OptionError(
+                f"gather: {why}", fix="a codec of rows, such as wire.int8(block=256)."
+            )
         if kept is not None and kept.shape != transfer.shard_layout.shape:
             raise CommunicationError(
-                f"gather: the residual of {path} is {describe(kept)}; its full gradient is {list(transfer.shard_layout.shape)}.",
+                f"gather: the residual of {path} is {describe(kept)}; its full gradient is "
+                f"{list(transfer.shard_layout.shape)}.",
                 fix=like,
                 path=path,
             )
@@ -323,26 +466,41 @@ def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> zeros = jax.shard_map(
-      ...     lambda shard: residual_like(shard, "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+      ...     lambda shard: residual_like(shard, "data"),
+      ...     mesh=mesh,
+      ...     in_specs=P("data"),
+      ...     out_specs=P("data"),
+      ...     check_vma=False,
+      ... )
       >>> zeros(jnp.ones((4, 2), jnp.bfloat16)).dtype
       dtype('float32')
     """
     sizes = bound_sizes(as_axes(axes))
     workers = collectives.worker_count(tuple(sizes))
     dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim
-    return jax.tree.map(lambda leaf, along: jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32), shards, dims)
+    return jax.tree.map(
+        lambda leaf, along: jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32),
+        shards,
+        dims,
+    )
 
 
 def _full_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] * workers, *shape[dim + 1 :])
 
 
-def _transfer(communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int], feedback: bool) -> Transfer:
+def _transfer(
+    communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int], feedback: bool
+) -> Transfer:
     axes, counts = communication.axes, tuple(sizes.values())
     workers = collectives.worker_count(axes)
     shape = _full_shape(leaf.shape, dim, workers)
     layout = ShardLayout(shape, (*[None] * dim, axes[0] if len(axes) == 1 else axes), axes, counts)
-    codec = communication.codec if workers > 1 and all(shape) and communication.codec.compresses(layout, shape) else Exact()
+    codec = (
+        communication.codec
+        if workers > 1 and all(shape) and communication.codec.compresses(layout, shape)
+        else Exact()
+    )
     return Transfer(layout, codec, feedback and not codec.lossless)
 
 
@@ -354,8 +512,9 @@ class Gathering:
       transfers: one for each array.
       weights: the format in which float32 arrays are gathered, "exact" or "bfloat16".
       dtype: to which float32 shards are cast before; None: they are not.
-      model_axes: mesh axes that are not manual here. `specs` shard the full arrays along them, and each device sends its local shard:
-        left to the partitioner, a collective on an array that is sharded over such an axis gathers it there first.
+      model_axes: mesh axes that are not manual here. `specs` shard the full arrays along them, and
+        each device sends its local shard: left to the partitioner, a collective on an array that is
+        sharded over such an axis gathers it there first.
     """
 
     transfers: tuple[Transfer, ...]
@@ -369,41 +528,74 @@ class Gathering:
         specs = list(self.specs)
         return self._on_local_shards(self._gather, (specs,), specs)(shards)
 
-    def reduce(self, grads: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    def reduce(
+        self, grads: list[jax.Array], residuals: dict[int, jax.Array]
+    ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         """This worker's shards of the mean gradients, and the next residuals."""
         specs = list(self.specs), {number: self.specs[number] for number in residuals if self.specs}
         return self._on_local_shards(self._reduce, specs, specs)(grads, residuals)
 
-    def _on_local_shards(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _on_local_shards(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         if not self.model_axes:
             return function
-        return shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=self.model_axes)
+        return shard_map(
+            function, in_specs=in_specs, out_specs=out_specs, axis_names=self.model_axes
+        )
 
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("gather_params"):
-            shards = [x.astype(self.dtype) if self.dtype is not None and x.dtype == jnp.float32 else x for x in shards]
-            rounded = [self.weights == "bfloat16" and shard.dtype == jnp.float32 for shard in shards]
-            as_sent = [Bfloat16().encode(shard) if encode else shard for shard, encode in zip(shards, rounded, strict=True)]
+            shards = [
+                x.astype(self.dtype) if self.dtype is not None and x.dtype == jnp.float32 else x
+                for x in shards
+            ]
+            rounded = [
+                self.weights == "bfloat16" and shard.dtype == jnp.float32 for shard in shards
+            ]
+            as_sent = [
+                Bfloat16().encode(shard) if encode else shard
+                for shard, encode in zip(shards, rounded, strict=True)
+            ]
             full: list[Any] = [None] * len(shards)
-            for numbers in _small_together(as_sent, [transfer.shard_layout for transfer in self.transfers]):
+            for numbers in _small_together(
+                as_sent, [transfer.shard_layout for transfer in self.transfers]
+            ):
                 layouts = [self.transfers[number].shard_layout for number in numbers]
-                for number, gathered in zip(numbers, _all_gather([as_sent[number] for number in numbers], layouts), strict=True):
+                for number, gathered in zip(
+                    numbers,
+                    _all_gather([as_sent[number] for number in numbers], layouts),
+                    strict=True,
+                ):
                     full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
             return full
 
-    def _reduce(self, grads: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    def _reduce(
+        self, grads: list[jax.Array], residuals: dict[int, jax.Array]
+    ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         transfers = self.transfers
         lossless = all(transfer.codec.lossless for transfer in transfers)
-        check_grads(transfers[0].shard_layout.axes, {str(number): grad for number, grad in enumerate(grads)}, lossless=lossless)
+        check_grads(
+            transfers[0].shard_layout.axes,
+            {str(number): grad for number, grad in enumerate(grads)},
+            lossless=lossless,
+        )
         means: list[Any] = [None] * len(transfers)
         after = dict(residuals)
-        for paths in make_buckets({str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES):
+        for paths in make_buckets(
+            {str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES
+        ):
             numbers = list(map(int, paths))
             chosen = [transfers[number] for number in numbers]
-            memory = [{RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {} for number in numbers]
+            memory = [
+                {RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {}
+                for number in numbers
+            ]
             with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
                 bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen))
-                reduced = reduce_bucket(chosen, [grads[number] for number in numbers], memory, bucket)
+                reduced = reduce_bucket(
+                    chosen, [grads[number] for number in numbers], memory, bucket
+                )
             for number, mean, entry in zip(numbers, *reduced, strict=True):
                 means[number] = mean.astype(grads[number].dtype)
                 after |= {number: entry[RESIDUAL][0]} if RESIDUAL in entry else {}
@@ -411,14 +603,20 @@ class Gathering:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_leaves(gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]) -> list[jax.Array]:
-    """What `gather` does, for a list of arrays; `residuals` by number, of those with error feedback."""
+def gather_leaves(
+    gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]
+) -> list[jax.Array]:
+    """What `gather` does, for a list of arrays; `residuals` by number, of those with error
+    feedback.
+    """
     del residuals
     return gathering.gather(shards)
 
 
 def _small_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[list[int]]:
-    """Their numbers: small arrays over the same axes are sent together, and each large one alone, as it would be copied out of a bucket."""
+    """Their numbers: small arrays over the same axes are sent together, and each large one alone,
+    as it would be copied out of a bucket.
+    """
     together: dict[tuple[str, ...], list[int]] = {}
     alone = []
     for number, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
@@ -433,18 +631,29 @@ def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax
     axes, dims = layouts[0].sharded_axes, [len(layout.spec) - 1 for layout in layouts]
     if len(shards) == 1:
         return [collectives.all_gather(shards[0], axes, dims[0])]
-    joined = packed_collective([x[None] for x in shards], 1, lambda part: collectives.all_gather(part, axes, 0))
-    return [jnp.moveaxis(parts, 0, dim).reshape(layout.shape) for parts, dim, layout in zip(joined, dims, layouts, strict=True)]
+    joined = packed_collective(
+        [x[None] for x in shards], 1, lambda part: collectives.all_gather(part, axes, 0)
+    )
+    return [
+        jnp.moveaxis(parts, 0, dim).reshape(layout.shape)
+        for parts, dim, layout in zip(joined, dims, layouts, strict=True)
+    ]
 
 
-def _gather_forward(gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]) -> tuple:
+def _gather_forward(
+    gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]
+) -> tuple:
     # of the shards only dtypes are needed: arrays without elements carry them
     return gathering.gather(shards), (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
 
 
-def _gather_backward(gathering: Gathering, kept: tuple[dict[int, jax.Array], list[jax.Array]], grads: list[jax.Array]) -> tuple:
+def _gather_backward(
+    gathering: Gathering, kept: tuple[dict[int, jax.Array], list[jax.Array]], grads: list[jax.Array]
+) -> tuple:
     residuals, dtypes = kept
-    return gathering.reduce([grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)], residuals)
+    return gathering.reduce(
+        [grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)], residuals
+    )
 
 
 gather_leaves.defvjp(_gather_forward, _gather_backward)

@@ -1,4 +1,6 @@
-"""A model small enough to reason about, buffers that CPU devices share, and exact comparison of trees."""
+"""A model small enough to reason about, buffers that CPU devices share, and exact comparison of
+trees.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ FEATURES = 16  # a row of float32 is 64 bytes: every shard of an aligned buffer 
 
 
 def model():
-    return spmd.FunctionalModel(lambda key: {"w": jnp.zeros((FEATURES, 1))}, lambda params, x: x @ params["w"])
+    return spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((FEATURES, 1))}, lambda params, x: x @ params["w"]
+    )
 
 
 def examples(count, seed=0):
@@ -22,15 +26,23 @@ def examples(count, seed=0):
 
 
 def trainer(**options):
-    return spmd.Trainer(model(), **{"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), **options})
+    return spmd.Trainer(
+        model(), **{"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), **options}
+    )
 
 
 def fit(data, **options):
-    return spmd.fit(model(), data, **{"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), **options})
+    return spmd.fit(
+        model(),
+        data,
+        **{"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1), **options},
+    )
 
 
 def aligned(shape, dtype=np.float32):
-    """An uninitialised array whose memory starts at a multiple of 64 bytes: what CPU devices use without a copy."""
+    """An uninitialised array whose memory starts at a multiple of 64 bytes: what CPU devices use
+    without a copy.
+    """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -40,4 +52,6 @@ def aligned(shape, dtype=np.float32):
 def same(left, right):
     """Whether two trees hold the same bits under the same paths."""
     left, right = flatten(jax.device_get(left)), flatten(jax.device_get(right))
-    return left.keys() == right.keys() and all(np.asarray(left[k]).tobytes() == np.asarray(right[k]).tobytes() for k in left)
+    return left.keys() == right.keys() and all(
+        np.asarray(left[k]).tobytes() == np.asarray(right[k]).tobytes() for k in left
+    )

@@ -1,4 +1,6 @@
-"""Where CSV records and fields begin and end, compared with a reader of single characters; nothing else decides what is valid."""
+"""Where CSV records and fields begin and end, compared with a reader of single characters; nothing
+else decides what is valid.
+"""
 
 import random
 
@@ -38,11 +40,18 @@ def by_machine(text):
 
 def by_grammar(path, raw, chunk):
     try:
-        records = [pair for edges in csv_grammar.records(str(path), ",", chunk) for pair in zip(*edges, strict=True)]
+        records = [
+            pair
+            for edges in csv_grammar.records(str(path), ",", chunk)
+            for pair in zip(*edges, strict=True)
+        ]
     except DataError as error:
         assert "a quote that is never closed" in str(error)
         return None
-    return [[csv_grammar.unquoted(field).decode() for field in csv_grammar.split(raw[start:end], ",")] for start, end in records]
+    return [
+        [csv_grammar.unquoted(field).decode() for field in csv_grammar.split(raw[start:end], ",")]
+        for start, end in records
+    ]
 
 
 def test_records_and_fields_are_those_of_a_reader_of_single_letters(tmp_path):
@@ -60,12 +69,23 @@ def test_fields_of_many_records_are_those_of_each_alone(tmp_path):
     rng = random.Random(1)
     for _ in range(100):
         lines = ["".join(rng.choices('a1,"', k=rng.randint(1, 9))) for _ in range(8)]
-        lines = [line.encode() + rng.choice([b"\n", b"\r\n", b""]) for line in lines if by_machine(line) is not None]
+        lines = [
+            line.encode() + rng.choice([b"\n", b"\r\n", b""])
+            for line in lines
+            if by_machine(line) is not None
+        ]
         ends = np.cumsum([len(line) for line in lines])
-        cells = csv_grammar.Cells(b"".join(lines), ends - [len(line) for line in lines], ends, ",", 2)
-        alone = [[csv_grammar.unquoted(field) for field in csv_grammar.split(line, ",")] for line in lines]
+        cells = csv_grammar.Cells(
+            b"".join(lines), ends - [len(line) for line in lines], ends, ",", 2
+        )
+        alone = [
+            [csv_grammar.unquoted(field) for field in csv_grammar.split(line, ",")]
+            for line in lines
+        ]
         assert cells.odd == {at: len(row) for at, row in enumerate(alone) if len(row) != 2}
-        assert [[cells.field(at, column) for column in (0, 1)] for at in range(len(cells.rows))] == [row for row in alone if len(row) == 2]
+        assert [
+            [cells.field(at, column) for column in (0, 1)] for at in range(len(cells.rows))
+        ] == [row for row in alone if len(row) == 2]
 
 
 ODD_ROWS = {
@@ -89,7 +109,9 @@ def test_a_column_that_is_not_read_may_hold_anything(tmp_path, odd, quoted):
     path.write_bytes(b"\n".join([b"x,y", *rows]))
     for batch_size in (1, 6, 20):
         for workers in (0, 2):
-            data = spmd.data.csv(path, columns=["x"], batch_size=batch_size, workers=workers, shuffle=False)
+            data = spmd.data.csv(
+                path, columns=["x"], batch_size=batch_size, workers=workers, shuffle=False
+            )
             assert [x for batch in data for x in batch["x"].tolist()] == list(range(20))
     for rank in range(2):
         part = RecordSource(spmd.data.csv(path, columns=["x"], batch_size=10, shuffle=False))
@@ -100,18 +122,34 @@ def test_a_column_that_is_not_read_may_hold_anything(tmp_path, odd, quoted):
 
 @pytest.mark.parametrize("quoted", [False, True], ids=["no quotes", "quotes elsewhere"])
 def test_skipped_records_do_not_depend_on_the_batch_size(tmp_path, quoted):
-    odd = {3: b"\xff,1", 5: b"5,\xff", 8: b"8", 9: b"9,1,2", 11: b'1"1,1', 12: b'12"3,1', 13: b"13," + b"1" * 140_000}
-    rows = [odd.get(at, b'"%d","%d"' % (at, at) if quoted and at % 4 == 0 else b"%d,%d" % (at, at)) for at in range(20)]
+    odd = {
+        3: b"\xff,1",
+        5: b"5,\xff",
+        8: b"8",
+        9: b"9,1,2",
+        11: b'1"1,1',
+        12: b'12"3,1',
+        13: b"13," + b"1" * 140_000,
+    }
+    rows = [
+        odd.get(at, b'"%d","%d"' % (at, at) if quoted and at % 4 == 0 else b"%d,%d" % (at, at))
+        for at in range(20)
+    ]
     path = tmp_path / "a.csv"
     path.write_bytes(b"\n".join([b"x,y", *rows]))
     options = {"types": {"x": "int32", "y": "float32"}, "shuffle": False, "on_error": "skip"}
     for batch_size in (1, 2, 7, 20):
         for workers in (0, 3):
             data = spmd.data.csv(path, batch_size=batch_size, workers=workers, **options)
-            assert [x for batch in data for x in batch["x"].tolist()] == [at for at in range(20) if at not in odd]
+            assert [x for batch in data for x in batch["x"].tolist()] == [
+                at for at in range(20) if at not in odd
+            ]
 
 
-@pytest.mark.parametrize("content", [b"\n\r\n  \nx,y\n\n1,2\n \t\n3,4\n", b"x,y\r1,2\r3,4\r", b'\xef\xbb\xbf"x",y\n"1",2\n3,"4"'])
+@pytest.mark.parametrize(
+    "content",
+    [b"\n\r\n  \nx,y\n\n1,2\n \t\n3,4\n", b"x,y\r1,2\r3,4\r", b'\xef\xbb\xbf"x",y\n"1",2\n3,"4"'],
+)
 def test_files_that_other_readers_take(tmp_path, content):
     """Blank lines, lone carriage returns, quotes after a byte order mark."""
     (tmp_path / "a.csv").write_bytes(content)
@@ -121,7 +159,12 @@ def test_files_that_other_readers_take(tmp_path, content):
 
 
 def test_the_line_of_a_record_is_counted_by_any_line_break(tmp_path):
-    for lines, number in [(b"x\n1\n2\na\n", 4), (b"x\r1\r2\ra\r", 4), (b"x\r\n1\r\n2\r\na", 4), (b'x\r\n1\n"\n2"\n\ra', 6)]:
+    for lines, number in [
+        (b"x\n1\n2\na\n", 4),
+        (b"x\r1\r2\ra\r", 4),
+        (b"x\r\n1\r\n2\r\na", 4),
+        (b'x\r\n1\n"\n2"\n\ra', 6),
+    ]:
         (tmp_path / "a.csv").write_bytes(lines)
         with pytest.raises(DataError, match=rf"a.csv, line {number}: "):
             list(spmd.data.csv(tmp_path / "a.csv", types={"x": "int32"}, batch_size=9))
@@ -131,10 +174,19 @@ def test_work_on_columns_grows_with_their_number(tmp_path, monkeypatch):
     """Counts comparisons of names."""
     name_class = counted_names()
     wide = 2000
-    path = written.csv(tmp_path / "a.csv", [",".join(["1"] * wide)], ",".join(f"c{at}" for at in range(wide)))
+    path = written.csv(
+        tmp_path / "a.csv", [",".join(["1"] * wide)], ",".join(f"c{at}" for at in range(wide))
+    )
     read = csv_checks._header
-    monkeypatch.setattr(csv_checks, "_header", lambda *arguments: [name_class(name) for name in read(*arguments)])
+    monkeypatch.setattr(
+        csv_checks, "_header", lambda *arguments: [name_class(name) for name in read(*arguments)]
+    )
     names = [name_class(f"c{at}") for at in reversed(range(wide))]
-    data = spmd.data.csv(path, columns={"x": names, "y": names[:5]}, types={name: "int32" for name in names[:9]}, batch_size=1)
+    data = spmd.data.csv(
+        path,
+        columns={"x": names, "y": names[:5]},
+        types={name: "int32" for name in names[:9]},
+        batch_size=1,
+    )
     assert next(iter(data))["x"].tolist() == [[1] * wide]
     assert name_class.compared < 50 * wide

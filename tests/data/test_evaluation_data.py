@@ -1,4 +1,6 @@
-"""Evaluation and prediction on data that differs from the training data: compiled separately, or rejected with the differences."""
+"""Evaluation and prediction on data that differs from the training data: compiled separately, or
+rejected with the differences.
+"""
 
 import logging
 
@@ -47,7 +49,7 @@ WIDER = r"""the data to evaluate does not fit: the loss fails on a batch of {x: 
 
   x   float32\[8, 5\]
       is float32\[8, 4\] in training batches\.
-    fix: batches like those for training, but for the number of rows\."""
+    fix: batches like those for training, but for the number of rows\."""  # noqa: E501
 OTHER_KEYS = r"""the data to evaluate does not fit: the loss reads the key 'x', and a batch has {image: .*, y: .*}\.
 3 problems:
 
@@ -58,7 +60,7 @@ OTHER_KEYS = r"""the data to evaluate does not fit: the loss reads the key 'x', 
       is float32\[8, 1\] in training batches\.
 
   x
-      is missing; training batches have float32\[8, 4\]\."""
+      is missing; training batches have float32\[8, 4\]\."""  # noqa: E501
 BAD = {
     "another width": (rows(width=5), WIDER),
     "other keys": ({"image": rows()["x"], "y": np.zeros((ROWS, 1), np.int32)}, OTHER_KEYS),
@@ -84,7 +86,9 @@ def test_records_to_evaluate_that_do_not_fit_are_refused_before_training(tmp_pat
 def test_batches_to_evaluate_that_do_not_fit_are_refused_at_the_first_evaluation():
     seen = []
     with pytest.raises(DataError, match=WIDER):
-        trained(eval_data=[rows(8, 5)], callbacks=[lambda info: seen.append(info.step)], eval_every=1)
+        trained(
+            eval_data=[rows(8, 5)], callbacks=[lambda info: seen.append(info.step)], eval_every=1
+        )
     assert len(seen) <= 1
 
 
@@ -92,7 +96,11 @@ def test_evaluation_of_other_keys_has_its_own_metrics(caplog):
     result = trained(rows(weight=np.full(ROWS, 2, np.float32)))
     with caplog.at_level(logging.WARNING, "spmd"):
         few = result.evaluate(rows(8), batch_size=8)
-    assert list(few) == ["loss"] and "evaluation does not measure far: the loss returns it for batches of weight, x, y" in caplog.text
+    assert (
+        list(few) == ["loss"]
+        and "evaluation does not measure far: the loss returns it for batches of weight, x, y"
+        in caplog.text
+    )
     many = result.evaluate(rows(8, weight=np.full(8, 3, np.float32)), batch_size=8)
     assert many["loss"] == few["loss"]
     assert_close(many["far"], 3 * few["loss"])
@@ -101,28 +109,47 @@ def test_evaluation_of_other_keys_has_its_own_metrics(caplog):
 @pytest.mark.system
 def test_evaluation_of_another_dtype_or_length_has_its_own_program():
     def error_of_mean(model, batch):
-        return (model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]) ** 2
+        return (
+            model(batch["x"].astype(np.float32).mean(axis=1)[:, None])[:, 0] - batch["y"][:, 0]
+        ) ** 2
 
-    result = spmd.fit(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=error_of_mean))
+    result = spmd.fit(
+        lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), rows(), **options(loss=error_of_mean)
+    )
     doubled = {**rows(), "x": np.repeat(rows()["x"], 2, axis=1)}
     integers = {"x": np.round(rows()["x"]).astype(np.int32), "y": rows()["y"]}
     rounded = {"x": integers["x"].astype(np.float32), "y": integers["y"]}
-    assert_close(result.evaluate(doubled, batch_size=8)["loss"], result.evaluate(rows(), batch_size=8)["loss"])
-    assert result.evaluate(integers, batch_size=8) == result.evaluate(rounded, batch_size=8) != result.evaluate(rows(), batch_size=8)
+    assert_close(
+        result.evaluate(doubled, batch_size=8)["loss"],
+        result.evaluate(rows(), batch_size=8)["loss"],
+    )
+    assert (
+        result.evaluate(integers, batch_size=8)
+        == result.evaluate(rounded, batch_size=8)
+        != result.evaluate(rows(), batch_size=8)
+    )
 
 
 def test_checkpoint_rejects_a_metric_that_evaluation_lacks(tmp_path):
     with pytest.raises(OptionError, match='Checkpoint: there is no metric "eval_far"'):
-        trained(rows(weight=np.ones(ROWS, np.float32)), eval_data=rows(), checkpoint=spmd.Checkpoint(tmp_path, best="eval_far"))
+        trained(
+            rows(weight=np.ones(ROWS, np.float32)),
+            eval_data=rows(),
+            checkpoint=spmd.Checkpoint(tmp_path, best="eval_far"),
+        )
 
 
 def test_inputs_to_predict_that_do_not_fit_are_refused():
     result = trained()
     text = (
-        r"the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the model with; "
+        r"the model fails on float32\[8, 5\]: TypeError: .*\n    fix: what the loss calls the "
+        r"model with; "
         r"the batches that it was trained on hold x float32\[8, 4\], y float32\[8, 1\]\."
     )
-    batch = r"its argument as it is, and the model fails on x float32\[8, 4\], y float32\[8, 1\]: .*\n    fix: predict\(batch\['x'\]\)"
+    batch = (
+        r"its argument as it is, and the model fails on x float32\[8, 4\], y float32\[8, 1\]: .*\n "
+        r"   fix: predict\(batch\['x'\]\)"
+    )
     for inputs, expected in [(rows(width=5)["x"], text), (rows(), batch)]:
         with pytest.raises(DataError, match=expected):
             result.predict(inputs)

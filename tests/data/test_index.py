@@ -1,4 +1,6 @@
-"""The record index: after any change it is correct or rebuilt. Hashes of contents: a run does not resume on other data."""
+"""The record index: after any change it is correct or rebuilt. Hashes of contents: a run does not
+resume on other data.
+"""
 
 import json
 import logging
@@ -20,7 +22,9 @@ ROWS = 40
 
 @pytest.fixture
 def path(tmp_path):
-    return written.csv(tmp_path / "a.csv", [f"{at},{at / 2}" for at in range(100, 100 + ROWS)], "x,y")
+    return written.csv(
+        tmp_path / "a.csv", [f"{at},{at / 2}" for at in range(100, 100 + ROWS)], "x,y"
+    )
 
 
 def opened(path):
@@ -46,15 +50,25 @@ def damages(raw):
     yield "zeros", bytes(len(raw))
     for length in sorted({1, 7, len(raw) // 2, len(raw) - 1, *rng.sample(range(len(raw)), 8)}):
         yield f"truncated to {length}", raw[:length]
-    for bit in sorted({*range(0, 8 * len(raw), 151), *rng.sample(range(8 * len(raw)), 20), 8 * len(raw) - 1}):
-        yield f"bit {bit}", raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :]
-    yield "a record that begins later", raw.replace((4 + 9).to_bytes(8, "little"), (4 + 10).to_bytes(8, "little"))
+    for bit in sorted(
+        {*range(0, 8 * len(raw), 151), *rng.sample(range(8 * len(raw)), 20), 8 * len(raw) - 1}
+    ):
+        yield (
+            f"bit {bit}",
+            raw[: bit // 8] + bytes([raw[bit // 8] ^ 1 << bit % 8]) + raw[bit // 8 + 1 :],
+        )
+    yield (
+        "a record that begins later",
+        raw.replace((4 + 9).to_bytes(8, "little"), (4 + 10).to_bytes(8, "little")),
+    )
     yield "more at the end", raw + b"\n"
     yield "twice", raw * 2
 
 
 def test_a_damaged_index_is_built_again_and_reported(path, caplog, monkeypatch):
-    """For some 100 kinds of damage, the records read are those of the data, and the index is restored."""
+    """For some 100 kinds of damage, the records read are those of the data, and the index is
+    restored.
+    """
     file, expected = indexed(path), list(range(100, 100 + ROWS))
     raw = file.read_bytes()
     for name, damaged in damages(raw):
@@ -62,7 +76,9 @@ def test_a_damaged_index_is_built_again_and_reported(path, caplog, monkeypatch):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):
             assert read(path) == expected, name
-        assert damaged == raw or f"the index of {path} is damaged and is built again" in caplog.text, name
+        assert (
+            damaged == raw or f"the index of {path} is damaged and is built again" in caplog.text
+        ), name
         assert file.read_bytes() == raw, name
     with monkeypatch.context() as patched:
         patched.setattr(csv_files, "_scan", None)  # an intact index is used
@@ -95,21 +111,32 @@ def test_an_index_that_cannot_be_kept_is_reported(path, caplog):
         assert read(path) == list(range(100, 100 + ROWS))
     assert "cannot be kept, so the next run looks for its records again" in caplog.text
     assert [entry.name for entry in file.parent.iterdir()] == [file.name]
-    with pytest.raises(OptionError, match=r"the folder .*index cannot be created: .*a.csv is a file"):
+    with pytest.raises(
+        OptionError, match=r"the folder .*index cannot be created: .*a.csv is a file"
+    ):
         spmd.data.csv(path, batch_size=ROWS, index=path / "index")
 
 
-# other contents ------------------------------------------------------------------------------------------------------
+# other contents -----------------------------------------------------------------------------------
 
 
 def test_data_of_the_same_size_and_other_contents_is_not_resumed(tmp_path):
     rng = np.random.default_rng(0)
     table = rng.integers(1, 9, (32, 17))
-    path = written.csv(tmp_path / "a.csv", [",".join(map(str, row)) for row in table], ",".join([*(f"x{at}" for at in range(16)), "y"]))
+    path = written.csv(
+        tmp_path / "a.csv",
+        [",".join(map(str, row)) for row in table],
+        ",".join([*(f"x{at}" for at in range(16)), "y"]),
+    )
     columns = {"x": [f"x{at}" for at in range(16)], "y": ["y"]}
 
     def make():
-        return spmd.data.csv(path, columns=columns, types={name: "float32" for name in [*columns["x"], "y"]}, batch_size=16)
+        return spmd.data.csv(
+            path,
+            columns=columns,
+            types={name: "float32" for name in [*columns["x"], "y"]},
+            batch_size=16,
+        )
 
     fit(make(), steps=1, checkpoint=tmp_path / "run")
     state = iter(make()).get_state()
@@ -118,7 +145,9 @@ def test_data_of_the_same_size_and_other_contents_is_not_resumed(tmp_path):
     raw = path.read_bytes()
     path.write_bytes(raw[:-2] + bytes([raw[-2] ^ 1]) + raw[-1:])
     with pytest.raises(
-        CheckpointError, match=r"its data is not the same\n1 problem:\n\n  contents\n      saved '\w{16}', now '\w{16}'\n      fix: "
+        CheckpointError,
+        match=r"its data is not the same\n1 problem:\n\n  contents\n      saved '\w{16}', now "
+        r"'\w{16}'\n      fix: ",
     ):
         fit(make(), steps=3, checkpoint=tmp_path / "run", resume=True)
     with pytest.raises(DataError, match=r"this state is of other data: contents was"):
@@ -133,13 +162,19 @@ def test_arrays_of_other_contents_are_not_resumed(tmp_path):
         fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
     fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume="changed_data")
     assert _changed(tmp_path / "run") == ["contents y of the data have changed"]
-    with pytest.raises(OptionError, match=r"^resume='yes'\n    fix: True, False, or \"changed_data\""):
+    with pytest.raises(
+        OptionError, match=r"^resume='yes'\n    fix: True, False, or \"changed_data\""
+    ):
         fit(data, batch_size=16, steps=3, checkpoint=tmp_path / "run", resume="yes")
 
 
 def _changed(folder):
     """What the resumed run reports as changed."""
-    (resumed,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
+    (resumed,) = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if "resumed" in line
+    ]
     return resumed["changed"]
 
 
@@ -150,7 +185,9 @@ def test_checkpoint_without_hashes_is_resumed_with_a_warning(tmp_path, monkeypat
         before.setattr(data_hash, "of_arrays", lambda arrays: {})
         fit(data, batch_size=16, steps=1, checkpoint=tmp_path / "run")
     fit(data, batch_size=16, steps=2, checkpoint=tmp_path / "run", resume=True)
-    assert _changed(tmp_path / "run") == ["the checkpoint has no hash of its data, so the contents of the data were not compared"]
+    assert _changed(tmp_path / "run") == [
+        "the checkpoint has no hash of its data, so the contents of the data were not compared"
+    ]
 
 
 def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, monkeypatch):
@@ -163,12 +200,21 @@ def test_a_sample_of_large_files_has_their_ends_and_blocks_between(tmp_path, mon
             changed = bytearray(b"".join(raw))
             if at is not None:
                 changed[at] ^= 1
-            for path, first, contents in zip(paths, np.cumsum([0, *map(len, raw)]), raw, strict=False):
+            for path, first, contents in zip(
+                paths, np.cumsum([0, *map(len, raw)]), raw, strict=False
+            ):
                 path.write_bytes(changed[first : first + len(contents)])
-            hashes[blocks, at] = data_hash.of_files([str(path) for path in paths], list(map(len, raw)), blocks)
-    noticed = {blocks: [at for at in range(151) if hashes[blocks, at] != hashes[blocks, None]] for blocks in (5, 38)}
+            hashes[blocks, at] = data_hash.of_files(
+                [str(path) for path in paths], list(map(len, raw)), blocks
+            )
+    noticed = {
+        blocks: [at for at in range(151) if hashes[blocks, at] != hashes[blocks, None]]
+        for blocks in (5, 38)
+    }
     assert noticed[38] == list(range(151)), "all of what is small"
-    assert noticed[5] == [at for first in (0, 36, 73, 110, 147) for at in range(first, first + 4)], "the last block spans two files"
+    assert noticed[5] == [
+        at for first in (0, 36, 73, 110, 147) for at in range(first, first + 4)
+    ], "the last block spans two files"
 
 
 def test_a_sample_of_large_arrays_has_the_first_and_the_last_row(monkeypatch):
@@ -182,4 +228,8 @@ def test_a_sample_of_large_arrays_has_the_first_and_the_last_row(monkeypatch):
         noticed += [row] if data_hash.of_arrays({"x": x}) != before else []
         x[row, 1] = 0
     assert noticed[0] == 0 and noticed[-1] == 99 and len(noticed) == 8
-    assert data_hash.of_arrays({"x": x.astype(np.float64)}) != before != data_hash.of_arrays({"x": x[:, :1]})
+    assert (
+        data_hash.of_arrays({"x": x.astype(np.float64)})
+        != before
+        != data_hash.of_arrays({"x": x[:, :1]})
+    )

@@ -25,7 +25,12 @@ LABELS = np.arange(10, dtype=np.uint8)
 
 
 def write(folder, *, dot="-", gz=False, skip=()):
-    contents = {"train-images": idx(IMAGES), "train-labels": idx(LABELS), "t10k-images": idx(IMAGES[:4]), "t10k-labels": idx(LABELS[:4])}
+    contents = {
+        "train-images": idx(IMAGES),
+        "train-labels": idx(LABELS),
+        "t10k-images": idx(IMAGES[:4]),
+        "t10k-labels": idx(LABELS[:4]),
+    }
     for stem, raw in contents.items():
         if stem not in skip:
             name = f"{stem}{dot}idx{3 if 'images' in stem else 1}-ubyte{'.gz' if gz else ''}"
@@ -40,7 +45,9 @@ def test_both_halves_are_read_and_scaled(tmp_path, dot, gz):
     assert train["image"].shape == (10, 28, 28, 1) and train["image"].dtype == np.float32
     assert np.array_equal(train["image"][..., 0], IMAGES.astype(np.float32) / 255)
     assert train["label"].dtype == np.int32 and np.array_equal(train["label"], LABELS)
-    assert np.array_equal(test["image"], train["image"][:4]) and np.array_equal(test["label"], LABELS[:4])
+    assert np.array_equal(test["image"], train["image"][:4]) and np.array_equal(
+        test["label"], LABELS[:4]
+    )
     assert train["image"].min() >= 0 and train["image"].max() <= 1
 
 
@@ -70,16 +77,28 @@ def refused(tmp_path, raw):
 def test_each_kind_of_damage_has_its_error(tmp_path):
     raw = idx(IMAGES)
     assert (
-        refused(tmp_path, raw[:-1]) == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839.\n    fix: download it again."
+        refused(tmp_path, raw[:-1])
+        == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7839.\n    fix: "
+        "download it again."
     )
     assert (
         refused(tmp_path, raw + b"x")
-        == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841.\n    fix: download it again."
+        == "FILE: shape [10, 28, 28] needs 7840 bytes of data, the file has 7841.\n    fix: "
+        "download it again."
     )
-    assert refused(tmp_path, raw[:10]) == "FILE: the header of 3 dims is truncated.\n    fix: download it again."
+    assert (
+        refused(tmp_path, raw[:10])
+        == "FILE: the header of 3 dims is truncated.\n    fix: download it again."
+    )
     assert refused(tmp_path, b"") == f"FILE is not an IDX file: it starts with ''.{IDX}"
-    assert refused(tmp_path, b"\x89PNG" + raw) == f"FILE is not an IDX file: it starts with '89 50 4e 47'.{IDX}"
-    assert refused(tmp_path, b"\0\0\x0a\x01" + raw) == f"FILE is not an IDX file: it starts with '00 00 0a 01'.{IDX}"
+    assert (
+        refused(tmp_path, b"\x89PNG" + raw)
+        == f"FILE is not an IDX file: it starts with '89 50 4e 47'.{IDX}"
+    )
+    assert (
+        refused(tmp_path, b"\0\0\x0a\x01" + raw)
+        == f"FILE is not an IDX file: it starts with '00 00 0a 01'.{IDX}"
+    )
     assert re.match("FILE is a damaged gzip file: ", refused(tmp_path, gzip.compress(raw)[:-20]))
     spoilt = bytearray(gzip.compress(raw))
     spoilt[40] ^= 0xFF
@@ -90,7 +109,8 @@ def test_a_missing_file_lists_the_names_looked_for(tmp_path):
     with pytest.raises(DataError) as raised:
         spmd.data.mnist(write(tmp_path, skip=("t10k-labels",)))
     assert str(raised.value) == (
-        f"{tmp_path} has none of t10k-labels-idx1-ubyte, t10k-labels-idx1-ubyte.gz, t10k-labels.idx1-ubyte, t10k-labels.idx1-ubyte.gz.\n"
+        f"{tmp_path} has none of t10k-labels-idx1-ubyte, t10k-labels-idx1-ubyte.gz, "
+        "t10k-labels.idx1-ubyte, t10k-labels.idx1-ubyte.gz.\n"
         "    fix: the folder with MNIST's four files."
     )
     with pytest.raises(DataError, match="nowhere has none of train-images"):
@@ -103,6 +123,8 @@ def test_images_and_labels_of_different_lengths_raise(tmp_path):
     with pytest.raises(DataError) as raised:
         spmd.data.mnist(tmp_path)
     assert (
-        str(raised.value) == f"{tmp_path}: train images are [10, 28, 28], labels [9]; wanted [n, height, width] and [n].\n"
+        str(raised.value)
+        == f"{tmp_path}: train images are [10, 28, 28], labels [9]; wanted [n, height, width] and "
+        "[n].\n"
         "    fix: both files of one data set."
     )

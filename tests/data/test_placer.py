@@ -29,7 +29,7 @@ def host(rows):
     return HostBatch(examples(rows), rows)
 
 
-# dtypes that jax makes narrower --------------------------------------------------------------------------------------
+# dtypes that jax makes narrower -------------------------------------------------------------------
 
 WIDE = {
     "labels": (np.int64, 2**40, "int32 of int64, which holds -2147483648 to 2147483647"),
@@ -45,7 +45,9 @@ def wide_rows(kind):
     return {"x": np.zeros((16, 2), np.float32), "y": y}
 
 
-@pytest.mark.parametrize("way", ["contiguous", "indexed", "one device", "of one process", "resident"])
+@pytest.mark.parametrize(
+    "way", ["contiguous", "indexed", "one device", "of one process", "resident"]
+)
 @pytest.mark.parametrize("kind", WIDE)
 def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeypatch):
     data, place = wide_rows(kind), placer()
@@ -57,7 +59,9 @@ def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeyp
             monkeypatch.setattr(place, "_many_processes", True)
             place(HostBatch(data, 16))
         elif way == "one device":
-            Placer(one_device(), lambda path: ("data",), ("data",), 16, pad=True)(HostBatch(data, 16))
+            Placer(one_device(), lambda path: ("data",), ("data",), 16, pad=True)(
+                HostBatch(data, 16)
+            )
         else:
             place(HostBatch(data, 16, np.arange(16)[::-1] if way == "indexed" else None))
     value, narrowed = WIDE[kind][1:]
@@ -67,8 +71,14 @@ def test_placer_names_value_that_narrower_dtype_does_not_hold(kind, way, monkeyp
 
 
 def test_narrow_keeps_values_that_fit():
-    batch = placer()(HostBatch({"y": np.arange(16), "z": np.full(16, np.inf), "n": np.full(16, np.nan)}, 16))
-    assert np.array_equal(batch.leaves["y"], np.arange(16)) and np.isinf(batch.leaves["z"]).all() and np.isnan(batch.leaves["n"]).all()
+    batch = placer()(
+        HostBatch({"y": np.arange(16), "z": np.full(16, np.inf), "n": np.full(16, np.nan)}, 16)
+    )
+    assert (
+        np.array_equal(batch.leaves["y"], np.arange(16))
+        and np.isinf(batch.leaves["z"]).all()
+        and np.isnan(batch.leaves["n"]).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32, np.float32, bool])
@@ -81,14 +91,16 @@ def test_narrow_does_not_read_dtypes_that_jax_keeps(dtype):
     assert narrow(values, copy=False) is values
 
 
-# padding and weights -------------------------------------------------------------------------------------------------
+# padding and weights ------------------------------------------------------------------------------
 
 
 def test_a_whole_batch_is_placed_as_it_is():
     batch = placer()(host(16))
     assert same(batch.leaves, examples(16))
     assert batch.rows == 16 and batch.split
-    assert batch.leaves["x"].sharding.spec == jax.P("data") and batch.leaves["x"].addressable_shards[3].data.shape == (2, FEATURES)
+    assert batch.leaves["x"].sharding.spec == jax.P("data") and batch.leaves[
+        "x"
+    ].addressable_shards[3].data.shape == (2, FEATURES)
     assert np.array_equal(batch.weights, np.ones(16)) and batch.weights.dtype == np.float32
 
 
@@ -107,7 +119,10 @@ def test_without_padding_a_short_batch_keeps_its_rows(rows, split):
     batch = placer(pad=False)(host(rows))
     assert same(batch.leaves, examples(rows))
     assert batch.split is split and batch.leaves["x"].sharding.is_fully_replicated is not split
-    assert np.array_equal(batch.weights, np.ones(rows)) and batch.weights.sharding.is_fully_replicated is not split
+    assert (
+        np.array_equal(batch.weights, np.ones(rows))
+        and batch.weights.sharding.is_fully_replicated is not split
+    )
 
 
 def test_an_index_picks_the_rows():
@@ -134,15 +149,19 @@ def test_each_leaf_follows_its_own_rule():
     rules = Batch(("data",), (spmd.Rule("x", ("data", "model")),))
     layout = dataclasses.replace(spmd.Layout.load("data_parallel"), batch=rules)
     batch = trainer(mesh="data=4,model=2", layout=layout).place(examples(16))
-    assert batch.leaves["x"].sharding.spec == jax.P("data", "model") and batch.leaves["y"].sharding.spec == jax.P("data")
+    assert batch.leaves["x"].sharding.spec == jax.P("data", "model") and batch.leaves[
+        "y"
+    ].sharding.spec == jax.P("data")
     assert same(batch.leaves, examples(16))
 
 
-# memory of the caller's own ------------------------------------------------------------------------------------------
+# memory of the caller's own -----------------------------------------------------------------------
 
 
 def test_jax_alone_shares_aligned_memory_with_the_caller():
-    """Why the tests below can fail: on CPU, what `device_put` returns changes when the caller's buffer does."""
+    """Why the tests below can fail: on CPU, what `device_put` returns changes when the caller's
+    buffer does.
+    """
     mesh = spmd.make_mesh("data=8")
     for sharding in (None, jax.NamedSharding(mesh, jax.P("data"))):
         buffer = aligned((64, FEATURES))
@@ -152,7 +171,9 @@ def test_jax_alone_shares_aligned_memory_with_the_caller():
         assert np.asarray(shared).max() == 2
 
 
-@pytest.mark.parametrize("pad, rows", [(True, 64), (True, 40), (False, 64), (False, 40), (False, 20)])
+@pytest.mark.parametrize(
+    "pad, rows", [(True, 64), (True, 40), (False, 64), (False, 40), (False, 20)]
+)
 @pytest.mark.parametrize("index", [None, "in order"])
 @pytest.mark.parametrize("devices", [8, 1])
 def test_a_placed_batch_shares_no_memory_with_the_buffer(pad, rows, index, devices):
@@ -180,7 +201,9 @@ def fresh_batches(count=6, rows=64):
 
 
 def reused_batches(count=6, rows=64):
-    """Every batch in the same two buffers, filled with NaN as soon as the reader is asked for the next one."""
+    """Every batch in the same two buffers, filled with NaN as soon as the reader is asked for the
+    next one.
+    """
     buffers = {"x": aligned((rows, FEATURES)), "y": aligned((rows, 1))}
     for batch in fresh_batches(count, rows):
         for name, buffer in buffers.items():
@@ -195,8 +218,22 @@ def reused_batches(count=6, rows=64):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_generator_may_reuse_its_buffer(prefetch, layout):
     mesh, layout = (one_device(), "data_parallel") if layout == "one device" else (None, layout)
-    expected = fit(fresh_batches, prefetch=prefetch, epochs=2, mesh=mesh, layout=layout, eval_data=fresh_batches)
-    result = fit(reused_batches, prefetch=prefetch, epochs=2, mesh=mesh, layout=layout, eval_data=reused_batches)
+    expected = fit(
+        fresh_batches,
+        prefetch=prefetch,
+        epochs=2,
+        mesh=mesh,
+        layout=layout,
+        eval_data=fresh_batches,
+    )
+    result = fit(
+        reused_batches,
+        prefetch=prefetch,
+        epochs=2,
+        mesh=mesh,
+        layout=layout,
+        eval_data=reused_batches,
+    )
     assert same(result.state, expected.state)
     assert result.history["loss"] == expected.history["loss"]
     assert result.history["eval_loss"] == expected.history["eval_loss"]
@@ -204,8 +241,17 @@ def test_a_generator_may_reuse_its_buffer(prefetch, layout):
 
 def test_generator_test_would_notice_shared_memory(monkeypatch):
     def share(self, host_batch):
-        leaves = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self._mesh, jax.P("data"))), host_batch.leaves)
-        return batches.Batch(leaves, self.weights(host_batch.rows, host_batch.rows, True), host_batch.rows, True, host_batch.position)
+        leaves = jax.tree.map(
+            lambda x: jax.device_put(x, jax.NamedSharding(self._mesh, jax.P("data"))),
+            host_batch.leaves,
+        )
+        return batches.Batch(
+            leaves,
+            self.weights(host_batch.rows, host_batch.rows, True),
+            host_batch.rows,
+            True,
+            host_batch.position,
+        )
 
     expected = fit(fresh_batches)
     monkeypatch.setattr(Placer, "__call__", share)

@@ -18,7 +18,9 @@ def readers():
 
 @pytest.fixture
 def blocked(monkeypatch):
-    """The next entry that the reader cannot put because the queue is full: each entry once, as soon as the reader blocks."""
+    """The next entry that the reader cannot put because the queue is full: each entry once, as soon
+    as the reader blocks.
+    """
     entries = queue.SimpleQueue()
 
     class Queue(queue.Queue):
@@ -69,7 +71,9 @@ def endless(events):
         events.append(threading.current_thread().name)
 
 
-@pytest.mark.parametrize("depth, closer", [(0, "MainThread"), (2, "spmd-prefetch")], ids=["no thread", "thread"])
+@pytest.mark.parametrize(
+    "depth, closer", [(0, "MainThread"), (2, "spmd-prefetch")], ids=["no thread", "thread"]
+)
 def test_leaving_early_closes_the_reader_in_the_thread_that_ran_it(depth, closer):
     events = []
     items = endless(events)
@@ -83,7 +87,10 @@ def test_leaving_early_closes_the_reader_in_the_thread_that_ran_it(depth, closer
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_error_in_the_block_closes_the_reader_too(depth):
     events = []
-    with pytest.raises(KeyError, match="mine"), prefetch(endless(events), lambda number: number, depth) as numbers:
+    with (
+        pytest.raises(KeyError, match="mine"),
+        prefetch(endless(events), lambda number: number, depth) as numbers,
+    ):
         next(numbers)
         raise KeyError("mine")
     assert len(events) == 1
@@ -98,7 +105,10 @@ def test_what_was_read_before_an_error_is_handed_over_and_the_error_keeps_its_li
         raise ValueError("line 3 of the file")
 
     taken = []
-    with pytest.raises(ValueError, match="line 3 of the file") as raised, prefetch(broken(), lambda number: number, depth) as numbers:
+    with (
+        pytest.raises(ValueError, match="line 3 of the file") as raised,
+        prefetch(broken(), lambda number: number, depth) as numbers,
+    ):
         for number in numbers:
             taken.append(number)
     assert taken == [1, 2]
@@ -134,7 +144,10 @@ def test_error_while_closing_the_reader_is_raised():
         finally:
             raise OSError("cannot close")
 
-    with pytest.raises(OSError, match="cannot close"), prefetch(stubborn(), lambda number: number, 1) as numbers:
+    with (
+        pytest.raises(OSError, match="cannot close"),
+        prefetch(stubborn(), lambda number: number, 1) as numbers,
+    ):
         next(numbers)
     assert not readers()
 

@@ -1,4 +1,6 @@
-"""Records of files: their order, the saved position, the rows that each process reads, and records that cannot be read."""
+"""Records of files: their order, the saved position, the rows that each process reads, and records
+that cannot be read.
+"""
 
 import gc
 import json
@@ -25,7 +27,9 @@ ROWS = 50
 def folder(tmp_path):
     """Three CSV files; x is the number of the record, y half of it."""
     for number, (first, end) in enumerate([(0, 20), (20, 21), (21, ROWS)]):
-        written.csv(tmp_path / f"part-{number}.csv", [f"{at},{at / 2}" for at in range(first, end)], "x,y")
+        written.csv(
+            tmp_path / f"part-{number}.csv", [f"{at},{at / 2}" for at in range(first, end)], "x,y"
+        )
     return tmp_path
 
 
@@ -41,7 +45,7 @@ def flat(batches):
     return [number for batch in batches for number in batch]
 
 
-# order ---------------------------------------------------------------------------------------------------------------
+# order --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [True, False, 2, 16, 49, 1000])
@@ -59,15 +63,18 @@ def test_all_shuffled_is_the_order_of_arrays(folder):
 
 
 def test_a_window_mixes_and_reads_in_runs():
-    """Within 160 records there are runs of 10 neighbours; none is spread over more than two windows."""
+    """Within 160 records there are runs of 10 neighbours; none is spread over more than two
+    windows.
+    """
     order = RecordOrder(1600, 160, seed=0).epoch(0)
     windows = [set(order[first : first + 160] // 10) for first in range(0, 1600, 160)]
     assert all(len(runs) == 16 for runs in windows)
     assert np.abs(np.diff(order[:160])).mean() > 100  # and they are far from each other
-    assert len(set(RecordOrder(1600, True, seed=0).epoch(0)[:160] // 10)) > 60  # without a window there are more runs
+    # without a window there are more runs
+    assert len(set(RecordOrder(1600, True, seed=0).epoch(0)[:160] // 10)) > 60
 
 
-# position ------------------------------------------------------------------------------------------------------------
+# position -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -85,7 +92,9 @@ def test_resuming_from_a_state_equals_never_stopping(folder, workers, taken):
 
 def test_a_state_of_other_data_is_refused(folder):
     state = iter(records(folder)).get_state()
-    with pytest.raises(DataError, match=r"seed was 3, and is 4; .*|.*seed was 3, and is 4\.") as raised:
+    with pytest.raises(
+        DataError, match=r"seed was 3, and is 4; .*|.*seed was 3, and is 4\."
+    ) as raised:
         iter(records(folder, seed=4)).set_state(state)
     assert "batch_size" not in str(raised.value)
     for part in ({"data": None}, {"batch": -1}, {"epoch": True}, {"skipped": "0"}):
@@ -94,7 +103,9 @@ def test_a_state_of_other_data_is_refused(folder):
 
 
 def global_batches(reader, size, epoch=1, start=0):
-    """Global batches of `size` processes: each process reads its local rows of a full batch, and all rows of a short one."""
+    """Global batches of `size` processes: each process reads its local rows of a full batch, and
+    all rows of a short one.
+    """
     by_process = []
     for rank in range(size):
         part = RecordSource(reader)
@@ -102,7 +113,10 @@ def global_batches(reader, size, epoch=1, start=0):
         by_process.append(list(part.epoch(epoch, start)))
     for batches in zip(*by_process, strict=True):
         rows = batches[0].rows
-        local_rows = [np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows) for rank in range(size)]
+        local_rows = [
+            np.arange(8).reshape(size, -1)[rank] if size > 1 and rows == 8 else np.arange(rows)
+            for rank in range(size)
+        ]
         global_batch = np.zeros(rows, np.int32)
         for batch, local in zip(batches, local_rows, strict=True):
             global_batch[local] = batch.leaves["x"][local]
@@ -113,7 +127,10 @@ def global_batches(reader, size, epoch=1, start=0):
 @pytest.mark.parametrize("start", [0, 3])
 def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
     """Also from any position, which is a number of batches."""
-    assert list(global_batches(records(folder, workers=size % 3), size, start=start)) == numbers(records(folder).epoch(1))[start:]
+    assert (
+        list(global_batches(records(folder, workers=size % 3), size, start=start))
+        == numbers(records(folder).epoch(1))[start:]
+    )
 
 
 def test_a_process_reads_its_own_rows_only(folder):
@@ -123,7 +140,8 @@ def test_a_process_reads_its_own_rows_only(folder):
     half = RecordSource(data)
     half.local_rows = np.arange(4)
     batches = list(half.epoch(0))
-    assert read == [4, 2 * 4, 3 * 4 + 2]  # one batch, two together, then the rest: the last one is short, and all of its rows are read
+    # one batch, two together, then the rest: the last one is short, and all of its rows are read
+    assert read == [4, 2 * 4, 3 * 4 + 2]
     assert not batches[0].leaves["x"][4:].any() and batches[0].leaves["x"][:4].all()
 
 
@@ -136,22 +154,28 @@ def test_records_go_to_other_processes(folder):
 def open_files(folder):
     """The paths in a folder that this process has open."""
     links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    return sorted(os.path.basename(path) for path in links if path.startswith(str(folder.resolve())))
+    return sorted(
+        os.path.basename(path) for path in links if path.startswith(str(folder.resolve()))
+    )
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are listed only on Linux")
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="open files are listed only on Linux"
+)
 @pytest.mark.parametrize("most", [256, 2], ids=["kept open", "opened for each read"])
 def test_files_are_closed_with_the_records_or_after_each_read(folder, monkeypatch, most):
     monkeypatch.setattr(record_index, "OPEN", most)
     data = records(folder, shuffle=False)
     assert flat(numbers(data)) == list(range(ROWS))
-    assert open_files(folder) == ([f"part-{number}.csv" for number in range(3)] if most == 256 else [])
+    assert open_files(folder) == (
+        [f"part-{number}.csv" for number in range(3)] if most == 256 else []
+    )
     del data
     gc.collect()
     assert open_files(folder) == []
 
 
-# training ------------------------------------------------------------------------------------------------------------
+# training -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -160,7 +184,9 @@ def table(tmp_path):
     x = rng.normal(size=(44, 16)).astype(np.float32)
     y = x[:, 0] - 2 * x[:, 1]
     names = [f"x{at}" for at in range(16)]
-    lines = [",".join(map(repr, map(float, [*row, label]))) for row, label in zip(x, y, strict=True)]
+    lines = [
+        ",".join(map(repr, map(float, [*row, label]))) for row, label in zip(x, y, strict=True)
+    ]
     path = written.csv(tmp_path / "table.csv", lines, ",".join([*names, "y"]))
     options = {"columns": {"x": names, "y": ["y"]}, "batch_size": 16}
     return path, options, {"x": x, "y": y[:, None]}
@@ -202,49 +228,69 @@ def test_fit_rejects_options_that_contradict_the_records(table):
         fit(data, batch_size=8, epochs=1)
     with pytest.raises(
         OptionError,
-        match=r"shuffle=False, but the records come with shuffle=True\.\n    fix: leave shuffle out here; it is given to what reads",
+        match=r"shuffle=False, but the records come with shuffle=True\.\n    fix: leave shuffle "
+        r"out "
+        r"here; it is given to what reads",
     ):
         fit(data, shuffle=False, epochs=1)
     with pytest.raises(DataError, match="fewer than one batch of 64"):
         fit(spmd.data.csv(path, **{**options, "batch_size": 64}), epochs=1)
 
 
-# batches that are read together --------------------------------------------------------------------------------------
+# batches that are read together -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_read_together_are_those_read_alone(folder, monkeypatch, workers):
     data, alone = records(folder, workers=workers, batch_size=3), records(folder, batch_size=3)
     alone.format.together = 1
-    sizes = [[len(group) for group in reader.group_batches(list(range(17)), 3)] for reader in (data, alone)]
-    assert sizes == [[1, 2, 4, 4, 4, 2] if workers else [1, 2, 4, 8, 2], [1] * 17], "each thread has some"
-    monkeypatch.setattr("spmd.data.records.BYTES", 8 * 3 * 5)  # a record has 8 bytes, a batch 3 records
+    sizes = [
+        [len(group) for group in reader.group_batches(list(range(17)), 3)]
+        for reader in (data, alone)
+    ]
+    assert sizes == [[1, 2, 4, 4, 4, 2] if workers else [1, 2, 4, 8, 2], [1] * 17], (
+        "each thread has some"
+    )
+    # a record has 8 bytes, a batch 3 records
+    monkeypatch.setattr("spmd.data.records.BYTES", 8 * 3 * 5)
     assert max(len(group) for group in data.group_batches(list(range(40)), 3)) == 5
     for epoch, start in [(0, 0), (1, 5), (1, 17)]:
-        for batch, expected in zip(data.epoch(epoch, start), alone.epoch(epoch, start), strict=True):
-            assert batch.keys() == expected.keys() and all(np.array_equal(batch[name], expected[name]) for name in batch)
+        for batch, expected in zip(
+            data.epoch(epoch, start), alone.epoch(epoch, start), strict=True
+        ):
+            assert batch.keys() == expected.keys() and all(
+                np.array_equal(batch[name], expected[name]) for name in batch
+            )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_error_is_raised_at_the_batch_that_it_belongs_to(folder, workers):
-    """Record 13 cannot be read; later the third file has shrunk. Earlier batches are still yielded, though read with later ones."""
+    """Record 13 cannot be read; later the third file has shrunk. Earlier batches are still yielded,
+    though read with later ones.
+    """
     path = folder / "part-0.csv"
     path.write_text(path.read_text().replace("13,", "1x,"))
     batches = iter(records(folder, shuffle=False, workers=workers, batch_size=2))
-    assert [next(batches)["x"].tolist() for _ in range(6)] == [[at, at + 1] for at in range(0, 12, 2)]
-    with pytest.raises(DataError, match=r"part-0.csv, line 15: column \"x\" has '1x', which is not a number\n"):
+    assert [next(batches)["x"].tolist() for _ in range(6)] == [
+        [at, at + 1] for at in range(0, 12, 2)
+    ]
+    with pytest.raises(
+        DataError, match=r"part-0.csv, line 15: column \"x\" has '1x', which is not a number\n"
+    ):
         next(batches)
     data = records(folder, shuffle=False, workers=workers, on_error="skip", batch_size=2)
     last = folder / "part-2.csv"
     last.write_bytes(last.read_bytes()[:-4])
     seen = []
-    with pytest.raises(DataError, match=r"part-2.csv has \d+ bytes, and had \d+ when it was indexed"):
+    with pytest.raises(
+        DataError, match=r"part-2.csv has \d+ bytes, and had \d+ when it was indexed"
+    ):
         for batch in data:
             seen += batch["x"].tolist()
     assert seen == [at for at in range(48) if at != 13]
 
 
-# records that cannot be read -----------------------------------------------------------------------------------------
+# records that cannot be read ----------------------------------------------------------------------
 
 
 def damaged(table):
@@ -259,7 +305,9 @@ def damaged(table):
 def test_first_unreadable_record_stops_the_run(table):
     damaged(table)
     path, options, _ = table
-    with pytest.raises(DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number") as raised:
+    with pytest.raises(
+        DataError, match=r"table.csv, line 7: column \"x0\" has 'x0\.\d+', which is not a number"
+    ) as raised:
         fit(spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, **options), epochs=1)
     assert "fix: repair the file, or on_error=" in str(raised.value)
 
@@ -267,7 +315,9 @@ def test_first_unreadable_record_stops_the_run(table):
 def test_skipped_records_have_no_weight_and_are_counted(table, caplog):
     damaged(table)
     path, options, arrays = table
-    data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", workers=2, **options)
+    data = spmd.data.csv(
+        path, shuffle=False, types={"x0": "float32"}, on_error="skip", workers=2, **options
+    )
     with caplog.at_level(logging.WARNING, "spmd"):
         result = fit(data, epochs=1)
     assert "epoch 1 did without 2 of 44 records" in caplog.text
@@ -299,8 +349,13 @@ def test_skipping_needs_a_loss_per_row(table):
     damaged(table)
     path, options, _ = table
     data = spmd.data.csv(path, shuffle=False, types={"x0": "float32"}, on_error="skip", **options)
-    with pytest.raises(DataError, match=r"1 of the 16 records of a batch were skipped\. Neither a loss with one number"):
-        fit(data, epochs=1, loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean())
+    with pytest.raises(
+        DataError,
+        match=r"1 of the 16 records of a batch were skipped\. Neither a loss with one number",
+    ):
+        fit(
+            data, epochs=1, loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        )
 
 
 def test_invalid_options_raise(folder):
@@ -315,11 +370,17 @@ def test_invalid_options_raise(folder):
         with pytest.raises(OptionError, match=text):
             records(folder, **options)
     data = records(folder)
-    for where, text in [((-1,), "epoch=-1.\n    fix: a whole number from 0"), ((0, -1), "start=-1"), ((0.5,), "epoch=0.5")]:
+    for where, text in [
+        ((-1,), "epoch=-1.\n    fix: a whole number from 0"),
+        ((0, -1), "start=-1"),
+        ((0.5,), "epoch=0.5"),
+    ]:
         with pytest.raises(OptionError, match=text):
             data.epoch(*where)
     for state in ({}, None, {"epoch": 0}):
-        with pytest.raises(DataError, match=r"this is no state of records.*\n    fix: what get_state"):
+        with pytest.raises(
+            DataError, match=r"this is no state of records.*\n    fix: what get_state"
+        ):
             iter(data).set_state(state)
 
 
@@ -333,7 +394,9 @@ def broken(table, bad):
     """Records without a number."""
     path, options, _ = table
     lines = path.read_text().splitlines()
-    path.write_text("\n".join("x" + line if at - 1 in bad else line for at, line in enumerate(lines)))
+    path.write_text(
+        "\n".join("x" + line if at - 1 in bad else line for at, line in enumerate(lines))
+    )
     return spmd.data.csv(path, **options, shuffle=False, types={"x0": "float32"}, on_error="skip")
 
 

@@ -1,8 +1,8 @@
 """Data that resides on the devices trains like data that does not.
 
-Two programs with the same arithmetic: XLA fuses the longer one differently, so that sums may be rounded in another
-order. Over the steps here the parameters agree within 1e-6 relative (8 units in the last place of float32). Runs that
-are split into the same calls agree bit for bit.
+Two programs with the same arithmetic: XLA fuses the longer one differently, so that sums may be
+rounded in another order. Over the steps here the parameters agree within 1e-6 relative (8 units in
+the last place of float32). Runs that are split into the same calls agree bit for bit.
 """
 
 import jax
@@ -21,7 +21,11 @@ class Normed(nnx.Module):
     """Batch statistics: padding cannot be left out, so a short batch runs at its own size."""
 
     def __init__(self, rngs):
-        self.inner, self.norm, self.out = nnx.Linear(16, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+        self.inner, self.norm, self.out = (
+            nnx.Linear(16, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Linear(8, 1, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(nnx.tanh(self.norm(self.inner(x))))
@@ -37,7 +41,9 @@ def fit_normed(data, **options):
 @pytest.mark.parametrize("count", [96, 88], ids=["whole batches", "short last batch"])
 def test_resident_data_trains_like_arrays(count, steps_per_call):
     plain = fit(examples(count), batch_size=16, epochs=3)
-    resident = fit(spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3)
+    resident = fit(
+        spmd.data.resident(examples(count), steps_per_call=steps_per_call), batch_size=16, epochs=3
+    )
     assert int(resident.state.step) == int(plain.state.step) == 18
     assert_close(resident.state, plain.state)
     assert_close(resident.history["loss"], plain.history["loss"])
@@ -48,7 +54,9 @@ def test_resident_data_trains_like_arrays(count, steps_per_call):
 @pytest.mark.parametrize("count", [88, 96], ids=["short last batch", "whole batches"])
 def test_resident_data_trains_like_arrays_without_padding(count):
     plain = fit_normed(examples(count), batch_size=16, epochs=2)
-    resident = fit_normed(spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2)
+    resident = fit_normed(
+        spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2
+    )
     assert not resident.trainer.prepare(examples(16))[0].pad_training
     assert len(resident.history) == 12
     assert_close(resident.state, plain.state)
@@ -57,7 +65,12 @@ def test_resident_data_trains_like_arrays_without_padding(count):
 def test_metrics_of_every_step_are_known():
     rows = []
     data = spmd.data.resident(examples(88), steps_per_call=3)
-    result = fit(data, batch_size=16, epochs=2, callbacks=[lambda info: rows.append((info.step, info.epoch, info.rows))])
+    result = fit(
+        data,
+        batch_size=16,
+        epochs=2,
+        callbacks=[lambda info: rows.append((info.step, info.epoch, info.rows))],
+    )
     assert rows == [(step, (step - 1) // 6, 8 if step % 6 == 0 else 16) for step in range(1, 13)]
     assert len(result.history["loss"]) == 12
 
@@ -66,14 +79,20 @@ def test_many_steps_do_run_in_one_call(monkeypatch):
     from spmd.train.compiled_step import Program
 
     calls, scan_steps = [], Program.scan_steps
-    monkeypatch.setattr(Program, "scan_steps", lambda self, *arguments: calls.append(arguments[2].shape) or scan_steps(self, *arguments))
+    monkeypatch.setattr(
+        Program,
+        "scan_steps",
+        lambda self, *arguments: calls.append(arguments[2].shape) or scan_steps(self, *arguments),
+    )
     fit(spmd.data.resident(examples(96), steps_per_call=3), batch_size=16, epochs=2)
     assert calls == [(3, 16)] * 4
 
 
 @pytest.mark.system
 def test_calls_end_where_something_is_due(tmp_path):
-    """Evaluations every 4 steps and at the end, checkpoints every 5, a callback every 7, and the end at 17 of 24: each at its own step."""
+    """Evaluations every 4 steps and at the end, checkpoints every 5, a callback every 7, and the
+    end at 17 of 24: each at its own step.
+    """
     seen = {"eval": [], "checkpoint": [], "step": []}
 
     class Look(spmd.callbacks.Callback):
@@ -118,16 +137,39 @@ def test_every_device_holds_everything():
     arrays = examples(24)
     replicated = replicate_arrays(arrays, spmd.make_mesh("data=4,model=2"))
     assert same(replicated, arrays)
-    assert all(leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8 for leaf in jax.tree.leaves(replicated))
+    assert all(
+        leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
+        for leaf in jax.tree.leaves(replicated)
+    )
 
 
 @pytest.mark.parametrize(
     "arrays, options, error, text",
     [
-        (examples(8), {"steps_per_call": 0}, OptionError, "steps_per_call=0.\n    fix: a whole number from 1."),
-        (examples(8), {"steps_per_call": True}, OptionError, "steps_per_call=True.\n    fix: a whole number from 1."),
-        ([1, 2], {}, DataError, "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
-        (lambda: None, {}, DataError, "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
+        (
+            examples(8),
+            {"steps_per_call": 0},
+            OptionError,
+            "steps_per_call=0.\n    fix: a whole number from 1.",
+        ),
+        (
+            examples(8),
+            {"steps_per_call": True},
+            OptionError,
+            "steps_per_call=True.\n    fix: a whole number from 1.",
+        ),
+        (
+            [1, 2],
+            {},
+            DataError,
+            "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...].",
+        ),
+        (
+            lambda: None,
+            {},
+            DataError,
+            "resident() takes arrays.\n    fix: a dict or tuple of arrays of shape [rows, ...].",
+        ),
     ],
 )
 def test_resident_rejects_bad_arguments(arrays, options, error, text):

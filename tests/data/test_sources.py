@@ -28,7 +28,7 @@ def flat(batches):
     return [number for batch in batches for number in batch]
 
 
-# arrays --------------------------------------------------------------------------------------------------------------
+# arrays -------------------------------------------------------------------------------------------
 
 
 def test_every_example_comes_once_per_epoch_in_another_order_each_time():
@@ -51,7 +51,10 @@ def test_the_order_is_decided_by_the_seed_and_the_epoch_alone():
 @pytest.mark.parametrize("start", [0, 1, 5, 6, 7])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_starting_in_the_middle_is_the_tail_of_the_epoch(start, shuffle):
-    assert rows(array_source(shuffle=shuffle), 1, start) == rows(array_source(shuffle=shuffle), 1)[start:]
+    assert (
+        rows(array_source(shuffle=shuffle), 1, start)
+        == rows(array_source(shuffle=shuffle), 1)[start:]
+    )
 
 
 def test_the_last_batch_is_short_and_nothing_is_dropped():
@@ -63,7 +66,11 @@ def test_the_last_batch_is_short_and_nothing_is_dropped():
 
 
 def test_without_shuffling_rows_come_as_they_are():
-    assert flat(rows(array_source(shuffle=False), 0)) == flat(rows(array_source(shuffle=False), 5)) == list(range(50))
+    assert (
+        flat(rows(array_source(shuffle=False), 0))
+        == flat(rows(array_source(shuffle=False), 5))
+        == list(range(50))
+    )
 
 
 def test_arrays_are_shuffled_unless_asked_not_to():
@@ -72,10 +79,16 @@ def test_arrays_are_shuffled_unless_asked_not_to():
 
 def test_training_for_epochs_sees_every_example_once_per_epoch():
     data = {"x": np.zeros((48, 16), np.float32), "y": np.arange(48, dtype=np.float32)}
-    result = fit(data, loss=lambda model, batch: (model(batch["x"])[:, 0], {"y": batch["y"]}), batch_size=16, epochs=2)
+    result = fit(
+        data,
+        loss=lambda model, batch: (model(batch["x"])[:, 0], {"y": batch["y"]}),
+        batch_size=16,
+        epochs=2,
+    )
     seen = result.history["y"]
     assert len(seen) == 6
-    assert 16 * sum(seen[:3]) == 16 * sum(seen[3:]) == 48 * 47 / 2  # whole numbers and a power of 2: the means are exact
+    # whole numbers and a power of 2: the means are exact
+    assert 16 * sum(seen[:3]) == 16 * sum(seen[3:]) == 48 * 47 / 2
     assert seen[:3] != seen[3:]
 
 
@@ -92,7 +105,8 @@ BAD_ARRAYS = {
         None,
         {},
         DataError,
-        "data=None is None, not data.\n    fix: a dict or tuple of arrays, an iterable of batches, or a grain data set.",
+        "data=None is None, not data.\n    fix: a dict or tuple of arrays, an iterable of batches, "
+        "or a grain data set.",
     ),
     "a path": (
         "digits.npz",
@@ -107,12 +121,18 @@ BAD_ARRAYS = {
         "the data is an int: not arrays, and it cannot be iterated.\n"
         "    fix: a dict or tuple of arrays, an iterable of batches, or a grain data set.",
     ),
-    "no leaves": ({}, {}, DataError, "the data holds no arrays: {}.\n    fix: a dict or tuple of arrays of shape [rows, ...]."),
+    "no leaves": (
+        {},
+        {},
+        DataError,
+        "the data holds no arrays: {}.\n    fix: a dict or tuple of arrays of shape [rows, ...].",
+    ),
     "no examples": (
         numbered(0),
         {},
         DataError,
-        "the data is empty: x int32[0], y float32[0].\n    fix: look at what it was read or filtered from.",
+        "the data is empty: x int32[0], y float32[0].\n    fix: look at what it was read or "
+        "filtered from.",
     ),
     "fewer than one batch": (
         numbered(5),
@@ -138,15 +158,27 @@ BAD_ARRAYS = {
         numbered(8),
         {"batch_size": None},
         OptionError,
-        "batch_size is missing: arrays must be split into batches.\n    fix: such as batch_size=128.",
+        "batch_size is missing: arrays must be split into batches.\n    fix: such as "
+        "batch_size=128.",
     ),
-    "batch size 0": (numbered(8), {"batch_size": 0}, OptionError, "batch_size=0.\n    fix: a whole number from 1."),
-    "batch size 2.5": (numbered(8), {"batch_size": 2.5}, OptionError, "batch_size=2.5.\n    fix: a whole number from 1."),
+    "batch size 0": (
+        numbered(8),
+        {"batch_size": 0},
+        OptionError,
+        "batch_size=0.\n    fix: a whole number from 1.",
+    ),
+    "batch size 2.5": (
+        numbered(8),
+        {"batch_size": 2.5},
+        OptionError,
+        "batch_size=2.5.\n    fix: a whole number from 1.",
+    ),
     "shuffled iterable": (
         [numbered(8)],
         {"shuffle": True},
         OptionError,
-        "shuffle=True: batches of an iterable come in its own order.\n    fix: shuffle where they are made, or give arrays.",
+        "shuffle=True: batches of an iterable come in its own order.\n    fix: shuffle where they "
+        "are made, or give arrays.",
     ),
 }
 
@@ -163,12 +195,14 @@ def test_evaluation_data_may_be_smaller_than_a_batch():
     assert rows(reader, 0) == [[0, 1, 2, 3, 4]]
 
 
-# iterables -----------------------------------------------------------------------------------------------------------
+# iterables ----------------------------------------------------------------------------------------
 
 
 def batches(count=3, size=16, seed=0):
     data = examples(count * size, seed)
-    return [{name: leaf[i * size : (i + 1) * size] for name, leaf in data.items()} for i in range(count)]
+    return [
+        {name: leaf[i * size : (i + 1) * size] for name, leaf in data.items()} for i in range(count)
+    ]
 
 
 def test_a_list_a_function_and_arrays_train_alike():
@@ -198,12 +232,17 @@ def test_starting_an_iterable_in_the_middle_is_the_tail_of_the_epoch():
     data = batches(5)
     epoch = list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0))
     tail = list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0, 2))
-    assert [batch.leaves["x"].tobytes() for batch in tail] == [batch.leaves["x"].tobytes() for batch in epoch[2:]]
+    assert [batch.leaves["x"].tobytes() for batch in tail] == [
+        batch.leaves["x"].tobytes() for batch in epoch[2:]
+    ]
     assert list(as_source(data, batch_size=None, shuffle=None, seed=0).epoch(0, 5)) == []
 
 
 def test_a_resumed_run_notices_that_its_iterable_has_become_shorter():
-    with pytest.raises(DataError, match=r"the data has 3 batches; the run to be resumed was at batch 4 of epoch 1\."):
+    with pytest.raises(
+        DataError,
+        match=r"the data has 3 batches; the run to be resumed was at batch 4 of epoch 1\.",
+    ):
         list(as_source(batches(3), batch_size=None, shuffle=None, seed=0).epoch(0, 4))
 
 
@@ -233,17 +272,20 @@ BAD_ITERABLES = {
         [],
         {},
         "the data is empty: it yields no batch.\n"
-        "    fix: look at what it is made from; an iterator that was read before has to be made anew.",
+        "    fix: look at what it is made from; an iterator that was read before has to be made "
+        "anew.",
     ),
     "no rows": (
         [{"x": np.zeros((0, 2))}],
         {},
-        "the data is empty: its first batch has 0 rows.\n    fix: look at what it was read or filtered from.",
+        "the data is empty: its first batch has 0 rows.\n    fix: look at what it was read or "
+        "filtered from.",
     ),
     "another size": (
         [numbered(8)],
         {"batch_size": 16},
-        "batch_size=16, but the data yields batches of 8 rows.\n    fix: leave batch_size out, or yield 16.",
+        "batch_size=16, but the data yields batches of 8 rows.\n    fix: leave batch_size out, or "
+        "yield 16.",
     ),
     "ragged": (
         [{"x": np.zeros((8, 2), np.float32), "y": np.zeros(6, np.int32)}],
@@ -266,8 +308,14 @@ LATER = {
     "larger": (numbered(9), r"batch 2 of epoch 1 has 9 rows, more than the 8 of the first one\."),
     "empty": (numbered(0), r"batch 2 of epoch 1 has 0 rows\."),
     "ragged": ({**numbered(8), "y": np.zeros(3)}, r"batch 2 of epoch 1 is ragged"),
-    "wider": ({name: np.stack([leaf, leaf], 1) for name, leaf in numbered(8).items()}, r"only the number of rows may differ\."),
-    "another leaf": ({**numbered(8), "z": np.zeros(8)}, r"batch 2 of epoch 1 holds .*, z; the first one held"),
+    "wider": (
+        {name: np.stack([leaf, leaf], 1) for name, leaf in numbered(8).items()},
+        r"only the number of rows may differ\.",
+    ),
+    "another leaf": (
+        {**numbered(8), "z": np.zeros(8)},
+        r"batch 2 of epoch 1 holds .*, z; the first one held",
+    ),
 }
 
 
@@ -279,8 +327,12 @@ def test_a_later_batch_that_does_not_fit_is_named(second, pattern):
 
 def test_a_short_batch_of_an_iterable_is_trained_on_and_counted():
     data = examples(40)
-    short_last = [{name: leaf[first : first + 16] for name, leaf in data.items()} for first in (0, 16, 32)]
-    assert same(fit(short_last, epochs=2).state, fit(data, batch_size=16, shuffle=False, epochs=2).state)
+    short_last = [
+        {name: leaf[first : first + 16] for name, leaf in data.items()} for first in (0, 16, 32)
+    ]
+    assert same(
+        fit(short_last, epochs=2).state, fit(data, batch_size=16, shuffle=False, epochs=2).state
+    )
     assert not same(fit(short_last[:2], epochs=3).state, fit(short_last, epochs=2).state)
 
 
@@ -316,7 +368,11 @@ def test_an_error_of_the_users_reader_comes_out_with_its_own_lines(prefetch):
     [
         ({"x": np.array(["a", "b"])}, {}, r"the data: x <U1\[2\] cannot be placed on a device"),
         ({"x": np.zeros(8)}, {"shuffle": "no"}, r"shuffle='no'.\n    fix: True, False, or None"),
-        ({"x": np.zeros(8)}, {"batch_size": True}, r"batch_size=True.\n    fix: a whole number from 1"),
+        (
+            {"x": np.zeros(8)},
+            {"batch_size": True},
+            r"batch_size=True.\n    fix: a whole number from 1",
+        ),
     ],
     ids=["words", "shuffle", "batch size"],
 )
@@ -326,7 +382,9 @@ def test_arrays_and_options_that_cannot_be_used_say_why(data, options, pattern):
 
 
 def test_a_batch_size_may_be_numpys_own_number():
-    assert as_source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
+    assert (
+        as_source({"x": np.zeros(8)}, batch_size=np.int64(4), shuffle=None, seed=0).batch_size == 4
+    )
 
 
 def test_fingerprints_of_different_data_differ():
@@ -338,16 +396,21 @@ def test_fingerprints_of_different_data_differ():
         array_source(shuffle=False).fingerprint(),
     ]
     assert all(left != right for i, left in enumerate(prints) for right in prints[:i])
-    short, long = (as_source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3))
+    short, long = (
+        as_source(batches(n), batch_size=None, shuffle=None, seed=0).fingerprint() for n in (2, 3)
+    )
     assert short != long
 
 
 def test_fit_takes_a_tuple_of_arrays():
     data = examples(32)
-    assert same(fit((data["x"], data["y"]), batch_size=16).state.params, fit(data, batch_size=16).state.params)
+    assert same(
+        fit((data["x"], data["y"]), batch_size=16).state.params,
+        fit(data, batch_size=16).state.params,
+    )
 
 
-# reading again --------------------------------------------------------------------------------------------------------
+# reading again ------------------------------------------------------------------------------------
 
 
 class AwayError(OSError):
@@ -380,11 +443,18 @@ def test_batches_that_cannot_be_read_are_read_again(patient, caplog):
     source = IterableSource(Flaky(), None)
     wanted = [batch.leaves["x"][0, 0] for batch in source.epoch(0)]
     flaky = Flaky(_2=3, _4=1)
-    read = [batch.leaves["x"][0, 0] for batch in read_epoch(IterableSource(flaky, None), 0, retries=3)]
+    read = [
+        batch.leaves["x"][0, 0] for batch in read_epoch(IterableSource(flaky, None), 0, retries=3)
+    ]
     assert read == wanted and len(set(read)) == 5 and flaky.opened == 5
     where = "batch 3 of epoch 1, or one before it, could not be read (AwayError: batch 2 is away)"
     assert caplog.messages[0] == f"{where}; it is read again in 0 s, attempt 1 of 3."
-    assert [message.partition("again in ")[2].split(" s,")[0] for message in caplog.messages] == ["0", "0.25", "0.25", "0"]
+    assert [message.partition("again in ")[2].split(" s,")[0] for message in caplog.messages] == [
+        "0",
+        "0.25",
+        "0.25",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -426,7 +496,8 @@ def test_data_that_cannot_be_opened_for_a_moment_is_opened_again(patient):
 
     def make():
         opened.append(None)
-        if len(opened) in (2, 3):  # when it is asked whether it can be opened again, and after the first pause
+        # when it is asked whether it can be opened again, and after the first pause
+        if len(opened) in (2, 3):
             raise AwayError
         return flaky()
 
@@ -442,14 +513,19 @@ def test_batches_of_a_wrong_shape_are_not_read_again(patient, caplog):
 
 def test_a_request_to_stop_ends_the_pauses(monkeypatch):
     monkeypatch.setattr(retries, "PAUSES", (1000.0,))
-    assert len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1, stops=lambda: True))) == 5
+    assert (
+        len(list(read_epoch(IterableSource(Flaky(_2=1), None), 0, retries=1, stops=lambda: True)))
+        == 5
+    )
 
 
 @pytest.mark.system
 def test_a_run_that_reads_again_is_the_undisturbed_run(patient):
     undisturbed = fit(Flaky(), epochs=2, eval_data=Flaky(), shuffle=None)
     flaky, away = Flaky(_1=1, _3=2), Flaky(_2=1)
-    assert same(fit(flaky, epochs=2, eval_data=away, data_retries=2, shuffle=None).state, undisturbed.state)
+    assert same(
+        fit(flaky, epochs=2, eval_data=away, data_retries=2, shuffle=None).state, undisturbed.state
+    )
     assert not any(flaky.failures.values()) and not any(away.failures.values())
     with pytest.raises(AwayError):
         fit(Flaky(_1=1), epochs=2, shuffle=None)

@@ -14,17 +14,27 @@ from spmd.data.crc import crc32c, masked
 from spmd.errors import DataError, OptionError
 
 ROWS = 40
-FEATURES = {"x": spmd.data.fixed((2, 2), "float32"), "y": spmd.data.fixed((), "int32"), "raw": spmd.data.fixed((3,), "uint8")}
+FEATURES = {
+    "x": spmd.data.fixed((2, 2), "float32"),
+    "y": spmd.data.fixed((), "int32"),
+    "raw": spmd.data.fixed((3,), "uint8"),
+}
 
 
 def example(at, **options):
-    return written.example(x=np.arange(4, dtype=np.float32) + at, y=[at * 100 - 300], raw=bytes([at, 1, 2]), **options)
+    return written.example(
+        x=np.arange(4, dtype=np.float32) + at, y=[at * 100 - 300], raw=bytes([at, 1, 2]), **options
+    )
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Whole numbers of one to ten bytes, so that records have several lengths, and are built in several ways."""
-    return written.tfrecord(tmp_path / "a.tfrecord", [example(at, packed=at % 5 != 0) for at in range(ROWS)])
+    """Whole numbers of one to ten bytes, so that records have several lengths, and are built in
+    several ways.
+    """
+    return written.tfrecord(
+        tmp_path / "a.tfrecord", [example(at, packed=at % 5 != 0) for at in range(ROWS)]
+    )
 
 
 def read(path, features=None, **options):
@@ -44,24 +54,37 @@ def test_checksums_are_those_made_bit_by_bit(length):
 def test_features_are_read(path, workers):
     rows = read(path, workers=workers)
     assert rows["y"].tolist() == [at * 100 - 300 for at in range(ROWS)]
-    assert np.array_equal(rows["x"], [(np.arange(4, dtype=np.float32) + at).reshape(2, 2) for at in range(ROWS)])
+    assert np.array_equal(
+        rows["x"], [(np.arange(4, dtype=np.float32) + at).reshape(2, 2) for at in range(ROWS)]
+    )
     assert rows["raw"][:, 0].tolist() == list(range(ROWS))
 
 
 def test_features_that_are_not_read_may_be_anything(tmp_path):
-    records = [written.example(y=[at], name=b"n" * (at % 3), more=[at] * (at % 2)) for at in range(9)]
+    records = [
+        written.example(y=[at], name=b"n" * (at % 3), more=[at] * (at % 2)) for at in range(9)
+    ]
     path = written.tfrecord(tmp_path / "a.tfrecord", records)
     assert read(path, {"y": spmd.data.fixed((), "int64")})["y"].tolist() == list(range(9))
 
 
 def test_whole_numbers_of_all_sizes(tmp_path):
     values = [0, -1, 127, 128, 2**31 - 1, -(2**31), 2**62, -(2**63), 2**63 - 1, 300]
-    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(y=[x, y]) for x in values for y in values])
-    assert read(path, {"y": spmd.data.fixed((2,), "int64")})["y"].tolist() == [[x, y] for x in values for y in values]
+    path = written.tfrecord(
+        tmp_path / "a.tfrecord", [written.example(y=[x, y]) for x in values for y in values]
+    )
+    assert read(path, {"y": spmd.data.fixed((2,), "int64")})["y"].tolist() == [
+        [x, y] for x in values for y in values
+    ]
 
 
 def test_defaults_decoding_and_padding(tmp_path):
-    records = [written.example(text=bytes(range(at)), tokens=list(range(at)), **({"w": [0.5]} if at % 2 else {})) for at in range(5)]
+    records = [
+        written.example(
+            text=bytes(range(at)), tokens=list(range(at)), **({"w": [0.5]} if at % 2 else {})
+        )
+        for at in range(5)
+    ]
     path = written.tfrecord(tmp_path / "a.tfrecord", records)
     features = {
         "w": spmd.data.fixed((), "float32", default=2.0),
@@ -70,21 +93,53 @@ def test_defaults_decoding_and_padding(tmp_path):
     }
     rows = read(path, features)
     assert rows["w"].tolist() == [2, 0.5, 2, 0.5, 2] and rows["text"].tolist() == [0, 0, 1, 3, 6]
-    assert rows["tokens"].tolist() == [[-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
+    assert rows["tokens"].tolist() == [
+        [-1] * 4,
+        [0, -1, -1, -1],
+        [0, 1, -1, -1],
+        [0, 1, 2, -1],
+        [0, 1, 2, 3],
+    ]
     assert rows["tokens_mask"].sum(axis=1).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(DataError, match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded to 3'):
+    with pytest.raises(
+        DataError,
+        match=r'a.tfrecord, record 4 \(byte \d+\): feature "tokens" has 4 numbers, and is padded '
+        r"to "
+        r"3",
+    ):
         read(path, {"tokens": spmd.data.padded(3, "int32")})
     with pytest.raises(OptionError, match='"tokens_mask" is the mask of a padded feature too'):
-        read(path, {"tokens": spmd.data.padded(4, "int32"), "tokens_mask": spmd.data.fixed((), "int32")})
+        read(
+            path,
+            {"tokens": spmd.data.padded(4, "int32"), "tokens_mask": spmd.data.fixed((), "int32")},
+        )
 
 
 WRONG = {
-    "no such feature": ({"z": spmd.data.fixed((), "int32")}, r'there is no feature "z"; it has raw, x, y'),
-    "another kind": ({"y": spmd.data.fixed((), "float32")}, 'feature "y" holds whole numbers, and float32 is wanted'),
-    "another shape": ({"x": spmd.data.fixed((5,), "float32")}, r'feature "x" has 4 numbers, and shape \[5\] needs 5'),
-    "too large": ({"y": spmd.data.fixed((), "uint8")}, 'feature "y" has -300, which uint8 does not hold'),
-    "bytes that do not divide": ({"raw": spmd.data.fixed((1,), "int16")}, 'feature "raw" has 3 bytes, which are no int16'),
-    "a decoder that fails": ({"raw": spmd.data.fixed((), "int32", decode=lambda raw: 1 // 0)}, 'decode of "raw" raises ZeroDivisionError'),
+    "no such feature": (
+        {"z": spmd.data.fixed((), "int32")},
+        r'there is no feature "z"; it has raw, x, y',
+    ),
+    "another kind": (
+        {"y": spmd.data.fixed((), "float32")},
+        'feature "y" holds whole numbers, and float32 is wanted',
+    ),
+    "another shape": (
+        {"x": spmd.data.fixed((5,), "float32")},
+        r'feature "x" has 4 numbers, and shape \[5\] needs 5',
+    ),
+    "too large": (
+        {"y": spmd.data.fixed((), "uint8")},
+        'feature "y" has -300, which uint8 does not hold',
+    ),
+    "bytes that do not divide": (
+        {"raw": spmd.data.fixed((1,), "int16")},
+        'feature "raw" has 3 bytes, which are no int16',
+    ),
+    "a decoder that fails": (
+        {"raw": spmd.data.fixed((), "int32", decode=lambda raw: 1 // 0)},
+        'decode of "raw" raises ZeroDivisionError',
+    ),
     "a decoder of other shapes": (
         {"raw": spmd.data.fixed((), "int32", decode=lambda raw: [1])},
         r'decode of "raw" gives int64\[1\]; int32\[\] is',
@@ -106,14 +161,22 @@ def test_a_flipped_bit_is_named_and_skipped(path, caplog):
     at, raw = starts(path)[17], bytearray(path.read_bytes())
     raw[at + 30] ^= 4
     path.write_bytes(raw)
-    with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    fix: "):
+    with pytest.raises(
+        DataError,
+        match=rf"a.tfrecord, record 17 \(byte {at}\): its checksum is not that of its data\n    "
+        r"fix: ",
+    ):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
-        assert read(path, on_error="skip")["raw"][:, 0].tolist() == [record for record in range(ROWS) if record != 17]
+        assert read(path, on_error="skip")["raw"][:, 0].tolist() == [
+            record for record in range(ROWS) if record != 17
+        ]
     assert "epoch 1 did without 1 of 40 records" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["truncated in a record", "truncated in a head", "a length", "a large length"])
+@pytest.mark.parametrize(
+    "damage", ["truncated in a record", "truncated in a head", "a length", "a large length"]
+)
 def test_damage_that_hides_the_next_record_is_located(path, damage, caplog):
     at, raw = starts(path)[17], bytearray(path.read_bytes())
     if damage.startswith("truncated"):
@@ -121,7 +184,11 @@ def test_damage_that_hides_the_next_record_is_located(path, damage, caplog):
     else:
         raw[at + (0 if damage == "a length" else 6)] ^= 16
     path.write_bytes(raw)
-    text = "the file is truncated" if damage.startswith("truncated") else "the checksum of its length is not right"
+    text = (
+        "the file is truncated"
+        if damage.startswith("truncated")
+        else "the checksum of its length is not right"
+    )
     with pytest.raises(DataError, match=rf"a.tfrecord, record 17 \(byte {at}\): {text}"):
         read(path)
     with caplog.at_level(logging.WARNING, "spmd"):
@@ -163,7 +230,9 @@ def test_files_without_records(tmp_path):
     with pytest.raises(DataError, match="no TFRecord file has a record"):
         read(tmp_path / "a.tfrecord")
     (tmp_path / "b.tfrecord").write_bytes(written.framed(b"\xff\xff"))
-    with pytest.raises(DataError, match=r"b.tfrecord, record 0 \(byte 0\): its bytes are no tf.train.Example"):
+    with pytest.raises(
+        DataError, match=r"b.tfrecord, record 0 \(byte 0\): its bytes are no tf.train.Example"
+    ):
         read(tmp_path / "?.tfrecord")
 
 
@@ -184,13 +253,20 @@ def test_what_is_declared_is_checked_before_a_file_is_opened():
     ]:
         with pytest.raises(OptionError, match=text):
             make()
-    assert fixed((3,), "int32", default=[1, 2, 3]).default == [1, 2, 3] and padded(np.int64(3), "float32", fill=np.nan).shape == (3,)
+    assert fixed((3,), "int32", default=[1, 2, 3]).default == [1, 2, 3] and padded(
+        np.int64(3), "float32", fill=np.nan
+    ).shape == (3,)
 
 
 def test_numbers_that_a_narrow_dtype_does_not_hold_raise(tmp_path):
-    path = written.tfrecord(tmp_path / "a.tfrecord", [written.example(x=np.array([1, 1e6], np.float32), y=[2])])
+    path = written.tfrecord(
+        tmp_path / "a.tfrecord", [written.example(x=np.array([1, 1e6], np.float32), y=[2])]
+    )
     for features, text in [
-        ({"x": spmd.data.fixed((2,), "float16")}, 'feature "x" has 1000000.0, which float16 does not hold'),
+        (
+            {"x": spmd.data.fixed((2,), "float16")},
+            'feature "x" has 1000000.0, which float16 does not hold',
+        ),
         ({"y": spmd.data.fixed((), "bool")}, 'feature "y" has 2, which bool does not hold'),
     ]:
         with pytest.raises(DataError, match=text):
@@ -200,39 +276,56 @@ def test_numbers_that_a_narrow_dtype_does_not_hold_raise(tmp_path):
 def test_a_compressed_file_raises(path):
     path.write_bytes(gzip.compress(path.read_bytes()))
     for on_error in ("stop", "skip"):
-        with pytest.raises(DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    fix: unpack it"):
+        with pytest.raises(
+            DataError, match=r"a.tfrecord is compressed \(gzip\).*\n    fix: unpack it"
+        ):
             read(path, on_error=on_error)
 
 
-# buckets -------------------------------------------------------------------------------------------------------------
+# buckets ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sequences(tmp_path):
     records = [written.example(tokens=list(range(at % 9)), at=[at]) for at in range(ROWS)]
     features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
-    return spmd.data.tfrecord(written.tfrecord(tmp_path / "a.tfrecord", records), features=features, batch_size=4, seed=1, workers=2)
+    return spmd.data.tfrecord(
+        written.tfrecord(tmp_path / "a.tfrecord", records),
+        features=features,
+        batch_size=4,
+        seed=1,
+        workers=2,
+    )
 
 
 def test_buckets_are_as_long_as_they_have_to_be(sequences):
     buckets = spmd.data.buckets(sequences, "tokens", [2, 5, 8])
     batches = list(buckets.epoch(1))
-    assert len(batches) == len(buckets) and sorted(np.concatenate([batch["at"] for batch in batches])) == list(range(ROWS))
+    assert len(batches) == len(buckets) and sorted(
+        np.concatenate([batch["at"] for batch in batches])
+    ) == list(range(ROWS))
     for batch in batches:
         length = batch["tokens"].shape[1]
         assert batch["tokens_mask"].shape == batch["tokens"].shape
-        assert {2: 0, 5: 3, 8: 6}[length] <= (batch["at"] % 9).min() and (batch["at"] % 9).max() <= length
+        assert {2: 0, 5: 3, 8: 6}[length] <= (batch["at"] % 9).min() and (
+            batch["at"] % 9
+        ).max() <= length
     lengths = [batch["tokens"].shape[1] for batch in batches]
-    assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))  # short and long ones are mixed
+    # short and long ones are mixed
+    assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
     middle = buckets.epoch(1)
     _ = [next(middle) for _ in range(3)]
     rest = iter(spmd.data.buckets(sequences, "tokens", [2, 5, 8]))
     rest.set_state(middle.get_state())
-    assert [batch["at"].tolist() for batch in rest] == [batch["at"].tolist() for batch in batches[3:]]
+    assert [batch["at"].tolist() for batch in rest] == [
+        batch["at"].tolist() for batch in batches[3:]
+    ]
 
 
 def test_buckets_that_do_not_fit_raise(sequences):
-    with pytest.raises(DataError, match=r'record 8 .*"tokens" has 8 numbers, but the longest bucket 5'):
+    with pytest.raises(
+        DataError, match=r'record 8 .*"tokens" has 8 numbers, but the longest bucket 5'
+    ):
         spmd.data.buckets(sequences, "tokens", [2, 5])
     for name, lengths, text in [
         ("at", [2], "not a padded feature; padded features: tokens"),
@@ -248,14 +341,18 @@ def test_buckets_that_do_not_fit_raise(sequences):
 
 def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
     """Its length is not that of the record that replaces it, here the longest."""
-    records = [written.example(tokens=list(range(8 if at == 0 else 1)), at=[at]) for at in range(12)]
+    records = [
+        written.example(tokens=list(range(8 if at == 0 else 1)), at=[at]) for at in range(12)
+    ]
     records[5] = b"\xff"
     features = {"tokens": spmd.data.padded(8, "int32"), "at": spmd.data.fixed((), "int32")}
     options = {"features": features, "batch_size": 4, "shuffle": False}
     path = written.tfrecord(tmp_path / "a.tfrecord", records)
     with pytest.raises(DataError, match="record 5"):
         spmd.data.buckets(spmd.data.tfrecord(path, **options), "tokens", [2, 8])
-    buckets = spmd.data.buckets(spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8])
+    buckets = spmd.data.buckets(
+        spmd.data.tfrecord(path, on_error="skip", **options), "tokens", [2, 8]
+    )
     assert buckets.lengths.tolist() == [8, *[1] * 4, 0, *[1] * 6] and len(buckets) == 4
     expected = [[1, 2, 3, 4], [6, 7, 8], [9, 10, 11], [0]]
     for start in range(4):
@@ -270,7 +367,7 @@ def test_a_bad_record_moves_no_other_to_another_bucket(tmp_path, caplog):
         list(buckets)
 
 
-# ArrayRecord ---------------------------------------------------------------------------------------------------------
+# ArrayRecord --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -278,7 +375,9 @@ def array_records(tmp_path):
     from array_record.python import array_record_module
 
     for part in range(2):
-        writer = array_record_module.ArrayRecordWriter(str(tmp_path / f"{part}.array_record"), "group_size:1")
+        writer = array_record_module.ArrayRecordWriter(
+            str(tmp_path / f"{part}.array_record"), "group_size:1"
+        )
         for at in range(part * 20, part * 20 + 20):
             writer.write(example(at))
         writer.close()
@@ -290,12 +389,18 @@ def test_array_records_by_features_and_by_a_function(array_records, path):
     by_features = list(spmd.data.array_record(array_records, features=FEATURES, **options))
     as_tfrecord = list(spmd.data.tfrecord(path, features=FEATURES, **options))
     by_function = list(
-        spmd.data.array_record(array_records, decode=lambda raw: {"size": np.int32(len(raw)), "first": np.arange(3)}, **options)
+        spmd.data.array_record(
+            array_records,
+            decode=lambda raw: {"size": np.int32(len(raw)), "first": np.arange(3)},
+            **options,
+        )
     )
     for batch, expected in zip(by_features, as_tfrecord, strict=True):
         assert all(np.array_equal(batch[name], expected[name]) for name in FEATURES)
     assert [len(batch["size"]) for batch in by_function] == [16, 16, 8]
-    assert set(np.concatenate([batch["size"] for batch in by_function]).tolist()) == {len(example(at)) for at in range(ROWS)}
+    assert set(np.concatenate([batch["size"] for batch in by_function]).tolist()) == {
+        len(example(at)) for at in range(ROWS)
+    }
 
 
 def test_array_records_that_differ_are_named_or_padded(array_records):
@@ -304,11 +409,22 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
 
     options = {"decode": grow, "batch_size": 40, "shuffle": False}
     with pytest.raises(
-        DataError, match=r'0.array_record, record \d+: decode returns int32\[\d\] for "tokens", but int32\[\d\] for the first'
+        DataError,
+        match=r'0.array_record, record \d+: decode returns int32\[\d\] for "tokens", but '
+        r"int32\[\d\] "
+        r"for the first",
     ):
         next(iter(spmd.data.array_record(array_records, **options)))
-    batch = next(iter(spmd.data.array_record(array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options)))
-    assert batch["tokens"].shape == (40, 3) and batch["tokens_mask"].sum(axis=1).tolist() == [len(example(at)) % 4 for at in range(ROWS)]
+    batch = next(
+        iter(
+            spmd.data.array_record(
+                array_records, pad={"tokens": spmd.data.padded(3, "int32", fill=9)}, **options
+            )
+        )
+    )
+    assert batch["tokens"].shape == (40, 3) and batch["tokens_mask"].sum(axis=1).tolist() == [
+        len(example(at)) % 4 for at in range(ROWS)
+    ]
     calls = iter(range(100))
 
     def fail_at_record_23(raw):
@@ -317,7 +433,9 @@ def test_array_records_that_differ_are_named_or_padded(array_records):
         return grow(b"")
 
     with pytest.raises(DataError, match=r"1.array_record, record 3: decode raises ValueError: no"):
-        next(iter(spmd.data.array_record(array_records, **{**options, "decode": fail_at_record_23})))
+        next(
+            iter(spmd.data.array_record(array_records, **{**options, "decode": fail_at_record_23}))
+        )
 
 
 def test_files_that_are_not_array_records_raise(array_records, tmp_path):
@@ -346,9 +464,16 @@ def test_a_first_array_record_that_cannot_be_read_is_skipped_like_any_other(tmp_
     def number(raw):
         return {"at": np.int32(raw[6:])}
 
-    for damaged, decode in [(raw.replace(b"number0", b"numbex0"), number), (raw, lambda raw: number(raw.replace(b"0", b"?")))]:
+    for damaged, decode in [
+        (raw.replace(b"number0", b"numbex0"), number),
+        (raw, lambda raw: number(raw.replace(b"0", b"?"))),
+    ]:
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    fix: .*skip"):
+        with pytest.raises(
+            DataError,
+            match=r"a.array_record, record 0: (it cannot be read|decode raises ValueError).*\n    "
+            r"fix: .*skip",
+        ):
             spmd.data.array_record(path, decode=decode, **options)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "spmd"):
@@ -361,7 +486,10 @@ def test_output_of_decode_is_checked(array_records):
     options = {"batch_size": 8, "shuffle": False}
     for decode, text in [
         (len, "decode returns an int, but must return a dict of arrays"),
-        (lambda raw: {"x": "word"}, 'decode returns <U4 for "x", which cannot be placed on a device'),
+        (
+            lambda raw: {"x": "word"},
+            'decode returns <U4 for "x", which cannot be placed on a device',
+        ),
         (lambda raw: {}, "decode returns nothing"),
     ]:
         with pytest.raises(DataError, match=text):
@@ -369,6 +497,11 @@ def test_output_of_decode_is_checked(array_records):
         with pytest.raises(DataError, match=r"\(None of the first 40 records can be read.\)"):
             spmd.data.array_record(array_records, decode=decode, on_error="skip", **options)
     for value in (1.5, 2**40):
-        data = spmd.data.array_record(array_records, decode=lambda raw: {"x": [value]}, pad={"x": spmd.data.padded(3, "int32")}, **options)
+        data = spmd.data.array_record(
+            array_records,
+            decode=lambda raw: {"x": [value]},
+            pad={"x": spmd.data.padded(3, "int32")},
+            **options,
+        )
         with pytest.raises(DataError, match=r"with values that int32 cannot hold"):
             next(iter(data))

@@ -41,10 +41,20 @@ def example(packed=True, **features):
             kind, inner = 1, field(1, value)
         elif np.asarray(value).dtype.kind == "f":
             numbers = [struct.pack("<f", number) for number in np.ravel(value)]
-            kind, inner = 2, field(1, b"".join(numbers)) if packed else b"".join(b"\x0d" + number for number in numbers)
+            kind, inner = (
+                2,
+                field(1, b"".join(numbers))
+                if packed
+                else b"".join(b"\x0d" + number for number in numbers),
+            )
         else:
             numbers = [varint(int(number)) for number in np.ravel(value)]
-            kind, inner = 3, field(1, b"".join(numbers)) if packed else b"".join(b"\x08" + number for number in numbers)
+            kind, inner = (
+                3,
+                field(1, b"".join(numbers))
+                if packed
+                else b"".join(b"\x08" + number for number in numbers),
+            )
         entries += field(1, field(1, name.encode()) + field(2, field(kind, inner)))
     return field(1, entries)
 

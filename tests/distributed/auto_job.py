@@ -20,8 +20,13 @@ def searching(*given, **options):
 
 
 def fit(layout="auto", loss=spmd.losses.mean_squared_error, **options):
-    data = {"x": np.random.default_rng(0).normal(size=(64, 8)).astype("float32"), "y": np.ones((64, 1), np.float32)}
-    model = spmd.FunctionalModel(lambda key: {"w": np.zeros((8, 1), np.float32)}, lambda params, x: x @ params["w"])
+    data = {
+        "x": np.random.default_rng(0).normal(size=(64, 8)).astype("float32"),
+        "y": np.ones((64, 1), np.float32),
+    }
+    model = spmd.FunctionalModel(
+        lambda key: {"w": np.zeros((8, 1), np.float32)}, lambda params, x: x @ params["w"]
+    )
     given = {"loss": loss, "optimizer": optax.adam(0.1), "batch_size": 32, "progress": False}
     return spmd.fit(model, data, layout=layout, **given, **options)
 

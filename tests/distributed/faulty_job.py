@@ -40,25 +40,35 @@ def parse_options():
     parser.add_argument("--rank", type=int, default=1, help="who has it")
     parser.add_argument("--at", type=int, default=25, help="after how many steps")
     parser.add_argument("--after", help="and once this file exists")
-    parser.add_argument("--always", action="store_true", help="in every attempt, not only the first")
+    parser.add_argument(
+        "--always", action="store_true", help="in every attempt, not only the first"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--no-cache", dest="cache", action="store_false", help="of compiled programs")
+    parser.add_argument(
+        "--no-cache", dest="cache", action="store_false", help="of compiled programs"
+    )
     parser.add_argument("--memory-every", type=int, help="steps between two checkpoints in memory")
     parser.add_argument("--wide", type=int, default=0, help="more layers, of 8 MiB of state each")
-    parser.add_argument("--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too")
+    parser.add_argument(
+        "--layout", help="default: fsdp_bf16 with error feedback, whose residuals must survive, too"
+    )
     return parser.parse_args()
 
 
 def with_feedback(name):
     layout = spmd.Layout.load(name)
-    return dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, error_feedback=True))
+    return dataclasses.replace(
+        layout, gradients=dataclasses.replace(layout.gradients, error_feedback=True)
+    )
 
 
 def die_while_saving(moment, step):
-    """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax does while training continues."""
+    """SIGKILL at a moment of writing the first checkpoint after that step, which a thread of Orbax
+    does while training continues.
+    """
     seal, begin = checkpoint.CheckpointStore._seal, checkpoint.CheckpointStore.save
 
     def die():
@@ -69,7 +79,9 @@ def die_while_saving(moment, step):
         if store._writing > step and moment == "save written":
             die()
         if store._writing > step and moment == "save half sealed":
-            (folder,) = (store.folder / "checkpoints").glob(f"{store._writing}.orbax-checkpoint-tmp*")
+            (folder,) = (store.folder / "checkpoints").glob(
+                f"{store._writing}.orbax-checkpoint-tmp*"
+            )
             (folder / "manifest.json").write_text('{"algorithm": "sha256", "files": {"st')
             die()
         seal(store)
@@ -89,7 +101,9 @@ def die_while_saving(moment, step):
 
 
 def leave_no_checkpoint_out():
-    """Wait for each checkpoint in memory before the next: one that still runs would make the next be left out."""
+    """Wait for each checkpoint in memory before the next: one that still runs would make the next
+    be left out.
+    """
     begin = memory_checkpoint.MemoryCheckpoints.save
 
     def save(memory, *arguments):
@@ -102,13 +116,19 @@ def leave_no_checkpoint_out():
 def main():
     print(f"MAIN at {time.time():.3f}", flush=True)
     options = parse_options()
-    rank, attempt = int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")), os.environ.get("SPMD_ATTEMPT", "0")
+    rank, attempt = (
+        int(os.environ.get("SPMD_PROCESS") or os.environ.get("SLURM_PROCID", "0")),
+        os.environ.get("SPMD_ATTEMPT", "0"),
+    )
     is_faulty = rank == options.rank and (options.always or attempt == "0")
     steps_of_attempt = itertools.count()
 
     def fault(info):
         if next(steps_of_attempt) == 0:
-            print(f"FIRST {info.step} in a process that began at {_process_start(time.time()):.3f}", flush=True)
+            print(
+                f"FIRST {info.step} in a process that began at {_process_start(time.time()):.3f}",
+                flush=True,
+            )
         time.sleep(options.pause)
         if options.pause and info.step % 10 == 0:
             print(f"STEP {info.step}", flush=True)
@@ -151,7 +171,10 @@ def main():
         return is_faulty and options.fault == name
 
     random = np.random.default_rng(0)
-    data = {"x": random.normal(size=(144, 6)).astype("float32"), "y": random.integers(0, 4, 144).astype("int32")}
+    data = {
+        "x": random.normal(size=(144, 6)).astype("float32"),
+        "y": random.integers(0, 4, 144).astype("int32"),
+    }
     if options.fault == "nan":
         data["x"][3] = np.nan
     if differs("data"):
@@ -163,16 +186,32 @@ def main():
         steps=options.steps,
         loss=spmd.losses.cross_entropy,
         optimizer=optax.sgd(0.5 if differs("learning rate") else 0.1, momentum=0.9),
-        layout="data_parallel" if differs("layout") else options.layout or with_feedback("fsdp_bf16"),
-        checkpoint=spmd.Checkpoint(options.folder, every=options.every, memory_every=options.memory_every) if options.folder else None,
+        layout="data_parallel"
+        if differs("layout")
+        else options.layout or with_feedback("fsdp_bf16"),
+        checkpoint=spmd.Checkpoint(
+            options.folder, every=options.every, memory_every=options.memory_every
+        )
+        if options.folder
+        else None,
         resume=options.resume,
         compile_cache=None if options.cache else False,
         callbacks=[fault, *([spmd.callbacks.CheckReplicas(10)] if differs("callbacks") else [])],
         progress=False,
     )
-    replicated = jax.jit(lambda tree: tree, out_shardings=jax.NamedSharding(result.trainer.mesh, jax.P()))(result.state)
-    kept = [np.asarray(leaf) for leaf in jax.tree.leaves((replicated.params, replicated.opt, replicated.step))]
-    print("HASH", hashlib.sha256(b"".join(leaf.tobytes() for leaf in kept)).hexdigest()[:16], int(replicated.step), flush=True)
+    replicated = jax.jit(
+        lambda tree: tree, out_shardings=jax.NamedSharding(result.trainer.mesh, jax.P())
+    )(result.state)
+    kept = [
+        np.asarray(leaf)
+        for leaf in jax.tree.leaves((replicated.params, replicated.opt, replicated.step))
+    ]
+    print(
+        "HASH",
+        hashlib.sha256(b"".join(leaf.tobytes() for leaf in kept)).hexdigest()[:16],
+        int(replicated.step),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`spmd launch` as tests run it: what it prints, line by line with the time, and what it ends with."""
+"""`spmd launch` as tests run it: what it prints, line by line with the time, and what it ends
+with.
+"""
 
 import dataclasses
 import re
@@ -38,16 +40,31 @@ class Run:
 def launch(*words, seconds=400, meanwhile=lambda process, run: None, small=None, **variables):
     """Run `spmd launch`; everything is reaped, whatever happens.
 
-    A folder that is `small` holds 320 KiB while it runs, in a mount namespace of its own; what is in it is copied to `kept` beside it.
+    A folder that is `small` holds 320 KiB while it runs, in a mount namespace of its own; what is
+    in it is copied to `kept` beside it.
     """
     command = [sys.executable, "-m", "spmd", "launch", *map(str, words)]
     if small is not None:
         small.mkdir()
-        mount = f"mount -t tmpfs -o size=320k none {small}; {shlex.join(command)}; code=$?; cp -r {small} {small.parent}/kept; exit $code"
+        mount = (
+            f"mount -t tmpfs -o size=320k none {small}; {shlex.join(command)}; code=$?; cp -r "
+            f"{small} {small.parent}/kept; exit $code"
+        )
         command = ["unshare", "-m", "/bin/sh", "-c", mount]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**variables))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**variables),
+    )
     run = Run([])
-    reader = threading.Thread(target=lambda: [run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout], daemon=True)
+    reader = threading.Thread(
+        target=lambda: [
+            run.lines.append((time.time(), line.rstrip("\n"))) for line in process.stdout
+        ],
+        daemon=True,
+    )
     reader.start()
     limit = threading.Timer(seconds, process.kill)  # also ends what `meanwhile` waits for
     limit.start()

@@ -1,4 +1,6 @@
-"""A loop of a user that resumes, saves, and stops: `loop_job.py FOLDER STOP`. Prints hashes of what it restores, and at its end."""
+"""A loop of a user that resumes, saves, and stops: `loop_job.py FOLDER STOP`. Prints hashes of what
+it restores, and at its end.
+"""
 
 import hashlib
 import sys
@@ -25,7 +27,9 @@ trainer = spmd.Trainer(
 
 def report(state):
     params = multihost_utils.process_allgather(state.params, tiled=True)
-    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
+    ).hexdigest()
     if jax.process_index() == 0:
         print(f"HASH {digest} {int(state.step)}", flush=True)
 

@@ -1,7 +1,8 @@
-"""A training script that stops in a phase until it has received SIGTERM: run by `spmd launch`, or as a process of its own.
+"""A training script that stops in a phase until it has received SIGTERM: run by `spmd launch`, or
+as a process of its own.
 
-`python signalled_job.py FOLDER PHASE RANK`. In the phase, process RANK prints "READY" and waits, in compiled code: in C++, where Python
-handles no signals.
+`python signalled_job.py FOLDER PHASE RANK`. In the phase, process RANK prints "READY" and waits, in
+compiled code: in C++, where Python handles no signals.
 """
 
 import ctypes
@@ -24,15 +25,18 @@ FOLDER, PHASE, RANK = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 def wait():
-    """Wait for SIGTERM, at most two minutes, as XLA would: the GIL is free, and the main thread runs no Python.
+    """Wait for SIGTERM, at most two minutes, as XLA would: the GIL is free, and the main thread
+    runs no Python.
 
-    Where something is to save, until the run knows of the request: it may have fewer steps left than it makes until then.
+    Where something is to save, until the run knows of the request: it may have fewer steps left
+    than it makes until then.
     """
     if os.environ.get("SPMD_PROCESS", "0") == RANK and not current().stop_reason:
         print("READY", flush=True)
         remaining, until = 120, time.monotonic() + 120
         while remaining:
-            remaining = ctypes.CDLL(None).sleep(remaining) if PHASE not in LASTING else 0  # a signal ends it early
+            # a signal ends it early
+            remaining = ctypes.CDLL(None).sleep(remaining) if PHASE not in LASTING else 0
         while not current().stop_reason and time.monotonic() < until:
             time.sleep(0.01)
 
@@ -68,7 +72,9 @@ if PHASE == "restore":
 if PHASE == "write":
     before(CheckpointStore, "_seal")
 
-model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+model = spmd.FunctionalModel(
+    lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"]
+)
 options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
 data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
 result = spmd.fit(

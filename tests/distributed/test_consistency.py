@@ -11,11 +11,14 @@ from spmd.errors import ClusterError, LayoutError, RendezvousTimeout, SpmdError
 
 
 class Service:
-    """JAX's service, and a clock: while all processes wait, time advances until the first of them times out."""
+    """JAX's service, and a clock: while all processes wait, time advances until the first of them
+    times out.
+    """
 
     def __init__(self):
         self.now, self.running, self.texts = 0.0, 0, {}
-        self.waiting, self.changed = {}, threading.Condition()  # by thread: the path that it waits for, and its deadline
+        # by thread: the path that it waits for, and its deadline
+        self.waiting, self.changed = {}, threading.Condition()
 
     def monotonic(self):
         return self.now
@@ -31,7 +34,9 @@ class Service:
             self.waiting[threading.get_ident()] = (path, deadline)
             self.changed.notify_all()
             try:
-                assert self.changed.wait_for(lambda: path in self.texts or self.is_next_to_time_out(deadline), 60)
+                assert self.changed.wait_for(
+                    lambda: path in self.texts or self.is_next_to_time_out(deadline), 60
+                )
                 if path not in self.texts:
                     self.now = deadline
                     raise TimeoutError(path)
@@ -40,7 +45,9 @@ class Service:
                 del self.waiting[threading.get_ident()]
 
     def read_dir(self, path):
-        return {key.removeprefix(path): text for key, text in self.texts.items() if key.startswith(path)}
+        return {
+            key.removeprefix(path): text for key, text in self.texts.items() if key.startswith(path)
+        }
 
     def is_next_to_time_out(self, deadline):
         stuck = [other for path, other in self.waiting.values() if path not in self.texts]
@@ -82,7 +89,10 @@ def run_ranks(monkeypatch):
 
 
 def test_equal_facts_pass(run_ranks):
-    assert run_ranks(lambda rank: consistency.check_consistency({"a": "1", "b": "2"}), range(3), 3) == [None] * 3
+    assert (
+        run_ranks(lambda rank: consistency.check_consistency({"a": "1", "b": "2"}), range(3), 3)
+        == [None] * 3
+    )
 
 
 def test_all_processes_raise_the_same_differences(run_ranks):
@@ -90,7 +100,9 @@ def test_all_processes_raise_the_same_differences(run_ranks):
         return {"a": "1", "b": str(rank), **({"c": "x\x1b"} if rank else {})}
 
     results = run_ranks(lambda rank: consistency.check_consistency(facts(rank)), range(3), 3)
-    assert {type(error) for error in results} == {ClusterError} and len({str(error) for error in results}) == 1
+    assert {type(error) for error in results} == {ClusterError} and len(
+        {str(error) for error in results}
+    ) == 1
     assert str(results[0]).splitlines()[1:-1] == [
         "    b is 0 in process 0, and 1 in process 1",
         r"    c is nothing in process 0, and x\x1b in process 1",
@@ -100,31 +112,44 @@ def test_all_processes_raise_the_same_differences(run_ranks):
 
 @pytest.mark.parametrize(("present", "missing"), [([0, 2], 1), ([1, 2], 0)])
 def test_missing_process_is_named(run_ranks, present, missing):
-    results = run_ranks(lambda rank: consistency.check_consistency({"a": "1"}, timeout=30.0), present, 3)
+    results = run_ranks(
+        lambda rank: consistency.check_consistency({"a": "1"}, timeout=30.0), present, 3
+    )
     assert {type(error) for error in results} == {RendezvousTimeout}
     assert all(f"process {missing} did not arrive within 30 s" in str(error) for error in results)
 
 
 def test_first_nonempty(run_ranks):
-    assert run_ranks(lambda rank: consistency.first_nonempty(["", "b", "c"][rank]), range(3), 3) == ["b"] * 3
+    assert (
+        run_ranks(lambda rank: consistency.first_nonempty(["", "b", "c"][rank]), range(3), 3)
+        == ["b"] * 3
+    )
     with pytest.raises(RendezvousTimeout, match=r"a process did not arrive within 30 s"):
         raise run_ranks(lambda rank: consistency.first_nonempty("", timeout=30.0), [0], 4)[0]
 
 
 def test_all_get_the_text_of_process_0(run_ranks, capfd):
     def ask(rank):
-        return consistency.from_first_process(lambda advance: advance() or f"of {rank}", "it searches", 5.0)
+        return consistency.from_first_process(
+            lambda advance: advance() or f"of {rank}", "it searches", 5.0
+        )
 
     assert run_ranks(ask, range(3), 3) == ["of 0"] * 3
-    assert sorted(capfd.readouterr().err.splitlines()) == [f"spmd {rank}: waits for process 0: it searches" for rank in (1, 2)]
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        f"spmd {rank}: waits for process 0: it searches" for rank in (1, 2)
+    ]
 
 
 def test_all_raise_what_process_0_raises(run_ranks):
     def fail(advance):
         raise LayoutError("no layout fits", fix="another")
 
-    results = run_ranks(lambda rank: consistency.from_first_process(fail, "it searches", 5.0), range(3), 3)
-    assert [(type(error), str(error)) for error in results] == [(LayoutError, "no layout fits\n    fix: another")] * 3
+    results = run_ranks(
+        lambda rank: consistency.from_first_process(fail, "it searches", 5.0), range(3), 3
+    )
+    assert [(type(error), str(error)) for error in results] == [
+        (LayoutError, "no layout fits\n    fix: another")
+    ] * 3
 
 
 def test_processes_wait_while_process_0_advances(run_ranks):
@@ -135,9 +160,18 @@ def test_processes_wait_while_process_0_advances(run_ranks):
             advance()
         return "found"
 
-    assert run_ranks(lambda rank: consistency.from_first_process(slow, "it searches", 5.0), range(2), 2) == ["found"] * 2
+    assert (
+        run_ranks(
+            lambda rank: consistency.from_first_process(slow, "it searches", 5.0), range(2), 2
+        )
+        == ["found"] * 2
+    )
 
 
 def test_processes_do_not_wait_forever_for_process_0(run_ranks):
-    (error,) = run_ranks(lambda rank: consistency.from_first_process(lambda advance: "", "it searches", 5.0), [1], 2)
-    assert isinstance(error, RendezvousTimeout) and "it searches: process 0 has not advanced for 5 s." in str(error)
+    (error,) = run_ranks(
+        lambda rank: consistency.from_first_process(lambda advance: "", "it searches", 5.0), [1], 2
+    )
+    assert isinstance(
+        error, RendezvousTimeout
+    ) and "it searches: process 0 has not advanced for 5 s." in str(error)

@@ -1,4 +1,6 @@
-"""What is private to JAX, in the release that is installed: two processes use each function of `spmd.distributed.coordination` once."""
+"""What is private to JAX, in the release that is installed: two processes use each function of
+`spmd.distributed.coordination` once.
+"""
 
 import os
 import socket
@@ -36,10 +38,19 @@ def test_coordination_service_of_this_jax():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "no_proxy": "example.com"}
+    environment = {
+        **os.environ,
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+        "no_proxy": "example.com",
+    }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RUN, str(rank), address], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RUN, str(rank), address],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in (0, 1)
     ]

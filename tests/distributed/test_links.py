@@ -1,4 +1,6 @@
-"""Hosts that are lost, and hosts whose name is a loopback address: processes in network namespaces, started by hand."""
+"""Hosts that are lost, and hosts whose name is a loopback address: processes in network namespaces,
+started by hand.
+"""
 
 import contextlib
 import errno
@@ -26,7 +28,7 @@ options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), 
 report = lambda info: print("STEP 5", flush=True) if info.step == 5 else None
 spmd.fit(model, data, steps=int(sys.argv[1]), callbacks=[report], **options)
 print("END", flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(params=[2])
@@ -41,11 +43,32 @@ def hosts(request, tmp_path):
 def started(hosts, steps, stall="step=inf"):
     """A process on each host; killed and reaped on leaving, and after 300 s whatever happens."""
     processes, count = [], len(hosts.hosts)
-    shared = {"SPMD_PROCESSES": count, "SPMD_COORDINATOR": "10.77.0.1:6000", "SPMD_TOKEN": "t", "SPMD_STALL": stall, "SPMD_SIMULATE": 1}
+    shared = {
+        "SPMD_PROCESSES": count,
+        "SPMD_COORDINATOR": "10.77.0.1:6000",
+        "SPMD_TOKEN": "t",
+        "SPMD_STALL": stall,
+        "SPMD_SIMULATE": 1,
+    }
     for rank, host in enumerate(hosts.hosts):
-        command = ["nsenter", "-t", str(host.holder), "-n", "-u", "-m", sys.executable, "-c", JOB, str(steps)]
+        command = [
+            "nsenter",
+            "-t",
+            str(host.holder),
+            "-n",
+            "-u",
+            "-m",
+            sys.executable,
+            "-c",
+            JOB,
+            str(steps),
+        ]
         variables = environment(SPMD_PROCESS=rank, **shared)
-        processes.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     alarm = threading.Timer(300, lambda: [process.kill() for process in processes])
     alarm.start()
     try:
@@ -67,9 +90,13 @@ def test_lost_host_is_named_by_both_sides(hosts):
         errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [42, 42], errors
     lost = "no answer for 20 s; that host, or the network to it, is lost\n"
-    assert re.search(rf"(?m)^spmd 0: process 1 on b \(process id \d+\): {lost}", errors[0]), errors[0]
+    assert re.search(rf"(?m)^spmd 0: process 1 on b \(process id \d+\): {lost}", errors[0]), errors[
+        0
+    ]
     assert f"\nspmd 1: process 0 at 10.77.0.1:6000: {lost}" in errors[1], errors[1]
-    assert not any("Check failure stack trace" in text or "Traceback" in text for text in errors), errors
+    assert not any("Check failure stack trace" in text or "Traceback" in text for text in errors), (
+        errors
+    )
 
 
 @pytest.mark.system
@@ -83,7 +110,9 @@ def test_broken_link_between_two_hosts_is_named_in_the_stall(hosts):
         errors = [process.communicate()[1] for process in processes]
     assert {process.returncode for process in processes} <= {42, 43}, errors
     found = re.findall(
-        r"(?m)^spmd \d: process (\d): step \d+, step, last progress .* s ago; no answer from 10\.77\.0\.(\d)$", "\n".join(errors)
+        r"(?m)^spmd \d: process (\d): step \d+, step, last progress .* s ago; no answer from "
+        r"10\.77\.0\.(\d)$",
+        "\n".join(errors),
     )
     assert found and {*found} <= {("1", "3"), ("2", "2")}, errors
     assert not any("Check failure stack trace" in text for text in errors), errors
@@ -95,22 +124,40 @@ def test_hosts_whose_names_are_loopback_addresses_train(hosts, tmp_path):
     (tmp_path / "hosts" / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 a b\n")
     with started(hosts, 6) as processes:
         ended = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0] and all(out.endswith("STEP 5\nEND\n") for out, _ in ended), ended
+    assert [process.returncode for process in processes] == [0, 0] and all(
+        out.endswith("STEP 5\nEND\n") for out, _ in ended
+    ), ended
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the state of TCP connections is read on Linux alone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the state of TCP connections is read on Linux alone"
+)
 @pytest.mark.parametrize(
     "listens",
-    ["127.0.0.1", pytest.param("::", marks=pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"))],
+    [
+        "127.0.0.1",
+        pytest.param(
+            "::",
+            marks=pytest.mark.skipif(
+                not socket.has_dualstack_ipv6(), reason="this machine has no IPv6"
+            ),
+        ),
+    ],
 )
 def test_addresses_of_connections_without_a_change_to_them(monkeypatch, listens):
     """With 0 in place of 5, every connection counts; a table of IPv6 has IPv4 addresses too."""
     family = socket.AF_INET6 if ":" in listens else socket.AF_INET
-    with socket.create_server((listens, 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as listener:
-        with socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as ours, listener.accept()[0] as theirs:
+    with socket.create_server(
+        (listens, 0), family=family, dualstack_ipv6=family == socket.AF_INET6
+    ) as listener:
+        with (
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as ours,
+            listener.accept()[0] as theirs,
+        ):
             assert links.unanswered() == []
             monkeypatch.setattr(links, "REPEATS", 0)
-            socket.setdefaulttimeout(30)  # which Python gives each socket that it makes from a descriptor
+            # which Python gives each socket that it makes from a descriptor
+            socket.setdefaulttimeout(30)
             try:
                 found = links.unanswered()
             finally:
@@ -138,7 +185,10 @@ class Answers:
 
 
 def test_lost_names_hosts_that_do_not_answer_and_no_others():
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+    ):
         theirs = links.keep(listener.accept()[0])
         kept = {1: ("process 1", theirs)}
         assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and links.lost(kept) == []
@@ -146,5 +196,8 @@ def test_lost_names_hosts_that_do_not_answer_and_no_others():
         ours.close()  # it has ended
         assert links.lost(kept) == []
         theirs.close()
-    broken = {number: (f"process {number}", Answers(number)) for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET)}
+    broken = {
+        number: (f"process {number}", Answers(number))
+        for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET)
+    }
     assert links.lost(broken) == [f"process {errno.ETIMEDOUT}", f"process {errno.EHOSTUNREACH}"]

@@ -10,10 +10,17 @@ JOB = Path(__file__).parent / "loop_job.py"
 
 @pytest.mark.system
 def test_loop_of_processes_resumes_where_it_was_saved(tmp_path):
-    """Bit for bit with as many processes, whose sums have the same order; and one process restores what two have saved."""
+    """Bit for bit with as many processes, whose sums have the same order; and one process restores
+    what two have saved.
+    """
     runs = [
         launch("--processes", processes, "--simulate", 4 // processes, JOB, tmp_path / folder, stop)
-        for processes, folder, stop in ((2, "undisturbed", 0), (2, "saved", 5), (2, "saved", 0), (1, "saved", 0))
+        for processes, folder, stop in (
+            (2, "undisturbed", 0),
+            (2, "saved", 5),
+            (2, "saved", 0),
+            (1, "saved", 0),
+        )
     ]
     assert [run.code for run in runs] == [0, 0, 0, 0], "\n".join(run.text for run in runs)
     (undisturbed,), (first,), (restored, last), (of_one,) = (run.hashes for run in runs)

@@ -1,4 +1,6 @@
-"""Checkpoints in memory with real processes: they are killed, with or without their host's memory, and end in the same bits."""
+"""Checkpoints in memory with real processes: they are killed, with or without their host's memory,
+and end in the same bits.
+"""
 
 import json
 import os
@@ -38,7 +40,15 @@ def undisturbed(tmp_path_factory):
 
     def of(processes):
         if processes not in hashes:
-            words = ["--processes", processes, "--simulate", 2, JOB, "--folder", tmp_path_factory.mktemp("undisturbed") / "run"]
+            words = [
+                "--processes",
+                processes,
+                "--simulate",
+                2,
+                JOB,
+                "--folder",
+                tmp_path_factory.mktemp("undisturbed") / "run",
+            ]
             run = launch(*words)
             assert run.code == 0 and len(set(run.hashes)) == 1, run.text
             hashes[processes] = run.hashes[0]
@@ -48,7 +58,9 @@ def undisturbed(tmp_path_factory):
 
 
 def wait_for_pieces(process, tmp_path, pieces, count):
-    """Until so many pieces of step 24 are in memory, and step 15 is on disk; training waits for longer."""
+    """Until so many pieces of step 24 are in memory, and step 15 is on disk; training waits for
+    longer.
+    """
     while process.poll() is None:
         if count() == pieces and (tmp_path / "run" / "checkpoints" / "15").exists():
             return
@@ -57,7 +69,11 @@ def wait_for_pieces(process, tmp_path, pieces, count):
 
 def resumed(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(record["step"], record.get("source", "disk")) for record in records if record.get("event") == "resumed"]
+    return [
+        (record["step"], record.get("source", "disk"))
+        for record in records
+        if record.get("event") == "resumed"
+    ]
 
 
 def counts(folder):
@@ -86,20 +102,43 @@ def lose(host):
 OWN = "memory (process {ranks}: own host), 9 steps after the newest checkpoint on disk"
 CASES = {  # processes of each host, what is done to which hosts, step, source
     "a worker": ((1, 1), kill_worker, (1,), 24, OWN),
-    "neighbour": ((1, 1), lose, (1,), 24, "memory (process 0: own host; process 1: {0}), 9 steps after the newest checkpoint on disk"),
+    "neighbour": (
+        (1, 1),
+        lose,
+        (1,),
+        24,
+        "memory (process 0: own host; process 1: {0}), 9 steps after the newest checkpoint on disk",
+    ),
     "two hosts of three": ((2, 1, 1), lose, (1, 2), 15, "disk"),
     "all workers of a host": ((2, 2), kill_workers, (1,), 24, OWN),
     "a worker of two": ((2, 2), kill_worker, (1,), 24, OWN),
     "an agent": ((2, 2), kill_agent, (1,), 24, OWN),
-    "neighbour of process 0": ((1, 1), lose, (0,), 24, "memory (process 0: {1}; process 1: own host), 9 steps after"),
-    "one host of three": ((2, 1, 1), lose, (2,), 24, "memory (process 0, 1, 2: own host; process 3: {0}), 9 steps after"),
+    "neighbour of process 0": (
+        (1, 1),
+        lose,
+        (0,),
+        24,
+        "memory (process 0: {1}; process 1: own host), 9 steps after",
+    ),
+    "one host of three": (
+        (2, 1, 1),
+        lose,
+        (2,),
+        24,
+        "memory (process 0, 1, 2: own host; process 3: {0}), 9 steps after",
+    ),
     "all hosts": ((1, 1), lose, (0, 1), 15, "disk"),
 }
 
 
 @pytest.mark.sampled(system=4)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if number > 3 else ()) for number, name in enumerate(CASES)])
-def test_killed_processes_resume_from_memory_with_the_same_bits(hosts, start, undisturbed, tmp_path, name):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SLOW if number > 3 else ()) for number, name in enumerate(CASES)],
+)
+def test_killed_processes_resume_from_memory_with_the_same_bits(
+    hosts, start, undisturbed, tmp_path, name
+):
     processes, harm, victims, step, source = CASES[name]
 
     def act(process, run):
@@ -114,11 +153,15 @@ def test_killed_processes_resume_from_memory_with_the_same_bits(hosts, start, un
     for number, host in enumerate(hosts.hosts):
         source = source.replace(rf"\{{{number}\}}", host.shown)
     assert resumed_step == step and re.match(source, resumed_source), resumed_source
-    again = [at for at, line in run.lines if "STEP 26" in line][-1] - run.when("ended with signal 9|connection is lost")
+    again = [at for at, line in run.lines if "STEP 26" in line][-1] - run.when(
+        "ended with signal 9|connection is lost"
+    )
     done = counts(tmp_path / "run")
     print(f"FIGURE {name}: {25 - step} steps lost, step 26 again after {again:.1f} s; {done}")
     assert done["saved"] and not done["failed"] and (done["bytes_sent"] > 0)
-    assert not any(list(host.memory.glob("*/*")) for host in hosts.hosts), "the memory of a run that has ended well is free"
+    assert not any(list(host.memory.glob("*/*")) for host in hosts.hosts), (
+        "the memory of a run that has ended well is free"
+    )
 
 
 @SLOW
@@ -131,11 +174,21 @@ def test_disconnected_host_resumes_from_memory(hosts, start, undisturbed, tmp_pa
         wait_for_pieces(process, tmp_path, 4, lambda: hosts.pieces(24))
         hosts[1].connect("down")
         (tmp_path / "run" / "released").touch()
-        while not any("waiting for process" in line for _, line in run.lines) and process.poll() is None:
+        while (
+            not any("waiting for process" in line for _, line in run.lines)
+            and process.poll() is None
+        ):
             time.sleep(0.02)
         hosts[1].connect("up")
 
-    run = start("--memory-every", 4, "--fault", "release", options=["--stall", "step=5"], meanwhile=disconnect)
+    run = start(
+        "--memory-every",
+        4,
+        "--fault",
+        "release",
+        options=["--stall", "step=5"],
+        meanwhile=disconnect,
+    )
     assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
     assert "stalled: no progress" in run.text and "restart 1 of at most" in run.text
     ((step, source),) = resumed(tmp_path / "run")
@@ -160,7 +213,9 @@ def test_same_fault_without_memory(hosts, start, undisturbed, tmp_path):
 def test_memory_is_removed_when_there_is_no_restart(hosts, start):
     run = start("--memory-every", 4, "--fault", "raise", "--always", restarts=5)
     assert run.code == 1 and "no restart" in run.text, run.text
-    assert list(hosts[0].memory.glob("spmd-*")) and not any(list(host.memory.glob("spmd-*/*-*")) for host in hosts.hosts), run.text
+    assert list(hosts[0].memory.glob("spmd-*")) and not any(
+        list(host.memory.glob("spmd-*/*-*")) for host in hosts.hosts
+    ), run.text
 
 
 @SLOW
@@ -170,18 +225,47 @@ def test_damaged_piece_is_replaced_by_an_older_step_or_the_disk(undisturbed, tmp
     memory = tmp_path / "memory"
 
     def harm(process, run):
-        wait_for_pieces(process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?"))))
+        wait_for_pieces(
+            process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?")))
+        )
         for name in ("20.0", "20.1", "24.0", "24.1") if damage == "all" else ("24.1",):
             for path in memory.glob(f"*/*/{name}"):
                 _damage(path, damage)
-        workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spmd.launch.runner"], capture_output=True, text=True, check=True)
+        workers = subprocess.run(
+            ["pgrep", "-P", str(process.pid), "-f", "spmd.launch.runner"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)
 
-    words = ["--processes", 2, "--simulate", 2, "--max-restarts", 2, JOB, "--folder", tmp_path / "run", "--every", 15]
-    run = launch(*words, "--memory-every", 4, "--fault", "sleep", meanwhile=harm, SPMD_MEMORY_FOLDER=str(memory))
+    words = [
+        "--processes",
+        2,
+        "--simulate",
+        2,
+        "--max-restarts",
+        2,
+        JOB,
+        "--folder",
+        tmp_path / "run",
+        "--every",
+        15,
+    ]
+    run = launch(
+        *words,
+        "--memory-every",
+        4,
+        "--fault",
+        "sleep",
+        meanwhile=harm,
+        SPMD_MEMORY_FOLDER=str(memory),
+    )
     assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
     ((step, source),) = resumed(tmp_path / "run")
-    assert (step, source.split()[0]) == ((15, "disk") if damage == "all" else (20, "memory")), run.text
+    assert (step, source.split()[0]) == ((15, "disk") if damage == "all" else (20, "memory")), (
+        run.text
+    )
     assert "is damaged (" in run.text and "and was removed" in run.text
 
 
@@ -195,16 +279,38 @@ def _damage(path, how):
 @pytest.mark.system
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=SLOW)])
 def test_script_that_is_started_again_by_hand_finds_its_memory(undisturbed, tmp_path, processes):
-    """The launcher itself is killed, so nothing removes the memory; the next launch, of as many devices, resumes from it."""
+    """The launcher itself is killed, so nothing removes the memory; the next launch, of as many
+    devices, resumes from it.
+    """
 
     def kill(process, run):
-        wait_for_pieces(process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?"))))
+        wait_for_pieces(
+            process, tmp_path, 2, lambda: len(list((tmp_path / "memory").rglob("24.?")))
+        )
         process.kill()
 
     job = [JOB, "--folder", tmp_path / "run", "--every", 15, "--memory-every", 4]
     memory = str(tmp_path / "memory")
-    launch("--processes", 2, "--simulate", 2, *job, "--fault", "sleep", meanwhile=kill, SPMD_MEMORY_FOLDER=memory)
-    run = launch("--processes", processes, "--simulate", 4 // processes, *job, "--resume", SPMD_MEMORY_FOLDER=memory)
+    launch(
+        "--processes",
+        2,
+        "--simulate",
+        2,
+        *job,
+        "--fault",
+        "sleep",
+        meanwhile=kill,
+        SPMD_MEMORY_FOLDER=memory,
+    )
+    run = launch(
+        "--processes",
+        processes,
+        "--simulate",
+        4 // processes,
+        *job,
+        "--resume",
+        SPMD_MEMORY_FOLDER=memory,
+    )
     assert run.code == 0 and set(run.hashes) == {undisturbed(2)}, run.text
     ((step, source),) = resumed(tmp_path / "run")
     ranks = ", ".join(map(str, range(processes)))

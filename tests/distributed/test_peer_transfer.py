@@ -1,4 +1,6 @@
-"""Transfers between processes: bytes arrive as they were sent, and only between processes that know the token."""
+"""Transfers between processes: bytes arrive as they were sent, and only between processes that know
+the token.
+"""
 
 import contextlib
 import errno
@@ -43,9 +45,13 @@ def test_many_bytes_arrive(receiver, received):
 
 
 def test_strangers_are_refused(receiver, received):
-    with pytest.raises(TransferError, match=r"127\.0\.0\.1: it does not know this job's token, or is gone"):
+    with pytest.raises(
+        TransferError, match=r"127\.0\.0\.1: it does not know this job's token, or is gone"
+    ):
         send(receiver.address, "another", {"name": "a", "bytes": 2}, [b"12"])
-    with socket.create_connection(("127.0.0.1", int(receiver.address.rpartition(":")[2]))) as stranger:
+    with socket.create_connection(
+        ("127.0.0.1", int(receiver.address.rpartition(":")[2]))
+    ) as stranger:
         assert stranger.recv(1000).startswith(b'{"nonce": ')
         stranger.sendall(b'{"name": "a", "bytes": 2, "proof": 5}\n')
         assert stranger.recv(1000) == b"", "no answer"
@@ -55,11 +61,16 @@ def test_strangers_are_refused(receiver, received):
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("proof", [b'"\\ud800"', b"[" * 900 + b"]" * 900, b"1e999", b"null"])
 def test_strange_proof_ends_no_thread_with_an_error(receiver, received, proof):
-    with socket.create_connection(("127.0.0.1", int(receiver.address.rpartition(":")[2]))) as stranger:
+    with socket.create_connection(
+        ("127.0.0.1", int(receiver.address.rpartition(":")[2]))
+    ) as stranger:
         stranger.recv(1000)
         stranger.sendall(b'{"bytes": 2, "proof": ' + proof + b"}\n")
         assert stranger.recv(1000) == b"", "no answer"
-    assert send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"]) == 2 and len(received) == 1
+    assert (
+        send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"]) == 2
+        and len(received) == 1
+    )
 
 
 def test_replayed_message_is_refused(receiver, received):
@@ -67,7 +78,11 @@ def test_replayed_message_is_refused(receiver, received):
     host, _, port = receiver.address.rpartition(":")
     sent, connect = [], socket.create_connection
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_transfer, "send_message", lambda connection, message: (sent.append(message), real(connection, message)))
+        patch.setattr(
+            peer_transfer,
+            "send_message",
+            lambda connection, message: (sent.append(message), real(connection, message)),
+        )
         real = peer_transfer.__dict__["receive_message"].__globals__["send_message"]
         send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"])
     line = next(message for message in sent if "name" in message)
@@ -130,7 +145,11 @@ def test_receiver_accepts_again_after_an_error(receiver, received, monkeypatch):
     for _ in range(2):  # the receiver is waiting in the original function when this begins
         with contextlib.suppress(TransferError):
             send(receiver.address, "secret", {"name": "a", "bytes": 2}, [b"12"])
-    assert failed and send(receiver.address, "secret", {"name": "b", "bytes": 2}, [b"12"]) == 2 and received[-1][0] == "b"
+    assert (
+        failed
+        and send(receiver.address, "secret", {"name": "b", "bytes": 2}, [b"12"]) == 2
+        and received[-1][0] == "b"
+    )
 
 
 def test_closed_receiver_refuses(receiver):
@@ -148,7 +167,9 @@ def test_size_must_be_a_number(receiver, size, monkeypatch):
 
 def test_connections_are_bounded(receiver):
     port = int(receiver.address.rpartition(":")[2])
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(peer_transfer.MAX_CONNECTIONS)]
+    silent = [
+        socket.create_connection(("127.0.0.1", port)) for _ in range(peer_transfer.MAX_CONNECTIONS)
+    ]
     for connection in silent:
         assert connection.recv(1000)
     with socket.create_connection(("127.0.0.1", port)) as one_more:

@@ -25,7 +25,10 @@ def changed(array, position, change):
     """The same array, with one device's shard changed."""
     shards = [np.array(shard.data) for shard in array.addressable_shards]
     shards[position] = change(shards[position])
-    arrays = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
+    arrays = [
+        jax.device_put(data, shard.device)
+        for data, shard in zip(shards, array.addressable_shards, strict=True)
+    ]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
 
 
@@ -63,7 +66,9 @@ def test_equal_replicas_pass(mesh, tables):
     check_replicas(state(mesh), "now")
     check_replicas({}, "now")
     (table,) = tables
-    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], "the number of distinct shards of each sharding"
+    assert sorted(len(set(sums)) for sums in table.T.tolist()) == [1, 2, 2, 8], (
+        "the number of distinct shards of each sharding"
+    )
 
 
 def one_bit(shard):
@@ -77,13 +82,23 @@ def one_bit(shard):
     [
         ("replicated", 5, one_bit, "replicated: devices 5 of the mesh (process 0)"),
         ("sharded", 3, lambda shard: shard[::-1], "sharded: devices 3 of the mesh"),
-        ("half", 0, lambda shard: shard + np.asarray(1, shard.dtype), "half: devices 0 of the mesh"),
+        (
+            "half",
+            0,
+            lambda shard: shard + np.asarray(1, shard.dtype),
+            "half: devices 0 of the mesh",
+        ),
         ("tiny", 7, lambda shard: shard + np.int8(1), "tiny: devices 7 of the mesh"),
         ("yes", 2, np.logical_not, "yes: devices 2 of the mesh"),
         ("number", 6, lambda shard: shard + np.int32(2**31 - 1), "number: devices 6 of the mesh"),
         ("nan", 1, lambda shard: np.abs(shard), "nan: devices 1 of the mesh"),
         ("large", 4, one_bit, "large: devices 4 of the mesh"),
-        ("as large", 2, lambda shard: np.roll(shard + np.arange(SMALL + 2, dtype="float32"), 1), "as large: devices 2 of the mesh"),
+        (
+            "as large",
+            2,
+            lambda shard: np.roll(shard + np.arange(SMALL + 2, dtype="float32"), 1),
+            "as large: devices 2 of the mesh",
+        ),
     ],
 )
 def test_differing_replica_is_named(mesh, name, position, change, message):
@@ -91,7 +106,9 @@ def test_differing_replica_is_named(mesh, name, position, change, message):
     arrays[name] = changed(arrays[name], position, change)
     with pytest.raises(ClusterError) as caught:
         check_replicas(arrays, "after step 7")
-    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + message in str(caught.value)
+    assert "after step 7, copies of 1 of 11 arrays differ from most others:\n    " + message in str(
+        caught.value
+    )
 
 
 def flipped(*places):
@@ -114,28 +131,48 @@ def flipped(*places):
     ids=["doubled", "negated", "a column negated", "zeros", "shifted", "two signs", "rolled"],
 )
 def test_patterned_differences_are_found(mesh, value, change):
-    """A sum of words times odd numbers would miss all but the last: the differences add up to a multiple of 2^32."""
+    """A sum of words times odd numbers would miss all but the last: the differences add up to a
+    multiple of 2^32.
+    """
     random = np.random.default_rng(1).normal(size=(64, 64)).astype("float32")
     array = put(mesh, random if isinstance(value, str) else value)
-    arrays = {"before": put(mesh, np.float32(1)), "it": changed(array, 3, change), "like it": put(mesh, random)}
-    with pytest.raises(ClusterError, match=r"now, copies of 1 of 3 arrays differ from most others:\n    it: devices 3 of the mesh"):
+    arrays = {
+        "before": put(mesh, np.float32(1)),
+        "it": changed(array, 3, change),
+        "like it": put(mesh, random),
+    }
+    with pytest.raises(
+        ClusterError,
+        match=r"now, copies of 1 of 3 arrays differ from most others:\n    it: devices 3 of the "
+        r"mesh",
+    ):
         check_replicas(arrays, "now")
 
 
 def test_opposite_differences_in_two_arrays_do_not_cancel(mesh):
-    arrays = {"one": put(mesh, np.zeros(SMALL + 1, "int32")), "two": put(mesh, np.zeros(SMALL + 2, "int32"))}
-    arrays = {name: changed(leaf, 2, lambda shard, by=by: shard + by) for (name, leaf), by in zip(arrays.items(), (1, -1), strict=True)}
+    arrays = {
+        "one": put(mesh, np.zeros(SMALL + 1, "int32")),
+        "two": put(mesh, np.zeros(SMALL + 2, "int32")),
+    }
+    arrays = {
+        name: changed(leaf, 2, lambda shard, by=by: shard + by)
+        for (name, leaf), by in zip(arrays.items(), (1, -1), strict=True)
+    }
     with pytest.raises(ClusterError, match="copies of 2 of 2 arrays"):
         check_replicas(arrays, "now")
 
 
 def test_all_differing_arrays_are_named(mesh):
     arrays = state(mesh)
-    arrays |= {name: changed(arrays[name], position, one_bit) for name, position in (("replicated", 5), ("large", 5), ("sharded", 3))}
+    arrays |= {
+        name: changed(arrays[name], position, one_bit)
+        for name, position in (("replicated", 5), ("large", 5), ("sharded", 3))
+    }
     with pytest.raises(ClusterError) as caught:
         check_replicas(arrays, "now")
     lines = [
-        f"    {name}: devices {position} of the mesh (process 0)" for name, position in (("replicated", 5), ("sharded", 3), ("large", 5))
+        f"    {name}: devices {position} of the mesh (process 0)"
+        for name, position in (("replicated", 5), ("sharded", 3), ("large", 5))
     ]
     assert sorted(lines) == sorted(str(caught.value).splitlines()[1:-1])
 
@@ -145,4 +182,6 @@ def test_unreplicated_shards_are_not_compared(mesh, tables):
     for leaf in (unreplicated, changed(unreplicated, 3, one_bit)):
         check_replicas({"all": leaf}, "now")
     before, after = tables
-    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], "the checksum saw the change"
+    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [3], (
+        "the checksum saw the change"
+    )

@@ -1,4 +1,6 @@
-"""`spmd launch --spares` with real processes: a restart uses those that wait, ends in the same bits, and leaves none behind."""
+"""`spmd launch --spares` with real processes: a restart uses those that wait, ends in the same
+bits, and leaves none behind.
+"""
 
 import contextlib
 import json
@@ -12,7 +14,10 @@ from launched import JOB, ROOT, launch
 
 from spmd.run.goodput import Goodput, Timeline
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
 SLOW = pytest.mark.slow
 SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
@@ -23,7 +28,9 @@ exec /bin/sh -c "$*"
 
 @pytest.fixture
 def start(tmp_path):
-    """A launcher of a job of two processes, on one machine or on two hosts. Its fault is once a file exists, `tmp_path/ready`."""
+    """A launcher of a job of two processes, on one machine or on two hosts. Its fault is once a
+    file exists, `tmp_path/ready`.
+    """
 
     def run(*words, hosts=False, options=(), meanwhile=lambda process, run: None):
         where = ["--processes", 2]
@@ -32,7 +39,8 @@ def start(tmp_path):
             (tmp_path / "ssh").chmod(0o755)
             (tmp_path / "hosts.txt").write_text("127.0.0.1 processes=1\n127.0.0.2 processes=1\n")
             where = ["--hosts", tmp_path / "hosts.txt", "--ssh", tmp_path / "ssh", "--folder", ROOT]
-        more = ["--simulate", 1, "--max-restarts", 2, "--stall", "step=300", *options]  # a fault may wait for long on a busy machine
+        # a fault may wait for long on a busy machine
+        more = ["--simulate", 1, "--max-restarts", 2, "--stall", "step=300", *options]
         words = [JOB, "--after", tmp_path / "ready", *words]
         return launch(*where, *more, *words, meanwhile=meanwhile, SPMD_TEST_TAG=str(tmp_path))
 
@@ -41,7 +49,9 @@ def start(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    run = launch("--processes", 2, "--simulate", 1, JOB, "--folder", tmp_path_factory.mktemp("undisturbed"))
+    run = launch(
+        "--processes", 2, "--simulate", 1, JOB, "--folder", tmp_path_factory.mktemp("undisturbed")
+    )
     assert run.code == 0 and len(set(run.hashes)) == 1, run.text
     return run.hashes[0]
 
@@ -51,7 +61,11 @@ def processes(tag):
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            pids += [int(path.name)] if f"SPMD_TEST_TAG={tag}\0".encode() in (path / "environ").read_bytes() else []
+            pids += (
+                [int(path.name)]
+                if f"SPMD_TEST_TAG={tag}\0".encode() in (path / "environ").read_bytes()
+                else []
+            )
     return pids
 
 
@@ -72,7 +86,17 @@ def when_ready(count, then):
 def test_killed_process_is_restarted_in_a_spare_one(start, undisturbed, tmp_path, hosts):
     folder = tmp_path / "run"
     ready = when_ready(2, lambda process: (tmp_path / "ready").touch())
-    run = start("--folder", folder, "--fault", "KILL", "--rank", 0, hosts=hosts, options=["--spares"], meanwhile=ready)
+    run = start(
+        "--folder",
+        folder,
+        "--fault",
+        "KILL",
+        "--rank",
+        0,
+        hosts=hosts,
+        options=["--spares"],
+        meanwhile=ready,
+    )
     assert run.code == 0 and set(run.hashes) == {undisturbed} and len(run.hashes) == 2, run.text
     assert "restart 1 of at most 2" in run.text and "restart 2" not in run.text
     used = re.findall(r"restarted in (\d) of (\d) spare processes\n", run.text)
@@ -80,8 +104,12 @@ def test_killed_process_is_restarted_in_a_spare_one(start, undisturbed, tmp_path
     assert not processes(tmp_path)
 
     goodput = Goodput(Timeline.from_json(json.loads((folder / "goodput.json").read_text())))
-    assert len(goodput.timeline.attempts) == 2 and sum(goodput.values()) == pytest.approx(goodput.seconds, rel=1e-9)
-    assert goodput.timeline.attempts[1] > run.when("FAULT at") - 1, "it had started before, and was no part of the run while it waited"
+    assert len(goodput.timeline.attempts) == 2 and sum(goodput.values()) == pytest.approx(
+        goodput.seconds, rel=1e-9
+    )
+    assert goodput.timeline.attempts[1] > run.when("FAULT at") - 1, (
+        "it had started before, and was no part of the run while it waited"
+    )
 
 
 @pytest.mark.sampled(system=2)
@@ -94,7 +122,18 @@ def test_spare_processes_end_with_the_launcher(start, tmp_path, name, hosts):
         seen.extend(processes(tmp_path))
         process.send_signal(getattr(signal, name))
 
-    words = ["--folder", tmp_path / "run", "--fault", "none of these", "--steps", 1_000_000, "--at", -1, "--pause", 0.1]
+    words = [
+        "--folder",
+        tmp_path / "run",
+        "--fault",
+        "none of these",
+        "--steps",
+        1_000_000,
+        "--at",
+        -1,
+        "--pause",
+        0.1,
+    ]
     run = start(*words, hosts=hosts, options=["--spares"], meanwhile=when_ready(2, end))
     assert run.code == {"SIGKILL": -9, "SIGINT": 0, "SIGTERM": 143}[name], run.text
     assert len(seen) >= 5, "the launcher, two processes and two spare ones"
@@ -106,7 +145,9 @@ def test_spare_processes_end_with_the_launcher(start, tmp_path, name, hosts):
 
 @SLOW
 def test_processes_that_were_spare_ones_end_with_a_killed_launcher(start, tmp_path):
-    """The system shows the environment with which they were started, in which the attempt's cookie is not."""
+    """The system shows the environment with which they were started, in which the attempt's cookie
+    is not.
+    """
     seen = []
 
     def kill_twice(process, run):

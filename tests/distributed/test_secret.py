@@ -18,7 +18,11 @@ def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
         secrets = set(pool.map(lambda _: user_secret(tmp_path), range(8)))
     assert len(secrets) == 1 and len(secrets.pop()) == 32
     info = (tmp_path / FILE).stat()
-    assert info.st_mode & 0o777 == 0o600 and info.st_uid == os.geteuid() and os.listdir(tmp_path / ".spmd") == ["secret"]
+    assert (
+        info.st_mode & 0o777 == 0o600
+        and info.st_uid == os.geteuid()
+        and os.listdir(tmp_path / ".spmd") == ["secret"]
+    )
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path):
@@ -44,7 +48,11 @@ def test_secret_that_others_can_read_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "world",
-    [SLURM, World(0, 2, "10.0.0.1:4000", "WORLD_SIZE and RANK", 0, 2), World(0, 2, "localhost:4000", "JAX's variables")],
+    [
+        SLURM,
+        World(0, 2, "10.0.0.1:4000", "WORLD_SIZE and RANK", 0, 2),
+        World(0, 2, "localhost:4000", "JAX's variables"),
+    ],
     ids=["SLURM", "one host", "loopback"],
 )
 def test_token_depends_on_the_user_alone(tmp_path, world):
@@ -52,7 +60,12 @@ def test_token_depends_on_the_user_alone(tmp_path, world):
     for home in homes:
         home.mkdir()
     first, again, other = (with_token(world, logged.append, home) for home in (homes[0], *homes))
-    assert first == again and first.token != other.token and re.fullmatch(r"[0-9a-f]{64}", first.token) and logged == []
+    assert (
+        first == again
+        and first.token != other.token
+        and re.fullmatch(r"[0-9a-f]{64}", first.token)
+        and logged == []
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -60,4 +73,7 @@ def test_unprotected_job_is_logged_once(tmp_path, rank):
     logged, world = [], World(rank, 2, "10.0.0.1:4000", "JAX's variables")
     assert with_token(world, logged.append, tmp_path) == world and len(logged) == (rank == 0)
     assert not logged or "to prevent it, set a random SPMD_TOKEN everywhere" in logged[0]
-    assert with_token(SLURM, logged.append, tmp_path / "no home") == SLURM and "can end this job at its start" in logged[-1]
+    assert (
+        with_token(SLURM, logged.append, tmp_path / "no home") == SLURM
+        and "can end this job at its start" in logged[-1]
+    )

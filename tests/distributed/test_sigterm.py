@@ -1,4 +1,6 @@
-"""SIGTERM to real processes in each phase of a run: what is there to save is saved, and no process hangs, fails or is restarted."""
+"""SIGTERM to real processes in each phase of a run: what is there to save is saved, and no process
+hangs, fails or is restarted.
+"""
 
 import contextlib
 import os
@@ -24,7 +26,11 @@ PHASES = {"setup": None, "compile": None, "restore": None, "evaluate": 4, "compi
 
 def saved(folder):
     checkpoints = folder / "checkpoints"
-    return max((int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()), default=None) if checkpoints.exists() else None
+    return (
+        max((int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()), default=None)
+        if checkpoints.exists()
+        else None
+    )
 
 
 def begun(folder, words=()):
@@ -37,7 +43,9 @@ def begun(folder, words=()):
 def started(*words):
     """The job in a process of its own, killed (by its id) after 200 s whatever happens."""
     command = [sys.executable, JOB, *map(str, words)]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     alarm = threading.Timer(200, process.kill)
     alarm.start()
     try:
@@ -49,9 +57,15 @@ def started(*words):
 
 
 def wait_until_ready(process, run):
-    """Wait for a launched job to be in its phase, where it stays until a signal; a job that never is fails its test after 200 s."""
+    """Wait for a launched job to be in its phase, where it stays until a signal; a job that never
+    is fails its test after 200 s.
+    """
     until = time.monotonic() + 200
-    while not any("READY" in line for _, line in run.lines) and process.poll() is None and time.monotonic() < until:
+    while (
+        not any("READY" in line for _, line in run.lines)
+        and process.poll() is None
+        and time.monotonic() < until
+    ):
         time.sleep(0.02)
 
 
@@ -78,8 +92,16 @@ def test_sigterm_to_a_single_process(phase, tmp_path):
     assert ("before there was anything to save" in errors) == (PHASES[phase] is None), errors
 
 
-@pytest.mark.parametrize("whom", ["one process", pytest.param("the launcher", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("phase", ["compile", *(pytest.param(name, marks=pytest.mark.slow) for name in PHASES if name != "compile")])
+@pytest.mark.parametrize(
+    "whom", ["one process", pytest.param("the launcher", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "compile",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PHASES if name != "compile"),
+    ],
+)
 def test_sigterm_to_several_processes(phase, whom, tmp_path):
     """Process 1 waits in the phase; the signal goes to it, or to the launcher."""
     folder, step = tmp_path / "run", PHASES[phase]
@@ -92,12 +114,18 @@ def test_sigterm_to_several_processes(phase, whom, tmp_path):
         pid = process.pid if whom == "the launcher" else int(children(process.pid)[1])
         os.kill(pid, signal.SIGTERM)
 
-    run = launch("--processes", 2, "--simulate", 1, "--max-restarts", 3, JOB, folder, phase, 1, meanwhile=ask)
-    assert run.code == 143, run.text
-    assert "END" not in run.text and "Traceback" not in run.text and "failed at step" not in run.text and "restart 1" not in run.text, (
-        run.text
+    run = launch(
+        "--processes", 2, "--simulate", 1, "--max-restarts", 3, JOB, folder, phase, 1, meanwhile=ask
     )
-    assert saved(folder) in (step, PHASES[phase] and step + 1), run.text  # the other process may be ahead
+    assert run.code == 143, run.text
+    assert (
+        "END" not in run.text
+        and "Traceback" not in run.text
+        and "failed at step" not in run.text
+        and "restart 1" not in run.text
+    ), run.text
+    # the other process may be ahead
+    assert saved(folder) in (step, PHASES[phase] and step + 1), run.text
     expected = f", and have saved step {saved(folder)}" if PHASES[phase] else ""
     (line,) = re.findall(r"(?m)^spmd launch: .* ended .*", run.text)
     assert line == f"spmd launch: 2 processes ended with code 143 after SIGTERM{expected}", run.text
@@ -111,7 +139,7 @@ model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params
 data = {"x": np.ones((64, 4), np.float32), "y": np.ones((64, 1), np.float32)}
 options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 8}
 spmd.fit(model, data, steps=10**7, checkpoint=sys.argv[1], progress=True, **options)
-"""
+"""  # noqa: E501
 
 
 def test_closed_terminal_saves(tmp_path):
@@ -120,7 +148,14 @@ def test_closed_terminal_saves(tmp_path):
     command = [sys.executable, "-c", TERMINAL, tmp_path / "run"]
     variables = environment(TERM="xterm")
     with handled_by(signal.SIG_DFL):
-        process = subprocess.Popen(command, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
     alarm = threading.Timer(200, process.kill)
     alarm.start()
     try:
@@ -139,7 +174,9 @@ def test_closed_terminal_saves(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1], ids=str)
 def test_chosen_signal_to_one_of_several_processes(number, tmp_path, monkeypatch):
-    """As SLURM sends it to the tasks of a step: all processes save, and each that received it says how it acts."""
+    """As SLURM sends it to the tasks of a step: all processes save, and each that received it says
+    how it acts.
+    """
     monkeypatch.setenv("SPMD_STOP_SIGNALS", "USR1")
 
     def ask(process, run):
@@ -147,16 +184,26 @@ def test_chosen_signal_to_one_of_several_processes(number, tmp_path, monkeypatch
         os.kill(int(children(process.pid)[1]), number)
 
     with handled_by(signal.SIG_DFL):
-        run = launch("--processes", 2, "--simulate", 1, JOB, tmp_path / "run", "evaluate", 1, meanwhile=ask)
+        run = launch(
+            "--processes", 2, "--simulate", 1, JOB, tmp_path / "run", "evaluate", 1, meanwhile=ask
+        )
     assert run.code == 143 and saved(tmp_path / "run") == 4, run.text
-    assert f"[1] spmd: {number.name} acts as SIGTERM" in run.text and "[0] spmd: SIG" not in run.text, run.text
+    assert (
+        f"[1] spmd: {number.name} acts as SIGTERM" in run.text and "[0] spmd: SIG" not in run.text
+    ), run.text
 
 
 def children(pid):
     """Ids of the processes that the launcher has started, in the order of their ranks."""
     command = ["pgrep", "-P", str(pid), "-f", "spmd.launch.runner"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    ranks = {Path(f"/proc/{one}/environ").read_bytes().partition(b"SPMD_PROCESS=")[2].partition(b"\0")[0]: one for one in found}
+    ranks = {
+        Path(f"/proc/{one}/environ")
+        .read_bytes()
+        .partition(b"SPMD_PROCESS=")[2]
+        .partition(b"\0")[0]: one
+        for one in found
+    }
     return [ranks[rank] for rank in sorted(ranks)]
 
 
@@ -166,4 +213,8 @@ def test_sigterm_while_a_checkpoint_is_written(tmp_path):
         end_once_ready(process)
         _, errors = process.communicate()
     assert process.returncode == 143, errors
-    assert saved(tmp_path / "run") >= 2 and not list((tmp_path / "run" / "checkpoints").glob("*tmp*")) and "Traceback" not in errors
+    assert (
+        saved(tmp_path / "run") >= 2
+        and not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
+        and "Traceback" not in errors
+    )

@@ -1,4 +1,6 @@
-"""Stall timeouts, the watchdog, and facts about programs; tests with real processes are in test_local_launcher.py."""
+"""Stall timeouts, the watchdog, and facts about programs; tests with real processes are in
+test_local_launcher.py.
+"""
 
 import json
 import math
@@ -37,7 +39,11 @@ def test_bad_timeouts_are_refused(text, message):
 
 
 def test_single_process_needs_no_service():
-    assert join() is None and not coordination.is_initialized() and type(watchdog.current()) is Watchdog
+    assert (
+        join() is None
+        and not coordination.is_initialized()
+        and type(watchdog.current()) is Watchdog
+    )
     check_consistency({"anything": "at all"})
     single = Watchdog()
     single.begin_run(3)
@@ -47,7 +53,9 @@ def test_single_process_needs_no_service():
     assert single.should_stop(4) and single.stop_reason == "first"
     single.begin_run(4)
     assert not single.should_stop(4), "a new run starts without a stop request"
-    with pytest.raises(ClusterError, match=r"this process is not part of a cluster.\n    fix: spmd.join\(\) first"):
+    with pytest.raises(
+        ClusterError, match=r"this process is not part of a cluster.\n    fix: spmd.join\(\) first"
+    ):
         coordination.put("x", "y")
 
 
@@ -65,7 +73,13 @@ def several(monkeypatch):
         return watchdogs
 
     def poll(each):
-        each._sync_stop({name.removeprefix("now/"): text for name, text in service.items() if name.startswith("now/")})
+        each._sync_stop(
+            {
+                name.removeprefix("now/"): text
+                for name, text in service.items()
+                if name.startswith("now/")
+            }
+        )
 
     return make, poll
 
@@ -76,16 +90,26 @@ def first_stop(each, points):
     return next((point for point in points if each.should_stop(*point)), None)
 
 
-EVALUATED = [(4, 0), *((4, batch) for batch in range(1, 7)), (4, 0), (5, 0), (6, 0)]  # an evaluation of 6 batches after step 4
+# an evaluation of 6 batches after step 4
+EVALUATED = [(4, 0), *((4, batch) for batch in range(1, 7)), (4, 0), (5, 0), (6, 0)]
 
 
 @pytest.mark.parametrize(
     "first, second, last",
     [(0, 0, (4, 1)), (3, 3, (4, 4)), (1, 3, (4, 4)), (0, 6, (5, 0)), (6, 7, (5, 0)), (0, 9, None)],
-    ids=["before it", "in it", "one a few batches ahead", "at its last batch", "at its end", "at the end of the run"],
+    ids=[
+        "before it",
+        "in it",
+        "one a few batches ahead",
+        "at its last batch",
+        "at its end",
+        "at the end of the run",
+    ],
 )
 def test_processes_stop_at_the_same_point_of_an_evaluation(several, first, second, last):
-    """Each has reached one of the points when it sees the request; none has passed the point where all stop."""
+    """Each has reached one of the points when it sees the request; none has passed the point where
+    all stop.
+    """
     make, poll = several
     watchdogs = make(2)
     for each, at in zip(watchdogs, (first, second), strict=True):
@@ -93,7 +117,10 @@ def test_processes_stop_at_the_same_point_of_an_evaluation(several, first, secon
     watchdogs[0].request_stop("asked to end")
     for each in watchdogs:
         poll(each)
-    assert [first_stop(each, EVALUATED[at + 1 :]) for each, at in zip(watchdogs, (first, second), strict=True)] == [last, last]
+    assert [
+        first_stop(each, EVALUATED[at + 1 :])
+        for each, at in zip(watchdogs, (first, second), strict=True)
+    ] == [last, last]
 
 
 def test_processes_stop_after_the_same_step_when_one_is_ahead(several):
@@ -104,7 +131,9 @@ def test_processes_stop_after_the_same_step_when_one_is_ahead(several):
     watchdogs[2].request_stop("asked to end")
     for each in reversed(watchdogs):
         poll(each)
-    assert [first_stop(each, [(step, 0) for step in range(3, 9)]) for each in watchdogs] == [(4, 0)] * 3
+    assert [first_stop(each, [(step, 0) for step in range(3, 9)]) for each in watchdogs] == [
+        (4, 0)
+    ] * 3
 
 
 def test_failure_and_first_step_are_recorded_for_the_launcher(tmp_path, monkeypatch):
@@ -121,7 +150,14 @@ def test_failure_and_first_step_are_recorded_for_the_launcher(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(SystemExit(), 0), (SystemExit(0), 0), (SystemExit(3), 3), (SystemExit("text"), 1), (ValueError(), 1), (ClusterError("x"), 78)],
+    [
+        (SystemExit(), 0),
+        (SystemExit(0), 0),
+        (SystemExit(3), 3),
+        (SystemExit("text"), 1),
+        (ValueError(), 1),
+        (ClusterError("x"), 78),
+    ],
 )
 def test_exit_code(error, code):
     assert watchdog.exit_code(error) == code

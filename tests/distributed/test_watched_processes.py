@@ -17,8 +17,12 @@ def test_processes_count_what_one_counts(tmp_path):
         run = launch("--processes", processes, "--simulate", 8 // processes, JOB, folder)
         assert run.code == 0, run.text
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        written.append({record["step"]: record["histograms"] for record in records if "histograms" in record})
+        written.append(
+            {record["step"]: record["histograms"] for record in records if "histograms" in record}
+        )
         assert len([record for record in records if "histograms" in record]) == 2
     assert written[0] == written[1] and set(written[0]) == {1, 2}
-    assert all(sum(entry["counts"]) == 128 for entries in written[0].values() for entry in entries.values())
+    assert all(
+        sum(entry["counts"]) == 128 for entries in written[0].values() for entry in entries.values()
+    )
     assert written[0][1]["gradients/w"] != written[0][2]["gradients/w"]

@@ -27,7 +27,9 @@ def sections(name):
 
 
 def anchors(page):
-    """What may follow a "#" in a link to a page: its headings, in lower case, with "-" for spaces and without marks."""
+    """What may follow a "#" in a link to a page: its headings, in lower case, with "-" for spaces
+    and without marks.
+    """
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -51,19 +53,28 @@ def test_anchors_are_found():
     assert "gradients" in anchors("docs/layouts.md") and "a-codec" in anchors("docs/extending.md")
 
 
-CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.SpmdError)}
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.SpmdError)
+}
 
 
 def test_every_error_has_its_place():
     entries = sections("errors")
-    assert list(entries) == list(CLASSES), "docs/errors.md: a heading for each class, in the order of spmd/errors.py"
+    assert list(entries) == list(CLASSES), (
+        "docs/errors.md: a heading for each class, in the order of spmd/errors.py"
+    )
     for name, below in entries.items():
         assert re.search(r"^- \*\*When\*\*: \S.{20,}$", below, re.MULTILINE), name
         assert re.search(r"^- \*\*Fix\*\*: \S.{20,}$", below, re.MULTILINE), name
 
 
 def test_the_tree_of_errors_is_that_of_the_sources():
-    tree = re.search(r"SpmdError\n(?:[ ]*[├│└].*\n)+", inspect.cleandoc(errors.__doc__ or "").replace("\n    ", "\n"))
+    tree = re.search(
+        r"SpmdError\n(?:[ ]*[├│└].*\n)+",
+        inspect.cleandoc(errors.__doc__ or "").replace("\n    ", "\n"),
+    )
     assert tree and tree[0] in text("errors")
 
 
@@ -74,12 +85,23 @@ def keys():
         if field.name in not_keys:
             continue
         if dataclasses.is_dataclass(field.default):
-            inline = {"options"} if hasattr(field.default, "codec") else set()  # keys of the same table
-            yield f"[{field.name}]", [key.name for key in dataclasses.fields(field.default) if key.name not in inline]
+            # keys of the same table
+            inline = {"options"} if hasattr(field.default, "codec") else set()
+            yield (
+                f"[{field.name}]",
+                [key.name for key in dataclasses.fields(field.default) if key.name not in inline],
+            )
         elif field.name in ("params", "activations"):
             yield f"[[{field.name}]]", ["path", "spec", "except"]
         elif field.name == "adapters":
-            yield "[[adapters]]", ["except" if key.name == "except_" else key.name for key in dataclasses.fields(Adapter) if key.compare]
+            yield (
+                "[[adapters]]",
+                [
+                    "except" if key.name == "except_" else key.name
+                    for key in dataclasses.fields(Adapter)
+                    if key.compare
+                ],
+            )
         elif field.name in ("mesh", "axes"):
             yield f"[{field.name}]", []
 
@@ -94,9 +116,15 @@ def test_every_key_of_a_layout_is_listed(section, names):
 
 def test_options_of_codecs_and_the_top_are_listed():
     below = sections("layouts")["[gradients]"]
-    assert not [option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below]
+    assert not [
+        option for codec in CODECS for option in codec_options(codec) if f"`{option}`" not in below
+    ]
     assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
-    assert "`description`" in sections("layouts")["At the top"] and len(list(keys())) == 18 and Gradients().codec == "exact"
+    assert (
+        "`description`" in sections("layouts")["At the top"]
+        and len(list(keys())) == 18
+        and Gradients().codec == "exact"
+    )
 
 
 RETURNED = {  # types that public functions return and that users do not construct
@@ -113,9 +141,14 @@ RETURNED = {  # types that public functions return and that users do not constru
 
 def reference():
     """Every name that the reference shows."""
-    pages = [path.read_text(encoding="utf-8") for page, path in PAGES.items() if page.startswith("docs/reference/")]
+    pages = [
+        path.read_text(encoding="utf-8")
+        for page, path in PAGES.items()
+        if page.startswith("docs/reference/")
+    ]
     named = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
-    return [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in named]  # a function whose module has its name
+    # a function whose module has its name
+    return [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in named]
 
 
 def test_the_reference_has_every_public_name():
@@ -125,12 +158,25 @@ def test_the_reference_has_every_public_name():
         if not inspect.ismodule(value):
             wanted.add(f"spmd.{name}")
             continue
-        inner = getattr(value, "__all__", [n for n, v in vars(value).items() if not n.startswith("_") and inspect.isclass(v) | callable(v)])
-        wanted |= {f"spmd.{name}.{member}" for member in inner if name != "errors" or member in CLASSES}
-    wanted = {name for name in wanted | RETURNED if name != "spmd.SpmdError"}  # it is spmd.errors.SpmdError
+        inner = getattr(
+            value,
+            "__all__",
+            [
+                n
+                for n, v in vars(value).items()
+                if not n.startswith("_") and inspect.isclass(v) | callable(v)
+            ],
+        )
+        wanted |= {
+            f"spmd.{name}.{member}" for member in inner if name != "errors" or member in CLASSES
+        }
+    # it is spmd.errors.SpmdError
+    wanted = {name for name in wanted | RETURNED if name != "spmd.SpmdError"}
     shown = reference()
     assert len(shown) == len(set(shown))
-    assert wanted == set(shown), f"missing {sorted(wanted - set(shown))}, too many {sorted(set(shown) - wanted)}"
+    assert wanted == set(shown), (
+        f"missing {sorted(wanted - set(shown))}, too many {sorted(set(shown) - wanted)}"
+    )
 
 
 def test_names_in_the_reference_have_docstrings():
@@ -144,21 +190,39 @@ def test_benchmarks_are_listed_with_their_commands():
     below = text("benchmarks")
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         assert f"(../benchmarks/results/{path.name})" in below, path.name
-        command = re.search(r"`(?:JAX_PLATFORMS=cpu )?(python [^`]+)`", path.read_text(encoding="utf-8"))
+        command = re.search(
+            r"`(?:JAX_PLATFORMS=cpu )?(python [^`]+)`", path.read_text(encoding="utf-8")
+        )
         assert command and f"`{command[1]}`" in below, f"{path.name}: {command and command[1]}"
 
 
 def test_every_shipped_layout_is_listed():
     from spmd.layout.toml_reader import load, shipped
 
-    listed = [f"| `{name}` | {load(name).description} | {load(name).use_when} |" for name in shipped()]
-    assert "\n".join(listed) in text("layouts"), "docs/layouts.md: `description` and `use_when` of each file"
+    listed = [
+        f"| `{name}` | {load(name).description} | {load(name).use_when} |" for name in shipped()
+    ]
+    assert "\n".join(listed) in text("layouts"), (
+        "docs/layouts.md: `description` and `use_when` of each file"
+    )
 
 
 def test_the_cookbook_lists_every_how_to():
-    listed = re.findall(r"^- \[(.+)\]\((\w+\.md)#", PAGES["docs/cookbook/index.md"].read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [page for page in PAGES if page.startswith("docs/cookbook/") and not page.endswith("index.md")]
-    headings = [(heading, page.rpartition("/")[2]) for page in pages for heading in re.findall(r"^## (.+)$", prose(page), re.MULTILINE)]
+    listed = re.findall(
+        r"^- \[(.+)\]\((\w+\.md)#",
+        PAGES["docs/cookbook/index.md"].read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    pages = [
+        page
+        for page in PAGES
+        if page.startswith("docs/cookbook/") and not page.endswith("index.md")
+    ]
+    headings = [
+        (heading, page.rpartition("/")[2])
+        for page in pages
+        for heading in re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
+    ]
     assert sorted(listed) == sorted(headings) and len(listed) >= 20
 
 
@@ -181,8 +245,14 @@ RECEIVED = {  # beside RETURNED, types that users get and do not construct: they
 def described(text, titles):
     """The names that sections of a docstring describe: `name: ...`, or `one, another: ...`."""
     parts = re.split(r"^(\w+):\n", text, flags=re.MULTILINE)
-    below = "".join(part for title, part in zip(parts[1::2], parts[2::2], strict=True) if title in titles)
-    return {name for names in re.findall(r"^  ([\w, ]+):", below, re.MULTILINE) for name in names.split(", ")}
+    below = "".join(
+        part for title, part in zip(parts[1::2], parts[2::2], strict=True) if title in titles
+    )
+    return {
+        name
+        for names in re.findall(r"^  ([\w, ]+):", below, re.MULTILINE)
+        for name in names.split(", ")
+    }
 
 
 def missing(name):
@@ -194,10 +264,22 @@ def missing(name):
         return []  # a metric or a loss that is an object, or an error
     signature = inspect.signature(value)
     variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    wanted = {each.name for each in signature.parameters.values() if not (is_class and each.kind in variadic)}
-    lacks = sorted(wanted - described(text, ("Args", "Attributes"))) if name not in RECEIVED or not is_class else []
+    wanted = {
+        each.name
+        for each in signature.parameters.values()
+        if not (is_class and each.kind in variadic)
+    }
+    lacks = (
+        sorted(wanted - described(text, ("Args", "Attributes")))
+        if name not in RECEIVED or not is_class
+        else []
+    )
     lacks = [argument for argument in lacks if not argument.startswith("_")]
-    if not is_class and signature.return_annotation is not None and not re.search(r"^Returns:$", text, re.MULTILINE):
+    if (
+        not is_class
+        and signature.return_annotation is not None
+        and not re.search(r"^Returns:$", text, re.MULTILINE)
+    ):
         lacks.append("Returns:")
     if name not in RECEIVED | RETURNED and ">>>" not in text and "Example:" not in text:
         lacks.append("Example:")
@@ -229,7 +311,9 @@ def test_docstrings_of_methods_say_arguments_and_results(name):
 
 
 def test_docstrings_are_written_by_hand_and_show_no_entities():
-    """A dataclass without a docstring has its signature for one; an entity is shown as it is written."""
+    """A dataclass without a docstring has its signature for one; an entity is shown as it is
+    written.
+    """
     for name in reference():
         module, _, attribute = name.rpartition(".")
         text = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""

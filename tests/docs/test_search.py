@@ -1,4 +1,6 @@
-"""The search of the built site finds the right page for what newcomers ask, and no logs of benchmarks; the site is small."""
+"""The search of the built site finds the right page for what newcomers ask, and no logs of
+benchmarks; the site is small.
+"""
 
 import json
 import re
@@ -64,12 +66,24 @@ QUESTIONS = {  # a question -> pages that answer it; with a section, it is the p
     "resume training after crash": {"cookbook/devices.html#stop-and-resume-training"},
     "How can I train on several GPUs?": {"cookbook/devices.html"},
     "How do I load my saved model for inference?": {"cookbook/after.html"},
-    "How do I use a learning rate scheduler?": {"cookbook/training.html#use-a-learning-rate-schedule-with-warm-up"},
-    "How do I save only the best checkpoint?": {"cookbook/training.html#early-stopping-stop-early-and-keep-the-best-weights"},
-    "How do I use class weights for imbalanced data?": {"cookbook/losses.html#weight-classes-or-rows-class-weights-imbalanced-data"},
-    "How do I count the parameters of a model?": {"cookbook/loops.html#count-parameters-and-see-what-a-layout-does-to-each"},
-    "How much does it cost to train my model?": {"plan.html#how-long-does-training-take-and-what-does-it-cost"},
-    "Is my result reproducible with a seed?": {"cookbook/training.html#make-a-run-repeatable-seed-reproducible-results"},
+    "How do I use a learning rate scheduler?": {
+        "cookbook/training.html#use-a-learning-rate-schedule-with-warm-up"
+    },
+    "How do I save only the best checkpoint?": {
+        "cookbook/training.html#early-stopping-stop-early-and-keep-the-best-weights"
+    },
+    "How do I use class weights for imbalanced data?": {
+        "cookbook/losses.html#weight-classes-or-rows-class-weights-imbalanced-data"
+    },
+    "How do I count the parameters of a model?": {
+        "cookbook/loops.html#count-parameters-and-see-what-a-layout-does-to-each"
+    },
+    "How much does it cost to train my model?": {
+        "plan.html#how-long-does-training-take-and-what-does-it-cost"
+    },
+    "Is my result reproducible with a seed?": {
+        "cookbook/training.html#make-a-run-repeatable-seed-reproducible-results"
+    },
     "What do I do when I run out of GPU memory?": {"cookbook/memory.html"},
     "What happens when a node dies?": {"cookbook/devices.html", "clusters.html"},
     "Which optimizers can I use?": {"cookbook/training.html#use-muon-or-any-of-optaxs-optimizers"},
@@ -85,7 +99,16 @@ def site(tmp_path_factory):
     """The folder of the built site."""
     pytest.importorskip("material")
     site = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    build = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(site),
+    ]
     built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stdout + built.stderr
     return site
@@ -93,12 +116,22 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(site):
-    """Question -> the pages that the site's search lists, each as its parts, best first: the theme's own script ranks them, in node."""
+    """Question -> the pages that the site's search lists, each as its parts, best first: the
+    theme's own script ranks them, in node.
+    """
     node, material = shutil.which("node"), pytest.importorskip("material")
     if node is None:
         pytest.skip("the search is a script, which node runs")
-    (worker,) = (Path(material.__path__[0]) / "templates/assets/javascripts/workers").glob("search*.js")
-    command = [node, str(Path(__file__).parent / "search.js"), str(worker), str(site / "search/search_index.json"), *QUESTIONS]
+    (worker,) = (Path(material.__path__[0]) / "templates/assets/javascripts/workers").glob(
+        "search*.js"
+    )
+    command = [
+        node,
+        str(Path(__file__).parent / "search.js"),
+        str(worker),
+        str(site / "search/search_index.json"),
+        *QUESTIONS,
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return json.loads(answer.stdout)
 
@@ -109,17 +142,29 @@ def page_of(parts):
 
 def seen(pages):
     """The first pages, and the best section of each."""
-    return {part for parts in pages[:FIRST] for part in (page_of(parts), next((part for part in parts if "#" in part), None))}
+    return {
+        part
+        for parts in pages[:FIRST]
+        for part in (page_of(parts), next((part for part in parts if "#" in part), None))
+    }
 
 
 @pytest.mark.system
 def test_search_finds_the_page_that_answers(found):
-    assert not {question: pages[:FIRST] for question, pages in found.items() if not QUESTIONS[question] & seen(pages)}
+    assert not {
+        question: pages[:FIRST]
+        for question, pages in found.items()
+        if not QUESTIONS[question] & seen(pages)
+    }
 
 
 @pytest.mark.system
 def test_search_finds_no_logs_of_benchmarks(found):
-    assert not {question: pages for question, pages in found.items() if any(page_of(parts).startswith("benchmarks/") for parts in pages)}
+    assert not {
+        question: pages
+        for question, pages in found.items()
+        if any(page_of(parts).startswith("benchmarks/") for parts in pages)
+    }
     assert all(found.values())
 
 
@@ -131,6 +176,8 @@ def test_the_site_is_small_and_has_what_pages_load(site):
     loaded = {
         name
         for path in site.glob("*.html")
-        for name in re.findall(r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8"))
+        for name in re.findall(
+            r'(?:src|href)="([^":#?]+\.(?:js|css|svg|png))"', path.read_text("utf-8")
+        )
     }
     assert loaded and not [name for name in loaded if not (site / name.lstrip("/")).is_file()]

@@ -35,19 +35,25 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "demo"
-    assert "dense/kernel" in done.stdout and "mesh data=4, model=2: 4 workers" in done.stdout  # the layout
+    # the layout
+    assert "dense/kernel" in done.stdout and "mesh data=4, model=2: 4 workers" in done.stdout
     assert "step 180: eval_loss" in done.stderr  # progress, although this is not a terminal
     assert "test accuracy 0.9" in done.stdout
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "samples/s, training" in (folder / "report.html").read_text(encoding="utf-8")
     assert "step 180" in (folder / "report.html").read_text(encoding="utf-8")
     assert (folder / "checkpoints" / "180").is_dir()
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [record["eval_accuracy"] >= 0.98 for record in records if "eval_accuracy" in record][-1]
 
 
 def test_demo_says_when_it_fails_and_keeps_earlier_runs(demo, tmp_path, monkeypatch, capsys):
-    poor = types.SimpleNamespace(history=None, evaluate=lambda data: {"accuracy": 0.5}, samples_per_second=1.0)
+    poor = types.SimpleNamespace(
+        history=None, evaluate=lambda data: {"accuracy": 0.5}, samples_per_second=1.0
+    )
     monkeypatch.setattr(demo.spmd, "fit", lambda *arguments, **options: poor)
     for name in "curve", "report":
         monkeypatch.setattr(demo.viz, name, lambda *arguments, **options: None)
@@ -61,4 +67,8 @@ def test_demo_says_when_it_fails_and_keeps_earlier_runs(demo, tmp_path, monkeypa
 
 
 def test_fresh_folder_counts_on(demo, tmp_path):
-    assert [demo.fresh_folder(tmp_path / "runs").name for _ in range(3)] == ["demo", "demo-2", "demo-3"]
+    assert [demo.fresh_folder(tmp_path / "runs").name for _ in range(3)] == [
+        "demo",
+        "demo-2",
+        "demo-3",
+    ]

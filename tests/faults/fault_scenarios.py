@@ -1,4 +1,6 @@
-"""What is done in a folder while faults happen there, how it is done again without them, and what of it must be equal."""
+"""What is done in a folder while faults happen there, how it is done again without them, and what
+of it must be equal.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +33,8 @@ class Scenario:
 
     Attributes:
       run: with faults; returns what must be equal to that without.
-      again: what a user does after an error, a kill or a loss of power, without faults; returns the same as `run`.
+      again: what a user does after an error, a kill or a loss of power, without faults; returns the
+        same as `run`.
       prepare: what is in the folder before `run`.
       look: reads what a `run` has left before `again`.
       may_miss: `look` may raise an error of the library, or that there is no such file.
@@ -46,13 +49,20 @@ class Scenario:
     lost: str = ""
 
 
-PLAN = {"program.hlo": "HloModule step\n" * 1000, "memory.json": '{"seconds": 1.0}', "buffers.txt": "allocation 0\n" * 1000}
+PLAN = {
+    "program.hlo": "HloModule step\n" * 1000,
+    "memory.json": '{"seconds": 1.0}',
+    "buffers.txt": "allocation 0\n" * 1000,
+}
 X = np.random.default_rng(0).normal(size=(48, 4)).astype(np.float32)
 Y = X[:, :2] - 2 * X[:, 1:3]
 
 
 def linear():
-    return spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)}, lambda params, x: x @ params["w"] + params["b"])
+    return spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((4, 2)), "b": jnp.zeros(2)},
+        lambda params, x: x @ params["w"] + params["b"],
+    )
 
 
 def arrays_of(result, folder) -> Arrays:
@@ -72,7 +82,9 @@ def arrays_of(result, folder) -> Arrays:
 
 
 def read_records(path: Path) -> tuple[list[tuple[int, float]], int]:
-    """Steps and losses of the lines that are complete, and how many steps come again without a line that says why."""
+    """Steps and losses of the lines that are complete, and how many steps come again without a line
+    that says why.
+    """
     records, repeated, newest = [], 0, 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -89,9 +101,19 @@ def read_records(path: Path) -> tuple[list[tuple[int, float]], int]:
 
 
 def fit(folder, *, steps=4, **options):
-    options = {"checkpoint": spmd.Checkpoint(folder / "run", every=2, keep=1), "log_every": 1, "progress": False} | options
+    options = {
+        "checkpoint": spmd.Checkpoint(folder / "run", every=2, keep=1),
+        "log_every": 1,
+        "progress": False,
+    } | options
     result = spmd.fit(
-        linear(), (X, Y), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), batch_size=8, steps=steps, **options
+        linear(),
+        (X, Y),
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.adam(0.1),
+        batch_size=8,
+        steps=steps,
+        **options,
     )
     return arrays_of(result, folder / "run")
 
@@ -102,7 +124,9 @@ def fit_best(folder, **options):
 
 
 def fit_in_memory(folder, **options):
-    checkpoint = spmd.Checkpoint(folder / "run", every=3, keep=1, memory_every=1, memory_folder=folder / "memory")
+    checkpoint = spmd.Checkpoint(
+        folder / "run", every=3, keep=1, memory_every=1, memory_folder=folder / "memory"
+    )
     return fit(folder, steps=5, checkpoint=checkpoint, **options)
 
 
@@ -129,13 +153,21 @@ def sweep(folder):
         resume=True,
     )
     best = flatten(jax.device_get(study.best[0].result().state.params))
-    return {f"best/{path}": leaf for path, leaf in best.items()} | {"losses": np.stack([trial.history["loss"] for trial in study.trials])}
+    return {f"best/{path}": leaf for path, leaf in best.items()} | {
+        "losses": np.stack([trial.history["loss"] for trial in study.trials])
+    }
 
 
 def export(folder):
     shutil.rmtree(folder / "model", ignore_errors=True)
     result = spmd.fit(
-        linear(), (X, Y), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), batch_size=8, steps=2, progress=False
+        linear(),
+        (X, Y),
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.adam(0.1),
+        batch_size=8,
+        steps=2,
+        progress=False,
     )
     result.export(folder / "model")
     return read_export(folder)
@@ -147,19 +179,28 @@ def read_export(folder):
 
 def save_weights(folder):
     shutil.rmtree(folder / "saved", ignore_errors=True)
-    spmd.pretrained.save(spmd.pretrained.load(folder / "base", progress=False), folder / "saved", max_shard="60KB", progress=False)
+    spmd.pretrained.save(
+        spmd.pretrained.load(folder / "base", progress=False),
+        folder / "saved",
+        max_shard="60KB",
+        progress=False,
+    )
     return read_tensors(folder)
 
 
 def save_adapters(folder):
     shutil.rmtree(folder / "saved", ignore_errors=True)
-    model = load_adapters(spmd.pretrained.load(folder / "base", progress=False), folder / "adapters", progress=False)
+    model = load_adapters(
+        spmd.pretrained.load(folder / "base", progress=False), folder / "adapters", progress=False
+    )
     spmd.pretrained.save_adapters(model, folder / "saved", progress=False)
     return read_tensors(folder)
 
 
 def read_tensors(folder):
-    """What the folder of weights holds, read without the library: bytes of tensors by name, and the texts beside them."""
+    """What the folder of weights holds, read without the library: bytes of tensors by name, and the
+    texts beside them.
+    """
     fault_shim.end()
     if not (folder / "saved").exists():
         raise FileNotFoundError(folder / "saved")
@@ -173,7 +214,9 @@ def read_tensors(folder):
         for name, tensor in json.loads(content[8:start]).items():
             if name != "__metadata__":
                 first, last = tensor["data_offsets"]
-                arrays[f"{path.name} {name}"] = np.frombuffer(content[start + first : start + last], np.uint8)
+                arrays[f"{path.name} {name}"] = np.frombuffer(
+                    content[start + first : start + last], np.uint8
+                )
     return arrays
 
 
@@ -196,7 +239,9 @@ def compile_programs(folder):
     """Programs are read from the folder where it has them."""
     jax.clear_caches()
     options = {"batch_size": 8, "steps": 2, "progress": False, "compile_cache": folder / "programs"}
-    result = spmd.fit(linear(), (X, Y), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), **options)
+    result = spmd.fit(
+        linear(), (X, Y), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1), **options
+    )
     return {"losses": np.array(result.history["loss"])}
 
 
@@ -208,8 +253,13 @@ def keep_plan(folder):
             (work / name).write_text(text, encoding="utf-8")
 
     compile.compile_client.compile_request = compile_request
-    texts = compile.program_files(b"request", folder / "plans" / f"{7:032x}", 1, "an H100", 60.0, print)
-    return {name: np.frombuffer(text.encode(), np.uint8) for name, text in zip(compile.FILES, texts, strict=True)}
+    texts = compile.program_files(
+        b"request", folder / "plans" / f"{7:032x}", 1, "an H100", 60.0, print
+    )
+    return {
+        name: np.frombuffer(text.encode(), np.uint8)
+        for name, text in zip(compile.FILES, texts, strict=True)
+    }
 
 
 def overwrite(folder, layout="tensor_parallel", title="new"):
@@ -227,7 +277,11 @@ def overwrite_in_place(folder, title="new"):
 
 def read_page(folder):
     fault_shim.end()
-    return {"old or new": np.array((folder / "page.html").read_text(encoding="utf-8") in (page("old"), page("new")))}
+    return {
+        "old or new": np.array(
+            (folder / "page.html").read_text(encoding="utf-8") in (page("old"), page("new"))
+        )
+    }
 
 
 def page(title):
@@ -253,8 +307,18 @@ SCENARIOS = {
     "index": Scenario(read_indexed, read_indexed, prepare=write_csv),
     "programs": Scenario(compile_programs, compile_programs),
     "plans": Scenario(keep_plan, keep_plan),
-    "overwrite": Scenario(overwrite, overwrite, prepare=lambda folder: overwrite(folder, "fsdp", "old"), look=read_texts, may_miss=False),
+    "overwrite": Scenario(
+        overwrite,
+        overwrite,
+        prepare=lambda folder: overwrite(folder, "fsdp", "old"),
+        look=read_texts,
+        may_miss=False,
+    ),
     "in place": Scenario(
-        overwrite_in_place, overwrite_in_place, prepare=lambda folder: overwrite_in_place(folder, "old"), look=read_page, may_miss=False
+        overwrite_in_place,
+        overwrite_in_place,
+        prepare=lambda folder: overwrite_in_place(folder, "old"),
+        look=read_page,
+        may_miss=False,
     ),
 }

@@ -1,9 +1,11 @@
-"""Runs scenarios with faults: a process that has imported the library, and has no devices yet, forks one process for each case.
+"""Runs scenarios with faults: a process that has imported the library, and has no devices yet,
+forks one process for each case.
 
     LD_PRELOAD=faults.so python tests/faults/fault_server.py FOLDER
 
-It reads {"scenario", "fault", "at"} from lines of JSON, and answers with a line for each, a `Verdict`. Without "fault", it answers how many
-calls there are for each fault in a run without one. FOLDER holds runs, the results of those without faults, and compiled programs.
+It reads {"scenario", "fault", "at"} from lines of JSON, and answers with a line for each, a
+`Verdict`. Without "fault", it answers how many calls there are for each fault in a run without one.
+FOLDER holds runs, the results of those without faults, and compiled programs.
 """
 
 import atexit
@@ -34,7 +36,8 @@ import spmd
 from spmd.errors import SpmdError
 
 RIGHT, NAMED, WRONG, LOST, HANG, RAW, NOT_REACHED = (
-    "right", "error with path", "wrong", "not resumable", "hang", "error without path", "not reached"
+    "right", "error with path", "wrong", "not resumable", "hang",
+        "error without path", "not reached"
 )  # fmt: skip
 LIMIT = 10.0  # seconds that a process may take after the fault, beside what it takes without one
 ENOUGH = 120.0  # seconds for a run without a fault
@@ -59,7 +62,8 @@ class Verdict:
 
 
 class Process:
-    """A fork of this process that does what it is asked to, one thing after the other, in a folder of its own.
+    """A fork of this process that does what it is asked to, one thing after the other, in a folder
+    of its own.
 
     Args:
       folder: of what it prints and returns.
@@ -106,12 +110,17 @@ class Process:
             return False
         except Exception as error:
             traceback.print_exception(error)
-            text = {"last": "".join(traceback.format_exception_only(error)), "expected": isinstance(error, SpmdError | FileNotFoundError)}
+            text = {
+                "last": "".join(traceback.format_exception_only(error)),
+                "expected": isinstance(error, SpmdError | FileNotFoundError),
+            }
             self._file("error").write_text(json.dumps(text))
             return True
 
     def ask(self, limit: float, **request: object) -> str:
-        """Ask for something, and wait: "done", "raised", "killed", or "hang" after the limit in seconds, when it is ended."""
+        """Ask for something, and wait: "done", "raised", "killed", or "hang" after the limit in
+        seconds, when it is ended.
+        """
         if self._file("out").exists():
             os.truncate(self._file("out"), 0)
         os.write(self._requests, json.dumps(request).encode())
@@ -122,7 +131,9 @@ class Process:
         return answer or "killed"
 
     def end(self, limit: float) -> int | None:
-        """Let it end; its exit code, minus the signal that ended it, or None if it had to be ended after the limit in seconds."""
+        """Let it end; its exit code, minus the signal that ended it, or None if it had to be ended
+        after the limit in seconds.
+        """
         os.close(self._requests)
         os.close(self._answers)
         running = os.pidfd_open(self._process)
@@ -141,7 +152,9 @@ class Process:
             return dict(stored)
 
     def error(self) -> dict:
-        """The end of what is printed for the error that the function raised, and whether it is of the library."""
+        """The end of what is printed for the error that the function raised, and whether it is of
+        the library.
+        """
         return json.loads(self._file("error").read_text())
 
     def printed(self) -> str:
@@ -149,10 +162,20 @@ class Process:
         return self._file("out").read_text(errors="replace")[-6000:]
 
 
-def do(scenario: str, what: str, root: str, log: str = "", copies: str = "", fault: str = "", at: int = 0) -> Arrays:
+def do(
+    scenario: str,
+    what: str,
+    root: str,
+    log: str = "",
+    copies: str = "",
+    fault: str = "",
+    at: int = 0,
+) -> Arrays:
     """Call a function of a scenario, with a log and a fault if there is a log."""
     if log:
-        fault_shim.begin(Path(root), Path(copies) if copies else None, Path(log), FAULTS.get(fault), at)
+        fault_shim.begin(
+            Path(root), Path(copies) if copies else None, Path(log), FAULTS.get(fault), at
+        )
     return getattr(SCENARIOS[scenario], what)(Path(root)) or {}
 
 
@@ -172,15 +195,24 @@ def difference(arrays: Arrays, wanted: Arrays, *, complete: bool) -> str:
             ours, right = ({tuple(row) for row in rows.tolist()} for rows in (ours, right))
             same = ours == right if complete else ours <= right
         else:
-            same = ours.dtype == right.dtype and ours.shape == right.shape and ours.tobytes() == right.tobytes()
+            same = (
+                ours.dtype == right.dtype
+                and ours.shape == right.shape
+                and ours.tobytes() == right.tobytes()
+            )
         if not same:
             return f"{name}: {ours} in place of {right}"
     return ""
 
 
 def saved_step(prepared: Path, calls: list[Call], *, durable: bool) -> int:
-    """The newest checkpoint that was there before, or was committed; `durable`: and is on disk, with its name."""
-    renamed = synced = saved = max((int(path.name) for path in prepared.glob("run/checkpoints/*") if path.name.isdigit()), default=0)
+    """The newest checkpoint that was there before, or was committed; `durable`: and is on disk,
+    with its name.
+    """
+    renamed = synced = saved = max(
+        (int(path.name) for path in prepared.glob("run/checkpoints/*") if path.name.isdigit()),
+        default=0,
+    )
     for call in calls:
         if call.result >= 0 and not call.faulty:
             step = re.search(r"/run/checkpoints/(\d+)$", call.other or call.path)
@@ -202,12 +234,16 @@ class Server:
 
     def __init__(self, folder: Path):
         self._shared, self._own = folder, folder / f"server-{os.getpid()}"
-        self._root, self._copies, self._log = (self._own / name for name in ("root", "copies", "log"))
+        self._root, self._copies, self._log = (
+            self._own / name for name in ("root", "copies", "log")
+        )
         self._own.mkdir()
         self._seconds: dict[str, float] = {}
         self._reader: Process | None = None  # serves many cases: the program is compiled once
 
-    def _run(self, scenario: str, limit: float, fault: str = "", at: int = 0) -> tuple[str, int | None, Process]:
+    def _run(
+        self, scenario: str, limit: float, fault: str = "", at: int = 0
+    ) -> tuple[str, int | None, Process]:
         """Run a scenario in a new folder: how that ended, and how the process."""
         for path in (self._root, self._copies):
             shutil.rmtree(path, ignore_errors=True)
@@ -217,7 +253,14 @@ class Server:
         process = Process(self._own, "run")
         copies = str(self._copies) if fault and FAULTS[fault].power else ""
         ended = process.ask(
-            limit, scenario=scenario, what="run", root=str(self._root), log=str(self._log), copies=copies, fault=fault, at=at
+            limit,
+            scenario=scenario,
+            what="run",
+            root=str(self._root),
+            log=str(self._log),
+            copies=copies,
+            fault=fault,
+            at=at,
         )
         return ended, None if ended == "hang" else process.end(limit), process
 
@@ -229,7 +272,9 @@ class Server:
         if self._reader is None:
             self._reader = Process(self._own, "reader")
         reader = self._reader
-        ended = reader.ask(self._limit(scenario), scenario=scenario, what=what, root=str(self._root))
+        ended = reader.ask(
+            self._limit(scenario), scenario=scenario, what=what, root=str(self._root)
+        )
         if ended == "killed":
             reader.end(1.0)
         if ended in ("killed", "hang"):
@@ -240,7 +285,9 @@ class Server:
         return LIMIT + 4 * self._seconds[scenario]
 
     def count(self, scenario: str) -> dict[str, int]:
-        """Run a scenario without a fault: what it comes to is kept, and how many calls there are for each fault."""
+        """Run a scenario without a fault: what it comes to is kept, and how many calls there are
+        for each fault.
+        """
         prepared = self._shared / f"prepared-{scenario}"
         self._seconds[scenario] = ENOUGH
         if not prepared.exists():
@@ -261,7 +308,9 @@ class Server:
         return {fault: fault_shim.count(calls, FAULTS[fault]) for fault in FAULTS}
 
     def case(self, scenario: str, fault: str, at: int) -> Verdict:
-        """One case: a run with a fault, then a run without. `at` 0 is a loss of power after the end."""
+        """One case: a run with a fault, then a run without. `at` 0 is a loss of power after the
+        end.
+        """
         self._seconds.setdefault(scenario, 5.0)
         ended, code, process = self._run(scenario, self._limit(scenario), fault, at)
         calls = self._calls()
@@ -279,7 +328,9 @@ class Server:
         power = FAULTS[fault].power
         if power:
             before = power_loss.before(self._shared / f"prepared-{scenario}")
-            power_loss.lose_power(self._root, before, self._copies, calls, names=FAULTS[fault].names)
+            power_loss.lose_power(
+                self._root, before, self._copies, calls, names=FAULTS[fault].names
+            )
             if SCENARIOS[scenario].lost:
                 shutil.rmtree(self._root / SCENARIOS[scenario].lost, ignore_errors=True)
         saved = saved_step(self._shared / f"prepared-{scenario}", calls, durable=power)
@@ -292,16 +343,29 @@ class Server:
             return Verdict(RIGHT, call)
         return Verdict(NAMED if str(self._root) in error else RAW, call, error, process.printed())
 
-    def _after(self, scenario: str, wanted: Arrays, saved: int, *, complete: bool, ended: bool) -> tuple[str, str] | None:
-        """What is wrong with what a process has left, or with a run that comes after it; None if nothing is."""
+    def _after(
+        self, scenario: str, wanted: Arrays, saved: int, *, complete: bool, ended: bool
+    ) -> tuple[str, str] | None:
+        """What is wrong with what a process has left, or with a run that comes after it; None if
+        nothing is.
+        """
         if SCENARIOS[scenario].look is not None:
             how, reader = self._read(scenario, "look")
-            expected = how == "raised" and SCENARIOS[scenario].may_miss and reader.error()["expected"] and not ended
+            expected = (
+                how == "raised"
+                and SCENARIOS[scenario].may_miss
+                and reader.error()["expected"]
+                and not ended
+            )
             left = reader.arrays() if how == "done" else {}
-            if why := difference(left, {name: wanted[name] for name in left if name in wanted}, complete=complete):
+            if why := difference(
+                left, {name: wanted[name] for name in left if name in wanted}, complete=complete
+            ):
                 return WRONG, f"what is left: {why}"
             if how != "done" and not expected:
-                return (HANG if how == "hang" else WRONG), f"what is left ({how}): {reader.printed()}"
+                return (
+                    HANG if how == "hang" else WRONG
+                ), f"what is left ({how}): {reader.printed()}"
         how, reader = self._read(scenario, "again")
         if how != "done":
             return (HANG if how == "hang" else LOST), f"again ({how}): {reader.printed()}"
@@ -312,7 +376,11 @@ class Server:
             total = int(wanted["rows of history.bin"][-1][0])
             begins = total - len(arrays[TAIL])
             if begins < saved:
-                return LOST, f"again: it begins at step {begins}, and step {saved} was saved\n{reader.printed()}"
+                return (
+                    LOST,
+                    f"again: it begins at step {begins}, and step {saved} was saved\n"
+                    f"{reader.printed()}",
+                )
         return None
 
 
@@ -320,13 +388,18 @@ def main(folder: Path) -> None:
     """Answer each line."""
     for module in pkgutil.walk_packages(spmd.__path__, "spmd."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)  # else each fork imports them when it first needs them
+            # else each fork imports them when it first needs them
+            importlib.import_module(module.name)
     server = Server(folder)
     gc.collect()
     gc.freeze()  # so that no page of a fork is copied since the collector looks at it
     for line in sys.stdin:
         request = json.loads(line)
-        answer = dataclasses.asdict(server.case(**request)) if "fault" in request else server.count(**request)
+        answer = (
+            dataclasses.asdict(server.case(**request))
+            if "fault" in request
+            else server.count(**request)
+        )
         print(json.dumps(answer), flush=True)
 
 

@@ -1,4 +1,6 @@
-"""The faults, and the C library that makes them (`shim.c`): it is built where there is a compiler, and called where it is loaded."""
+"""The faults, and the C library that makes them (`shim.c`): it is built where there is a compiler,
+and called where it is loaded.
+"""
 
 import ctypes
 import dataclasses
@@ -8,16 +10,39 @@ import subprocess
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
-LOOK, CREATE, READ, WRITE, SYNC, RENAME, REMOVE, FOLDER, SIZE, CLOSE, LINK = (1 << bit for bit in range(11))  # as in shim.c
+# as in shim.c
+LOOK, CREATE, READ, WRITE, SYNC, RENAME, REMOVE, FOLDER, SIZE, CLOSE, LINK = (
+    1 << bit for bit in range(11)
+)
 FAIL, SHORTEN, KILL = range(3)
 CHANGES = CREATE | WRITE | RENAME | REMOVE | FOLDER | SIZE | LINK
 NEEDS_SPACE = CREATE | WRITE | SYNC | RENAME | FOLDER | SIZE | CLOSE | LINK
 KINDS = {
-    "open": LOOK, "creating open": CREATE, "truncating open": CREATE, "read": READ, "pread": READ, "readv": READ, "preadv": READ,
-    "write": WRITE, "pwrite": WRITE, "writev": WRITE, "pwritev": WRITE, "sendfile": WRITE, "copy_file_range": WRITE,
-    "fsync": SYNC, "fdatasync": SYNC, "rename": RENAME, "unlink": REMOVE, "rmdir": REMOVE, "mkdir": FOLDER, "ftruncate": SIZE,
-    "truncate": SIZE, "close": CLOSE, "link": LINK, "symlink": LINK,
-}  # fmt: skip
+    "open": LOOK,
+    "creating open": CREATE,
+    "truncating open": CREATE,
+    "read": READ,
+    "pread": READ,
+    "readv": READ,
+    "preadv": READ,
+    "write": WRITE,
+    "pwrite": WRITE,
+    "writev": WRITE,
+    "pwritev": WRITE,
+    "sendfile": WRITE,
+    "copy_file_range": WRITE,
+    "fsync": SYNC,
+    "fdatasync": SYNC,
+    "rename": RENAME,
+    "unlink": REMOVE,
+    "rmdir": REMOVE,
+    "mkdir": FOLDER,
+    "ftruncate": SIZE,
+    "truncate": SIZE,
+    "close": CLOSE,
+    "link": LINK,
+    "symlink": LINK,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,26 +105,47 @@ class Call:
 def build(folder: Path) -> Path:
     """Compile the library into a folder, and return its path."""
     library = folder / "faults.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", library, SOURCE], check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", library, SOURCE],
+        check=True,
+        timeout=60,
+    )
     return library
 
 
 def why_not() -> str:
     """Why faults cannot be made here; "" if they can."""
-    return "" if shutil.which("cc") and Path("/proc/self/fd").exists() else "there is no C compiler (cc), or no /proc, on this machine"
+    return (
+        ""
+        if shutil.which("cc") and Path("/proc/self/fd").exists()
+        else "there is no C compiler (cc), or no /proc, on this machine"
+    )
 
 
 def begin(folder: Path, copies: Path | None, log: Path, fault: Fault | None, at: int) -> None:
-    """Begin to count and to write a log in this process, and let the call with the number `at` have the fault (0: none)."""
+    """Begin to count and to write a log in this process, and let the call with the number `at` have
+    the fault (0: none).
+    """
     function = ctypes.CDLL(None).faults_begin
     function.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_long, ctypes.c_int]
     fault = fault or Fault(0, FAIL)
     kept = None if copies is None else str(copies).encode()
-    function(str(folder).encode(), kept, str(log).encode(), fault.kinds, fault.action, fault.error, at, fault.always)
+    function(
+        str(folder).encode(),
+        kept,
+        str(log).encode(),
+        fault.kinds,
+        fault.action,
+        fault.error,
+        at,
+        fault.always,
+    )
 
 
 def end() -> None:
-    """Let all later calls of this process pass; nothing where the library is not loaded, as in a test of a scenario alone."""
+    """Let all later calls of this process pass; nothing where the library is not loaded, as in a
+    test of a scenario alone.
+    """
     function = getattr(ctypes.CDLL(None), "faults_end", None)
     if function is not None:
         function()
@@ -110,7 +156,11 @@ def read_log(log: Path) -> list[Call]:
     calls = []
     for line in log.read_text(encoding="utf-8").splitlines():
         number, faulty, seconds, name, result, path, other, kept = line.split("\t")
-        calls.append(Call(int(number), bool(faulty), float(seconds), name, int(result), path, other, int(kept)))
+        calls.append(
+            Call(
+                int(number), bool(faulty), float(seconds), name, int(result), path, other, int(kept)
+            )
+        )
     return calls
 
 

@@ -1,8 +1,9 @@
 """What is on disk after a loss of power, in the worst case: what was not synced is lost.
 
-A file whose contents have changed since they were synced is empty. A new name, of `open`, `mkdir`, `link` or `rename`, is there only if its
-folder was synced later; the old name of a rename that was lost is there, and a file that it replaced. A deletion is on disk at once. Or all
-names are on disk, and only contents are lost: a file system may write them in any order.
+A file whose contents have changed since they were synced is empty. A new name, of `open`, `mkdir`,
+`link` or `rename`, is there only if its folder was synced later; the old name of a rename that was
+lost is there, and a file that it replaced. A deletion is on disk at once. Or all names are on disk,
+and only contents are lost: a file system may write them in any order.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ class Node:
     """A file or a folder.
 
     Attributes:
-      now, disk: what is in a folder, by name: as processes see it, and as it is on disk. None for a file.
+      now, disk: what is in a folder, by name: as processes see it, and as it is on disk. None for a
+        file.
       synced: the contents of a file are on disk.
       kept: a copy of a file that was replaced.
     """
@@ -79,7 +81,9 @@ class Disk:
         kind = KINDS[call.name]
         if call.name == "mkdir":
             parent.now[name] = Node(now={})
-        elif call.name == "symlink" or (call.name in ("creating open", "truncating open") and node is None):
+        elif call.name == "symlink" or (
+            call.name in ("creating open", "truncating open") and node is None
+        ):
             parent.now[name] = Node(synced=call.name == "symlink")
         elif call.name == "truncating open" or (kind & (WRITE | SIZE) and node is not None):
             node.synced = False
@@ -96,18 +100,29 @@ class Disk:
             other.now[new_name] = parent.now.pop(name)
         elif call.name in ("unlink", "rmdir"):
             removed = parent.now.pop(name)
-            parent.disk = {key: node for key, node in parent.disk.items() if not (key == name and node is removed)}
+            parent.disk = {
+                key: node
+                for key, node in parent.disk.items()
+                if not (key == name and node is removed)
+            }
             if not any(removed in folder.now.values() for folder in folders(self.tree)):
                 for folder in folders(self.tree):
-                    folder.disk = {key: node for key, node in folder.disk.items() if node is not removed}
+                    folder.disk = {
+                        key: node for key, node in folder.disk.items() if node is not removed
+                    }
 
     def _sync(self, node: Node) -> None:
         if node.now is None:
             node.synced = True
             return
         node.disk = dict(node.now)
-        for folder in folders(self.tree):  # a rename from another folder is on disk with its new name
-            moved = [key for key, inner in folder.disk.items() if inner not in folder.now.values() and inner in node.now.values()]
+        # a rename from another folder is on disk with its new name
+        for folder in folders(self.tree):
+            moved = [
+                key
+                for key, inner in folder.disk.items()
+                if inner not in folder.now.values() and inner in node.now.values()
+            ]
             for key in moved:
                 del folder.disk[key]
 
@@ -132,7 +147,9 @@ def _write(node: Node, target: Path, sources: dict[int, Path], names: bool) -> N
         shutil.copystat(source, target)
 
 
-def lose_power(root: Path, tree: Node, copies: Path, calls: list[Call], *, names: bool = True) -> None:
+def lose_power(
+    root: Path, tree: Node, copies: Path, calls: list[Call], *, names: bool = True
+) -> None:
     """Replace a folder by what is on disk after the calls.
 
     Args:

@@ -1,11 +1,14 @@
-"""Let file-system calls fail, one after the other, and see what becomes of a run: a table of scenarios and faults.
+"""Let file-system calls fail, one after the other, and see what becomes of a run: a table of
+scenarios and faults.
 
     python tests/faults/sweep.py [--scenario train] [--fault enospc] [--every 10] [--jobs 2]
 
-Faults: "enospc" (no space, for one call), "full" (no space from this call on), "eio" (an input/output error), "short" (half is written),
-"kill" (the process is killed before the call), "power" (the power is lost before the call, and what was not synced: `power_loss.py`),
-"emptied" (as "power", but only contents of files are lost). After each, the run is resumed, or the action repeated, without faults.
-The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10 seconds, or ends with an error that does not name a path.
+Faults: "enospc" (no space, for one call), "full" (no space from this call on), "eio" (an
+input/output error), "short" (half is written), "kill" (the process is killed before the call),
+"power" (the power is lost before the call, and what was not synced: `power_loss.py`), "emptied" (as
+"power", but only contents of files are lost). After each, the run is resumed, or the action
+repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10
+seconds, or ends with an error that does not name a path.
 """
 
 import argparse
@@ -58,13 +61,25 @@ class Servers:
     """
 
     def __init__(self, folder: Path, count: int):
-        variables = {"LD_PRELOAD": fault_shim.build(folder), "SPMD_CACHE": folder / "cache", "OPENBLAS_NUM_THREADS": 1}
+        variables = {
+            "LD_PRELOAD": fault_shim.build(folder),
+            "SPMD_CACHE": folder / "cache",
+            "OPENBLAS_NUM_THREADS": 1,
+        }
         variables = environment(**variables)
-        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):  # of the tests' own programs; "programs" has another
+        # of the tests' own programs; "programs" has another
+        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
             variables.pop(name, None)
         command = [sys.executable, HERE / "fault_server.py", folder]
         self._all = [
-            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
             for _ in range(count)
         ]
         self._free: queue.Queue[subprocess.Popen] = queue.Queue()
@@ -92,7 +107,9 @@ class Servers:
 
 
 def in_memory() -> Path | None:
-    """A folder in memory, where thousands of syncs wait for no disk; None: the usual folder for temporary files."""
+    """A folder in memory, where thousands of syncs wait for no disk; None: the usual folder for
+    temporary files.
+    """
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > ROOM else None
 
@@ -102,8 +119,15 @@ def every_nth(every: int) -> Callable[[int], Iterable[int]]:
     return lambda count: range(1, count + 1, every)
 
 
-def cases(servers: Servers, scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]]) -> list[dict]:
-    """The requests for chosen calls of each scenario and fault, and for a loss of power after the end."""
+def cases(
+    servers: Servers,
+    scenarios: Sequence[str],
+    faults: Sequence[str],
+    choose: Callable[[int], Iterable[int]],
+) -> list[dict]:
+    """The requests for chosen calls of each scenario and fault, and for a loss of power after the
+    end.
+    """
     requests = []
     for scenario in scenarios:
         counts = servers.ask(scenario=scenario)
@@ -115,11 +139,16 @@ def cases(servers: Servers, scenarios: Sequence[str], faults: Sequence[str], cho
 
 def table(results: Iterable[tuple[dict, dict]]) -> str:
     """Scenarios and faults, and how many cases came to what."""
-    counts: dict[tuple[str, str], collections.Counter] = collections.defaultdict(collections.Counter)
+    counts: dict[tuple[str, str], collections.Counter] = collections.defaultdict(
+        collections.Counter
+    )
     for request, verdict in results:
         if verdict["kind"] != "not reached":
             counts[request["scenario"], request["fault"]][verdict["kind"]] += 1
-    lines = ["| scenario | fault | cases | " + " | ".join(COLUMNS) + " |", "|---|---|" + "--:|" * (len(COLUMNS) + 1)]
+    lines = [
+        "| scenario | fault | cases | " + " | ".join(COLUMNS) + " |",
+        "|---|---|" + "--:|" * (len(COLUMNS) + 1),
+    ]
     for (scenario, fault), row in counts.items():
         cells = [scenario, fault, sum(row.values()), *(row[column] for column in COLUMNS)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -127,13 +156,24 @@ def table(results: Iterable[tuple[dict, dict]]) -> str:
 
 
 def sweep(
-    scenarios: Sequence[str], faults: Sequence[str], choose: Callable[[int], Iterable[int]], jobs: int = 2, known: Container[tuple] = ()
+    scenarios: Sequence[str],
+    faults: Sequence[str],
+    choose: Callable[[int], Iterable[int]],
+    jobs: int = 2,
+    known: Container[tuple] = (),
 ) -> Iterator[tuple[dict, dict]]:
     """Each request with its verdict, as they come; those that are known are left out."""
     with tempfile.TemporaryDirectory(prefix="spmd-faults-", dir=in_memory()) as folder:
-        servers, pool = Servers(Path(folder).resolve(), jobs), concurrent.futures.ThreadPoolExecutor(jobs)
+        servers, pool = (
+            Servers(Path(folder).resolve(), jobs),
+            concurrent.futures.ThreadPoolExecutor(jobs),
+        )
         try:
-            requests = [request for request in cases(servers, scenarios, faults, choose) if tuple(request.values()) not in known]
+            requests = [
+                request
+                for request in cases(servers, scenarios, faults, choose)
+                if tuple(request.values()) not in known
+            ]
             started = {pool.submit(servers.ask, **request): request for request in requests}
             for done in concurrent.futures.as_completed(started):
                 yield started[done], done.result()
@@ -153,13 +193,28 @@ def main() -> int:
     if why := fault_shim.why_not():
         sys.exit(why)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="default: all; may be given several times")
-    parser.add_argument("--fault", action="append", choices=list(fault_shim.FAULTS), help="default: all; may be given several times")
+    parser.add_argument(
+        "--scenario",
+        action="append",
+        choices=SCENARIOS,
+        help="default: all; may be given several times",
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        choices=list(fault_shim.FAULTS),
+        help="default: all; may be given several times",
+    )
     parser.add_argument("--every", type=int, default=1, help="only every n-th call")
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
-    parser.add_argument("--out", type=Path, help="a file for all cases, as lines of JSON; those in it are not tried again")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file for all cases, as lines of JSON; those in it are not tried again",
+    )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers and their folder go, too
+    # so that servers and their folder go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = read(options.out) if options.out and options.out.exists() else []
     scenarios, faults = options.scenario or SCENARIOS, options.fault or list(fault_shim.FAULTS)
     known = {tuple(request.values()) for request, _ in results}
@@ -170,7 +225,8 @@ def main() -> int:
                 out.write(json.dumps(request | verdict) + "\n")
         if verdict["kind"] in BAD:
             print(
-                f"{' '.join(map(str, request.values()))}: {verdict['kind']}, at {verdict['call']}\n{verdict['error']}{verdict['why']}",
+                f"{' '.join(map(str, request.values()))}: {verdict['kind']}, at {verdict['call']}\n"
+                f"{verdict['error']}{verdict['why']}",
                 flush=True,
             )
     results.sort(key=lambda result: list(map(str, result[0].values())))

@@ -1,4 +1,6 @@
-"""Nothing is lost, and nothing hangs, when a file-system call fails: a sample of the cases of `sweep.py`, which tries them all."""
+"""Nothing is lost, and nothing hangs, when a file-system call fails: a sample of the cases of
+`sweep.py`, which tries them all.
+"""
 
 import subprocess
 import sys
@@ -12,22 +14,30 @@ from sweep import BAD, SCENARIOS, every_nth, sweep, table
 
 from tests.processes import environment
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(fault_shim.why_not()), reason=fault_shim.why_not())]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(bool(fault_shim.why_not()), reason=fault_shim.why_not()),
+]
 CALLS = 3  # of each scenario and fault
 
 
 def spread(count):
     """Numbers of a few calls, from the first to the last."""
-    return sorted({1 + (2 * part + 1) * count // (2 * CALLS) for part in range(CALLS)} & set(range(1, count + 1)))
+    return sorted(
+        {1 + (2 * part + 1) * count // (2 * CALLS) for part in range(CALLS)}
+        & set(range(1, count + 1))
+    )
 
 
 def test_sample_of_calls():
     results = list(sweep(SCENARIOS, list(FAULTS), spread))
     bad = [(request, verdict) for request, verdict in results if verdict["kind"] in BAD]
     assert not bad, f"{bad}\n{table(results)}"
-    assert {(request["scenario"], request["fault"]) for request, verdict in results if verdict["kind"] != "not reached"} == {
-        (scenario, fault) for scenario in SCENARIOS for fault in FAULTS
-    }
+    assert {
+        (request["scenario"], request["fault"])
+        for request, verdict in results
+        if verdict["kind"] != "not reached"
+    } == {(scenario, fault) for scenario in SCENARIOS for fault in FAULTS}
 
 
 def test_file_that_is_written_in_place_is_found():
@@ -35,7 +45,11 @@ def test_file_that_is_written_in_place_is_found():
     kinds = {}
     for request, verdict in sweep(["in place"], list(FAULTS), every_nth(1)):
         kinds.setdefault(request["fault"], set()).add(verdict["kind"])
-    assert kinds["kill"] == {"right", "wrong"} and "wrong" in kinds["power"] and kinds["short"] == {"right"}
+    assert (
+        kinds["kill"] == {"right", "wrong"}
+        and "wrong" in kinds["power"]
+        and kinds["short"] == {"right"}
+    )
     assert "wrong" in kinds["enospc"] and "wrong" in kinds["full"] and "wrong" in kinds["eio"]
 
 
@@ -65,7 +79,9 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def run(library, tmp_path):
-    """`run(fault, at)` runs the program, in a folder with the files "old" and "gone": how it ended, and its calls."""
+    """`run(fault, at)` runs the program, in a folder with the files "old" and "gone": how it ended,
+    and its calls.
+    """
     root, copies, log = (tmp_path / name for name in ("root", "copies", "log"))
     for folder in (root, copies):
         folder.mkdir()
@@ -73,8 +89,20 @@ def run(library, tmp_path):
     (root / "gone").write_text("gone")
 
     def run(fault="", at=0):
-        command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(root), str(copies), str(log), fault, str(at)]
-        done = subprocess.run(command, env=environment(LD_PRELOAD=library), capture_output=True, text=True, timeout=60)
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(Path(__file__).parent),
+            str(root),
+            str(copies),
+            str(log),
+            fault,
+            str(at),
+        ]
+        done = subprocess.run(
+            command, env=environment(LD_PRELOAD=library), capture_output=True, text=True, timeout=60
+        )
         return done, fault_shim.read_log(log)
 
     return run
@@ -87,9 +115,20 @@ def names(calls):
 def test_shim_counts_the_calls_below_the_folder(run, tmp_path):
     done, calls = run()
     assert done.returncode == 0, done.stderr
-    assert names(calls) == ["mkdir", "creating open", "write", "fsync", "close", "rename", "rename", "unlink"]
+    assert names(calls) == [
+        "mkdir",
+        "creating open",
+        "write",
+        "fsync",
+        "close",
+        "rename",
+        "rename",
+        "unlink",
+    ]
     assert calls[5].path == str(tmp_path / "root/a") and calls[5].other == str(tmp_path / "root/b")
-    assert [call.kept for call in calls] == [0, 0, 0, 0, 0, 0, 1, 0] and (tmp_path / "copies/1").read_text() == "old"
+    assert [call.kept for call in calls] == [0, 0, 0, 0, 0, 0, 1, 0] and (
+        tmp_path / "copies/1"
+    ).read_text() == "old"
     assert {fault: fault_shim.count(calls, FAULTS[fault]) for fault in FAULTS} == {
         "enospc": 7, "full": 7, "eio": 8, "short": 1, "kill": 6, "power": 7, "emptied": 7
     }  # fmt: skip
@@ -103,24 +142,37 @@ def test_shim_fails_one_call(run):
 
 def test_shim_fails_all_calls_from_one_on(run):
     done, calls = run("full", 1)
-    assert "FileNotFoundError" not in done.stderr and "Errno 28" in done.stderr and names(calls) == ["mkdir"]
+    assert (
+        "FileNotFoundError" not in done.stderr
+        and "Errno 28" in done.stderr
+        and names(calls) == ["mkdir"]
+    )
 
 
 def test_shim_shortens_a_write(run, tmp_path):
     done, _ = run("short", 1)
-    assert done.stdout == "4\n" and done.returncode == 0 and (tmp_path / "root/old").read_text() == "1234"
+    assert (
+        done.stdout == "4\n"
+        and done.returncode == 0
+        and (tmp_path / "root/old").read_text() == "1234"
+    )
 
 
 def test_shim_kills_before_the_call(run, tmp_path):
     done, calls = run("kill", 3)
-    assert done.returncode == -9 and names(calls) == ["mkdir", "creating open", "write"] and calls[-1].faulty
+    assert (
+        done.returncode == -9
+        and names(calls) == ["mkdir", "creating open", "write"]
+        and calls[-1].faulty
+    )
     assert (tmp_path / "root/a/new").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
     ("at", "left"),
     {
-        4: {"old": "old", "gone": "gone"},  # nothing of the new folder is on disk, whose name was not synced
+        # nothing of the new folder is on disk, whose name was not synced
+        4: {"old": "old", "gone": "gone"},
         7: {"old": "old", "gone": "gone"},
         0: {"old": "old"},  # a deletion is on disk at once
     }.items(),
@@ -135,12 +187,17 @@ def test_loss_of_power_without_synced_folders(at, left, run, tmp_path):
 
 @pytest.mark.parametrize("synced", [(), ("a",), ("a", "."), ("a", ".", "a/b", "a/b/file")], ids=len)
 def test_loss_of_power_with_synced_folders(synced, tmp_path):
-    """A folder "a" with "b/file", renamed to "c" in the end; what is on disk needs its own sync, and that of each folder above it."""
+    """A folder "a" with "b/file", renamed to "c" in the end; what is on disk needs its own sync,
+    and that of each folder above it.
+    """
     root = tmp_path / "root"
     root.mkdir()
     tree = power_loss.before(root)
     made = [("mkdir", "a"), ("mkdir", "a/b"), ("creating open", "a/b/file"), ("write", "a/b/file")]
-    calls = [Call(0, False, 0.0, name, 0, str(root / path), "", 0) for name, path in (*made, *(("fsync", path) for path in synced))]
+    calls = [
+        Call(0, False, 0.0, name, 0, str(root / path), "", 0)
+        for name, path in (*made, *(("fsync", path) for path in synced))
+    ]
     calls.append(Call(0, False, 0.0, "rename", 0, str(root / "a"), str(root / "c"), 0))
     (root / "c/b").mkdir(parents=True)
     (root / "c/b/file").write_text("contents")
@@ -156,7 +213,10 @@ def test_contents_that_changed_after_they_were_synced_are_lost(tmp_path):
     root.mkdir()
     (root / "file").write_text("before")
     tree = power_loss.before(root)
-    calls = [Call(0, False, 0.0, name, 0, str(root / "file"), "", 0) for name in ("write", "fsync", "pwrite")]
+    calls = [
+        Call(0, False, 0.0, name, 0, str(root / "file"), "", 0)
+        for name in ("write", "fsync", "pwrite")
+    ]
     power_loss.lose_power(root, tree, tmp_path, calls[:2])
     assert (root / "file").read_text() == "before"
     power_loss.lose_power(root, power_loss.before(root), tmp_path, calls)
@@ -169,4 +229,6 @@ def test_names_may_be_on_disk_before_contents(run, tmp_path):
     _, calls = run()
     calls = [call for call in calls if call.name != "fsync"]
     power_loss.lose_power(root, tree, tmp_path / "copies", calls, names=False)
-    assert {path.name: path.read_text() for path in root.glob("*") if path.is_file()} == {"old": ""} and (root / "b").is_dir()
+    assert {path.name: path.read_text() for path in root.glob("*") if path.is_file()} == {
+        "old": ""
+    } and (root / "b").is_dir()

@@ -1,4 +1,6 @@
-"""The order of the tests here: the first case of each, then the second of each, so that a run that is cut off has tried them all."""
+"""The order of the tests here: the first case of each, then the second of each, so that a run that
+is cut off has tried them all.
+"""
 
 import collections
 from pathlib import Path

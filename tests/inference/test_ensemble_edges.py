@@ -1,4 +1,6 @@
-"""Edge cases of ensembles: probabilities too small for a float, padding rows, and concurrent threads."""
+"""Edge cases of ensembles: probabilities too small for a float, padding rows, and concurrent
+threads.
+"""
 
 import threading
 
@@ -18,12 +20,16 @@ ROWS = {"x": np.linspace(-1, 2, 32, dtype=np.float32), "y": np.arange(32) % 3}
 
 def scaled(by):
     """Of a number x, the logits x * by."""
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.asarray(by, jnp.float32)}, lambda params, x: x[:, None] * params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.asarray(by, jnp.float32)}, lambda params, x: x[:, None] * params["w"]
+    )
     return untrained(model, ROWS)
 
 
 def masked(members):
-    """Logits of four classes, too sure of one of three, which is right in 70 rows of 100; the fourth is masked."""
+    """Logits of four classes, too sure of one of three, which is right in 70 rows of 100; the
+    fourth is masked.
+    """
     sure = np.tile([20.0, 0, 0, -1e3], (100, 1))
     return np.stack([sure] * members), np.arange(100) // 70 * (1 + np.arange(100) % 2)
 
@@ -33,15 +39,19 @@ def test_a_masked_class_does_not_spoil_the_temperature(low):
     logits, labels = masked(2)
     logits[..., 3] = low
     temperatures = {
-        combine: uncertainty.fit_temperature(uncertainty.log_combined(logits, combine), labels) for combine in ("mean", "logits")
+        combine: uncertainty.fit_temperature(uncertainty.log_combined(logits, combine), labels)
+        for combine in ("mean", "logits")
     }
-    # exp(20 / t) / (exp(20 / t) + 2) is 0.7; the masked class has some probability at -1e3 too, but nearly none
+    # exp(20 / t) / (exp(20 / t) + 2) is 0.7; the masked class has some probability at -1e3 too, but
+    # nearly none
     assert_close(list(temperatures.values()), [20 / np.log(0.7 * 2 / 0.3)] * 2)
 
 
 def test_the_mean_of_probabilities_that_are_too_small_has_a_logarithm():
     logits = np.array([[[0.0, -1e3]], [[0.0, -2e3]]])
-    np.testing.assert_allclose(uncertainty.log_combined(logits, "mean"), [[0, -1e3 - np.log(2)]], rtol=1e-12)
+    np.testing.assert_allclose(
+        uncertainty.log_combined(logits, "mean"), [[0, -1e3 - np.log(2)]], rtol=1e-12
+    )
 
 
 def test_a_temperature_brings_small_probabilities_back():
@@ -50,12 +60,16 @@ def test_a_temperature_brings_small_probabilities_back():
     x = np.ones(2, np.float32)
     assert made.predict(x)[0].tolist() == [1.0, 0.0]
     made.temperature = 40.0
-    np.testing.assert_allclose(made.predict(x)[0], [1 / (1 + np.exp(-5)), 1 / (1 + np.exp(5))], rtol=1e-5)
+    np.testing.assert_allclose(
+        made.predict(x)[0], [1 / (1 + np.exp(-5)), 1 / (1 + np.exp(5))], rtol=1e-5
+    )
 
 
 def test_a_right_class_that_is_impossible_has_no_temperature():
     made = spmd.Ensemble([scaled([1.0, 1.0, -np.inf])])
-    with pytest.raises(EnsembleError, match=r"1 of 2 labels have probability 0.*\n    fix: members that give"):
+    with pytest.raises(
+        EnsembleError, match=r"1 of 2 labels have probability 0.*\n    fix: members that give"
+    ):
         made.calibrate(np.ones(2, np.float32), np.array([0, 2]))
     assert made.temperature == 1.0
 
@@ -66,25 +80,45 @@ def test_records_that_were_skipped_are_no_data(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(["x,y", *lines, ""]))
 
     def read():
-        return spmd.data.csv(tmp_path / "a.csv", batch_size=3, shuffle=False, on_error="skip", types={"x": "float32", "y": "int32"})
+        return spmd.data.csv(
+            tmp_path / "a.csv",
+            batch_size=3,
+            shuffle=False,
+            on_error="skip",
+            types={"x": "float32", "y": "int32"},
+        )
 
     made = spmd.Ensemble([scaled([3.0, -1.0, 0.5]), scaled([1.0, 2.0, 0.0])])
     x, y = np.array([1, 2, 3], np.float32), np.array([0, 1, 2])
     from_file, from_arrays = made.evaluate(read()), made.evaluate((x, y))
-    for actual, expected in ((from_file.ensemble, from_arrays.ensemble), (from_file.members["1"], from_arrays.members["1"])):
+    for actual, expected in (
+        (from_file.ensemble, from_arrays.ensemble),
+        (from_file.members["1"], from_arrays.members["1"]),
+    ):
         assert_close(actual, expected)
     counted = made.evaluate((np.append(x, np.float32(0)), np.append(y, 0)))
-    assert abs(counted.ensemble["log loss"] - from_arrays.ensemble["log loss"]) > 0.01, "one row more would be seen"
+    assert abs(counted.ensemble["log loss"] - from_arrays.ensemble["log loss"]) > 0.01, (
+        "one row more would be seen"
+    )
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True])
 def test_a_batch_size_that_is_none(size):
     made = spmd.Ensemble([scaled([1.0, 2.0])])
     x, y = ROWS["x"], np.zeros(32, int)
-    calls = [lambda n: made.predict(x, batch_size=n), lambda n: made.members(x, batch_size=n), lambda n: made.uncertainty(x, batch_size=n)]
-    calls += [lambda n: made.evaluate((x, y), batch_size=n), lambda n: made.calibrate(x, y, batch_size=n)]
+    calls = [
+        lambda n: made.predict(x, batch_size=n),
+        lambda n: made.members(x, batch_size=n),
+        lambda n: made.uncertainty(x, batch_size=n),
+    ]
+    calls += [
+        lambda n: made.evaluate((x, y), batch_size=n),
+        lambda n: made.calibrate(x, y, batch_size=n),
+    ]
     for call in calls:
-        with pytest.raises(OptionError, match=rf"batch_size={size}.\n    fix: a whole number from 1\."):
+        with pytest.raises(
+            OptionError, match=rf"batch_size={size}.\n    fix: a whole number from 1\."
+        ):
             call(size)
 
 
@@ -134,7 +168,9 @@ def test_two_first_questions_start_one_set_of_threads(monkeypatch):
 
 
 def test_closing_beside_a_question_without_a_deadline(monkeypatch):
-    """The slow member is running an earlier request and holds the new one; it answers that too, and ends."""
+    """The slow member is running an earlier request and holds the new one; it answers that too, and
+    ends.
+    """
     go, began, asked, answers = threading.Event(), threading.Event(), threading.Semaphore(0), []
 
     def slow(inputs):
@@ -166,7 +202,9 @@ def test_closing_beside_a_question_without_a_deadline(monkeypatch):
 def test_a_question_to_threads_that_have_ended():
     workers = Workers({"one": lambda inputs: SAID})
     workers.close(60)
-    with pytest.raises(EnsembleError, match=r"closed before this request was sent\.\n    fix: ask again"):
+    with pytest.raises(
+        EnsembleError, match=r"closed before this request was sent\.\n    fix: ask again"
+    ):
         workers.ask(X, 4, 60)
 
 
@@ -185,21 +223,28 @@ def test_ask_leaves_out_members_without_finite_probabilities(said, rows):
     with spmd.Ensemble({"fine": fine, "bad": bad}) as ensemble:
         answer = ensemble.ask(np.ones((3, 4), np.float32))
     assert answer.members == ("fine",) and answer.probabilities.tolist() == [[0.5, 0.5]] * 3
-    assert answer.failed == {"bad": f"it returned float32[3, 2], {rows} of 3 rows without finite numbers"}
+    assert answer.failed == {
+        "bad": f"it returned float32[3, 2], {rows} of 3 rows without finite numbers"
+    }
 
 
 def test_logits_of_no_classes_are_left_out():
     def fine(inputs):
         return np.zeros((len(inputs), 2), np.float32)
 
-    with spmd.Ensemble({"fine": fine, "bad": lambda inputs: np.zeros((len(inputs), 0), np.float32)}) as ensemble:
+    with spmd.Ensemble(
+        {"fine": fine, "bad": lambda inputs: np.zeros((len(inputs), 0), np.float32)}
+    ) as ensemble:
         answer = ensemble.ask(np.ones((3, 4), np.float32))
     assert answer.members == ("fine",) and list(answer.failed) == ["bad"]
 
 
 @pytest.mark.parametrize("deadline", [0, -1, float("nan"), float("inf"), 1e300, True, "1"])
 def test_deadlines_that_are_none(deadline):
-    with spmd.Ensemble([lambda inputs: np.zeros((len(inputs), 2))]) as ensemble, pytest.raises(OptionError, match="deadline="):
+    with (
+        spmd.Ensemble([lambda inputs: np.zeros((len(inputs), 2))]) as ensemble,
+        pytest.raises(OptionError, match="deadline="),
+    ):
         ensemble.ask(np.ones((3, 4), np.float32), deadline=deadline)
 
 

@@ -1,4 +1,6 @@
-"""Generation: what `transformers` writes greedily, under layouts and from results of `fit`; draws by seed; bad input."""
+"""Generation: what `transformers` writes greedily, under layouts and from results of `fit`; draws
+by seed; bad input.
+"""
 
 import functools
 import json
@@ -30,7 +32,10 @@ def expected(name):
 
 def prompts_of(name):
     values = expected(name)
-    return [row[:length].tolist() for row, length in zip(values["prompt"], values["lengths"], strict=True)]
+    return [
+        row[:length].tolist()
+        for row, length in zip(values["prompt"], values["lengths"], strict=True)
+    ]
 
 
 @functools.cache
@@ -50,20 +55,34 @@ def test_greedy_tokens_are_those_of_transformers(name):
 @pytest.mark.system
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_write_the_same(layout):
-    """Of a result of `fit` with a learning rate of 0, so that its precision, layout and mesh are used."""
+    """Of a result of `fit` with a learning rate of 0, so that its precision, layout and mesh are
+    used.
+    """
     model = load(FIXTURES / "llama", mesh=LAYOUTS[layout], layout=layout, progress=False)
     tokens = np.tile(expected("llama")["tokens"], (8, 1))[:8]
     batch = {"tokens": tokens, "targets": tokens, "mask": np.ones(tokens.shape, "float32")}
-    options = {"mesh": LAYOUTS[layout], "layout": layout, "batch_size": 8, "steps": 1, "progress": False}
-    result = spmd.fit(model, batch, loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), **options)
-    written = generate(result, prompts_of("llama"), max_new_tokens=expected("llama")["generated"].shape[1])
+    options = {
+        "mesh": LAYOUTS[layout],
+        "layout": layout,
+        "batch_size": 8,
+        "steps": 1,
+        "progress": False,
+    }
+    result = spmd.fit(
+        model, batch, loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), **options
+    )
+    written = generate(
+        result, prompts_of("llama"), max_new_tokens=expected("llama")["generated"].shape[1]
+    )
     np.testing.assert_array_equal(written, expected("llama")["generated"])
 
 
 def test_a_row_ends_with_its_stop_token_and_others_continue():
     wanted = expected("llama")["generated"]
     stop = int(wanted[0, 3])
-    written = generate(model_of("llama"), prompts_of("llama"), max_new_tokens=wanted.shape[1], stop=[stop])
+    written = generate(
+        model_of("llama"), prompts_of("llama"), max_new_tokens=wanted.shape[1], stop=[stop]
+    )
     for row, full in zip(written, wanted, strict=True):
         ends = np.flatnonzero(full == stop)
         np.testing.assert_array_equal(row, full[: ends[0] + 1] if len(ends) else full)
@@ -92,8 +111,13 @@ def test_draws_have_the_probabilities_that_are_asked_for():
         return np.bincount(Sampling(1.0, **options).choose(rows, keys), minlength=4) / 4000
 
     assert np.abs(share() - [0.4, 0.3, 0.2, 0.1]).max() < 0.05  # five standard deviations are 0.04
-    assert np.abs(share(top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.05 and share(top_k=2)[2:].sum() == 0
-    assert np.abs(share(top_p=0.71) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.05 and share(top_p=0.71)[3] == 0
+    assert (
+        np.abs(share(top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.05 and share(top_k=2)[2:].sum() == 0
+    )
+    assert (
+        np.abs(share(top_p=0.71) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.05
+        and share(top_p=0.71)[3] == 0
+    )
     assert share(top_p=0.69)[2:].sum() == 0
     cold = np.bincount(Sampling(0.01).choose(rows, keys), minlength=4)
     assert cold[0] == 4000 == np.bincount(Sampling().choose(rows, keys), minlength=4)[0]
@@ -107,21 +131,37 @@ PENALTIES = json.loads((FIXTURES / "penalties.json").read_text())
 @pytest.mark.parametrize("name", PENALTIES)
 def test_tokens_with_a_repetition_penalty_are_those_of_transformers(name, penalty):
     wanted = np.array(PENALTIES[name][penalty])
-    written = generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1], repetition_penalty=float(penalty))
+    written = generate(
+        model_of(name),
+        prompts_of(name),
+        max_new_tokens=wanted.shape[1],
+        repetition_penalty=float(penalty),
+    )
     np.testing.assert_array_equal(written, wanted)
-    assert (np.stack(generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1])) != wanted).any()
+    assert (
+        np.stack(generate(model_of(name), prompts_of(name), max_new_tokens=wanted.shape[1]))
+        != wanted
+    ).any()
 
 
 def test_repetition_penalty_divides_logits_of_the_text_and_multiplies_negative_ones():
-    """Against numpy, on the logits that draws are made of: what has a probability of almost 1 there is drawn."""
+    """Against numpy, on the logits that draws are made of: what has a probability of almost 1 there
+    is drawn.
+    """
     rng = np.random.default_rng(0)
     logits, seen = rng.normal(size=(64, 12)).astype("float32"), rng.random((64, 12)) < 0.5
     expected = logits.copy()
     for row, column in zip(*np.nonzero(seen), strict=True):
         expected[row, column] *= 1.7 if logits[row, column] < 0 else 1 / 1.7
     keys = jax.random.split(jax.random.key(0), 64)
-    for sampling in (Sampling(repetition_penalty=1.7), Sampling(1e-4, repetition_penalty=1.7), Sampling(1.0, 1, repetition_penalty=1.7)):
-        np.testing.assert_array_equal(sampling.choose(jnp.array(logits), keys, jnp.array(seen)), expected.argmax(axis=1))
+    for sampling in (
+        Sampling(repetition_penalty=1.7),
+        Sampling(1e-4, repetition_penalty=1.7),
+        Sampling(1.0, 1, repetition_penalty=1.7),
+    ):
+        np.testing.assert_array_equal(
+            sampling.choose(jnp.array(logits), keys, jnp.array(seen)), expected.argmax(axis=1)
+        )
     assert (logits.argmax(axis=1) != expected.argmax(axis=1)).any()
 
 
@@ -129,28 +169,65 @@ def test_repetition_penalty_divides_logits_of_the_text_and_multiplies_negative_o
 @pytest.mark.parametrize("layout", ["fsdp", "tensor_parallel"])
 def test_layouts_write_the_same_with_a_repetition_penalty(layout):
     model = load(FIXTURES / "llama", mesh=LAYOUTS[layout], layout=layout, progress=False)
-    written = generate(model, prompts_of("llama"), max_new_tokens=24, repetition_penalty=1.3, layout=layout)
+    written = generate(
+        model, prompts_of("llama"), max_new_tokens=24, repetition_penalty=1.3, layout=layout
+    )
     np.testing.assert_array_equal(written, PENALTIES["llama"]["1.3"])
 
 
 def folder_with(tmp_path, generation=None, **config):
     """A copy of the llama, whose generation_config.json and config.json say this."""
     folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | config)
+    )
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
 
 
 ASKS = {  # by what a file says: what generation is asked for, and what it has no option for
-    "draws": ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}, []),
-    "draws as transformers does by default": ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}, []),
-    "draws from all": ({"do_sample": True, "top_k": 0, "temperature": None}, {"temperature": 1.0}, []),
-    "greedy, with numbers that only draws read": ({"temperature": 0.6, "top_p": 0.9, "min_p": 0.1}, {}, []),
+    "draws": (
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
+        [],
+    ),
+    "draws as transformers does by default": (
+        {"do_sample": True},
+        {"temperature": 1.0, "top_k": 50},
+        [],
+    ),
+    "draws from all": (
+        {"do_sample": True, "top_k": 0, "temperature": None},
+        {"temperature": 1.0},
+        [],
+    ),
+    "greedy, with numbers that only draws read": (
+        {"temperature": 0.6, "top_p": 0.9, "min_p": 0.1},
+        {},
+        [],
+    ),
     "a penalty": ({"repetition_penalty": 1.05, "max_length": 20}, {"repetition_penalty": 1.05}, []),
-    "nothing": ({"eos_token_id": 2, "num_beams": 1, "no_repeat_ngram_size": 0, "temperature": 1.0, "use_cache": True}, {}, []),
+    "nothing": (
+        {
+            "eos_token_id": 2,
+            "num_beams": 1,
+            "no_repeat_ngram_size": 0,
+            "temperature": 1.0,
+            "use_cache": True,
+        },
+        {},
+        [],
+    ),
     "options that are unknown": (
-        {"do_sample": True, "top_k": 0, "min_p": 0.05, "num_beams": 4, "no_repeat_ngram_size": 3, "suppress_tokens": [7]},
+        {
+            "do_sample": True,
+            "top_k": 0,
+            "min_p": 0.05,
+            "num_beams": 4,
+            "no_repeat_ngram_size": 3,
+            "suppress_tokens": [7],
+        },
         {"temperature": 1.0},
         ["no_repeat_ngram_size=3", "num_beams=4", "min_p=0.05", "suppress_tokens=[7]"],
     ),
@@ -168,8 +245,14 @@ def test_sampling_that_a_folder_asks_for_is_reported_or_in_the_call(tmp_path, ca
             generator([[1, 2]], max_new_tokens=1)
     text = ", ".join(f"{name}={value}" for name, value in options.items())
     where, lines = folder / "generation_config.json", []
-    lines += [f"{where}: not applied, for there is no such option: {', '.join(unknown)}."] if unknown else []
-    lines += [f"{where} asks for {text}, which is not used unless a call has it."] if options else []
+    lines += (
+        [f"{where}: not applied, for there is no such option: {', '.join(unknown)}."]
+        if unknown
+        else []
+    )
+    lines += (
+        [f"{where} asks for {text}, which is not used unless a call has it."] if options else []
+    )
     assert [record.getMessage() for record in caplog.records] == lines
     caplog.clear()
     with caplog.at_level(logging.WARNING, "spmd"):
@@ -179,12 +262,20 @@ def test_sampling_that_a_folder_asks_for_is_reported_or_in_the_call(tmp_path, ca
 
 def test_sampling_of_an_old_config_is_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "spmd"):
-        generate(load(folder_with(tmp_path, do_sample=True, temperature=0.5), progress=False), [[1, 2]], max_new_tokens=1)
+        generate(
+            load(folder_with(tmp_path, do_sample=True, temperature=0.5), progress=False),
+            [[1, 2]],
+            max_new_tokens=1,
+        )
     where = tmp_path / "model" / "config.json"
-    assert caplog.messages == [f"{where} asks for temperature=0.5, top_k=50, which is not used unless a call has it."]
+    assert caplog.messages == [
+        f"{where} asks for temperature=0.5, top_k=50, which is not used unless a call has it."
+    ]
 
 
-@pytest.mark.parametrize("key", ["do_sample", "temperature", "top_k", "top_p", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "key", ["do_sample", "temperature", "top_k", "top_p", "repetition_penalty"]
+)
 def test_sampling_that_cannot_be_read_is_an_error(tmp_path, key):
     model = load(folder_with(tmp_path, {"do_sample": True, key: "much"}), progress=False)
     with pytest.raises(SpmdError, match=rf"generation_config\.json: {key} is 'much'\.\n +fix: "):
@@ -223,7 +314,10 @@ def test_texts_longer_than_the_model_was_made_for_are_reported(tmp_path, caplog)
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"stop": "x"}, "stop='x'"),
-        ({"stop": [2, 96]}, "stop has id 96; the model has 96 tokens, from 0, and would never end a text with it."),
+        (
+            {"stop": [2, 96]},
+            "stop has id 96; the model has 96 tokens, from 0, and would never end a text with it.",
+        ),
         ({"repetition_penalty": 0}, "repetition_penalty=0."),
         ({"repetition_penalty": "1.2"}, "repetition_penalty='1.2'."),
         ({"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, "Linear has no cache of keys and values"),

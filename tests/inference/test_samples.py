@@ -1,4 +1,6 @@
-"""Samples during training: they change nothing, use one program, and are what `generate` writes; prompts and their ends."""
+"""Samples during training: they change nothing, use one program, and are what `generate` writes;
+prompts and their ends.
+"""
 
 import json
 import shutil
@@ -21,9 +23,26 @@ PROMPTS = ["The cow says", "The owl has two"]
 def fit(callbacks=(), **options):
     model = spmd.pretrained.load(FOLDER, mesh="data=8", layout="fsdp", progress=False)
     tokens = np.random.default_rng(0).integers(0, 300, (32, 16)).astype("int32")
-    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "mask": np.ones(tokens.shape, "float32")}
-    chosen = {"mesh": "data=8", "layout": "fsdp", "batch_size": 8, "steps": 4, "progress": False} | options
-    return spmd.fit(model, batch, loss=spmd.losses.next_token, optimizer=optax.adamw(1e-2), callbacks=callbacks, **chosen)
+    batch = {
+        "tokens": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "mask": np.ones(tokens.shape, "float32"),
+    }
+    chosen = {
+        "mesh": "data=8",
+        "layout": "fsdp",
+        "batch_size": 8,
+        "steps": 4,
+        "progress": False,
+    } | options
+    return spmd.fit(
+        model,
+        batch,
+        loss=spmd.losses.next_token,
+        optimizer=optax.adamw(1e-2),
+        callbacks=callbacks,
+        **chosen,
+    )
 
 
 @pytest.mark.system
@@ -34,7 +53,9 @@ def test_samples_change_no_bit_and_compile_once(capsys):
     assert [sample.step for sample in samples.written] == [0, 0, 2, 2, 4, 4]
     assert samples._generator._run._cache_size() == 1
     assert samples.written[0].text == ' "moo". The cow eats'
-    assert samples.written[-1].text != samples.written[1].text, "training has changed what it writes"
+    assert samples.written[-1].text != samples.written[1].text, (
+        "training has changed what it writes"
+    )
     ids = [samples._coder.encode(prompt) for prompt in PROMPTS]
     last = spmd.generate(with_samples, ids, max_new_tokens=6, stop=[0])
     for sample, tokens in zip(samples.written[-2:], last, strict=True):
@@ -45,7 +66,9 @@ def test_samples_change_no_bit_and_compile_once(capsys):
 @pytest.mark.system
 def test_generator_of_a_trainer_writes_with_any_of_its_states():
     model = spmd.pretrained.load(FOLDER, progress=False)
-    trainer = spmd.Trainer(nnx.clone(model), loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), mesh="data=8")
+    trainer = spmd.Trainer(
+        nnx.clone(model), loss=spmd.losses.next_token, optimizer=optax.sgd(0.0), mesh="data=8"
+    )
     generator = spmd.Generator(trainer)
     with pytest.raises(SpmdError, match="has no state"):
         generator([[1]], max_new_tokens=2)
@@ -68,7 +91,10 @@ def test_generator_of_a_trainer_writes_with_any_of_its_states():
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"chat": "llama3"}, "has no token <|begin_of_text|>"),
         ({"prompts": [""]}, "prompt '' has no tokens"),
-        ({"chat": "chatml", "prompts": ["a<|im_end|>"]}, 'holds "<|im_end|>", which would be read as a special token'),
+        (
+            {"chat": "chatml", "prompts": ["a<|im_end|>"]},
+            'holds "<|im_end|>", which would be read as a special token',
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -83,7 +109,10 @@ def test_prompts_of_a_chat_end_where_the_assistant_begins():
     shown = {}
     for chat in (None, "chatml", "template"):
         prompts = Prompts(FOLDER, chat)
-        shown[chat] = prompts.tokenizer.tokens.decode(prompts.encode("Hi?"), skip_special_tokens=False), prompts.stop
+        shown[chat] = (
+            prompts.tokenizer.tokens.decode(prompts.encode("Hi?"), skip_special_tokens=False),
+            prompts.stop,
+        )
     asked = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
     assert shown == {None: ("Hi?", (0,)), "chatml": (asked, (0, 2)), "template": (asked, (0, 2))}
     assert Prompts(FOLDER).decode([1, *Prompts(FOLDER).encode("a b"), 0]) == "a b"
@@ -95,7 +124,11 @@ def test_end_tokens_are_read_from_the_folder(tmp_path):
     assert end_tokens(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert end_tokens(tmp_path) == (5, 6)
-    for bad, message in (("{", "cannot be read"), ("[]", "holds a list"), ('{"eos_token_id": "x"}', "eos_token_id is 'x'")):
+    for bad, message in (
+        ("{", "cannot be read"),
+        ("[]", "holds a list"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+    ):
         (tmp_path / "generation_config.json").write_text(bad)
         with pytest.raises(SpmdError, match=f"generation_config.json.*{message}"):
             end_tokens(tmp_path)

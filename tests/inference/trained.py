@@ -16,7 +16,11 @@ def init(key):
     def dense(key, rows, columns):
         return jax.random.normal(key, (rows, columns)) / np.sqrt(rows)
 
-    return {"one": dense(first, 64, 32), "two": dense(second, 32, 10), "bias": jnp.zeros(10, jnp.bfloat16)}
+    return {
+        "one": dense(first, 64, 32),
+        "two": dense(second, 32, 10),
+        "bias": jnp.zeros(10, jnp.bfloat16),
+    }
 
 
 def apply(params, image):
@@ -48,7 +52,11 @@ class Linen(linen.Module):
         return linen.Dense(10)(x)
 
 
-KINDS = {"functional": lambda: spmd.FunctionalModel(init, apply), "nnx": lambda: lambda: Convolved(nnx.Rngs(0)), "linen": Linen}
+KINDS = {
+    "functional": lambda: spmd.FunctionalModel(init, apply),
+    "nnx": lambda: lambda: Convolved(nnx.Rngs(0)),
+    "linen": Linen,
+}
 
 
 def untrained(kind, data, *, loss=spmd.losses.cross_entropy, **options):
@@ -78,17 +86,23 @@ def train(kind, data, *, seed=0, steps=4, rate=3e-3, **options):
 
 
 def by_hand(values, layers=0):
-    """Weights that int8 with a scale for each output channel stands for, in numpy, from what docs/export.md says."""
+    """Weights that int8 with a scale for each output channel stands for, in numpy, from what
+    docs/export.md says.
+    """
     if layers:
         return np.stack([by_hand(layer) for layer in values])
     rows = np.asarray(values).reshape(-1, values.shape[-1])
     scales = np.abs(rows).max(0) / np.float32(127)
     scales[scales == 0] = 1
-    return (np.rint(rows / scales).astype(np.int8).astype(np.float32) * scales).reshape(values.shape)
+    return (np.rint(rows / scales).astype(np.int8).astype(np.float32) * scales).reshape(
+        values.shape
+    )
 
 
 def says_what(small, same, exact, inputs):
-    """An int8 model says to the bit what one with the weights `by_hand` says, and not what the exact one says."""
+    """An int8 model says to the bit what one with the weights `by_hand` says, and not what the
+    exact one says.
+    """
     said, wanted = (model.predict(inputs) for model in (small, same))
     assert np.array_equal(said, wanted) and said.std() > 0
     assert not np.array_equal(said, exact.predict(inputs))
@@ -104,7 +118,8 @@ class Clock:
 
 
 def deadlines_pass_after(monkeypatch, answers, began):
-    """A request with a deadline is over when `answers` members have answered and another one has begun, however long that takes.
+    """A request with a deadline is over when `answers` members have answered and another one has
+    begun, however long that takes.
 
     Returns:
       The clock; it stands otherwise.

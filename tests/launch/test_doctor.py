@@ -1,4 +1,6 @@
-"""`spmd doctor`: what it prints of a machine, with problems and without, and that nothing it starts can hang it."""
+"""`spmd doctor`: what it prints of a machine, with problems and without, and that nothing it starts
+can hang it.
+"""
 
 import copy
 import json
@@ -14,10 +16,18 @@ from spmd.launch.doctor_checks import Output, problems, run_bounded
 from spmd.launch.doctor_command import report, without_home
 
 FOUND = {
-    "versions": {"python": "3.12.1", "spmd": "0.1.0, a checkout at 0123abc", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.0"},
+    "versions": {
+        "python": "3.12.1",
+        "spmd": "0.1.0, a checkout at 0123abc",
+        "jax": "0.10.2",
+        "jaxlib": "0.10.2",
+        "numpy": "2.4.0",
+    },
     "machine": {"system": "Linux-6.8", "machine": "x86_64", "cpus": 32, "bytes": 256 << 30},
     "environment": {"XLA_FLAGS": "--xla_gpu_autotune_level=2"},
-    "devices": {"devices": [{"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "bytes": 60 << 30}] * 8},
+    "devices": {
+        "devices": [{"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "bytes": 60 << 30}] * 8
+    },
     "drivers": {"gpus": ["NVIDIA H100 80GB HBM3, 81559 MiB, 570.86"] * 8, "failure": ""},
     "extras": {
         "cuda": {"packages": ["jax"], "missing": [], "install": "pip install '.[cuda]'"},
@@ -58,10 +68,19 @@ UNHEALTHY = {
     "cache": {"writable": False},
 }
 OTHERS = {
-    "devices_hang": {"devices": {"failure": "no answer within 60 s"}, "drivers": {"gpus": [], "failure": "no answer within 10 s"}},
+    "devices_hang": {
+        "devices": {"failure": "no answer within 60 s"},
+        "drivers": {"gpus": [], "failure": "no answer within 10 s"},
+    },
     "cuda_missing": {"devices": {"devices": [{"platform": "cpu", "kind": "cpu", "bytes": 0}]}},
     "read_only_folder": {"disk": {"failure": "Permission denied"}},
-    "unsafe_cache": {"cache": {"unsafe": "every user can write to /tmp/programs (chmod o-w changes that), and loading a program runs it"}},
+    "unsafe_cache": {
+        "cache": {
+            "unsafe": "every user can write to /tmp/programs (chmod o-w changes that), and loading "
+            "a "
+            "program runs it"
+        }
+    },
 }
 
 
@@ -104,7 +123,8 @@ def test_command_that_fails_says_why(tmp_path):
 
 
 def test_devices_that_hang_leave_the_rest(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor_checks, "PROBE", "import time; time.sleep(600)")  # killed after 0.5 s
+    # killed after 0.5 s
+    monkeypatch.setattr(doctor_checks, "PROBE", "import time; time.sleep(600)")
     devices, cache = doctor_checks.devices_and_cache(0.5)
     assert devices == {"failure": "no answer within 0.5 s"} == cache
     found = broken() | {"devices": devices, "cache": cache}
@@ -115,17 +135,36 @@ def test_devices_that_hang_leave_the_rest(monkeypatch, tmp_path):
 def test_extras_of_extras_are_looked_at(monkeypatch):
     declared = {"": [], "data": ["grain>=0.2"], "dev": ["spmd[data]", "pytest>=9"]}
     monkeypatch.setattr(doctor_checks, "requirements", lambda: declared)
-    monkeypatch.setattr(doctor_checks, "_version", lambda package: None if package == "grain" else "1.0")
-    assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {"data": ["grain"], "dev": ["grain"]}
+    monkeypatch.setattr(
+        doctor_checks, "_version", lambda package: None if package == "grain" else "1.0"
+    )
+    assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {
+        "data": ["grain"],
+        "dev": ["grain"],
+    }
 
 
 def test_extras_of_required_packages_are_looked_at(monkeypatch):
-    """`jax[cuda13]` requires `jax-cuda13-plugin[with-cuda]`, which alone brings cuDNN; the compiler's extra has the plugin without it."""
-    required = {"jax": ['plugin[with-cuda]; extra == "cuda13"', 'plugin; extra == "local"'], "plugin": ['cudnn>=9; extra == "with-cuda"']}
-    monkeypatch.setattr(doctor_checks, "requirements", lambda: {"": [], "cuda": ["jax[cuda13]>=0.10"], "compiler": ["plugin"]})
-    monkeypatch.setattr(doctor_checks, "_version", lambda package: None if package == "cudnn" else "1.0")
+    """`jax[cuda13]` requires `jax-cuda13-plugin[with-cuda]`, which alone brings cuDNN; the
+    compiler's extra has the plugin without it.
+    """
+    required = {
+        "jax": ['plugin[with-cuda]; extra == "cuda13"', 'plugin; extra == "local"'],
+        "plugin": ['cudnn>=9; extra == "with-cuda"'],
+    }
+    monkeypatch.setattr(
+        doctor_checks,
+        "requirements",
+        lambda: {"": [], "cuda": ["jax[cuda13]>=0.10"], "compiler": ["plugin"]},
+    )
+    monkeypatch.setattr(
+        doctor_checks, "_version", lambda package: None if package == "cudnn" else "1.0"
+    )
     monkeypatch.setattr(doctor_checks.importlib.metadata, "requires", required.get)
-    assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {"cuda": ["cudnn"], "compiler": []}
+    assert {name: extra["missing"] for name, extra in doctor_checks.extras().items()} == {
+        "cuda": ["cudnn"],
+        "compiler": [],
+    }
 
 
 def test_folder_that_cannot_be_written_to(tmp_path):
@@ -145,11 +184,29 @@ def test_exit_code_and_json(monkeypatch, capsys):
 @pytest.mark.system
 def test_doctor_examines_this_machine_without_jax_in_its_process(tmp_path):
     """With jax unusable in the process that prints: it is imported only in another."""
-    code = "import sys; sys.modules['jax'] = None; from spmd.launch.cli import main; sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "SPMD_CACHE": str(tmp_path), "HOME": str(tmp_path)}
+    code = (
+        "import sys; sys.modules['jax'] = None; from spmd.launch.cli import main; "
+        "sys.exit(main(['doctor', '--json', *sys.argv[1:]]))"
+    )
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "SPMD_CACHE": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    done = subprocess.run([sys.executable, "-c", code, "--folder", tmp_path], capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--folder", tmp_path],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
     found = json.loads(done.stdout)
     assert done.returncode == (1 if found["problems"] else 0), done.stderr
     assert {device["platform"] for device in found["devices"]["devices"]} == {"cpu"}
-    assert found["disk"]["folder"] == "~" and found["cache"]["folder"] == "~/programs" and str(tmp_path) not in done.stdout
+    assert (
+        found["disk"]["folder"] == "~"
+        and found["cache"]["folder"] == "~/programs"
+        and str(tmp_path) not in done.stdout
+    )

@@ -1,4 +1,6 @@
-"""Kubernetes: the manifest against its schema, who its pods are, what is refused; and the files in examples/cluster/."""
+"""Kubernetes: the manifest against its schema, who its pods are, what is refused; and the files in
+examples/cluster/.
+"""
 
 import re
 import shlex
@@ -45,7 +47,14 @@ def container(job):
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
-@pytest.mark.parametrize("config", [FULL, KubernetesJob("train:1"), KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2))])
+@pytest.mark.parametrize(
+    "config",
+    [
+        FULL,
+        KubernetesJob("train:1"),
+        KubernetesJob("train:1", nodes=2, settings=Settings(simulate=2)),
+    ],
+)
 def test_manifest_is_valid(config, version):
     documents = parts(["train.py", "--lr", "1e-3"], config)
     assert list(documents) == ["Secret", "Service", "Job"]
@@ -65,10 +74,17 @@ def test_job_manifest():
     job, service, secret = documents["Job"], documents["Service"], documents["Secret"]
     assert {part["metadata"]["name"] for part in documents.values()} == {"gpt"}
     assert {part["metadata"]["namespace"] for part in documents.values()} == {"team-1"}
-    assert service["spec"] == {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app.kubernetes.io/name": "gpt"}}
+    assert service["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"app.kubernetes.io/name": "gpt"},
+    }
     assert job["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert {name: job["spec"][name] for name in ("completionMode", "completions", "parallelism", "backoffLimit")} == {
+    assert {
+        name: job["spec"][name]
+        for name in ("completionMode", "completions", "parallelism", "backoffLimit")
+    } == {
         "completionMode": "Indexed",
         "completions": 4,
         "parallelism": 4,
@@ -78,18 +94,33 @@ def test_job_manifest():
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 90
     assert pod["automountServiceAccountToken"] is False
     main = container(job)
-    assert main["command"] == ["python", "-m", "spmd.launch.runner", "train.py", "--out", "$$(HOME)/$$x"], "Kubernetes takes $$ for $"
-    assert main["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert main["command"] == [
+        "python",
+        "-m",
+        "spmd.launch.runner",
+        "train.py",
+        "--out",
+        "$$(HOME)/$$x",
+    ], "Kubernetes takes $$ for $"
+    assert main["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert main["resources"] == {
         "requests": {"cpu": "96", "memory": "512Gi"},
         "limits": {"memory": "512Gi", "nvidia.com/gpu": "8"},
     }
-    assert main["volumeMounts"] == [{"name": "claim", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}]
+    assert main["volumeMounts"] == [
+        {"name": "claim", "mountPath": "/runs"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
     assert pod["volumes"] == [
         {"name": "claim", "persistentVolumeClaim": {"claimName": "runs"}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
     ]
-    assert secret["stringData"] == {"token": "secret"} and "secret" not in yaml.safe_dump(job["spec"]).replace("secretKeyRef", "")
+    assert secret["stringData"] == {"token": "secret"} and "secret" not in yaml.safe_dump(
+        job["spec"]
+    ).replace("secretKeyRef", "")
 
 
 def test_pod_environment():
@@ -99,7 +130,10 @@ def test_pod_environment():
     reported |= {"JOB_COMPLETION_INDEX": "3", "SPMD_TOKEN": "x"}
     assert detect(reported) == World(3, 4, "gpt-0.gpt:61440", "Kubernetes", token="x")
     assert reported["SPMD_ATTEMPT"] == "1", "a run resumes from its checkpoint"
-    assert {name: reported[name] for name in ("SPMD_STALL", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_SOCKET_IFNAME", "NOTE")} == {
+    assert {
+        name: reported[name]
+        for name in ("SPMD_STALL", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_SOCKET_IFNAME", "NOTE")
+    } == {
         "SPMD_STALL": "step=120",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
         "NCCL_SOCKET_IFNAME": "=eth0",
@@ -108,11 +142,16 @@ def test_pod_environment():
 
 
 def pods(folder, *words):
-    """The manifest's two pods as processes here: what each ended with, and printed. Only the name of pod 0 is another."""
+    """The manifest's two pods as processes here: what each ended with, and printed. Only the name
+    of pod 0 is another.
+    """
     config = KubernetesJob("train:1", nodes=2, python=sys.executable, settings=Settings(simulate=2))
     documents = parts([str(JOB), "--folder", str(folder), *words], config)
     main = container(documents["Job"])
-    reported = {pair["name"]: pair.get("value", documents["Secret"]["stringData"]["token"]) for pair in main["env"]}
+    reported = {
+        pair["name"]: pair.get("value", documents["Secret"]["stringData"]["token"])
+        for pair in main["env"]
+    }
     reported["SPMD_COORDINATOR"] = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = [
         subprocess.Popen(
@@ -143,15 +182,24 @@ def test_replaced_pods_resume(tmp_path):
     codes, texts = pods(tmp_path / "run", "--fault", "TERM", "--always", "--rank", "0")
     assert codes == [TERMINATED, TERMINATED], texts
     codes, texts = pods(tmp_path / "run")
-    assert codes == [0, 0] and [re.findall(r"HASH (\w+ \d+)", text) for text in texts] == undisturbed, texts
+    assert (
+        codes == [0, 0] and [re.findall(r"HASH (\w+ \d+)", text) for text in texts] == undisturbed
+    ), texts
 
 
 def test_pod_failure_policy():
     rules = parts(["train.py"], FULL)["Job"]["spec"]["podFailurePolicy"]["rules"]
-    on = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
+    on = {
+        code: rule["action"]
+        for rule in rules
+        for code in rule.get("onExitCodes", {}).get("values", ())
+    }
     assert on == {USAGE: "FailJob", DISAGREED: "FailJob", PEER: "Ignore", TERMINATED: "Ignore"}
     assert FAILED not in on and STALLED not in on, "they count"
-    assert rules[-1] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert rules[-1] == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
 
 
 def test_each_job_has_its_own_token():
@@ -162,17 +210,29 @@ def test_each_job_has_its_own_token():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image": "a b"}, "image='a b'.\n    fix: the name of an image, such as registry.example/train:1."),
+        (
+            {"image": "a b"},
+            "image='a b'.\n    fix: the name of an image, such as registry.example/train:1.",
+        ),
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
-        ({"namespace": "Team_1"}, "namespace='Team_1'.\n    fix: lower-case letters, digits and -, at most 63."),
+        (
+            {"namespace": "Team_1"},
+            "namespace='Team_1'.\n    fix: lower-case letters, digits and -, at most 63.",
+        ),
         ({"memory": "64GB"}, "memory='64GB'.\n    fix: a Kubernetes quantity, such as 64Gi."),
         ({"shm": "lots"}, "shm='lots'."),
         ({"claim": "runs:runs"}, "claim='runs:runs'.\n    fix: NAME:/path"),
         ({"claim": "runs:/a\nb"}, r"claim='runs:/a\nb'."),
         ({"env": (("SPMD_TOKEN", "x"),)}, "env SPMD_TOKEN is set by the launcher in each process."),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node= is for GPUs, but simulate=2"),
+        (
+            {"gpus_per_node": 8, "settings": Settings(simulate=2)},
+            "gpus_per_node= is for GPUs, but simulate=2",
+        ),
         ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
-        ({"settings": Settings(grace=float("inf"))}, "grace=inf.\n    fix: a finite number of seconds."),
+        (
+            {"settings": Settings(grace=float("inf"))},
+            "grace=inf.\n    fix: a finite number of seconds.",
+        ),
     ],
 )
 def test_bad_job_options_are_refused(options, message):
@@ -190,7 +250,8 @@ def test_bad_job_options_are_refused(options, message):
         (
             ["train.py"],
             "Train",
-            "name='Train', with 5 characters.\n    fix: name= with at most 61 lower-case letters, digits and -, a letter first:",
+            "name='Train', with 5 characters.\n    fix: name= with at most 61 lower-case letters, "
+            "digits and -, a letter first:",
         ),
         (["train.py"], "1st", "name='1st'"),
         (["train.py"], "x-", "name='x-'"),
@@ -205,8 +266,16 @@ def test_bad_job_names_are_refused(words, name, message):
 
 
 def test_longest_job_name():
-    assert parts(["train.py"], KubernetesJob("train:1", nodes=2, name="x" * 61))["Job"]["metadata"]["name"] == "x" * 61
-    assert parts(["-m", "my.Big_Model"], KubernetesJob("train:1"))["Job"]["metadata"]["name"] == "big-model"
+    assert (
+        parts(["train.py"], KubernetesJob("train:1", nodes=2, name="x" * 61))["Job"]["metadata"][
+            "name"
+        ]
+        == "x" * 61
+    )
+    assert (
+        parts(["-m", "my.Big_Model"], KubernetesJob("train:1"))["Job"]["metadata"]["name"]
+        == "big-model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,8 +287,14 @@ def test_longest_job_name():
             "--processes has no effect with --kubernetes.\n    fix: --nodes: a pod is one process.",
         ),
         (["--image", "x", "--dry-run", "train.py"], "the manifest is only printed in any case"),
-        (["--image", "x", "--partition", "gpu", "train.py"], "--partition has no effect with --kubernetes."),
-        (["--image", "x", "--requeue", "train.py"], "--requeue has no effect with --kubernetes.\n    fix: leave it out or --slurm."),
+        (
+            ["--image", "x", "--partition", "gpu", "train.py"],
+            "--partition has no effect with --kubernetes.",
+        ),
+        (
+            ["--image", "x", "--requeue", "train.py"],
+            "--requeue has no effect with --kubernetes.\n    fix: leave it out or --slurm.",
+        ),
     ],
 )
 def test_bad_options_are_reported(words, message, capsys):

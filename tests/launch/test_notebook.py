@@ -1,4 +1,6 @@
-"""`spmd.launch.local` and `run`: functions on a real mesh of two processes, what comes back, and that nothing is left behind or hangs."""
+"""`spmd.launch.local` and `run`: functions on a real mesh of two processes, what comes back, and
+that nothing is left behind or hangs.
+"""
 
 import functools
 import os
@@ -58,7 +60,10 @@ class MLP(nnx.Module):
 
 def train(learning_rate):
     random = np.random.default_rng(0)
-    data = {"x": random.normal(size=(128, 6)).astype("float32"), "y": random.integers(0, 4, 128).astype("int32")}
+    data = {
+        "x": random.normal(size=(128, 6)).astype("float32"),
+        "y": random.integers(0, 4, 128).astype("int32"),
+    }
     return spmd.fit(
         lambda: MLP(nnx.Rngs(0)),
         data,
@@ -106,7 +111,9 @@ def both():
 def spread(x):
     """An array sharded over all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.make_array_from_callback(x.shape, jax.NamedSharding(mesh, jax.P("data")), lambda index: x[index])
+    return jax.make_array_from_callback(
+        x.shape, jax.NamedSharding(mesh, jax.P("data")), lambda index: x[index]
+    )
 
 
 def test_mesh_over_two_processes(both, capsys):
@@ -130,21 +137,41 @@ def test_mesh_over_two_processes(both, capsys):
         }
 
     first, second = both.run(function, x, times=2.0), both.run(function, x, times=3.0)
-    assert first["counts"] == (2, 2, 4) and both.devices == 4 and both.count == 2 and first["number"] == 3
+    assert (
+        first["counts"] == (2, 2, 4)
+        and both.devices == 4
+        and both.count == 2
+        and first["number"] == 3
+    )
     assert not first["addressable"], "the array really is spread"
-    assert type(first["array"][0]) is np.ndarray and first["array"][0] is first["array"][1] and first["array"][0].flags.writeable
+    assert (
+        type(first["array"][0]) is np.ndarray
+        and first["array"][0] is first["array"][1]
+        and first["array"][0].flags.writeable
+    )
     assert first["array"][0].tobytes() == x.tobytes(), "to the last bit, and the sign of a zero"
-    assert type(first["total"]) is np.ndarray and (float(first["total"]), float(second["total"])) == (56.0, 84.0)
+    assert type(first["total"]) is np.ndarray and (
+        float(first["total"]),
+        float(second["total"]),
+    ) == (56.0, 84.0)
     assert first["pid"] == second["pid"] != os.getpid()
-    assert jax.random.key_data(first["key"]).tolist() == jax.random.key_data(jax.random.key(7)).tolist()
+    assert (
+        jax.random.key_data(first["key"]).tolist()
+        == jax.random.key_data(jax.random.key(7)).tolist()
+    )
     printed = capsys.readouterr().out
     for rank in range(2):
-        assert printed.count(f"[{rank}] hello from {rank}\n") == 2 and f"[{rank}] no line endto stderr\n" in printed
+        assert (
+            printed.count(f"[{rank}] hello from {rank}\n") == 2
+            and f"[{rank}] no line endto stderr\n" in printed
+        )
     assert "\x1e" not in printed
 
 
 def test_fit_equals_fit_in_one_process(both):
-    """Gloo adds up inside a process first, so the last bits differ: 1e-6 of losses, 1e-5 of weights, as in test_two_processes."""
+    """Gloo adds up inside a process first, so the last bits differ: 1e-6 of losses, 1e-5 of
+    weights, as in test_two_processes.
+    """
 
     def function(rate):
         result = train(rate)
@@ -155,9 +182,13 @@ def test_fit_equals_fit_in_one_process(both):
     history, state, model = both.run(function, 0.1)
     assert_close(history["loss"], here.history["loss"])
     assert list(history.rows())[-1].keys() == list(here.history.rows())[-1].keys()
-    assert not here.state.params["hidden"]["kernel"].sharding.is_fully_replicated, "fsdp has sharded it"
+    assert not here.state.params["hidden"]["kernel"].sharding.is_fully_replicated, (
+        "fsdp has sharded it"
+    )
     untrained = jax.tree.leaves(nnx.to_pure_dict(nnx.state(MLP(nnx.Rngs(0)), nnx.Param)))
-    for ours, theirs, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(here.state.params), untrained, strict=True):
+    for ours, theirs, before in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(here.state.params), untrained, strict=True
+    ):
         assert type(ours) is np.ndarray
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
         assert np.abs(ours - before).max() > 1e-3, "it has trained"
@@ -188,13 +219,20 @@ def test_large_array_round_trip(both):
 
 def test_unserializable_part_is_named(both):
     pid = both.run(os.getpid)
-    with pytest.raises(errors.ProcessError, match=r"the result, kept/1 \(a lock\) cannot be sent to the notebook: TypeError"):
+    with pytest.raises(
+        errors.ProcessError,
+        match=r"the result, kept/1 \(a lock\) cannot be sent to the notebook: TypeError",
+    ):
         both.run(lambda: {"kept": [1, threading.Lock()]})
-    with pytest.raises(errors.ProcessError, match=r"the result \(a Mesh\) cannot be sent .*\n    fix: .*"):
+    with pytest.raises(
+        errors.ProcessError, match=r"the result \(a Mesh\) cannot be sent .*\n    fix: .*"
+    ):
         both.run(lambda: jax.make_mesh((4,), ("data",)))
     with pytest.raises(errors.OptionError, match=r"argument 0, a \(a lock\) cannot"):
         both.run(lambda lock: None, {"a": threading.Lock()})
-    with pytest.raises(errors.ProcessError, match=r"float32\[8\], of which 4 of 8 .* process 1 has not returned it"):
+    with pytest.raises(
+        errors.ProcessError, match=r"float32\[8\], of which 4 of 8 .* process 1 has not returned it"
+    ):
         both.run(lambda: spread(np.zeros(8, np.float32)) if jax.process_index() == 0 else None)
     assert both.run(lambda: None if jax.process_index() else 5) == 5
     assert both.run(os.getpid) == pid
@@ -241,7 +279,10 @@ def test_one_call_at_a_time(both, tmp_path):
         ({"processes": 2, "simulate": 2, "memory_fraction": 0.5}, "memory_fraction= is for GPUs"),
         ({"processes": 2, "memory_fraction": 2.0}, "memory_fraction=2.0"),
         ({"processes": 2, "stall": "stepp=3"}, 'did you mean "step"'),
-        ({"processes": 1, "simulate": 2, "stall": "step=3"}, "stall has no effect on a single process"),
+        (
+            {"processes": 1, "simulate": 2, "stall": "step=3"},
+            "stall has no effect on a single process",
+        ),
         ({"processes": 2, "grace": 0}, "grace=0"),
         ({"simulate": 2}, "this machine has no GPU.*\n    fix: processes=2"),
     ],
@@ -253,7 +294,10 @@ def test_bad_options_are_reported(options, message):
 
 def test_without_cloudpickle(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(errors.MissingExtraError, match=r"fix: in the checkout of spmd: pip install '\.\[notebooks\]'"):
+    with pytest.raises(
+        errors.MissingExtraError,
+        match=r"fix: in the checkout of spmd: pip install '\.\[notebooks\]'",
+    ):
         spmd.launch.local(processes=2, simulate=2)
 
 
@@ -274,7 +318,11 @@ def test_shards_of_one_process_are_assembled():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.device_put(np.arange(16.0).reshape(4, 4), jax.NamedSharding(mesh, jax.P("a")))
     data, pieces = serialization.serialize_result({"x": x}, with_value=True)
-    assert not pieces and serialization.deserialize_result(data, {0: pieces})["x"].tolist() == np.arange(16.0).reshape(4, 4).tolist()
+    assert (
+        not pieces
+        and serialization.deserialize_result(data, {0: pieces})["x"].tolist()
+        == np.arange(16.0).reshape(4, 4).tolist()
+    )
 
 
 BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo", "Traceback 0")
@@ -283,15 +331,51 @@ BOOM, BROKEN = ("ValueError: boom", "Traceback 1"), ("ValueError: UNKNOWN: Gloo"
 @pytest.mark.parametrize(
     ("failures", "first", "reported", "answered", "expected"),
     [
-        ({1: BOOM}, {1: 1}, {1: (3, "ValueError: boom")}, {1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
-        ({0: BROKEN, 1: BOOM}, {0: 1}, {1: (3, "boom"), 0: (3, "Gloo")}, {0, 1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
+        (
+            {1: BOOM},
+            {1: 1},
+            {1: (3, "ValueError: boom")},
+            {1},
+            (1, "process 1 failed: ValueError: boom", "Traceback 1"),
+        ),
+        (
+            {0: BROKEN, 1: BOOM},
+            {0: 1},
+            {1: (3, "boom"), 0: (3, "Gloo")},
+            {0, 1},
+            (1, "process 1 failed: ValueError: boom", "Traceback 1"),
+        ),
         ({0: BROKEN}, {1: -6}, {0: (3, "Gloo")}, {0}, (1, "process 1 has ended with signal 6", "")),
         ({0: BROKEN}, {1: 5}, {0: (3, "Gloo")}, {0}, (1, "process 1 has ended with code 5", "")),
-        ({0: BROKEN}, {1: 42}, {0: (3, "stalled in step")}, {0}, (0, "process 0 failed at step 3: stalled in step", "")),
-        ({1: BOOM}, {0: 0}, {1: (3, "boom")}, {0, 1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
-        ({}, {1: 43}, {1: (3, "stalled in step")}, set(), (1, "process 1 failed at step 3: stalled in step", "")),
+        (
+            {0: BROKEN},
+            {1: 42},
+            {0: (3, "stalled in step")},
+            {0},
+            (0, "process 0 failed at step 3: stalled in step", ""),
+        ),
+        (
+            {1: BOOM},
+            {0: 0},
+            {1: (3, "boom")},
+            {0, 1},
+            (1, "process 1 failed: ValueError: boom", "Traceback 1"),
+        ),
+        (
+            {},
+            {1: 43},
+            {1: (3, "stalled in step")},
+            set(),
+            (1, "process 1 failed at step 3: stalled in step", ""),
+        ),
         ({1: BOOM}, {}, {}, {1}, (1, "process 1 failed: ValueError: boom", "Traceback 1")),
-        ({}, {1: 42}, {}, set(), (1, "process 1 has ended with code 42 (another process failed)", "")),
+        (
+            {},
+            {1: 42},
+            {},
+            set(),
+            (1, "process 1 has ended with code 42 (another process failed)", ""),
+        ),
         ({}, {}, {}, set(), None),
     ],
 )
@@ -317,7 +401,11 @@ def fail(how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raise", r"process 1 failed: ValueError: boom\n\nTraceback .*\n(.*\n)*.*raise ValueError\(\"boom\"\)\n(.*\n)*ValueError: boom"),
+        (
+            "raise",
+            r"process 1 failed: ValueError: boom\n\nTraceback .*\n(.*\n)*.*raise "
+            r"ValueError\(\"boom\"\)\n(.*\n)*ValueError: boom",
+        ),
         pytest.param("exit", r"process 1 failed: sys\.exit\(0\)", marks=SLOW),
         pytest.param("leave", r"process 1 has ended with code 5", marks=SLOW),
         pytest.param("kill", r"process 1 has ended with signal 9", marks=SLOW),
@@ -330,9 +418,14 @@ def test_failure_is_raised_and_all_end(how, message):
     began = time.monotonic()
     with pytest.raises(errors.ProcessError, match=message) as caught:
         processes.run(functools.partial(fail, how))
-    assert time.monotonic() - began < 200 and caught.value.process == 1, "the sleeping process was not waited for"
+    assert time.monotonic() - began < 200 and caught.value.process == 1, (
+        "the sleeping process was not waited for"
+    )
     assert gone(pids, 0)
-    with pytest.raises(errors.ProcessError, match=r"these processes have ended: process 1 .*\n    fix: start new ones"):
+    with pytest.raises(
+        errors.ProcessError,
+        match=r"these processes have ended: process 1 .*\n    fix: start new ones",
+    ):
         processes.run(os.getpid)
     processes.close()
 
@@ -349,9 +442,13 @@ def test_exit_between_calls_is_raised():
 
 
 def script(code, meanwhile=lambda process: None, seconds=400):
-    """Run a script as `__main__`; what it has printed, its exit code, and the ids of the processes it says."""
+    """Run a script as `__main__`; what it has printed, its exit code, and the ids of the processes
+    it says.
+    """
     command = [sys.executable, "-u", "-c", SCRIPT + code]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     try:
@@ -368,7 +465,9 @@ def script(code, meanwhile=lambda process: None, seconds=400):
 
 
 def test_functions_and_classes_of_main():
-    """In one call, from a script: closures, lambdas, classes, a recursive function; and what is not closed ends with the script."""
+    """In one call, from a script: closures, lambdas, classes, a recursive function; and what is not
+    closed ends with the script.
+    """
     text, code = script("""
 both = spmd.launch.local(processes=2, simulate=1)
 print("PIDS", *both.run(pids))
@@ -384,7 +483,10 @@ def test_documentation_example_runs():
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     code = page.partition("## In a notebook\n")[2].partition("```python\n")[2].partition("```")[0]
     text, status = script(f"{code}\nprint('LOSS', loss, params['w'].shape, type(params['w']))\n")
-    assert status == 0 and text.count("[0] 2 of 4 devices\n") == text.count("[1] 2 of 4 devices\n") == 2, text
+    assert (
+        status == 0
+        and text.count("[0] 2 of 4 devices\n") == text.count("[1] 2 of 4 devices\n") == 2
+    ), text
     loss = float(re.search(r"LOSS (\S+) \(4, 1\) <class 'numpy.ndarray'>", text).group(1))
     assert loss < 0.01, "zeros lose about 4"
 
@@ -406,11 +508,15 @@ def test_no_process_is_left_behind(how):
             process.kill()
 
     last = {
-        "collect": "numbers = [int(number) for number in both.run(pids)]\ndel both\nimport gc; gc.collect(); print('NOW')\n"
-        "until, left = time.monotonic() + 60, lambda: [number for number in numbers if os.path.exists(f'/proc/{number}')]\n"
-        "while left() and time.monotonic() < until: time.sleep(0.05)\nprint('LEFT' if left() else 'OVER')",
+        "collect": "numbers = [int(number) for number in both.run(pids)]\ndel both\nimport gc; "
+        "gc.collect(); print('NOW')\n"
+        "until, left = time.monotonic() + 60, lambda: [number for number in numbers if "
+        "os.path.exists(f'/proc/{number}')]\n"
+        "while left() and time.monotonic() < until: time.sleep(0.05)\nprint('LEFT' if left() else "
+        "'OVER')",
         "fork": "print('NOW')\nif os.fork() == 0:\n"
-        "    try: both.run(double, 2)\n    except spmd.SpmdError as error: print(error)\n    sys.exit(0)\n"
+        "    try: both.run(double, 2)\n    except spmd.SpmdError as error: print(error)\n    "
+        "sys.exit(0)\n"
         "os.wait(); print('STILL', both.run(double, 2)); print('OVER')",
     }.get(
         how,
@@ -418,7 +524,11 @@ def test_no_process_is_left_behind(how):
         "try: both.run(sleep)\nexcept KeyboardInterrupt: print('OVER', time.monotonic() - began)\n"
         "try: both.run(sleep)\nexcept spmd.SpmdError as error: print(error)\n",
     )
-    text, code = script("both = spmd.launch.local(processes=2, simulate=1)\nprint('PIDS', *both.run(pids))\n" + last, meanwhile=after)
+    text, code = script(
+        "both = spmd.launch.local(processes=2, simulate=1)\nprint('PIDS', *both.run(pids))\n"
+        + last,
+        meanwhile=after,
+    )
     assert len(seen) == 2
     assert gone(seen, 60)
     if how == "kill":
@@ -444,7 +554,7 @@ def train():
     result = spmd.fit(model, data, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), batch_size=8, steps=10**7,
                       checkpoint=FOLDER, callbacks=[show], progress=False)
     print("ENDED", result.stop_reason)
-"""
+"""  # noqa: E501
 
     def after(process):
         for line in process.stdout:
@@ -453,14 +563,23 @@ def train():
         process.send_signal(signal.SIGINT)
 
     head = f"FOLDER = {str(tmp_path / 'run')!r}\nSTALL = False\n"
-    text, _ = script(head + code + "spmd.launch.run(train, processes=2, simulate=1)", meanwhile=after)
-    assert "[0] ENDED interrupted" in text and "[1] ENDED interrupted" in text and "KeyboardInterrupt" in text, text
+    text, _ = script(
+        head + code + "spmd.launch.run(train, processes=2, simulate=1)", meanwhile=after
+    )
+    assert (
+        "[0] ENDED interrupted" in text
+        and "[1] ENDED interrupted" in text
+        and "KeyboardInterrupt" in text
+    ), text
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     head = "FOLDER = None\nSTALL = True\n"
-    text, code = script(head + code + "spmd.launch.run(train, processes=2, simulate=1, stall='step=3')")
+    text, code = script(
+        head + code + "spmd.launch.run(train, processes=2, simulate=1, stall='step=3')"
+    )
     first = r"process \d failed at step \d: stalled in step \(limit 3 s\)"
     waited_for = (
-        r"process 1 made no progress in step after step \d, without waiting for others"  # where the one that waits is first to say so
+        # where the one that waits is first to say so
+        r"process 1 made no progress in step after step \d, without waiting for others"
     )
     assert code == 1 and re.search(f"ProcessError: ({first}|{waited_for})", text), text
 
@@ -473,18 +592,31 @@ def test_output_appears_in_the_calling_cell(tmp_path):
     cells = [
         "import os, spmd\nnumber = 4",
         "both = spmd.launch.local(processes=2, simulate=1)",
-        "def hello():\n    import jax\n    print('here', jax.process_index() + number)\n    return jax.process_count()\nboth.run(hello)",
-        "def bad():\n    raise ValueError('boom')\ntry:\n    both.run(bad)\nexcept spmd.SpmdError as error:\n    print(error)",
-        "with spmd.launch.local(processes=2, simulate=1):\n    print(spmd.launch.run(lambda: number + 1))",
+        "def hello():\n    import jax\n    print('here', jax.process_index() + number)\n    return "
+        "jax.process_count()\nboth.run(hello)",
+        "def bad():\n    raise ValueError('boom')\ntry:\n    both.run(bad)\nexcept spmd.SpmdError "
+        "as error:\n    print(error)",
+        "with spmd.launch.local(processes=2, simulate=1):\n    print(spmd.launch.run(lambda: "
+        "number + 1))",
     ]
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(notebook, tmp_path / "one.ipynb")
     run = (
         "import nbclient, nbformat; notebook = nbformat.read('one.ipynb', 4); "
-        "nbclient.NotebookClient(notebook, timeout=100, kernel_name='python3').execute(); nbformat.write(notebook, 'done.ipynb')"
+        "nbclient.NotebookClient(notebook, timeout=100, kernel_name='python3').execute(); "
+        "nbformat.write(notebook, 'done.ipynb')"
     )
-    variables = environment(JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"), IPYTHONDIR=str(tmp_path / "ipython"))
-    done = subprocess.run([sys.executable, "-c", run], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    variables = environment(
+        JUPYTER_RUNTIME_DIR=str(tmp_path / "runtime"), IPYTHONDIR=str(tmp_path / "ipython")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
     shown = nbformat.read(tmp_path / "done.ipynb", 4).cells
     text = ["".join(out.get("text", "") for out in cell.outputs) for cell in shown]

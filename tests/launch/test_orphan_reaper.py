@@ -23,7 +23,7 @@ with start_processes({0: (["sh", "-c", script], {}), 1: (["sh", "-c", "kill -STO
     sys.stdout.write(" ".join(["ranks", *(str(process.pid) for process in group.processes.values())]) + "\\n")
     sys.stdout.flush()
     time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 def alive(number):
@@ -47,12 +47,18 @@ def test_killed_launcher_leaves_no_process_behind(tmp_path):
         lines = [launcher.stdout.readline().split() for _ in range(2)]
         ranks = next(list(map(int, words[1:])) for words in lines if words[0] == "ranks")
         detached = next(int(words[2]) for words in lines if words[0] == "0")
-        group = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _group(path.name) == ranks[0]]
+        group = [
+            int(path.name)
+            for path in Path("/proc").iterdir()
+            if path.name.isdigit() and _group(path.name) == ranks[0]
+        ]
         assert len(group) >= 2 and alive(detached) and all(map(alive, ranks))
         launcher.kill()
         launcher.wait()
         everything = {*ranks, *group, detached}
-        assert until(lambda: not any(map(alive, everything))), [number for number in everything if alive(number)]
+        assert until(lambda: not any(map(alive, everything))), [
+            number for number in everything if alive(number)
+        ]
         assert alive(other), "it belongs to the launcher, but not to the group"
     finally:
         launcher.kill()
@@ -69,11 +75,20 @@ def _group(number):
 
 
 def test_processes_are_found_by_their_cookie_alone():
-    cookies = ({orphan_reaper.NAME: "abc"}, {orphan_reaper.NAME: "x,abc,y"}, {orphan_reaper.NAME: "abcd"}, {})
+    cookies = (
+        {orphan_reaper.NAME: "abc"},
+        {orphan_reaper.NAME: "x,abc,y"},
+        {orphan_reaper.NAME: "abcd"},
+        {},
+    )
     path = {"PATH": os.environ["PATH"]}
-    with_cookie, nested, others, without = processes = [subprocess.Popen(["sleep", "600"], env=path | cookie) for cookie in cookies]
+    with_cookie, nested, others, without = processes = [
+        subprocess.Popen(["sleep", "600"], env=path | cookie) for cookie in cookies
+    ]
     try:
-        assert until(lambda: {with_cookie.pid, nested.pid} <= set(orphan_reaper.processes_with_cookie("abc")))
+        assert until(
+            lambda: {with_cookie.pid, nested.pid} <= set(orphan_reaper.processes_with_cookie("abc"))
+        )
         assert (
             set(orphan_reaper.processes_with_cookie("abc")) == {with_cookie.pid, nested.pid}
             and orphan_reaper.processes_with_cookie("abcd") == [others.pid]

@@ -28,7 +28,7 @@ except BaseException as error:
     print("caught", type(error).__name__)
     raise
 print("after")
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ def test_profile_of_a_script(script, capsys):
     assert main(["profile", "train.py", "--steps", "2:4", "--folder", "traced", "--", "32"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("PROFILE of steps 3 to 4 on 8 devices, beside the plan for 1x8xcpu")
-    assert [line for line in err.splitlines() if line.startswith("step ")] == [f"step {number}" for number in range(1, 5)]
+    assert [line for line in err.splitlines() if line.startswith("step ")] == [
+        f"step {number}" for number in range(1, 5)
+    ]
     assert "after" not in err and {path.name for path in script.iterdir()} == {"train.py", "traced"}
 
 
@@ -55,13 +57,18 @@ def test_profiler_that_fails_is_an_exit_code(script, capsys, monkeypatch, caplog
 @pytest.mark.parametrize(
     "words, expected",
     {
-        "train.py --steps 4:2 -- 32": '--steps "4:2" has no step.\n    fix: the smaller number first, such as "2:4".',
+        "train.py --steps 4:2 -- 32": '--steps "4:2" has no step.\n    fix: the smaller number '
+        'first, such as "2:4".',
         "train.py --target 8xh101 -- 32": 'there is no target "h101".',
-        "train.py --target 4xcpu -- 32": '--target "4xcpu" is 4 devices, and the mesh has 8.\n    fix: --target "8xcpu".',
+        "train.py --target 4xcpu -- 32": '--target "4xcpu" is 4 devices, and the mesh has 8.\n    '
+        'fix: --target "8xcpu".',
         "none.py": 'there is no file "none.py".',
         "empty.py": "empty.py never called spmd.fit, so there is nothing to profile.",
-        "loop.py": "loop.py calls Trainer.step, in a custom training loop, before it called spmd.fit, so there is nothing to profile.",
-        "train.py": "train.py fails, IndexError: list index out of range, before it called spmd.fit.",
+        "loop.py": "loop.py calls Trainer.step, in a custom training loop, before it called "
+        "spmd.fit, so "
+        "there is nothing to profile.",
+        "train.py": "train.py fails, IndexError: list index out of range, before it called "
+        "spmd.fit.",
         "train.py -- 30": "DataError: ",
     }.items(),
 )

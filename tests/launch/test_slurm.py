@@ -1,4 +1,6 @@
-"""SLURM: the script's text, what is refused, and the script run by stubs of SLURM's commands that start real processes."""
+"""SLURM: the script's text, what is refused, and the script run by stubs of SLURM's commands that
+start real processes.
+"""
 
 import json
 import os
@@ -25,8 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "tests" / "distributed" / "faulty_job.py"
 SLOW = pytest.mark.slow
 
-# srun of one node: tasks with the variables that it gives them, their lines with labels; it ends with the highest code, and SIGTERM is
-# for it a reason to kill all tasks at once, as for the real one
+# srun of one node: tasks with the variables that it gives them, their lines with labels; it ends
+# with the highest code, and SIGTERM is for it a reason to kill all tasks at once, as for the real
+# one
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys, threading
 words, options = sys.argv[1:], []
@@ -53,7 +56,7 @@ readers = [threading.Thread(target=copy, args=pair) for pair in enumerate(tasks)
 codes = [task.wait() for task in tasks]
 [reader.join() for reader in readers]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
-"""
+"""  # noqa: E501
 SBATCH = """#!{python}
 import os, re, subprocess, sys
 text = sys.stdin.read()
@@ -63,7 +66,7 @@ print("Submitted batch job 4242", flush=True)
 open("job.sh", "w").write(text)
 env = {{**os.environ, "SLURM_JOB_ID": "4242", "SLURM_NTASKS": str(tasks), "SLURM_NNODES": str(nodes)}}
 sys.exit(subprocess.run(["bash", "job.sh"], env=env).returncode)
-"""
+"""  # noqa: E501
 SCANCEL = """#!{python}
 import os, pathlib, signal, sys
 name, step = sys.argv[1].removeprefix("--signal="), sys.argv[2]
@@ -95,12 +98,17 @@ def cluster(tmp_path, monkeypatch):
     yield tmp_path
     for step in (tmp_path / "steps").iterdir():
         for number in map(int, step.read_text().split()):
-            if Path(f"/proc/{number}/environ").exists() and str(tmp_path).encode() in Path(f"/proc/{number}/environ").read_bytes():
+            if (
+                Path(f"/proc/{number}/environ").exists()
+                and str(tmp_path).encode() in Path(f"/proc/{number}/environ").read_bytes()
+            ):
                 os.kill(number, signal.SIGKILL)
 
 
 def run(*words, seconds=400, meanwhile=lambda process, lines: None, **variables):
-    """Run `spmd launch` and give its exit code and what it printed; whatever is left of it is ended."""
+    """Run `spmd launch` and give its exit code and what it printed; whatever is left of it is
+    ended.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "spmd", "launch", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -138,7 +146,9 @@ def hashes(text):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What a run comes to that has nothing to do with SLURM."""
-    code, text = run("--processes", 2, "--simulate", 2, JOB, "--folder", tmp_path_factory.mktemp("undisturbed"))
+    code, text = run(
+        "--processes", 2, "--simulate", 2, JOB, "--folder", tmp_path_factory.mktemp("undisturbed")
+    )
     assert code == 0 and len(hashes(text)) == 2 and len(set(hashes(text))) == 1, text
     return hashes(text)[0]
 
@@ -147,7 +157,11 @@ def undisturbed(tmp_path_factory):
 def test_slurm_job_runs(cluster):
     code, text = batch("--folder", cluster / "run", options=["--env", "STUB_TELLS=a b"])
     assert code == 0, text
-    assert "Submitted batch job 4242" in text and len(hashes(text)) == 2 and len(set(hashes(text))) == 1, text
+    assert (
+        "Submitted batch job 4242" in text
+        and len(hashes(text)) == 2
+        and len(set(hashes(text))) == 1
+    ), text
     assert "export STUB_TELLS='a b'" in (cluster / "job.sh").read_text()
     assert re.search(r"0: spmd 0: process 0 of 2 \(SLURM job 4242\), process 0 at 127.0.0.1:", text)
     assert not (cluster / ".spmd").exists(), "reports are taken away"
@@ -172,7 +186,9 @@ def test_fault_is_reported_and_the_final_state_is_identical(cluster, undisturbed
 
 @SLOW
 def test_repeated_error_is_not_restarted(cluster):
-    code, text = batch("--folder", cluster / "run", "--fault", "raise", "--always", options=["--max-restarts", 5])
+    code, text = batch(
+        "--folder", cluster / "run", "--fault", "raise", "--always", options=["--max-restarts", 5]
+    )
     assert code == 1, "that of the process that failed; srun ends with the 42 of the other"
     assert "no restart: the same error occurred twice at the same step" in text, text
 
@@ -183,7 +199,9 @@ def test_sigterm_requeues_the_job_and_it_resumes(cluster, undisturbed, state):
     words, options = ["--folder", cluster / "run"], ["--requeue", "--max-restarts", 2]
     code, text = batch(*words, "--fault", "TERM", options=options, STUB_STATE=state)
     assert code == 143, text
-    assert ("scontrol requeue 4242" in text) == (state == "RUNNING"), "a cancelled job is not requeued"
+    assert ("scontrol requeue 4242" in text) == (state == "RUNNING"), (
+        "a cancelled job is not requeued"
+    )
     assert "no restart: it was asked to stop, and has saved" in text
     if state == "RUNNING":
         code, text = batch(*words, options=options, SLURM_RESTART_COUNT="1")
@@ -209,7 +227,9 @@ def test_sigterm_to_the_launcher_reaches_the_tasks_not_srun(cluster, monkeypatch
 @pytest.mark.system
 def test_sigterm_before_any_task_runs_ends_srun(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    (cluster / "bin" / "srun").write_text("#!/bin/sh\necho waiting for resources\nexec sleep 1000\n")
+    (cluster / "bin" / "srun").write_text(
+        "#!/bin/sh\necho waiting for resources\nexec sleep 1000\n"
+    )
 
     def ask(process, lines):
         while not lines and process.poll() is None:
@@ -235,7 +255,9 @@ def test_sbatch_script():
         extra=("--constraint=a100",),
         env=(("NCCL_SOCKET_IFNAME", "=ib0"), ("NOTE", "it's $HOME; `x`")),
         python="/opt/my python",
-        settings=Settings(max_restarts=3, grace=89.5, stall="step=120", memory_fraction=0.9, preallocate=False),
+        settings=Settings(
+            max_restarts=3, grace=89.5, stall="step=120", memory_fraction=0.9, preallocate=False
+        ),
     )
     assert script(["train.py", "--name", "a b", "$(rm x)"], config) == (
         "#!/bin/bash\n"
@@ -257,10 +279,12 @@ def test_sbatch_script():
         "export NCCL_SOCKET_IFNAME==ib0\n"
         "export NOTE='it'\"'\"'s $HOME; `x`'\n"
         "code=0\n"
-        "'/opt/my python' -m spmd launch --srun --max-restarts 3 --grace 89.5 --stall step=120 --memory-fraction 0.9 --no-preallocate"
+        "'/opt/my python' -m spmd launch --srun --max-restarts 3 --grace 89.5 --stall step=120 "
+        "--memory-fraction 0.9 --no-preallocate"
         " train.py --name 'a b' '$(rm x)' || code=$?\n"
         "# it has saved after SIGTERM; a cancelled job is no longer RUNNING\n"
-        'if [ "$code" -eq 143 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then\n'
+        'if [ "$code" -eq 143 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = '
+        "RUNNING ]; then\n"
         '    scontrol requeue "$SLURM_JOB_ID"\n'
         "fi\n"
         'exit "$code"'
@@ -273,31 +297,60 @@ def test_sbatch_script():
         ({"nodes": 0}, "nodes=0.\n    fix: from 1 to 100000."),
         (
             {"processes_per_node": 3, "gpus_per_node": 8},
-            "8 GPUs of a node cannot be shared equally by 3 processes.\n    fix: as many, or a divisor.",
+            "8 GPUs of a node cannot be shared equally by 3 processes.\n    fix: as many, or a "
+            "divisor.",
         ),
-        ({"gpus_per_node": 8, "settings": Settings(simulate=2)}, "gpus_per_node= is for GPUs, but simulate=2"),
+        (
+            {"gpus_per_node": 8, "settings": Settings(simulate=2)},
+            "gpus_per_node= is for GPUs, but simulate=2",
+        ),
         ({"settings": Settings(stall="step=3")}, "stall has no effect on a single process"),
         ({"settings": Settings(grace=70000.0)}, "grace=70000.\n    fix: from 1 to 65535."),
-        ({"memory": "64 G"}, "memory='64 G'.\n    fix: of each node, such as 64G; 0 for all of it."),
-        ({"time": "tomorrow"}, "time='tomorrow'.\n    fix: minutes, or a time such as 12:00:00 or 1-12:00:00."),
-        ({"time": "0:30"}, "grace=30 seconds of a job that has only 30 (time=0:30).\n    fix: a longer time limit."),
-        ({"extra": ("--array=0-3",)}, 'sbatch option "--array=0-3" starts independent jobs.\n    fix: --nodes'),
+        (
+            {"memory": "64 G"},
+            "memory='64 G'.\n    fix: of each node, such as 64G; 0 for all of it.",
+        ),
+        (
+            {"time": "tomorrow"},
+            "time='tomorrow'.\n    fix: minutes, or a time such as 12:00:00 or 1-12:00:00.",
+        ),
+        (
+            {"time": "0:30"},
+            "grace=30 seconds of a job that has only 30 (time=0:30).\n    fix: a longer time "
+            "limit.",
+        ),
+        (
+            {"extra": ("--array=0-3",)},
+            'sbatch option "--array=0-3" starts independent jobs.\n    fix: --nodes',
+        ),
         ({"extra": ("-a0-3",)}, 'sbatch option "-a0-3" starts independent jobs.'),
         ({"partition": "gpu\n#SBATCH --nodes=9"}, r"partition='gpu\n#SBATCH --nodes=9'."),
         ({"account": "a b"}, "account='a b'.\n    fix: letters, digits and _.+-."),
         ({"name": "x; rm"}, "name='x; rm'."),
         ({"output": "a log"}, "output='a log'.\n    fix: a path of letters, digits and ./%+@=,:-."),
-        ({"extra": ("--nodes=9",)}, 'sbatch option "--nodes=9": --nodes has its own option here, or is already set.'),
+        (
+            {"extra": ("--nodes=9",)},
+            'sbatch option "--nodes=9": --nodes has its own option here, or is already set.',
+        ),
         ({"extra": ("-N9",)}, 'sbatch option "-N9"'),
         ({"extra": ("--mem 9",)}, 'sbatch option "--mem 9": --mem has its own option here'),
-        ({"extra": ("nodes",)}, 'sbatch option "nodes".\n    fix: as sbatch expects it, such as --constraint=a100.'),
+        (
+            {"extra": ("nodes",)},
+            'sbatch option "nodes".\n    fix: as sbatch expects it, such as --constraint=a100.',
+        ),
         ({"extra": ("--a\n--b",)}, r"sbatch='--a\n--b'."),
         ({"env": (("A B", "x"),)}, "env='A B'.\n    fix: NAME=VALUE"),
         ({"env": (("A", "x\ny"),)}, r"env A='x\ny'."),
         ({"env": (("A", "x"), ("A", "y"))}, "env A is given twice: 'x' and 'y'."),
-        ({"env": (("SPMD_PROCESS", "x"),)}, "env SPMD_PROCESS is set by the launcher in each process."),
+        (
+            {"env": (("SPMD_PROCESS", "x"),)},
+            "env SPMD_PROCESS is set by the launcher in each process.",
+        ),
         ({"env": (("SPMD_STALL", "x"),)}, "env SPMD_STALL is set by an option.\n    fix: --stall."),
-        ({"env": (("JAX_PLATFORMS", "x"),), "settings": Settings(simulate=2)}, "env JAX_PLATFORMS is set by an option."),
+        (
+            {"env": (("JAX_PLATFORMS", "x"),), "settings": Settings(simulate=2)},
+            "env JAX_PLATFORMS is set by an option.",
+        ),
         ({"python": "py\tthon"}, r"python='py\tthon'."),
     ],
 )
@@ -315,20 +368,45 @@ def test_bad_job_options_are_refused(options, message):
         (["--slurm", "--dry-run", "train.py", "a\nb"], r"an argument of the script='a\nb'."),
         (
             ["--slurm", __file__],
-            "this machine has no sbatch.\n    fix: run it on a login node of the cluster; or --dry-run, which prints the script.",
+            "this machine has no sbatch.\n    fix: run it on a login node of the cluster; or "
+            "--dry-run, which prints the script.",
         ),
         (
             ["--slurm", "--output", "logs/%j", __file__],
-            "--output 'logs/%j': there is no folder logs, and SLURM does not create it.\n    fix: mkdir -p logs",
+            "--output 'logs/%j': there is no folder logs, and SLURM does not create it.\n    fix: "
+            "mkdir -p logs",
         ),
-        (["--slurm", "--processes", "2", __file__], "--processes has no effect with --slurm.\n    fix: --nodes; also --processes-per-node"),
+        (
+            ["--slurm", "--processes", "2", __file__],
+            "--processes has no effect with --slurm.\n    fix: --nodes; also --processes-per-node",
+        ),
         (["--slurm", "--processes", "0", __file__], "--processes has no effect with --slurm."),
-        (["--slurm", "--image", "x", __file__], "--image has no effect with --slurm.\n    fix: leave it out or --kubernetes."),
-        (["--slurm", "--env", "X", __file__], "--env 'X' has no value.\n    fix: --env NAME=VALUE."),
-        (["--srun", __file__], "this is not inside a SLURM allocation: SLURM_JOB_ID is not set.\n    fix: spmd launch --slurm"),
-        (["--srun", "--nodes", "2", __file__], "--nodes has no effect with --srun.\n    fix: leave it out or --slurm or --kubernetes."),
-        (["--nodes", "2", __file__], "--nodes has no effect on one machine.\n    fix: leave it out or --slurm or --kubernetes."),
-        (["--dry-run", __file__], "--dry-run has no effect on one machine.\n    fix: leave it out or --slurm."),
+        (
+            ["--slurm", "--image", "x", __file__],
+            "--image has no effect with --slurm.\n    fix: leave it out or --kubernetes.",
+        ),
+        (
+            ["--slurm", "--env", "X", __file__],
+            "--env 'X' has no value.\n    fix: --env NAME=VALUE.",
+        ),
+        (
+            ["--srun", __file__],
+            "this is not inside a SLURM allocation: SLURM_JOB_ID is not set.\n    fix: spmd launch "
+            "--slurm",
+        ),
+        (
+            ["--srun", "--nodes", "2", __file__],
+            "--nodes has no effect with --srun.\n    fix: leave it out or --slurm or --kubernetes.",
+        ),
+        (
+            ["--nodes", "2", __file__],
+            "--nodes has no effect on one machine.\n    fix: leave it out or --slurm or "
+            "--kubernetes.",
+        ),
+        (
+            ["--dry-run", __file__],
+            "--dry-run has no effect on one machine.\n    fix: leave it out or --slurm.",
+        ),
     ],
 )
 def test_bad_options_are_reported(words, message, capsys, monkeypatch, tmp_path):
@@ -340,16 +418,54 @@ def test_bad_options_are_reported(words, message, capsys, monkeypatch, tmp_path)
 
 
 def test_sbatch_options_with_and_without_dashes(capsys):
-    assert main(["launch", "--slurm", "--dry-run", "--sbatch", "constraint=a100", "--sbatch=--exclusive", "-m", "my.train", "--slurm"]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                "--slurm",
+                "--dry-run",
+                "--sbatch",
+                "constraint=a100",
+                "--sbatch=--exclusive",
+                "-m",
+                "my.train",
+                "--slurm",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    assert "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in text and "#SBATCH --job-name=train\n" in text
-    assert text.endswith("-m spmd launch --srun -m my.train --slurm\n"), "what follows the script is the script's"
+    assert (
+        "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in text
+        and "#SBATCH --job-name=train\n" in text
+    )
+    assert text.endswith("-m spmd launch --srun -m my.train --slurm\n"), (
+        "what follows the script is the script's"
+    )
 
 
 def test_script_may_have_options_of_the_same_names(capsys):
-    assert main(["launch", "--slurm", "--dry-run", "train.py", "-m", "x", "--nodes", "9", "--", "--srun"]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                "--slurm",
+                "--dry-run",
+                "train.py",
+                "-m",
+                "x",
+                "--nodes",
+                "9",
+                "--",
+                "--srun",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=1\n" in text and text.endswith("--srun train.py -m x --nodes 9 -- --srun\n")
+    assert "#SBATCH --nodes=1\n" in text and text.endswith(
+        "--srun train.py -m x --nodes 9 -- --srun\n"
+    )
 
 
 class Asked:
@@ -364,7 +480,10 @@ def test_srun_is_signalled_if_scancel_fails(cluster):
     stop_signal, said = Asked(), []
     (cluster / "bin" / "scancel").write_text("#!/bin/sh\nexit 1\n")
     _signal(stop_signal, signal.SIGTERM, "77.0", said.append)
-    assert stop_signal.numbers == [signal.SIGTERM] and "scancel --signal=TERM 77.0: exit code 1; signalling srun instead" in said[0]
+    assert (
+        stop_signal.numbers == [signal.SIGTERM]
+        and "scancel --signal=TERM 77.0: exit code 1; signalling srun instead" in said[0]
+    )
     _signal(stop_signal, signal.SIGINT, None, said.append)
     _signal(stop_signal, signal.SIGKILL, None, said.append)
     assert stop_signal.numbers[1:] == [signal.SIGTERM, signal.SIGKILL] and len(said) == 1
@@ -378,20 +497,36 @@ def test_step_id_is_read_from_records(tmp_path):
 
 
 def test_srun_command():
-    assert command(["train.py"], {})[:5] == ["srun", "--label", "--export=ALL", "--kill-on-bad-exit=0", "--wait=360"]
+    assert command(["train.py"], {})[:5] == [
+        "srun",
+        "--label",
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        "--wait=360",
+    ]
     assert "--cpus-per-task=12" in command(["train.py"], {"SLURM_CPUS_PER_TASK": "12"})
     assert command(["train.py", "--x"], {})[-3:] == ["spmd.launch.runner", "train.py", "--x"]
 
 
-@pytest.mark.parametrize(("code", "plain"), [(0, 0), (1, 1), (42, 42), (137, -9), (134, -6), (143, 143), (250, 250), (-9, -9)])
+@pytest.mark.parametrize(
+    ("code", "plain"),
+    [(0, 0), (1, 1), (42, 42), (137, -9), (134, -6), (143, 143), (250, 250), (-9, -9)],
+)
 def test_srun_exit_codes(code, plain):
     assert _exit_code(code) == plain
 
 
 def test_reported_codes_take_precedence_over_srun():
-    reported = [{"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3}, {"name": "srun", "at": 0.5, "id": "4242.0"}]
+    reported = [
+        {"name": "1", "at": 1.0, "step": 26, "error": "ValueError: boom", "code": 3},
+        {"name": "srun", "at": 0.5, "id": "4242.0"},
+    ]
     attempt = summarize_attempt(reported, {ALL: 42}, {ALL: 42})
-    assert attempt.codes == {ALL: 42, 1: 3} and exit_code(attempt) == 3 and attempt.cause == "process 1 at step 26: ValueError: boom"
+    assert (
+        attempt.codes == {ALL: 42, 1: 3}
+        and exit_code(attempt) == 3
+        and attempt.cause == "process 1 at step 26: ValueError: boom"
+    )
     disagreed = summarize_attempt([{**reported[0], "code": 78}], {ALL: 78}, {ALL: 78})
     assert "disagree" in no_restart_reason([disagreed], 5)
     killed = summarize_attempt([], {ALL: -9}, {ALL: -9})

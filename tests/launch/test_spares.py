@@ -1,4 +1,6 @@
-"""Spare processes of `spmd launch --spares`: which are used, what they get, and that none is left behind."""
+"""Spare processes of `spmd launch --spares`: which are used, what they get, and that none is left
+behind.
+"""
 
 import json
 import os
@@ -17,7 +19,8 @@ from spmd.launch.cli import main
 from spmd.launch.process_group import start_processes
 from spmd.launch.spares import Spares, wait_as_spare
 
-# A worker that prints its environment; as a spare one, it does first what the test says, and then what `wait_as_spare` does.
+# A worker that prints its environment; as a spare one, it does first what the test says, and then
+# what `wait_as_spare` does.
 WORKER = """
 import json, os, socket, sys, time
 if "SPMD_SPARE" in os.environ:
@@ -29,11 +32,16 @@ if "SPMD_SPARE" in os.environ:
     os.environ.clear()
     os.environ.update(json.loads(line))
 print("is", os.getpid(), os.environ["SPMD_TOKEN"], os.environ["ODD"].encode(errors="surrogateescape"), flush=True)
-"""
+"""  # noqa: E501
 
 
 def worker(first="pass", token="first"):
-    environment = {"SPMD_TOKEN": token, "SPMD_PROCESS": "0", "SPMD_STALL": "step=9", "ODD": "\udcff"}
+    environment = {
+        "SPMD_TOKEN": token,
+        "SPMD_PROCESS": "0",
+        "SPMD_STALL": "step=9",
+        "ODD": "\udcff",
+    }
     return {0: ([sys.executable, "-S", "-c", WORKER.format(first=first)], environment)}
 
 
@@ -59,7 +67,15 @@ def folder(tmp_path):
 
 
 def write_heartbeat(folder, phase):
-    record = {"at": 0.0, "phase": phase, "step": 0, "since": 0.0, "busy": False, "stopped": None, "end": ""}
+    record = {
+        "at": 0.0,
+        "phase": phase,
+        "step": 0,
+        "since": 0.0,
+        "busy": False,
+        "stopped": None,
+        "end": "",
+    }
     (folder / "life.0.json").write_text(json.dumps(record))
 
 
@@ -79,7 +95,10 @@ def test_spare_process_continues_with_the_next_environment(folder):
             (spare,) = pool._spares
         assert logged == ["1 of 1 spare processes are ready"]
         text = attempt(pool, worker(token="second"))
-        assert text == f"was ['SPMD_GROUP', 'SPMD_LAUNCHER', 'SPMD_SPARE', 'SPMD_STALL']\nis {spare.process.pid} second b'\\xff'\n"
+        assert (
+            text == "was ['SPMD_GROUP', 'SPMD_LAUNCHER', 'SPMD_SPARE', 'SPMD_STALL']\nis "
+            f"{spare.process.pid} second b'\\xff'\n"
+        )
         with pool.replace(worker(), folder):
             until(lambda: len(logged) == 3)
             assert logged[1] == "restarted in 1 of 1 spare processes"
@@ -103,7 +122,10 @@ def test_spare_process_that_ended_is_reported_and_not_used(folder, first, messag
         assert logged[0].startswith(message.format(pid=logged[0].split()[2]))
         assert f"is {logged[0].split()[2]}" not in attempt(pool, worker())
         with pool.replace(worker(), folder):
-            assert logged[2] == "restarted in 0 of 1 spare processes; no more were ready, so Python starts again"
+            assert (
+                logged[2]
+                == "restarted in 0 of 1 spare processes; no more were ready, so Python starts again"
+            )
 
 
 def test_spare_process_that_ends_after_it_was_ready_is_not_used(folder):
@@ -114,7 +136,9 @@ def test_spare_process_that_ends_after_it_was_ready_is_not_used(folder):
         pid = pool._spares[0].process.pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: not alive(pid))
-        assert "is " in attempt(pool, worker()) and logged[1].startswith(f"spare process {pid} ended with signal 9")
+        assert "is " in attempt(pool, worker()) and logged[1].startswith(
+            f"spare process {pid} ended with signal 9"
+        )
 
 
 def test_spare_process_that_still_imports_is_kept_for_later(folder, tmp_path):
@@ -158,7 +182,7 @@ from pathlib import Path
 from spmd.launch.spares import Spares
 with Spares(1, print) as pool, pool.replace({0: ([sys.executable, "-S", "-c", sys.argv[2]], {})}, Path(sys.argv[1])):
     time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.system
@@ -195,7 +219,11 @@ def as_spare(monkeypatch):
 def test_waiting_process_takes_its_environment(as_spare):
     as_spare.sendall(b'{"SPMD_TOKEN": "x"}\n')
     wait_as_spare([])
-    assert dict(os.environ) == {"SPMD_TOKEN": "x"} and as_spare.recv(9) == spares.READY and as_spare.recv(9) == b""
+    assert (
+        dict(os.environ) == {"SPMD_TOKEN": "x"}
+        and as_spare.recv(9) == spares.READY
+        and as_spare.recv(9) == b""
+    )
     wait_as_spare(["no module, which a worker does not import"])
 
 
@@ -218,10 +246,25 @@ def test_spare_process_with_devices_is_an_error(as_spare, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--processes", "2"], "spares apply to restarts, and there are none.\n    fix: --max-restarts 10."),
-        (["--slurm"], "--spares has no effect with --slurm.\n    fix: leave it out: a restart is another step of srun"),
-        (["--srun"], "--spares has no effect with --srun.\n    fix: leave it out: a restart is another step of srun"),
-        (["--kubernetes"], "--spares has no effect with --kubernetes.\n    fix: leave it out: a restart is another pod"),
+        (
+            ["--processes", "2"],
+            "spares apply to restarts, and there are none.\n    fix: --max-restarts 10.",
+        ),
+        (
+            ["--slurm"],
+            "--spares has no effect with --slurm.\n    fix: leave it out: a restart is another "
+            "step of srun",
+        ),
+        (
+            ["--srun"],
+            "--spares has no effect with --srun.\n    fix: leave it out: a restart is another step "
+            "of srun",
+        ),
+        (
+            ["--kubernetes"],
+            "--spares has no effect with --kubernetes.\n    fix: leave it out: a restart is "
+            "another pod",
+        ),
     ],
 )
 def test_useless_spares_are_refused(options, message, capsys):

@@ -1,4 +1,6 @@
-"""Shared by the tests of layout tables: a model that layouts are applied to, and the errors raised when they do not fit."""
+"""Shared by the tests of layout tables: a model that layouts are applied to, and the errors raised
+when they do not fit.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,9 @@ def fits(layout, mesh=MESH):
             file.write(layout)
         layout = "mine.toml"
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    trainer = spmd.Trainer(MODEL, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
+    trainer = spmd.Trainer(
+        MODEL, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout
+    )
     trainer.prepare((X, Y))
     return trainer
 
@@ -46,4 +50,6 @@ def error_text(layout, mesh=MESH):
 
 def unreadable(*problems, where="mine.toml"):
     """The error of a text that cannot be read."""
-    return "\n\n".join([f"{where} cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems])
+    return "\n\n".join(
+        [f"{where} cannot be read\n{len(problems)} problem{'s' * (len(problems) > 1)}:", *problems]
+    )

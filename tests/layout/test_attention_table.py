@@ -1,4 +1,6 @@
-"""The `[attention]` table: from the file to the kernel that is called, its notes, and what is wrong with it."""
+"""The `[attention]` table: from the file to the kernel that is called, its notes, and what is wrong
+with it.
+"""
 
 import dataclasses
 
@@ -35,11 +37,18 @@ def model(**options):
 
 def prepared(table, mesh="data=4,model=2", layout="data_parallel", **options):
     """A trainer after everything that is checked before the first step."""
-    declared = dataclasses.replace(spmd.Layout.load(layout), attention=spmd.Attention(table), source="mine.toml", mesh=())
+    declared = dataclasses.replace(
+        spmd.Layout.load(layout), attention=spmd.Attention(table), source="mine.toml", mesh=()
+    )
     if "model" in mesh:
         declared = dataclasses.replace(declared, params=(spmd.Rule("w", ("model",)),))
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "mesh": mesh, "layout": declared}
+    chosen = {
+        "loss": lambda model, batch: model(batch),
+        "optimizer": optax.sgd(0.1),
+        "mesh": mesh,
+        "layout": declared,
+    }
     trainer = spmd.Trainer(model(**options), **chosen)
     trainer.prepare(TOKENS)
     return trainer
@@ -63,9 +72,13 @@ def test_unknown_values(golden):
 def test_choice_is_a_note():
     expected = "attention of 32 queries and keys, {} heads of 16, float32, a causal mask: {}."
     notes = prepared("chunked", causal=True).notes()
-    assert [note for note in notes if "attention" in note] == [expected.format(2, "chunked")], "the heads of one device"
+    assert [note for note in notes if "attention" in note] == [expected.format(2, "chunked")], (
+        "the heads of one device"
+    )
     for implementation in ("auto", "as_written"):  # on CPUs
-        assert not [note for note in prepared(implementation, causal=True).notes() if "attention" in note]
+        assert not [
+            note for note in prepared(implementation, causal=True).notes() if "attention" in note
+        ]
 
 
 @pytest.mark.parametrize("implementation", ["cudnn", "triton", "splash"])
@@ -81,7 +94,12 @@ def test_an_implementation_that_the_platform_does_not_have(implementation, golde
 def test_a_loss_without_attention(golden):
     declared = spmd.Layout(attention=spmd.Attention("chunked"), source="mine.toml")
     plain = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, lambda params, x: x @ params["w"])
-    trainer = spmd.Trainer(plain, loss=lambda model, batch: model(batch).mean(axis=(1, 2)), optimizer=optax.sgd(0.1), layout=declared)
+    trainer = spmd.Trainer(
+        plain,
+        loss=lambda model, batch: model(batch).mean(axis=(1, 2)),
+        optimizer=optax.sgd(0.1),
+        layout=declared,
+    )
     with pytest.raises(LayoutError) as caught:
         trainer.prepare(TOKENS)
     golden("attention_table_that_applies_to_nothing", str(caught.value))
@@ -90,21 +108,36 @@ def test_a_loss_without_attention(golden):
 def test_what_a_ring_takes(golden):
     ring = {"layout": "context_parallel", "mesh": "data=2,context=4"}
     problems = []
-    for table, options in (("cudnn", {}), ("triton", {}), ("auto", {"mask": jnp.ones((32, 32), bool)})):
+    for table, options in (
+        ("cudnn", {}),
+        ("triton", {}),
+        ("auto", {"mask": jnp.ones((32, 32), bool)}),
+    ):
         with pytest.raises(OptionError) as caught:
             prepared(table, **ring, **options)
         problems.append(str(caught.value))
     golden("attention_that_the_ring_does_not_have", "\n\n".join(problems))
     for table in ("auto", "chunked"):
         notes = prepared(table, **ring, causal=True, window=3).notes()
-        expected = "attention of 32 queries and keys, 4 heads of 16, float32, a causal mask, a window, in a ring of 4 devices: chunked."
+        expected = (
+            "attention of 32 queries and keys, 4 heads of 16, float32, a causal mask, a window, in "
+            "a ring of 4 devices: chunked."
+        )
         assert [note for note in notes if "attention" in note] == [expected]
-    assert choose("auto", attend(causal=True, window=(3, 3)), "cuda", in_ring=True) == ("triton", {})
+    assert choose("auto", attend(causal=True, window=(3, 3)), "cuda", in_ring=True) == (
+        "triton",
+        {},
+    )
 
 
-def attend(dtype="bfloat16", queries=64, keys=64, heads=4, groups=4, size=64, arrays=None, **scoring):
+def attend(
+    dtype="bfloat16", queries=64, keys=64, heads=4, groups=4, size=64, arrays=None, **scoring
+):
     """A call, as shapes."""
-    query, key = (jax.ShapeDtypeStruct((2, length, n, size), jnp.dtype(dtype)) for length, n in ((queries, heads), (keys, groups)))
+    query, key = (
+        jax.ShapeDtypeStruct((2, length, n, size), jnp.dtype(dtype))
+        for length, n in ((queries, heads), (keys, groups))
+    )
     return Attend(Scoring(0.1, **scoring), query, key, key, ScoreArrays(**(arrays or {})))
 
 
@@ -118,18 +151,36 @@ REFUSED = [
     ("cudnn", attend(soft_cap=3.0, dropout=0.1), "it does not take a soft cap, dropout"),
     ("cudnn", attend(arrays={"key_mask": MASK}), "it does not take a key mask"),
     ("cudnn", attend(arrays={"segments": (IDS, IDS)}), "it does not take segment ids"),
-    ("cudnn", attend(window=(3, 3)), "it takes a window only of keys before a query, under a causal mask, without key lengths"),
-    ("cudnn", attend(arrays={"bias": BIAS}), "it takes a bias as bfloat16[..., 64, 64], for even lengths, not float32[1, 4, 64, 64]"),
+    (
+        "cudnn",
+        attend(window=(3, 3)),
+        "it takes a window only of keys before a query, under a causal mask, without key lengths",
+    ),
+    (
+        "cudnn",
+        attend(arrays={"bias": BIAS}),
+        "it takes a bias as bfloat16[..., 64, 64], for even lengths, not float32[1, 4, 64, 64]",
+    ),
     ("cudnn", attend(arrays={"mask": MASK[:, None, None]}), "it does not take a mask"),
     ("triton", attend(size=264), "it takes heads up to 256, not 264"),
     ("triton", attend("float64"), "it takes bfloat16, float16 and float32, not float64"),
-    ("splash", attend(), "it takes lengths and head sizes that are multiples of 128, not 64, 64 and 64"),
-    ("splash", attend(queries=128, keys=256, size=128, window=(8, 8)), "it takes a window only for as many queries as keys"),
+    (
+        "splash",
+        attend(),
+        "it takes lengths and head sizes that are multiples of 128, not 64, 64 and 64",
+    ),
+    (
+        "splash",
+        attend(queries=128, keys=256, size=128, window=(8, 8)),
+        "it takes a window only for as many queries as keys",
+    ),
     ("splash", attend(dropout=0.1), "it does not take dropout"),
 ]
 
 
-@pytest.mark.parametrize(("name", "call", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "call", "why"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_shapes_and_options_that_a_kernel_refuses(name, call, why):
     platform = "tpu" if name == "splash" else "cuda"
     with gpu_of(Cluster.parse("8xh100").target):
@@ -144,8 +195,14 @@ def test_auto_takes_the_first_that_can():
         assert choose("auto", attend(causal=True, groups=2), "cuda") == ("cudnn", {})
         assert choose("auto", attend(causal=True, window=(8, None)), "gpu") == ("cudnn", {})
         assert choose("auto", attend(arrays={"key_lengths": IDS[:, 0]}), "cuda") == ("cudnn", {})
-        assert choose("auto", attend(arrays={"segments": (IDS, IDS)}, causal=True), "cuda")[0] == "triton"
-        assert choose("auto", attend(arrays={"bias": BIAS.astype("bfloat16")}), "cuda") == ("cudnn", {})
+        assert (
+            choose("auto", attend(arrays={"segments": (IDS, IDS)}, causal=True), "cuda")[0]
+            == "triton"
+        )
+        assert choose("auto", attend(arrays={"bias": BIAS.astype("bfloat16")}), "cuda") == (
+            "cudnn",
+            {},
+        )
         for options in (
             {"soft_cap": 2.0},
             {"dropout": 0.1},
@@ -156,37 +213,67 @@ def test_auto_takes_the_first_that_can():
             assert choose("auto", attend(**options), "cuda")[0] == "triton"
         assert choose("auto", attend(size=264), "cuda")[0] == "xla"
     assert choose("auto", attend(causal=True), "rocm")[0] == "triton", "without cuDNN"
-    assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == ("splash", {})
+    assert choose("auto", attend(queries=256, keys=128, size=128, causal=True), "tpu") == (
+        "splash",
+        {},
+    )
     assert choose("auto", attend(dropout=0.5), "cpu") == ("xla", {})
     for platform, call in (("cuda", attend()), ("tpu", attend(queries=256, keys=256, size=128))):
-        assert choose("auto", call, IN_PLACE + platform)[0] == "chunked", "an estimate, where the target has a kernel"
-    assert choose("auto", attend(), IN_PLACE + "tpu")[0] == "xla", "where it has none, the target stores scores, too"
+        assert choose("auto", call, IN_PLACE + platform)[0] == "chunked", (
+            "an estimate, where the target has a kernel"
+        )
+    assert choose("auto", attend(), IN_PLACE + "tpu")[0] == "xla", (
+        "where it has none, the target stores scores, too"
+    )
     assert choose("as_written", attend(), "cuda") == ("xla", {})
 
 
 def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=None):
-    """Shapes and manual axes that a kernel sees on a mesh, by way of one that is put in cuDNN's place."""
+    """Shapes and manual axes that a kernel sees on a mesh, by way of one that is put in cuDNN's
+    place.
+    """
     seen = []
 
     def kernel(call):
-        seen.append((call.query.shape, call.key.shape, set(jax.sharding.get_abstract_mesh().manual_axes)))
+        seen.append(
+            (call.query.shape, call.key.shape, set(jax.sharding.get_abstract_mesh().manual_axes))
+        )
         return attention_kernels._xla(call)
 
-    config = ParallelConfig(spmd.make_mesh(mesh), axes, attention="cudnn", platform="cuda", used=set(), notes={}, **(parallel or {}))
+    config = ParallelConfig(
+        spmd.make_mesh(mesh),
+        axes,
+        attention="cudnn",
+        platform="cuda",
+        used=set(),
+        notes={},
+        **(parallel or {}),
+    )
     random = np.random.default_rng(0)
-    inputs = [jnp.asarray(random.normal(size=(rows, 16, n, 8)), jnp.float32) for n in (heads, groups, groups)]
+    inputs = [
+        jnp.asarray(random.normal(size=(rows, 16, n, 8)), jnp.float32)
+        for n in (heads, groups, groups)
+    ]
     ids = jnp.asarray(random.integers(0, 2, (rows, 16)), jnp.int32)
     bias = (arrays or {}).pop("bias", None)
 
     def run(query, key, value, bias):
-        return spmd.nn.attention(query, key, value, segment_ids=ids, causal=True, bias=bias, **(arrays or {}))
+        return spmd.nn.attention(
+            query, key, value, segment_ids=ids, causal=True, bias=bias, **(arrays or {})
+        )
 
     def both_passes(*inputs):
         out, back = jax.vjp(run, *inputs)
         return out, *jax.tree.leaves(back(jnp.sin(out)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KERNELS, "cudnn", dataclasses.replace(KERNELS["cudnn"], run=kernel, takes=None, refuses=lambda call: None))
+        patch.setitem(
+            KERNELS,
+            "cudnn",
+            dataclasses.replace(
+                KERNELS["cudnn"], run=kernel, takes=None, refuses=lambda call: None
+            ),
+        )
         with parallel_scope(config):
             ours = jax.jit(both_passes)(*inputs, bias)
     assert_close(ours, jax.jit(lambda *x: both_passes(*x))(*inputs, bias), 1e-5)
@@ -196,24 +283,44 @@ def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=N
 @pytest.mark.system
 @pytest.mark.parametrize("rows, heads", [(8, 8), (1, 8), (8, 1), (1, 1)])
 def test_arrays_of_scores_and_dropout_on_shards(rows, heads):
-    """Each device has the mask, the bias and the random numbers of its rows and heads; gradients of a shared bias are summed."""
+    """Each device has the mask, the bias and the random numbers of its rows and heads; gradients of
+    a shared bias are summed.
+    """
     random = np.random.default_rng(1)
-    mask, bias = (jnp.asarray(random.normal(size=(rows, heads, 16, 16)), jnp.float32) for _ in range(2))
+    mask, bias = (
+        jnp.asarray(random.normal(size=(rows, heads, 16, 16)), jnp.float32) for _ in range(2)
+    )
     arrays = {"mask": mask > -1, "bias": bias, "dropout": 0.3, "dropout_key": jax.random.key(3)}
-    assert sharded("data=2,model=4", 8, 4, arrays=arrays) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
+    assert sharded("data=2,model=4", 8, 4, arrays=arrays) == (
+        (4, 16, 2, 8),
+        (4, 16, 1, 8),
+        {"data", "model"},
+    )
 
 
 @pytest.mark.system
 def test_kernels_see_the_shards_of_a_device():
-    """Rows over data axes, heads over others; groups are repeated where there are fewer than devices."""
+    """Rows over data axes, heads over others; groups are repeated where there are fewer than
+    devices.
+    """
     assert sharded("data=2,model=4", 8, 4) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
     assert sharded("data=2,model=4", 8, 2) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
     assert sharded("data=2,model=4", 8, 1) == ((4, 16, 2, 8), (4, 16, 1, 8), {"data", "model"})
-    assert sharded("data=2,model=4", 6, 3) == ((4, 16, 6, 8), (4, 16, 3, 8), {"data", "model"}), "4 devices do not divide 6 heads"
+    assert sharded("data=2,model=4", 6, 3) == ((4, 16, 6, 8), (4, 16, 3, 8), {"data", "model"}), (
+        "4 devices do not divide 6 heads"
+    )
     assert sharded("data=8,model=1", 3, 3) == ((1, 16, 3, 8), (1, 16, 3, 8), {"data", "model"})
-    assert sharded("data=8,model=1", 3, 3, rows=4) == ((4, 16, 3, 8), (4, 16, 3, 8), {"data", "model"})
+    assert sharded("data=8,model=1", 3, 3, rows=4) == (
+        (4, 16, 3, 8),
+        (4, 16, 3, 8),
+        {"data", "model"},
+    )
     stages = {"pipeline": spmd.Pipeline("stage")}
-    assert sharded("data=2,stage=4", 8, 8, parallel=stages) == ((4, 16, 8, 8), (4, 16, 8, 8), {"data", "stage"})
+    assert sharded("data=2,stage=4", 8, 8, parallel=stages) == (
+        (4, 16, 8, 8),
+        (4, 16, 8, 8),
+        {"data", "stage"},
+    )
 
 
 def differentiating(derivative):
@@ -231,17 +338,27 @@ def attended(weights, x):
     """The model above, in plain JAX."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", x * weights, x) * x.shape[-1] ** -0.5
     seen = jnp.tri(x.shape[1], dtype=bool)
-    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), x)
+    out = jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), x
+    )
     return (out**2).mean(axis=(1, 2, 3))
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize(("implementation", "derivative"), [("as_written", "forward"), ("as_written", "reverse"), ("chunked", "reverse")])
+@pytest.mark.parametrize(
+    ("implementation", "derivative"),
+    [("as_written", "forward"), ("as_written", "reverse"), ("chunked", "reverse")],
+)
 def test_a_loss_that_differentiates_its_attention(implementation, derivative):
     """Tiles are plain JAX in the backward pass, so they have a second derivative, too."""
-    loss, tokens = differentiating(derivative), np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32)
+    loss, tokens = (
+        differentiating(derivative),
+        np.random.default_rng(0).normal(size=TOKENS.shape).astype(np.float32),
+    )
     layout = spmd.Layout(attention=spmd.Attention(implementation))
-    value, gradient = jax.value_and_grad(lambda w: loss(lambda x: attended(w, x), tokens).mean())(jnp.ones(16))
+    value, gradient = jax.value_and_grad(lambda w: loss(lambda x: attended(w, x), tokens).mean())(
+        jnp.ones(16)
+    )
     rate = 1 / float(jnp.abs(gradient).max())  # so that the update is as large as the weights
     trainer = spmd.Trainer(model(causal=True), loss=loss, optimizer=optax.sgd(rate), layout=layout)
     state, metrics = trainer.step(trainer.init(), tokens)
@@ -251,7 +368,9 @@ def test_a_loss_that_differentiates_its_attention(implementation, derivative):
 
 def test_a_loss_with_a_derivative_that_fused_attention_does_not_have(golden):
     layout = spmd.Layout(attention=spmd.Attention("chunked"), source="mine.toml")
-    trainer = spmd.Trainer(model(causal=True), loss=differentiating("forward"), optimizer=optax.sgd(0.1), layout=layout)
+    trainer = spmd.Trainer(
+        model(causal=True), loss=differentiating("forward"), optimizer=optax.sgd(0.1), layout=layout
+    )
     with pytest.raises(LayoutError) as caught:
         trainer.prepare(TOKENS)
     golden("attention_that_a_loss_differentiates", str(caught.value))
@@ -260,9 +379,13 @@ def test_a_loss_with_a_derivative_that_fused_attention_does_not_have(golden):
 def on_gpus(call, *shapes, **options):
     """The jaxpr of a call on two H100s under the default, and the notes."""
     mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
-    config = with_calls(ParallelConfig(mesh, ("data",), platform="cuda", used=set(), notes={}, **options))
+    config = with_calls(
+        ParallelConfig(mesh, ("data",), platform="cuda", used=set(), notes={}, **options)
+    )
     with gpu_of(Cluster.parse("2xh100").target), parallel_scope(config):
-        return str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))), config
+        return str(
+            jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
+        ), config
 
 
 HEADS = ((4, 64, 2, 64), jnp.bfloat16)
@@ -283,14 +406,22 @@ def test_rows_that_the_workers_do_not_divide_are_not_computed_by_each_of_them():
     jaxpr, config = on_gpus(call, HEADS)
     assert "dot_product_attention_fwd" not in jaxpr
     (note,) = config.notes
-    assert note.startswith("note: ") and note.endswith("with all scores; cudnn: the workers do not divide 1 rows.")
+    assert note.startswith("note: ") and note.endswith(
+        "with all scores; cudnn: the workers do not divide 1 rows."
+    )
     jaxpr, config = on_gpus(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True), HEADS)
-    assert "dot_product_attention_fwd" in jaxpr and not any(note.startswith("note: ") for note in config.notes)
+    assert "dot_product_attention_fwd" in jaxpr and not any(
+        note.startswith("note: ") for note in config.notes
+    )
 
 
 SECOND = {
-    "a mask": lambda x: jax.nn.dot_product_attention(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool))[None, None]),
-    "asked for": lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="xla"),
+    "a mask": lambda x: jax.nn.dot_product_attention(
+        x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool))[None, None]
+    ),
+    "asked for": lambda x: jax.nn.dot_product_attention(
+        x, x, x, is_causal=True, implementation="xla"
+    ),
     "one query": lambda x: jax.nn.dot_product_attention(x[:, :1], x, x),
 }
 
@@ -304,8 +435,14 @@ def test_attention_that_a_ring_does_not_take_is_computed_as_it_is_written(second
     def apply(first):
         return lambda params, x: (SECOND[second](first(x * params["w"])) ** 2).mean(axis=(1, 2, 3))
 
-    ring = spmd.FunctionalModel(lambda key: {"w": jnp.ones(16)}, apply(lambda x: spmd.nn.attention(x, x, x, causal=True)))
-    chosen = {"loss": lambda model, batch: model(batch), "optimizer": optax.sgd(0.1), "layout": "context_parallel"}
+    ring = spmd.FunctionalModel(
+        lambda key: {"w": jnp.ones(16)}, apply(lambda x: spmd.nn.attention(x, x, x, causal=True))
+    )
+    chosen = {
+        "loss": lambda model, batch: model(batch),
+        "optimizer": optax.sgd(0.1),
+        "layout": "context_parallel",
+    }
     trainer = spmd.Trainer(ring, mesh="data=2,context=4", **chosen)
     state, metrics = trainer.step(trainer.init(), tokens)
     plain = apply(lambda x: jax.nn.dot_product_attention(x, x, x, is_causal=True))

@@ -1,4 +1,6 @@
-"""What is wrong with a `[gradients]` table, word for word, in both spellings; each concrete fix is applied."""
+"""What is wrong with a `[gradients]` table, word for word, in both spellings; each concrete fix is
+applied.
+"""
 
 import re
 
@@ -32,7 +34,8 @@ def in_python(*args, **more):
     return Layout(gradients=Gradients(*args, **more), **layout)
 
 
-# each: TOML, the same layout in Python, and TOML with the fix applied; the expected texts are in tests/goldens/gradients_*.txt
+# each: TOML, the same layout in Python, and TOML with the fix applied; the expected texts are in
+# tests/goldens/gradients_*.txt
 RULE = '[[gradients.rules]]\npath = "{}"\ncodec = "{}"\n'
 UNREAD = {
     "unknown codec": (
@@ -51,8 +54,15 @@ UNREAD = {
         [table('codec = "power_sgd"\nrank = 1\nerror_feedback = true')],
     ),
     "rank 0 of a rule": (
-        table('error_feedback = true\n[[gradients.rules]]\npath = "**/kernel"\ncodec = "power_sgd"\nrank = 0'),
-        in_python("all_reduce", error_feedback=True, rules=(GradientRule("**/kernel", "power_sgd", {"rank": 0}),)),
+        table(
+            'error_feedback = true\n[[gradients.rules]]\npath = "**/kernel"\ncodec = "power_sgd"\n'
+            "rank = 0"
+        ),
+        in_python(
+            "all_reduce",
+            error_feedback=True,
+            rules=(GradientRule("**/kernel", "power_sgd", {"rank": 0}),),
+        ),
         [],
     ),
     "block 0": (
@@ -88,12 +98,28 @@ UNREAD = {
     "another codec's option": (
         table('codec = "power_sgd"\nblock = 256\nerror_feedback = true'),
         in_python("all_reduce", "power_sgd", {"block": 256}, error_feedback=True),
-        [table('codec = "power_sgd"\nerror_feedback = true'), table('codec = "int8"\nblock = 256\nerror_feedback = true')],
+        [
+            table('codec = "power_sgd"\nerror_feedback = true'),
+            table('codec = "int8"\nblock = 256\nerror_feedback = true'),
+        ],
     ),
     "another codec's option in a rule": (
-        table('codec = "int8"\nblock = 128\n[[gradients.rules]]\npath = "**/kernel"\ncodec = "bfloat16"\nblock = 256'),
-        in_python("all_reduce", "int8", {"block": 128}, rules=(GradientRule("**/kernel", "bfloat16", {"block": 256}),)),
-        [table('codec = "int8"\nblock = 128\n[[gradients.rules]]\npath = "**/kernel"\ncodec = "bfloat16"')],
+        table(
+            'codec = "int8"\nblock = 128\n[[gradients.rules]]\npath = "**/kernel"\ncodec = '
+            '"bfloat16"\nblock = 256'
+        ),
+        in_python(
+            "all_reduce",
+            "int8",
+            {"block": 128},
+            rules=(GradientRule("**/kernel", "bfloat16", {"block": 256}),),
+        ),
+        [
+            table(
+                'codec = "int8"\nblock = 128\n[[gradients.rules]]\npath = "**/kernel"\ncodec = '
+                '"bfloat16"'
+            )
+        ],
     ),
     "unknown option": (
         table('codec = "int8"\nblok = 256'),
@@ -108,7 +134,10 @@ UNREAD = {
     "biased": (
         table('codec = "sign"'),
         in_python("all_reduce", "sign"),
-        [table(f'codec = "sign"\n{switch} = true') for switch in ("error_feedback", "allow_biased")],
+        [
+            table(f'codec = "sign"\n{switch} = true')
+            for switch in ("error_feedback", "allow_biased")
+        ],
     ),
     "biased in a rule": (
         table('codec = "int8"\n' + RULE.format("**/kernel", "power_sgd")),
@@ -191,12 +220,18 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("name, text, python, fixes", [(name, *case) for name, case in UNREAD.items()], ids=UNREAD)
+@pytest.mark.parametrize(
+    "name, text, python, fixes", [(name, *case) for name, case in UNREAD.items()], ids=UNREAD
+)
 def test_invalid_table(golden, name, text, python, fixes):
     by_file = error_text(text)
     golden(golden_name(name), by_file)
-    without_lines = re.sub(r"(?m)^  line \d+: ", "  ", by_file).replace("mine.toml", 'layout "layout"', 1)
-    assert without_lines != by_file and error_text(python) == without_lines, "a layout made in Python has no lines"
+    without_lines = re.sub(r"(?m)^  line \d+: ", "  ", by_file).replace(
+        "mine.toml", 'layout "layout"', 1
+    )
+    assert without_lines != by_file and error_text(python) == without_lines, (
+        "a layout made in Python has no lines"
+    )
     for fix in fixes:
         fits(fix)
 
@@ -215,12 +250,21 @@ def test_ring_with_exact_axes():
 
 def test_misspelt_reduction_is_one_problem(golden):
     """What follows is read as if the likely word stood there."""
-    golden("gradients_misspelt_reduction_is_one_problem", error_text(table('codec = "int8"', "allreduce")))
+    golden(
+        "gradients_misspelt_reduction_is_one_problem",
+        error_text(table('codec = "int8"', "allreduce")),
+    )
     assert "1 problem:" in error_text(table('codec = "int_8"\nblock = 16\nstart_step = 5'))
 
 
 def test_all_problems_of_table_in_file_order():
-    text = error_text(table('weights = "bfloat16"\ncodec = "int8"\nblock = 0\nblok = 3\ndiagnostics = true\nbucket_bytes = 0', "compiler"))
+    text = error_text(
+        table(
+            'weights = "bfloat16"\ncodec = "int8"\nblock = 0\nblok = 3\ndiagnostics = true\n'
+            "bucket_bytes = 0",
+            "compiler",
+        )
+    )
     assert [line.strip() for line in text.splitlines() if line.startswith("  line")] == [
         "line 3: [gradients] weights",
         "line 4: [gradients] codec",
@@ -231,7 +275,7 @@ def test_all_problems_of_table_in_file_order():
     ]
 
 
-# what reads well and does not fit ------------------------------------------------------------------------------------
+# what reads well and does not fit -----------------------------------------------------------------
 
 INT8_INSIDE = 'codec = "int8"\nexact_axes = {}'
 SHARED = '[[params]]\npath = "up/kernel"\nspec = ["-", ["data", "model"]]\n'
@@ -257,10 +301,21 @@ MISFITS = {
     "two rules for one": (
         "data=8",
         table(RULE.format("**/kernel", "int8") + RULE.format("up/*", "bfloat16")),
-        in_python("all_reduce", rules=(GradientRule("**/kernel", "int8"), GradientRule("up/*", "bfloat16"))),
+        in_python(
+            "all_reduce",
+            rules=(GradientRule("**/kernel", "int8"), GradientRule("up/*", "bfloat16")),
+        ),
         [
-            table(RULE.format("**/kernel", "int8") + 'except = "up/kernel"\n' + RULE.format("up/*", "bfloat16")),
-            table(RULE.format("**/kernel", "int8") + RULE.format("up/*", "bfloat16") + 'except = ["up/kernel"]'),
+            table(
+                RULE.format("**/kernel", "int8")
+                + 'except = "up/kernel"\n'
+                + RULE.format("up/*", "bfloat16")
+            ),
+            table(
+                RULE.format("**/kernel", "int8")
+                + RULE.format("up/*", "bfloat16")
+                + 'except = ["up/kernel"]'
+            ),
         ],
     ),
     "a rule for nothing": (
@@ -284,18 +339,26 @@ MISFITS = {
         SHARED + table('codec = "int8"', "reduce_scatter"),
         in_python("reduce_scatter", "int8", params=(Rule("up/kernel", (None, ("data", "model"))),)),
         [
-            SHARED + table('codec = "int8"\n' + RULE.format("up/kernel", "exact"), "reduce_scatter"),
-            SHARED.replace('["-", ["data", "model"]]', '["data", "model"]') + table('codec = "int8"', "reduce_scatter"),
+            SHARED
+            + table('codec = "int8"\n' + RULE.format("up/kernel", "exact"), "reduce_scatter"),
+            SHARED.replace('["-", ["data", "model"]]', '["data", "model"]')
+            + table('codec = "int8"', "reduce_scatter"),
         ],
     ),
 }
 
 
-@pytest.mark.parametrize("name, mesh, text, python, fixes", [(name, *case) for name, case in MISFITS.items()], ids=MISFITS)
+@pytest.mark.parametrize(
+    "name, mesh, text, python, fixes",
+    [(name, *case) for name, case in MISFITS.items()],
+    ids=MISFITS,
+)
 def test_table_does_not_fit_mesh(golden, name, mesh, text, python, fixes):
     by_file = error_text(text, mesh)
     golden(golden_name(name), by_file)
-    assert error_text(python, mesh) == re.sub(r", line \d+", "", by_file).replace("mine.toml", "this layout")
+    assert error_text(python, mesh) == re.sub(r", line \d+", "", by_file).replace(
+        "mine.toml", "this layout"
+    )
     for fix in fixes:
         fits(fix, mesh)
 
@@ -303,37 +366,61 @@ def test_table_does_not_fit_mesh(golden, name, mesh, text, python, fixes):
 def test_fix_that_adds_rule_excludes_parameter_from_other_rule():
     """The parameter is a rule's already; a second rule for it alone would be one too many."""
     text = SHARED + table(RULE.format("up/*", "int8") + "{}", "reduce_scatter")
-    fix = 'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = "up/kernel"  codec = "exact".'
+    fix = (
+        'except = ["up/kernel"]  in the rule for "up/*", and  [[gradients.rules]]  path = '
+        '"up/kernel"  codec = "exact".'
+    )
     assert fix in error_text(text.format(""), "data=4,model=2")
-    fits(text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")), "data=4,model=2")
+    fits(
+        text.format('except = ["up/kernel"]\n' + RULE.format("up/kernel", "exact")),
+        "data=4,model=2",
+    )
 
 
 def test_codec_of_rule_on_mixed_dim():
-    """The codec that is named is the rule's; one whose rule says exact is no problem, whatever the others do."""
+    """The codec that is named is the rule's; one whose rule says exact is no problem, whatever the
+    others do.
+    """
     text = SHARED + table('codec = "int8"\n' + RULE.format("up/*", "bfloat16"), "reduce_scatter")
     assert "which codec bfloat16 does not support" in error_text(text, "data=4,model=2")
     fits(SHARED + table(RULE.format("down/*", "int8"), "reduce_scatter"), "data=4,model=2")
 
 
-# notes ---------------------------------------------------------------------------------------------------------------
+# notes --------------------------------------------------------------------------------------------
 
 
 def own_notes(layout, mesh="data=8"):
     """The notes on communication, without those on the placement of parameters."""
-    return [line for line in fits(layout, mesh).notes() if "error_feedback" in line or "error feedback" in line or "is sent" in line]
+    return [
+        line
+        for line in fits(layout, mesh).notes()
+        if "error_feedback" in line or "error feedback" in line or "is sent" in line
+    ]
 
 
 def test_note_error_feedback_without_codec():
-    noted = ["note: error_feedback = true, but every gradient is sent exactly: no residual is kept."]
+    noted = [
+        "note: error_feedback = true, but every gradient is sent exactly: no residual is kept."
+    ]
     assert own_notes(in_python("all_reduce", error_feedback=True)) == noted
 
 
-@pytest.mark.parametrize("gradients", [("int8", {}, True), ("int8", {"block": 1}, False), ("top_k", {"keep": 1}, True)], ids=str)
+@pytest.mark.parametrize(
+    "gradients",
+    [("int8", {}, True), ("int8", {"block": 1}, False), ("top_k", {"keep": 1}, True)],
+    ids=str,
+)
 def test_note_codec_without_effect(gradients):
     codec, options, feedback = gradients
     rules = (GradientRule("**"),) if not options else ()
-    (note,) = own_notes(in_python("all_reduce", codec, options, error_feedback=feedback, rules=rules))
-    assert note == f"note: every gradient is sent exactly: codec {codec} applies to none that it makes smaller."
+    (note,) = own_notes(
+        in_python("all_reduce", codec, options, error_feedback=feedback, rules=rules)
+    )
+    assert (
+        note
+        == f"note: every gradient is sent exactly: codec {codec} applies to none that it makes "
+        "smaller."
+    )
 
 
 @pytest.mark.parametrize(("mesh", "spec"), [("data=1", ()), ("data=1,model=2", (None, "model"))])
@@ -343,12 +430,19 @@ def test_note_codec_with_one_worker(mesh, spec):
 
 
 def test_note_residual_bytes():
-    # kernels of 64 KiB, biases of 1 KiB and 256 B; under fsdp as much, since each worker holds full gradients
+    # kernels of 64 KiB, biases of 1 KiB and 256 B; under fsdp as much, since each worker holds full
+    # gradients
     for default in (Default(), Default("shard:data")):
         line = "error feedback keeps 129.2 KiB of float32 residuals on each device."
-        assert own_notes(in_python("reduce_scatter", "int8", error_feedback=True, default=default)) == [line]
-    halves = in_python("all_reduce", "int8", error_feedback=True, params=(Rule("**/kernel", (None, "model")),))
-    assert own_notes(halves, "data=4,model=2") == ["error feedback keeps 65.2 KiB of float32 residuals on each device."]
+        assert own_notes(
+            in_python("reduce_scatter", "int8", error_feedback=True, default=default)
+        ) == [line]
+    halves = in_python(
+        "all_reduce", "int8", error_feedback=True, params=(Rule("**/kernel", (None, "model")),)
+    )
+    assert own_notes(halves, "data=4,model=2") == [
+        "error feedback keeps 65.2 KiB of float32 residuals on each device."
+    ]
 
 
 def test_no_note_for_effective_codec():
@@ -356,7 +450,7 @@ def test_no_note_for_effective_codec():
     assert own_notes(in_python("all_reduce")) == []
 
 
-# Python only ---------------------------------------------------------------------------------------------------------
+# Python only --------------------------------------------------------------------------------------
 
 WRONG_TYPES = {
     "options": lambda: Gradients("all_reduce", "int8", 5),
@@ -390,10 +484,17 @@ def test_wrong_type_raises_option_error(make):
 def test_single_name_or_rule_becomes_tuple():
     rule = GradientRule("**/kernel", "int8", except_="up/kernel")
     assert rule.except_ == ("up/kernel",) and Rule("**", (), except_="a").except_ == ("a",)
-    assert Gradients("all_reduce", rules=rule, exact_axes="data") == Gradients("all_reduce", rules=(rule,), exact_axes=("data",))
+    assert Gradients("all_reduce", rules=rule, exact_axes="data") == Gradients(
+        "all_reduce", rules=(rule,), exact_axes=("data",)
+    )
 
 
-UNREAD_UNDER_COMPILER = ("start_step = 4", "bucket_bytes = 4", "allow_biased = true", 'exact_axes = ["data"]')
+UNREAD_UNDER_COMPILER = (
+    "start_step = 4",
+    "bucket_bytes = 4",
+    "allow_biased = true",
+    'exact_axes = ["data"]',
+)
 
 
 @pytest.mark.parametrize("line", UNREAD_UNDER_COMPILER)
@@ -403,7 +504,9 @@ def test_unread_option_raises(line, reduction):
         loads(table(line, reduction))
 
 
-@pytest.mark.parametrize("text", ["exact_axes = [1]", '[[gradients.rules]]\npath = "w"\ncodec = ["exact"]'])
+@pytest.mark.parametrize(
+    "text", ["exact_axes = [1]", '[[gradients.rules]]\npath = "w"\ncodec = ["exact"]']
+)
 def test_list_where_name_is_expected(text):
     with pytest.raises(LayoutError, match=r"is not a list of mesh axes|no codec"):
         loads(table('codec = "int8"\n' + text))

@@ -1,4 +1,6 @@
-"""From shapes to specs: which rule wins, which dim a default shards, and that the cost is linear in the model's size."""
+"""From shapes to specs: which rule wins, which dim a default shards, and that the cost is linear in
+the model's size.
+"""
 
 import dataclasses
 import random
@@ -46,7 +48,9 @@ def placed(layout, params, names=None, mesh=MESH):
 def test_default_shards_largest_divisible_dim(shape, spec):
     place = placed(Layout(default=Default("shard:data")), shapes(w=shape))["w"]
     assert place.spec == spec
-    assert place.chosen_by == ("default shard:data" if spec else "default shard:data, but no dim divides by 4")
+    assert place.chosen_by == (
+        "default shard:data" if spec else "default shard:data, but no dim divides by 4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,9 @@ def test_optimizer_state_follows_parameter_by_default():
 
 def test_except_leaves_parameter_to_another_rule():
     rules = (Rule("**/kernel", ("data",), ("head/*",)), Rule("head/kernel", (None, "model")))
-    placements = placed(Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)}))
+    placements = placed(
+        Layout(params=rules), shapes(**{"up/kernel": (8, 8), "head/kernel": (8, 8)})
+    )
     assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "up/kernel": (("data",), "rule 1"),
         "head/kernel": ((None, "model"), "rule 2"),
@@ -82,9 +88,15 @@ def test_except_leaves_parameter_to_another_rule():
 
 
 def test_precedence_path_rule_logical_axes_default():
-    layout = Layout(params=(Rule("ruled", (None, "data")),), axes=(("mlp", "model"), ("embed", None)), default=Default("shard:data"))
+    layout = Layout(
+        params=(Rule("ruled", (None, "data")),),
+        axes=(("mlp", "model"), ("embed", None)),
+        default=Default("shard:data"),
+    )
     names = {"ruled": ("mlp", "embed"), "named": ("mlp", "embed"), "half": (None, "mlp")}
-    placements = placed(layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names)
+    placements = placed(
+        layout, shapes(ruled=(8, 8), named=(8, 8), half=(8, 8), plain=(8, 8)), names
+    )
     assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "ruled": ((None, "data"), "rule 1"),
         "named": (("model", None), "axes (mlp, embed)"),
@@ -95,7 +107,11 @@ def test_precedence_path_rule_logical_axes_default():
 
 def test_fewer_logical_names_than_dims():
     layout = Layout(axes=(("embed", None), ("heads", "model")))
-    placements = placed(layout, shapes(query=(8, 4, 6), bias=(4, 6)), {"query": ("embed", "heads"), "bias": ("heads",)})
+    placements = placed(
+        layout,
+        shapes(query=(8, 4, 6), bias=(4, 6)),
+        {"query": ("embed", "heads"), "bias": ("heads",)},
+    )
     assert {path: (place.spec, place.chosen_by) for path, place in placements.items()} == {
         "query": ((None, "model"), "axes (embed, heads)"),
         "bias": (("model",), "axes (heads)"),
@@ -115,11 +131,41 @@ UNKNOWN = Layout(axes=(("embed", "data"), ("heads", "model")), source="mine.toml
     "names, shape, fix, spec, added",
     [
         (("embed", "kv"), (8, 6), 'add  kv = "-"  to [axes]', ("data", None), {"kv": None}),
-        (("kv", "wide"), (8, 6), 'add  kv = "-"  and  wide = "-"  to [axes]', (None, None), {"kv": None, "wide": None}),
-        (("embed", "model"), (8, 6), 'add  model = "model"  to [axes]', ("data", None), {"model": "model"}),
-        (("heads", "model"), (8, 6), 'add  model = "-"  to [axes]', ("model", None), {"model": None}),
-        (("embad", "heads"), (8, 6), 'did you mean "embed"? Or add  embad = "-"  to [axes]', (None, "model"), {"embad": None}),
-        (("embad", "heads"), (9, 6), 'add  embad = "-"  to [axes]', (None, "model"), {"embad": None}),
+        (
+            ("kv", "wide"),
+            (8, 6),
+            'add  kv = "-"  and  wide = "-"  to [axes]',
+            (None, None),
+            {"kv": None, "wide": None},
+        ),
+        (
+            ("embed", "model"),
+            (8, 6),
+            'add  model = "model"  to [axes]',
+            ("data", None),
+            {"model": "model"},
+        ),
+        (
+            ("heads", "model"),
+            (8, 6),
+            'add  model = "-"  to [axes]',
+            ("model", None),
+            {"model": None},
+        ),
+        (
+            ("embad", "heads"),
+            (8, 6),
+            'did you mean "embed"? Or add  embad = "-"  to [axes]',
+            (None, "model"),
+            {"embad": None},
+        ),
+        (
+            ("embad", "heads"),
+            (9, 6),
+            'add  embad = "-"  to [axes]',
+            (None, "model"),
+            {"embad": None},
+        ),
         (("embed", "kv"), (9, 6), "", (None, None), None),
     ],
 )
@@ -132,11 +178,18 @@ def test_unknown_logical_name_fixes_fit(names, shape, fix, spec, added):
     assert str(caught.value).partition("fix: ")[2] == wanted
     placed(dataclasses.replace(UNKNOWN, params=(Rule("w", spec),)), all_shapes, all_names)
     if added is not None:
-        placed(dataclasses.replace(UNKNOWN, axes=(*UNKNOWN.axes, *added.items())), all_shapes, all_names)
+        placed(
+            dataclasses.replace(UNKNOWN, axes=(*UNKNOWN.axes, *added.items())),
+            all_shapes,
+            all_names,
+        )
 
 
 def test_logical_names_are_ignored_without_axes():
-    assert placed(Layout(), shapes(w=(8, 8)), {"w": ("mlp", "embed")})["w"].chosen_by == "default replicate"
+    assert (
+        placed(Layout(), shapes(w=(8, 8)), {"w": ("mlp", "embed")})["w"].chosen_by
+        == "default replicate"
+    )
 
 
 def test_bytes_per_device_and_copies():
@@ -161,21 +214,43 @@ def test_summary_lists_specs_and_origins(golden):
     [
         (Layout(), {"data": 2, "model": 4}, ["model"], {"data": 8}),
         (Layout(), {"model": 2, "data": 2, "other": 3}, ["model", "other"], {"data": 12}),
-        (Layout(batch=Batch((("replica", "data"),))), {"replica": 2, "data": 2, "model": 2}, ["model"], {"replica": 2, "data": 4}),
-        (Layout(mesh=(("data", 2), ("model", 4))), {"data": 2, "model": 4}, ["model"], {"data": 8, "model": 1}),
-        (Layout(axes=(("mlp", "model"),)), {"data": 2, "model": 2, "other": 2}, ["model", "other"], {"data": 8, "model": 1}),
+        (
+            Layout(batch=Batch((("replica", "data"),))),
+            {"replica": 2, "data": 2, "model": 2},
+            ["model"],
+            {"replica": 2, "data": 4},
+        ),
+        (
+            Layout(mesh=(("data", 2), ("model", 4))),
+            {"data": 2, "model": 4},
+            ["model"],
+            {"data": 8, "model": 1},
+        ),
+        (
+            Layout(axes=(("mlp", "model"),)),
+            {"data": 2, "model": 2, "other": 2},
+            ["model", "other"],
+            {"data": 8, "model": 1},
+        ),
     ],
     ids=["one", "two", "the innermost of two data axes", "in [mesh]", "in [axes]"],
 )
 def test_mesh_without_idle_axes_keeps_all_devices_and_names(layout, axes, idle, mesh):
-    assert Resolved(layout, MeshSpec(tuple(axes.items())), {}).mesh_without(idle) == MeshSpec(tuple(mesh.items()))
+    assert Resolved(layout, MeshSpec(tuple(axes.items())), {}).mesh_without(idle) == MeshSpec(
+        tuple(mesh.items())
+    )
 
 
 def test_note_unused_mesh_axis():
     idle = fit_layout(Layout(), shapes(w=(8,)), {}, MESH)
     assert idle.idle_axes() == ("model",)
-    assert notes(idle)[1:] == ['note: the layout does not use mesh axis "model" (2 devices); the model\'s own code must.']
-    assert fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH).idle_axes() == ()
+    assert notes(idle)[1:] == [
+        'note: the layout does not use mesh axis "model" (2 devices); the model\'s own code must.'
+    ]
+    assert (
+        fit_layout(Layout(batch=Batch((("data", "model"),))), shapes(w=(8,)), {}, MESH).idle_axes()
+        == ()
+    )
 
 
 def test_idle_axis_fix_skips_mesh_that_does_not_fit():
@@ -197,13 +272,20 @@ def test_shipped_layouts_fit_a_model_with_names(name):
     if name == "expert_parallel":
         params |= shapes(**{"experts/up": (8, 64, 256)})
         names |= {"experts/up": ("expert", "embed", "mlp")}
-    meshes = {"hierarchical_int8": "node=2,data=4", "context_parallel": "data=4,context=2", "expert_parallel": "data=4,expert=2"}
+    meshes = {
+        "hierarchical_int8": "node=2,data=4",
+        "context_parallel": "data=4,context=2",
+        "expert_parallel": "data=4,expert=2",
+    }
     meshes |= {"spatial": "data=2,row=2,column=2", "fsdp_pipeline_tensor": "data=2,stage=2,model=2"}
     meshes |= {"pipeline": "data=2,stage=4", "pipeline_1f1b": "data=2,stage=4"}
     meshes |= {"transformer_parallel": "stage=1,replica=2,data=2,context=1,model=2"}
     meshes |= {"fsdp_sequence_parallel": "replica=1,data=4,context=1,model=2"}
     mesh = MeshSpec.parse(meshes[name]) if name in meshes else MESH
-    specs = {path: place.spec for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()}
+    specs = {
+        path: place.spec
+        for path, place in fit_layout(Layout.load(name), params, names, mesh).placements.items()
+    }
     assert (specs["up/kernel"], specs["up/bias"], specs["down/kernel"]) == {
         "data_parallel": ((), (), ()),
         "backup_workers": ((), (), ()),
@@ -245,9 +327,18 @@ class Counted:
 
 
 def work(monkeypatch, blocks, layout):
-    """How many times a pattern is compared with a path while a layout is resolved, and for how many parameters."""
-    leaves = {"attention/query/kernel": (64, 64), "attention/query/bias": (64,), "mlp/up/kernel": (64, 256), "mlp/up/bias": (256,)}
-    params = shapes(**{f"blocks/{n}/{path}": shape for n in range(blocks) for path, shape in leaves.items()})
+    """How many times a pattern is compared with a path while a layout is resolved, and for how many
+    parameters.
+    """
+    leaves = {
+        "attention/query/kernel": (64, 64),
+        "attention/query/bias": (64,),
+        "mlp/up/kernel": (64, 256),
+        "mlp/up/bias": (256,),
+    }
+    params = shapes(
+        **{f"blocks/{n}/{path}": shape for n in range(blocks) for path, shape in leaves.items()}
+    )
     plain, Counted.calls = path_match.compiled, 0
     monkeypatch.setattr(path_match, "compiled", lambda pattern: Counted(plain(pattern)))
     try:
@@ -285,35 +376,64 @@ def test_resolve_cost_is_linear_in_parameters(monkeypatch, layout):
 
 
 LEVELS = ["a", "b", "ab", "x1", "x2", "kernel"]
-PARTS = [*LEVELS, "*", "**", "?", "a**", "**b", "x?", "{a,b}", "{a/b,x*}", "{**/a,b}c", "***", "", "a,b"]
+PARTS = [
+    *LEVELS,
+    "*",
+    "**",
+    "?",
+    "a**",
+    "**b",
+    "x?",
+    "{a,b}",
+    "{a/b,x*}",
+    "{**/a,b}c",
+    "***",
+    "",
+    "a,b",
+]
 
 
 def random_rules(rng, count):
     """Rules of random patterns, some of them the same, with random exceptions."""
     patterns = ["/".join(rng.choices(PARTS, k=rng.randint(1, 4))) for _ in range(count)]
-    return tuple(Rule(rng.choice(patterns), (), tuple(rng.choices(patterns, k=rng.randint(0, 3)))) for _ in range(count))
+    return tuple(
+        Rule(rng.choice(patterns), (), tuple(rng.choices(patterns, k=rng.randint(0, 3))))
+        for _ in range(count)
+    )
 
 
 def claims_of_each_pair(rules, path):
     """Indices of the rules that match a path, found by trying each."""
     compiled = path_match.compiled
     named = (index for index, rule in enumerate(rules) if compiled(rule.path).fullmatch(path))
-    return [index for index in named if not any(compiled(pattern).fullmatch(path) for pattern in rules[index].except_)]
+    return [
+        index
+        for index in named
+        if not any(compiled(pattern).fullmatch(path) for pattern in rules[index].except_)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rule_matcher_equals_trying_each_pair(seed):
     rng = random.Random(seed)
     rules = random_rules(rng, 60)
-    paths = ["/".join(rng.choices([*LEVELS, "", "a,b", "abc"], k=rng.randint(1, 5))) for _ in range(200)]
+    paths = [
+        "/".join(rng.choices([*LEVELS, "", "a,b", "abc"], k=rng.randint(1, 5))) for _ in range(200)
+    ]
     matching = rule_matcher(rules)
     claims = {path: claims_of_each_pair(rules, path) for path in paths}
     assert {path: matching(path) for path in paths} == claims
     assert len({tuple(claimed) for claimed in claims.values()}) > 20
     matched = path_match.match_all((rule.path for rule in rules), paths)
     assert matched == {rule.path: path_match.matches(rule.path, paths) for rule in rules}
-    gradients = Gradients("all_reduce", rules=tuple(GradientRule(rule.path, "exact", except_=rule.except_) for rule in rules))
-    first = {path: gradients.rules[claimed[0]] if claimed else gradients for path, claimed in claims.items()}
+    gradients = Gradients(
+        "all_reduce",
+        rules=tuple(GradientRule(rule.path, "exact", except_=rule.except_) for rule in rules),
+    )
+    first = {
+        path: gradients.rules[claimed[0]] if claimed else gradients
+        for path, claimed in claims.items()
+    }
     assert codec_rules(gradients, paths) == first
 
 
@@ -327,25 +447,48 @@ MANY = {f"blocks/{number}/mlp/kernel": (8, 8) for number in range(400)}
         [Rule(f"**/{number}/**", ("data",)) for number in range(400)],
         [Rule(f"blocks/{number}/*/{{kernel,bias}}", ("data",)) for number in range(400)],
         [Rule("**", ("data",), tuple(MANY)[1:])],
-        [Rule("**/0/**", ()), Rule("**", ("data",), tuple(f"*/{number}/mlp/?ernel" for number in range(400) if number != 1))],
+        [
+            Rule("**/0/**", ()),
+            Rule(
+                "**",
+                ("data",),
+                tuple(f"*/{number}/mlp/?ernel" for number in range(400) if number != 1),
+            ),
+        ],
     ],
     ids=["paths", "a level of each", "braces", "excepted paths", "excepted patterns"],
 )
 def test_resolve_cost_does_not_grow_with_rules_times_parameters(monkeypatch, rules):
     plain, Counted.calls = path_match.compiled, 0
     monkeypatch.setattr(path_match, "compiled", lambda pattern: Counted(plain(pattern)))
-    layout = Layout(params=tuple(rules), gradients=Gradients("all_reduce", rules=tuple(GradientRule(path, "exact") for path in MANY)))
+    layout = Layout(
+        params=tuple(rules),
+        gradients=Gradients(
+            "all_reduce", rules=tuple(GradientRule(path, "exact") for path in MANY)
+        ),
+    )
     placements = placed(layout, shapes(**MANY))
-    assert {place.spec for place in placements.values()} == {("data",), ()} - ({()} if len(rules) == 400 else set())
+    assert {place.spec for place in placements.values()} == {("data",), ()} - (
+        {()} if len(rules) == 400 else set()
+    )
     assert Counted.calls <= 10 * 400
 
 
 def test_near_names_are_searched_for_problems_that_are_shown_only(monkeypatch):
     searched, plain = [], fixes.suggest
-    monkeypatch.setattr(fixes, "suggest", lambda pattern, paths: (searched.append(pattern), plain(pattern, paths))[1])
+    monkeypatch.setattr(
+        fixes,
+        "suggest",
+        lambda pattern, paths: (searched.append(pattern), plain(pattern, paths))[1],
+    )
     rules = tuple(Rule(f"blocks/{number}/mpl/kernel", ()) for number in range(300))
-    with pytest.raises(LayoutError, match=r'did you mean "blocks/0/mlp/kernel"\? It matches 1\.') as caught:
+    with pytest.raises(
+        LayoutError, match=r'did you mean "blocks/0/mlp/kernel"\? It matches 1\.'
+    ) as caught:
         placed(Layout(params=rules), shapes(**MANY))
     assert len(caught.value.problems) == 300 and len(searched) == 100
     first = "blocks/0/mlp/kernel, blocks/1/mlp/kernel, blocks/2/mlp/kernel"
-    assert caught.value.problems[-1].fix == f"remove the pattern, or match one of: {first} and 397 more."
+    assert (
+        caught.value.problems[-1].fix
+        == f"remove the pattern, or match one of: {first} and 397 more."
+    )

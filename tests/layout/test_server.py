@@ -1,4 +1,6 @@
-"""What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete fix is applied."""
+"""What is wrong with a `[parameter_server]` table, word for word, in both spellings; each concrete
+fix is applied.
+"""
 
 import dataclasses
 import re
@@ -21,7 +23,9 @@ KEYS = [field.name for field in dataclasses.fields(ParameterServer)]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A folder of its own; and optimizers are not tried on packed parameters, which compiles for a second each time (sgd is fine)."""
+    """A folder of its own; and optimizers are not tried on packed parameters, which compiles for a
+    second each time (sgd is fine).
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("spmd.train.model_setup.check_packed", lambda *_: None)
     return tmp_path
@@ -38,17 +42,25 @@ def table(text, gradients=""):
 
 
 def in_python(*args, codec=("exact",), **more):
-    layout = {name: more.pop(name) for name in ("batch", "params", "default", "optimizer") if name in more}
-    gradients = Gradients("parameter_server", *codec, **{name: more.pop(name) for name in GRADIENTS if name in more})
+    layout = {
+        name: more.pop(name) for name in ("batch", "params", "default", "optimizer") if name in more
+    }
+    gradients = Gradients(
+        "parameter_server", *codec, **{name: more.pop(name) for name in GRADIENTS if name in more}
+    )
     return Layout(gradients=gradients, parameter_server=ParameterServer(*args, **more), **layout)
 
 
 GRADIENTS = ("error_feedback", "start_step", "exact_axes", "diagnostics", "rules")
-ASYNC, BOUNDED, SOFTSYNC = 'mode = "asynchronous"', 'mode = "bounded"\nbound = 4', 'mode = "softsync"\nsplits = 2'
+ASYNC, BOUNDED, SOFTSYNC = (
+    'mode = "asynchronous"',
+    'mode = "bounded"\nbound = 4',
+    'mode = "softsync"\nsplits = 2',
+)
 RULE = '[[gradients.rules]]\npath = "{}"\ncodec = "{}"\n'
 
 
-# there and back ------------------------------------------------------------------------------------------------------
+# there and back -----------------------------------------------------------------------------------
 
 LINK = {"bandwidth": "10Gb/s", "latency": "50us"}
 WRITTEN = {
@@ -58,7 +70,10 @@ WRITTEN = {
     "spares": ({"spares": 1}, "spares = 1\n"),
     "bounded": ({"mode": "bounded", "bound": 0}, 'mode = "bounded"\nbound = 0\n'),
     "softsync": ({"mode": "softsync", "splits": 2}, 'mode = "softsync"\nsplits = 2\n'),
-    "a distribution": ({"compute_time": "lognormal(1.0, 0.3)"}, 'compute_time = "lognormal(1.0, 0.3)"\n'),
+    "a distribution": (
+        {"compute_time": "lognormal(1.0, 0.3)"},
+        'compute_time = "lognormal(1.0, 0.3)"\n',
+    ),
     "a list": ({"compute_time": [1, 0.5, 3, 1e-9]}, "compute_time = [1.0, 0.5, 3.0, 1e-09]\n"),
     "a tuple": ({"compute_time": (1.0, 0.5, 3.0, 1e22)}, "compute_time = [1.0, 0.5, 3.0, 1e+22]\n"),
     "a path": ({"compute_time": 'a "b"\\c.csv'}, 'compute_time = "a \\"b\\"\\\\c.csv"\n'),
@@ -66,16 +81,38 @@ WRITTEN = {
     "half a link": ({"network": {"latency": "50us"}}, 'network = { latency = "50us" }\n'),
     "a link in pairs": ({"network": (("latency", "50us"),)}, 'network = { latency = "50us" }\n'),
     "staleness": (
-        {"mode": "asynchronous", "staleness_scale": "power(0.5)", "max_staleness": 0, "delay_compensation": 1},
-        'mode = "asynchronous"\nstaleness_scale = "power(0.5)"\nmax_staleness = 0\ndelay_compensation = 1.0\n',
+        {
+            "mode": "asynchronous",
+            "staleness_scale": "power(0.5)",
+            "max_staleness": 0,
+            "delay_compensation": 1,
+        },
+        'mode = "asynchronous"\nstaleness_scale = "power(0.5)"\nmax_staleness = 0\n'
+        "delay_compensation = 1.0\n",
     ),
     "the rest": (
-        {"mode": "asynchronous", "warmup_steps": 3, "fetch_every": 5, "drop_remainder": True, "seed": 7},
-        'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\ndrop_remainder = true\nseed = 7\n',
+        {
+            "mode": "asynchronous",
+            "warmup_steps": 3,
+            "fetch_every": 5,
+            "drop_remainder": True,
+            "seed": 7,
+        },
+        'mode = "asynchronous"\nwarmup_steps = 3\nfetch_every = 5\ndrop_remainder = true\nseed = '
+        "7\n",
     ),
     "local": (
-        {"mode": "local", "every": 6, "fragments": 2, "overlap": 1, "mix": 0.5, "outer_rate": 1, "outer_momentum": 0},
-        'mode = "local"\nevery = 6\nfragments = 2\noverlap = 1\nmix = 0.5\nouter_rate = 1.0\nouter_momentum = 0.0\n',
+        {
+            "mode": "local",
+            "every": 6,
+            "fragments": 2,
+            "overlap": 1,
+            "mix": 0.5,
+            "outer_rate": 1,
+            "outer_momentum": 0,
+        },
+        'mode = "local"\nevery = 6\nfragments = 2\noverlap = 1\nmix = 0.5\nouter_rate = 1.0\n'
+        "outer_momentum = 0.0\n",
     ),
     "elastic": (
         {"mode": "elastic", "every": 10, "moving_rate": 0.1},
@@ -122,11 +159,15 @@ seed = 2
 def test_toml_round_trip(options, text):
     layout = in_python(**options)
     head = '[gradients]\nreduction = "parameter_server"\n'
-    assert layout.to_toml() == head + (f"\n[parameter_server]\n{text}" if text else ""), "defaults are not written"
+    assert layout.to_toml() == head + (f"\n[parameter_server]\n{text}" if text else ""), (
+        "defaults are not written"
+    )
     with open("there.toml", "w") as file:
         file.write(layout.to_toml())
     assert Layout.load("there.toml") == layout
-    assert Layout.load(layout) == layout and hash(layout.parameter_server) == hash(loads(layout.to_toml()).parameter_server)
+    assert Layout.load(layout) == layout and hash(layout.parameter_server) == hash(
+        loads(layout.to_toml()).parameter_server
+    )
 
 
 def test_toml_round_trip_covers_every_option():
@@ -137,7 +178,9 @@ def test_nested_network_table():
     """A link is a table: TOML has three ways to write one."""
     inline = loads(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
     assert loads(table('network.bandwidth = "10Gb/s"\nnetwork.latency = "50us"')) == inline
-    assert loads(table('[parameter_server.network]\nbandwidth = "10Gb/s"\nlatency = "50us"')) == inline
+    assert (
+        loads(table('[parameter_server.network]\nbandwidth = "10Gb/s"\nlatency = "50us"')) == inline
+    )
     assert fits(inline).layout.parameter_server.network == tuple(LINK.items())
 
 
@@ -147,13 +190,17 @@ def test_default_table_is_not_written():
     fits(in_python())
 
 
-# what means nothing --------------------------------------------------------------------------------------------------
-# each: lines of the file, the same in Python, the error (with the file's line), the file after the fix
+# what means nothing -------------------------------------------------------------------------------
+# each: lines of the file, the same in Python, the error (with the file's line), the file after the
+# fix
 
 MODES = "This version knows: synchronous, asynchronous, bounded, softsync, local, elastic."
 PLACEMENTS = "This version knows: sliced, round_robin, greedy_bytes, largest_first."
 SCALES = '"none", "inverse", "power(a)" or "exp(b)", of numbers from 0.'
-TIMES = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
+TIMES = (
+    "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of "
+    "seconds, or the path of a trace."
+)
 TIMES_FIXES = [
     'compute_time = "constant(2)"',
     'compute_time = "exponential(1.5)"',
@@ -170,7 +217,13 @@ def number(key, value, least, mode="synchronous", **more):
     """A whole number that is too small, in a mode that reads it; `least` is not too small."""
 
     def write(value):
-        return "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = {value}"])
+        return "\n".join(
+            [
+                f'mode = "{mode}"',
+                *(f"{other} = {fine}" for other, fine in more.items()),
+                f"{key} = {value}",
+            ]
+        )
 
     said = problem(key, f"{value}.", f"a whole number from {least}.", 5 + len(more))
     fixes = [write(4 if key == "workers" else least)]
@@ -194,14 +247,26 @@ def scale(text):
 
 def times(value, why):
     text = f'"{value}"' if isinstance(value, str) else str(value)
-    return f"compute_time = {text}", {"compute_time": value}, problem("compute_time", why, TIMES), TIMES_FIXES
+    return (
+        f"compute_time = {text}",
+        {"compute_time": value},
+        problem("compute_time", why, TIMES),
+        TIMES_FIXES,
+    )
 
 
 def fraction(key, text, wanted, fixes, mode="asynchronous", **more):
     """A number that is not what it has to be, in a mode that reads it."""
-    lines = "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = "])
+    lines = "\n".join(
+        [f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in more.items()), f"{key} = "]
+    )
     said = problem(key, f"{float(text)}.", f"a number {wanted}.", 5 + len(more))
-    return f"{lines}{text}", {"mode": mode, key: float(text), **more}, said, [f"{lines}{fix}" for fix in fixes]
+    return (
+        f"{lines}{text}",
+        {"mode": mode, key: float(text), **more},
+        said,
+        [f"{lines}{fix}" for fix in fixes],
+    )
 
 
 def compensation(text):
@@ -210,7 +275,9 @@ def compensation(text):
 
 def outer(key, text):
     wanted = {"outer_rate": "above 0", "moving_rate": "from 0"}.get(key, "from 0 to below 1")
-    return fraction(key, text, wanted, (0.1, 0.3), "elastic" if key == "moving_rate" else "local", every=4)
+    return fraction(
+        key, text, wanted, (0.1, 0.3), "elastic" if key == "moving_rate" else "local", every=4
+    )
 
 
 LIKE = {
@@ -244,27 +311,47 @@ LIKE = {
 def toml(value):
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + " }"
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        f'"{value}"'
+        if isinstance(value, str)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_misspelt_option(key):
     misspelt, value = LIKE[key]
-    said = f'  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      fix: did you mean "{key}"?'
-    assert error_text(table(f"{misspelt} = {toml(3 if value is None else value)}")) == unreadable(said)
+    said = (
+        f"  line 4: unknown key: [parameter_server] {misspelt}\n      nothing reads it.\n      "
+        f'fix: did you mean "{key}"?'
+    )
+    assert error_text(table(f"{misspelt} = {toml(3 if value is None else value)}")) == unreadable(
+        said
+    )
     if value is not None:
         fits(table(f"{key} = {toml(value)}"))
 
 
 def test_unknown_option():
-    said = f"  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      fix: known: {', '.join(KEYS)}."
+    said = (
+        "  line 4: unknown key: [parameter_server] queue\n      nothing reads it.\n      fix: "
+        f"known: {', '.join(KEYS)}."
+    )
     assert error_text(table("queue = 3")) == unreadable(said)
 
 
 def test_misspelt_table():
-    said = '  line 1: unknown key: parameter_sever\n      nothing reads it.\n      fix: did you mean "parameter_server"?'
+    said = (
+        "  line 1: unknown key: parameter_sever\n      nothing reads it.\n      fix: did you mean "
+        '"parameter_server"?'
+    )
     assert error_text("[parameter_sever]\nservers = 2\n") == unreadable(said)
-    said = "  line 1: parameter_server\n      3 is not a table.\n      fix: write [parameter_server] on a line of its own."
+    said = (
+        "  line 1: parameter_server\n      3 is not a table.\n      fix: write [parameter_server] "
+        "on a line of its own."
+    )
     assert error_text("parameter_server = 3\n") == unreadable(said)
 
 
@@ -287,8 +374,12 @@ UNREAD = {
     "compensation below 0": compensation("-1.0"),
     "compensation by nan": compensation("nan"),
     "compensation by inf": compensation("inf"),
-    "decay below 0": fraction("delay_decay", "-0.1", "from 0 to below 1", (0, 0.9), delay_compensation=2),
-    "decay of all": fraction("delay_decay", "1.0", "from 0 to below 1", (0.95,), delay_compensation=2),
+    "decay below 0": fraction(
+        "delay_decay", "-0.1", "from 0 to below 1", (0, 0.9), delay_compensation=2
+    ),
+    "decay of all": fraction(
+        "delay_decay", "1.0", "from 0 to below 1", (0.95,), delay_compensation=2
+    ),
     "every 0": number("every", 0, 1, "local"),
     "every below 0, elastic": number("every", -1, 1, "elastic"),
     "no fragments": number("fragments", 0, 1, "local", every=4),
@@ -320,8 +411,13 @@ UNREAD = {
     "misspelt placement": (
         'placement = "round robin"',
         {"placement": "round robin"},
-        problem("placement", 'no placement "round robin".', f'did you mean "round_robin"? {PLACEMENTS}'),
-        [f'placement = "{placement}"' for placement in ("round_robin", "sliced", "greedy_bytes", "largest_first")],
+        problem(
+            "placement", 'no placement "round robin".', f'did you mean "round_robin"? {PLACEMENTS}'
+        ),
+        [
+            f'placement = "{placement}"'
+            for placement in ("round_robin", "sliced", "greedy_bytes", "largest_first")
+        ],
     ),
     "unknown placement": (
         'placement = "hash"',
@@ -329,15 +425,25 @@ UNREAD = {
         problem("placement", 'no placement "hash".', PLACEMENTS.replace("This", "this")),
         [],
     ),
-    "half a lognormal": times("lognormal(1.0)", '"lognormal(1.0)" is not lognormal(median seconds, sigma).'),
-    "no numbers of a lognormal": times("lognormal", '"lognormal" is not lognormal(median seconds, sigma).'),
+    "half a lognormal": times(
+        "lognormal(1.0)", '"lognormal(1.0)" is not lognormal(median seconds, sigma).'
+    ),
+    "no numbers of a lognormal": times(
+        "lognormal", '"lognormal" is not lognormal(median seconds, sigma).'
+    ),
     "too many numbers": times("constant(1, 2)", '"constant(1, 2)" is not constant(seconds).'),
     "another distribution": times("normal(1, 2)", 'no distribution "normal".'),
-    "a mean below 0": times("exponential(-1)", '"exponential(-1)" is not exponential(mean seconds).'),
-    "a mean in words": times("exponential(fast)", '"exponential(fast)" is not exponential(mean seconds).'),
+    "a mean below 0": times(
+        "exponential(-1)", '"exponential(-1)" is not exponential(mean seconds).'
+    ),
+    "a mean in words": times(
+        "exponential(fast)", '"exponential(fast)" is not exponential(mean seconds).'
+    ),
     "forever": times("constant(inf)", '"constant(inf)" is not constant(seconds).'),
     "a list of nothing": times([], "[] are no seconds."),
-    "a list with one below 0": times([1.0, -1.0, 1.0, 1.0], "[1.0, -1.0, 1.0, 1.0] are no seconds."),
+    "a list with one below 0": times(
+        [1.0, -1.0, 1.0, 1.0], "[1.0, -1.0, 1.0, 1.0] are no seconds."
+    ),
     "a list with nan": (
         "compute_time = [nan, 1.0, 1.0, 1.0]",
         {"compute_time": [float("nan"), 1, 1, 1]},
@@ -363,13 +469,17 @@ def assert_refused(text, python, said, fixes):
     assert error_text(table(text)) == unreadable(said)
     line, without = said.split(": ", 1)
     assert line.startswith("  line ")
-    assert error_text(in_python(**python)) == unreadable(f"  {without}", where='layout "layout"'), "a layout made in Python has no lines"
+    assert error_text(in_python(**python)) == unreadable(f"  {without}", where='layout "layout"'), (
+        "a layout made in Python has no lines"
+    )
     for fix in fixes:
         fits(table(fix))
 
 
 def test_compute_time_list_of_strings():
-    said = problem("compute_time", '["a", "b"] is not a list of seconds.', "such as [1.0, 1.0, 3.0].")
+    said = problem(
+        "compute_time", '["a", "b"] is not a list of seconds.', "such as [1.0, 1.0, 3.0]."
+    )
     assert error_text(table('compute_time = ["a", "b"]')) == unreadable(said)
 
 
@@ -391,13 +501,25 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_invalid_network(network):
-    """The words are another test's; here: one problem, on its line, about the key and the value that are wrong, with the fix."""
+    """The words are another test's; here: one problem, on its line, about the key and the value
+    that are wrong, with the fix.
+    """
     key, value = list(network.items())[-1]
     fix = '      fix: such as { bandwidth = "10Gb/s", latency = "50us" }.'
-    by_file, by_python = error_text(table(f"network = {toml(network)}")), error_text(in_python(network=network))
-    assert headlines(by_file) == ["line 4: [parameter_server] network"] and headlines(by_python) == ["[parameter_server] network"]
+    by_file, by_python = (
+        error_text(table(f"network = {toml(network)}")),
+        error_text(in_python(network=network)),
+    )
+    assert headlines(by_file) == ["line 4: [parameter_server] network"] and headlines(
+        by_python
+    ) == ["[parameter_server] network"]
     for text in (by_file, by_python):
-        assert "1 problem:" in text and text.endswith(fix) and key in text and (key == "bandwith" or str(value) in text)
+        assert (
+            "1 problem:" in text
+            and text.endswith(fix)
+            and key in text
+            and (key == "bandwith" or str(value) in text)
+        )
     fits(table('network = { bandwidth = "10Gb/s", latency = "50us" }'))
 
 
@@ -416,7 +538,7 @@ def test_valid_network(network, means):
         assert Network.parse(fits(layout).layout.parameter_server.network) == means
 
 
-# wrong types ---------------------------------------------------------------------------------------------------------
+# wrong types --------------------------------------------------------------------------------------
 
 WRONG_TYPES = {
     "placement": [3, True, None],
@@ -444,13 +566,20 @@ WRONG_TYPES = {
     "drop_remainder": ["yes", 1, None],
     "seed": ["zero", 0.5, True, None],
 }
-KIND = {"placement": "a str", "mode": "a str", "staleness_scale": "a str", "network": "a dict", "drop_remainder": "a bool"} | dict.fromkeys(
-    FRACTIONS, "a float"
-)
+KIND = {
+    "placement": "a str",
+    "mode": "a str",
+    "staleness_scale": "a str",
+    "network": "a dict",
+    "drop_remainder": "a bool",
+} | dict.fromkeys(FRACTIONS, "a float")
 FLAT = [(key, value) for key, values in WRONG_TYPES.items() for value in values]
-SPELT = {"compute_time": "a list", "network": "a table", "staleness_scale": "a string", "drop_remainder": "true or false"} | dict.fromkeys(
-    FRACTIONS, "a number"
-)
+SPELT = {
+    "compute_time": "a list",
+    "network": "a table",
+    "staleness_scale": "a string",
+    "drop_remainder": "true or false",
+} | dict.fromkeys(FRACTIONS, "a number")
 
 
 def test_wrong_types_cover_every_option():
@@ -466,7 +595,11 @@ def test_wrong_type_in_python_names_option(key, value):
         assert caught.value.fix == f"{KIND.get(key, 'an int')}."
 
 
-@pytest.mark.parametrize("key, value", [(key, value) for key, value in FLAT if type(value) in (int, float, str, bool, list, dict)], ids=str)
+@pytest.mark.parametrize(
+    "key, value",
+    [(key, value) for key, value in FLAT if type(value) in (int, float, str, bool, list, dict)],
+    ids=str,
+)
 def test_wrong_type_in_file(key, value):
     """Whatever `such as` names is taken at its word."""
     shown = toml(value) if not isinstance(value, list) else str(value).replace("'", '"')
@@ -475,7 +608,9 @@ def test_wrong_type_in_file(key, value):
     if key in ("placement", "mode"):
         known = PLACEMENTS if key == "placement" else MODES
         shown = shown.strip('"')
-        assert text == unreadable(problem(key, f'no {key} "{shown}".', known.replace("This", "this")))
+        assert text == unreadable(
+            problem(key, f'no {key} "{shown}".', known.replace("This", "this"))
+        )
         return
     if key != "compute_time":
         assert f" is not {SPELT.get(key, 'a whole number')}." in text
@@ -484,7 +619,9 @@ def test_wrong_type_in_file(key, value):
         return
     assert fix.startswith("such as ") and fix.endswith(".")
     reader = {"delay_decay": "asynchronous"}.get(key, OF_MODE.get(key, ("asynchronous",))[0])
-    mode = "\n".join([f'mode = "{reader}"', *(f"{need} = 4" for need in NEEDED.get(reader, {}) if need != key)])
+    mode = "\n".join(
+        [f'mode = "{reader}"', *(f"{need} = 4" for need in NEEDED.get(reader, {}) if need != key)]
+    )
     mode += "\ndelay_compensation = 2" if key == "delay_decay" else ""
     loads(table(f"{mode}\n{key} = {fix.removeprefix('such as ').removesuffix('.')}"))
 
@@ -523,35 +660,71 @@ def test_invalid_python_values_raise_spmd_error(options):
     assert "is not TOML" not in text
 
 
-@pytest.mark.parametrize("line", [f"{ASYNC}\ndelay_compensation = 1{'0' * 400}", f"compute_time = [1{'0' * 400}, 1, 1, 1]"])
+@pytest.mark.parametrize(
+    "line",
+    [f"{ASYNC}\ndelay_compensation = 1{'0' * 400}", f"compute_time = [1{'0' * 400}, 1, 1, 1]"],
+)
 def test_number_too_large_for_float(line):
     assert "1 problem:" in error_text(table(line))
 
 
 @pytest.mark.parametrize(
-    "seconds", [[1, 2, 3, 4], (1, 2, 3, 4), list(np.arange(1.0, 5.0)), tuple(np.arange(1.0, 5.0)), tuple(np.ones(4, np.float32))]
+    "seconds",
+    [
+        [1, 2, 3, 4],
+        (1, 2, 3, 4),
+        list(np.arange(1.0, 5.0)),
+        tuple(np.arange(1.0, 5.0)),
+        tuple(np.ones(4, np.float32)),
+    ],
 )
 def test_compute_time_accepts_any_sequence(seconds):
-    assert fits(in_python(compute_time=seconds)).layout.parameter_server.compute_time == tuple(float(each) for each in seconds)
+    assert fits(in_python(compute_time=seconds)).layout.parameter_server.compute_time == tuple(
+        float(each) for each in seconds
+    )
 
 
-# what does not go together -------------------------------------------------------------------------------------------
+# what does not go together ------------------------------------------------------------------------
 
 
 def idle(key, value, mode, readers):
     """An option that nothing reads in this mode is reported; other modes read it."""
 
     def write(mode):
-        return "\n".join([f'mode = "{mode}"', *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items())])
+        return "\n".join(
+            [
+                f'mode = "{mode}"',
+                *(f"{other} = {fine}" for other, fine in NEEDED.get(mode, {}).items()),
+            ]
+        )
 
     lines = write(mode)
-    said = problem(key, f'nothing reads it in mode "{mode}".', MODES_FIX[readers], 5 + lines.count("\n"))
-    fixes = [lines, *(f"{write(reader)}\n{key} = {toml(value)}" for reader in readers if key not in NEEDED.get(reader, {}))]
+    said = problem(
+        key, f'nothing reads it in mode "{mode}".', MODES_FIX[readers], 5 + lines.count("\n")
+    )
+    fixes = [
+        lines,
+        *(
+            f"{write(reader)}\n{key} = {toml(value)}"
+            for reader in readers
+            if key not in NEEDED.get(reader, {})
+        ),
+    ]
     fixes += [write(reader) for reader in readers if key in NEEDED.get(reader, {})]
-    return f"{lines}\n{key} = {toml(value)}", {"mode": mode, key: value, **NEEDED.get(mode, {})}, said, fixes
+    return (
+        f"{lines}\n{key} = {toml(value)}",
+        {"mode": mode, key: value, **NEEDED.get(mode, {})},
+        said,
+        fixes,
+    )
 
 
-NEEDED = {"bounded": {"bound": 4}, "softsync": {"splits": 2}, "local": {"every": 4}, "elastic": {"every": 4}}
+NEEDED = {
+    "bounded": {"bound": 4},
+    "softsync": {"splits": 2},
+    "local": {"every": 4},
+    "elastic": {"every": 4},
+}
 LOCAL = ("local", "elastic")
 LATE = ("asynchronous", "bounded", "softsync")
 MODES_FIX = {
@@ -560,49 +733,86 @@ MODES_FIX = {
     ("bounded",): 'leave it out, or mode = "bounded".',
     ("softsync",): 'leave it out, or mode = "softsync".',
     LATE: 'leave it out, or mode = "asynchronous" or "bounded" or "softsync".',
-    ("synchronous", *LATE): 'leave it out, or mode = "synchronous" or "asynchronous" or "bounded" or "softsync".',
+    (
+        "synchronous",
+        *LATE,
+    ): 'leave it out, or mode = "synchronous" or "asynchronous" or "bounded" or "softsync".',
     LOCAL: 'leave it out, or mode = "local" or "elastic".',
     ("local",): 'leave it out, or mode = "local".',
     ("elastic",): 'leave it out, or mode = "elastic".',
 }
 CLASHES = {
     **{f"spares, {mode}": idle("spares", 1, mode, ("synchronous",)) for mode in LATE},
-    **{f"bound, {mode}": idle("bound", 4, mode, ("bounded",)) for mode in ("synchronous", "asynchronous", "softsync")},
-    **{f"splits, {mode}": idle("splits", 2, mode, ("softsync",)) for mode in ("synchronous", "asynchronous", "bounded")},
-    **{f"fetch_every, {mode}": idle("fetch_every", 2, mode, ("asynchronous",)) for mode in ("synchronous", "bounded", "softsync")},
+    **{
+        f"bound, {mode}": idle("bound", 4, mode, ("bounded",))
+        for mode in ("synchronous", "asynchronous", "softsync")
+    },
+    **{
+        f"splits, {mode}": idle("splits", 2, mode, ("softsync",))
+        for mode in ("synchronous", "asynchronous", "bounded")
+    },
+    **{
+        f"fetch_every, {mode}": idle("fetch_every", 2, mode, ("asynchronous",))
+        for mode in ("synchronous", "bounded", "softsync")
+    },
     "bound 0": idle("bound", 0, "synchronous", ("bounded",)),
     "staleness_scale": idle("staleness_scale", "inverse", "synchronous", LATE),
     "max_staleness": idle("max_staleness", 4, "synchronous", LATE),
     "max_staleness 0": idle("max_staleness", 0, "synchronous", LATE),
     "delay_compensation": idle("delay_compensation", 0.04, "synchronous", LATE),
-    **{f"staleness_scale, {mode}": idle("staleness_scale", "inverse", mode, LATE) for mode in LOCAL},
-    **{f"warmup_steps, {mode}": idle("warmup_steps", 3, mode, ("synchronous", *LATE)) for mode in LOCAL},
+    **{
+        f"staleness_scale, {mode}": idle("staleness_scale", "inverse", mode, LATE) for mode in LOCAL
+    },
+    **{
+        f"warmup_steps, {mode}": idle("warmup_steps", 3, mode, ("synchronous", *LATE))
+        for mode in LOCAL
+    },
     "spares, local": idle("spares", 1, "local", ("synchronous",)),
     "every, synchronous": idle("every", 4, "synchronous", LOCAL),
     "every, asynchronous": idle("every", 4, "asynchronous", LOCAL),
-    **{f"fragments, {mode}": idle("fragments", 2, mode, ("local",)) for mode in ("synchronous", "elastic")},
+    **{
+        f"fragments, {mode}": idle("fragments", 2, mode, ("local",))
+        for mode in ("synchronous", "elastic")
+    },
     "overlap, elastic": idle("overlap", 1, "elastic", ("local",)),
     "mix, elastic": idle("mix", 0.5, "elastic", ("local",)),
     "outer_rate, elastic": idle("outer_rate", 1.0, "elastic", ("local",)),
     "outer_momentum, synchronous": idle("outer_momentum", 0.5, "synchronous", ("local",)),
     "moving_rate, local": idle("moving_rate", 0.1, "local", ("elastic",)),
-    "no every": ('mode = "local"', {"mode": "local"}, problem("mode", '"local" needs every.', "such as  every = 10."), []),
+    "no every": (
+        'mode = "local"',
+        {"mode": "local"},
+        problem("mode", '"local" needs every.', "such as  every = 10."),
+        [],
+    ),
     "adapts nothing": (
         f"{ASYNC}\ndelay_decay = 0.95",
         {"mode": "asynchronous", "delay_decay": 0.95},
-        problem("delay_decay", "nothing reads it: delay_compensation is 0.", "delay_compensation = 2.0, or leave it out.", 5),
+        problem(
+            "delay_decay",
+            "nothing reads it: delay_compensation is 0.",
+            "delay_compensation = 2.0, or leave it out.",
+            5,
+        ),
         [f"{ASYNC}\ndelay_decay = 0.95\ndelay_compensation = 2.0"],
     ),
     "turns of unequal length": (
         'mode = "local"\nevery = 10\nfragments = 4',
         {"mode": "local", "every": 10, "fragments": 4},
-        problem("fragments", "10 steps between synchronizations, for 4 fragments in turn; 10 / 4 leaves 2.", "every = 12.", 6),
+        problem(
+            "fragments",
+            "10 steps between synchronizations, for 4 fragments in turn; 10 / 4 leaves 2.",
+            "every = 12.",
+            6,
+        ),
         ['mode = "local"\nevery = 12\nfragments = 4'],
     ),
     "back after the next was sent": (
         'mode = "local"\nevery = 8\nfragments = 4\noverlap = 2',
         {"mode": "local", "every": 8, "fragments": 4, "overlap": 2},
-        problem("overlap", "2 steps, and the next synchronization is 2 steps later.", "at most 1.", 7),
+        problem(
+            "overlap", "2 steps, and the next synchronization is 2 steps later.", "at most 1.", 7
+        ),
         ['mode = "local"\nevery = 8\nfragments = 4\noverlap = 1'],
     ),
     "bounded by nothing": (
@@ -628,21 +838,32 @@ def test_option_of_another_mode(text, python, said, fixes):
 
 @pytest.mark.parametrize("mode", ["synchronous", *LATE, *LOCAL])
 def test_options_common_to_all_modes(mode):
-    options = {"servers": 2, "workers": 8, "warmup_steps": 0 if mode in LOCAL else 3, "seed": 7, "compute_time": "exponential(1)"}
+    options = {
+        "servers": 2,
+        "workers": 8,
+        "warmup_steps": 0 if mode in LOCAL else 3,
+        "seed": 7,
+        "compute_time": "exponential(1)",
+    }
     options |= {"mode": mode, "network": LINK, **NEEDED.get(mode, {})}
     server = fits(in_python(**options)).layout.parameter_server
-    assert {key: getattr(server, key) for key in options} == options | {"network": tuple(LINK.items())}
+    assert {key: getattr(server, key) for key in options} == options | {
+        "network": tuple(LINK.items())
+    }
 
 
 # each: lines of [gradients], the same in Python, the error of the file, fixes
-APPROXIMATES = "approximates a mean over workers; an asynchronous server applies each gradient separately."
+APPROXIMATES = (
+    "approximates a mean over workers; an asynchronous server applies each gradient separately."
+)
 NO_MEAN = "nothing reads it: an asynchronous server makes no mean.\n      fix: leave it out."
 POWER = 'codec = "power_sgd"\nerror_feedback = true\n'
 GRADIENTS_CLASHES = {
     "power_sgd": (
         POWER,
         {"codec": ("power_sgd",), "error_feedback": True},
-        f'  line 3: [gradients] codec\n      power_sgd {APPROXIMATES}\n      fix: codec = "bfloat16", or mode = "synchronous".',
+        f"  line 3: [gradients] codec\n      power_sgd {APPROXIMATES}\n      fix: codec = "
+        '"bfloat16", or mode = "synchronous".',
         ['codec = "bfloat16"\nerror_feedback = true\n'],
     ),
     "start_step": (
@@ -661,11 +882,15 @@ GRADIENTS_CLASHES = {
 
 
 @pytest.mark.parametrize("mode, needed", [(mode, NEEDED.get(mode, {})) for mode in LATE])
-@pytest.mark.parametrize("lines, python, said, fixes", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES)
+@pytest.mark.parametrize(
+    "lines, python, said, fixes", GRADIENTS_CLASHES.values(), ids=GRADIENTS_CLASHES
+)
 def test_gradient_options_invalid_in_asynchronous_modes(lines, python, said, fixes, mode, needed):
     server = "\n".join([f'mode = "{mode}"', *(f"{key} = {value}" for key, value in needed.items())])
     assert error_text(table(server, lines)) == unreadable(said)
-    assert error_text(in_python(mode=mode, **needed, **python)) == unreadable(f"  {said.split(': ', 1)[1]}", where='layout "layout"')
+    assert error_text(in_python(mode=mode, **needed, **python)) == unreadable(
+        f"  {said.split(': ', 1)[1]}", where='layout "layout"'
+    )
     for fix in fixes:
         fits(table(server, fix))
     fits(table('mode = "synchronous"', lines))
@@ -673,16 +898,31 @@ def test_gradient_options_invalid_in_asynchronous_modes(lines, python, said, fix
 
 @pytest.mark.parametrize("mode", LOCAL)
 def test_diagnostics_invalid_in_local_modes(mode):
-    said = "  line 4: [gradients] diagnostics\n      nothing reads it: in most steps nothing is exchanged.\n      fix: leave it out."
-    assert error_text(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\ndiagnostics = true\n')) == unreadable(said)
+    said = (
+        "  line 4: [gradients] diagnostics\n      nothing reads it: in most steps nothing is "
+        "exchanged.\n      fix: leave it out."
+    )
+    assert error_text(
+        table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\ndiagnostics = true\n')
+    ) == unreadable(said)
     fits(table(f'mode = "{mode}"\nevery = 4', 'codec = "int8"\n'))
 
 
 def test_exact_axes_invalid_in_asynchronous_mode():
-    batch, mesh, lines = '[batch]\nspec = [["node", "data"]]\n', "node=2,data=4", 'codec = "int8"\nexact_axes = ["data"]\n'
-    assert error_text(batch + table(ASYNC, lines), mesh) == unreadable(f"  line 6: [gradients] exact_axes\n      {NO_MEAN}")
-    python = in_python(mode="asynchronous", codec=("int8",), exact_axes="data", batch=Batch((("node", "data"),)))
-    assert error_text(python, mesh) == unreadable(f"  [gradients] exact_axes\n      {NO_MEAN}", where='layout "layout"')
+    batch, mesh, lines = (
+        '[batch]\nspec = [["node", "data"]]\n',
+        "node=2,data=4",
+        'codec = "int8"\nexact_axes = ["data"]\n',
+    )
+    assert error_text(batch + table(ASYNC, lines), mesh) == unreadable(
+        f"  line 6: [gradients] exact_axes\n      {NO_MEAN}"
+    )
+    python = in_python(
+        mode="asynchronous", codec=("int8",), exact_axes="data", batch=Batch((("node", "data"),))
+    )
+    assert error_text(python, mesh) == unreadable(
+        f"  [gradients] exact_axes\n      {NO_MEAN}", where='layout "layout"'
+    )
     fits(batch + table(ASYNC, 'codec = "int8"\n'), mesh)
     fits(batch + table("", lines), mesh)
 
@@ -694,11 +934,20 @@ def test_option_unread_for_two_reasons_is_one_problem(key):
 
 
 def test_ring_invalid_in_asynchronous_mode():
-    """bfloat16 itself is fine, so a fix that says bfloat16 changes nothing: what is wrong is the way."""
+    """bfloat16 itself is fine, so a fix that says bfloat16 changes nothing: what is wrong is the
+    way.
+    """
     lines = 'codec = "bfloat16"\nreduce = "ring"\n'
-    for layout in (table(ASYNC, lines), in_python(mode="asynchronous", codec=("bfloat16", {"reduce": "ring"}))):
+    for layout in (
+        table(ASYNC, lines),
+        in_python(mode="asynchronous", codec=("bfloat16", {"reduce": "ring"})),
+    ):
         text = error_text(layout)
-        assert "1 problem:" in text and 'reduce = "one_shot"' in text and 'codec = "bfloat16",' not in text
+        assert (
+            "1 problem:" in text
+            and 'reduce = "one_shot"' in text
+            and 'codec = "bfloat16",' not in text
+        )
     assert headlines(error_text(table(ASYNC, lines))) == ["line 4: [gradients] reduce"]
     fits(table(ASYNC, 'codec = "bfloat16"\nreduce = "one_shot"\n'))
     fits(table("", lines))
@@ -706,7 +955,11 @@ def test_ring_invalid_in_asynchronous_mode():
 
 def test_invalid_gradient_rule_is_named():
     """In Python there are no lines, so the rule's number is all there is."""
-    lines = "error_feedback = true\n" + RULE.format("**/bias", "int8") + RULE.format("**/kernel", "power_sgd")
+    lines = (
+        "error_feedback = true\n"
+        + RULE.format("**/bias", "int8")
+        + RULE.format("**/kernel", "power_sgd")
+    )
     rules = (GradientRule("**/bias", "int8"), GradientRule("**/kernel", "power_sgd"))
     python = in_python(mode="asynchronous", error_feedback=True, rules=rules)
     text = error_text(table(ASYNC, lines))
@@ -717,7 +970,7 @@ def test_invalid_gradient_rule_is_named():
     fits(table("", lines))
 
 
-# another reduction ---------------------------------------------------------------------------------------------------
+# another reduction --------------------------------------------------------------------------------
 
 REDUCTIONS = ("compiler", "all_reduce", "reduce_scatter")
 
@@ -730,20 +983,29 @@ def unused(reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_table_with_another_reduction(reduction):
-    text, gradients = "[parameter_server]\nservers = 2\n", f'[gradients]\nreduction = "{reduction}"\n'
+    text, gradients = (
+        "[parameter_server]\nservers = 2\n",
+        f'[gradients]\nreduction = "{reduction}"\n',
+    )
     python = Layout(gradients=Gradients(reduction), parameter_server=ParameterServer(servers=2))
     assert error_text(python) == unreadable(f"  {unused(reduction)}", where='layout "layout"')
     for layout in (gradients + text, text + gradients):
-        assert error_text(layout).replace("line 3: ", "").replace("line 1: ", "") == unreadable(f"  {unused(reduction)}")
+        assert error_text(layout).replace("line 3: ", "").replace("line 1: ", "") == unreadable(
+            f"  {unused(reduction)}"
+        )
         fits(layout.replace(reduction, "parameter_server"))
     fits(gradients)
     fits(gradients + "[parameter_server]\n")
 
 
 def test_unread_table_has_line():
-    assert error_text("[parameter_server]\nservers = 2\n") == unreadable(f"  line 1: {unused('compiler')}")
+    assert error_text("[parameter_server]\nservers = 2\n") == unreadable(
+        f"  line 1: {unused('compiler')}"
+    )
     text = error_text('[parameter_server]\nservers = 2\n[gradients]\ncodec = "int4"\n')
-    assert headlines(text) == ["line 1: [parameter_server]", "line 4: [gradients] codec"], "in the order of the file"
+    assert headlines(text) == ["line 1: [parameter_server]", "line 4: [gradients] codec"], (
+        "in the order of the file"
+    )
 
 
 def test_misspelt_reduction_is_one_problem(golden):
@@ -754,21 +1016,31 @@ def test_misspelt_reduction_is_one_problem(golden):
 
 
 def test_unreadable_option_is_not_also_missing():
-    assert error_text(table('mode = "local"\nevery = "10"')) == unreadable(problem("every", '"10" is not a whole number.', "such as 2.", 5))
+    assert error_text(table('mode = "local"\nevery = "10"')) == unreadable(
+        problem("every", '"10" is not a whole number.', "such as 2.", 5)
+    )
 
 
-@pytest.mark.parametrize("mode, meant", [("async", "asynchronous"), ("sync", "synchronous"), ("asynchron", "asynchronous")])
+@pytest.mark.parametrize(
+    "mode, meant",
+    [("async", "asynchronous"), ("sync", "synchronous"), ("asynchron", "asynchronous")],
+)
 def test_misspelt_mode_is_one_problem(mode, meant):
-    """An abbreviation means the mode that begins so, and not one that needs something else as well."""
+    """An abbreviation means the mode that begins so, and not one that needs something else as
+    well.
+    """
     text = error_text(table(f'mode = "{mode}"'))
     assert f'did you mean "{meant}"?' in text and "1 problem:" in text
 
 
-# what reads well and does not fit ------------------------------------------------------------------------------------
+# what reads well and does not fit -----------------------------------------------------------------
 
 ON_MODEL = "does not fit this model on mesh data=4\n1 problem:\n\n"
 KEPT = "the servers keep all parameters, packed, and workers use them unsharded."
-RULE_FIX = 'fix: remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as the rules say.'
+RULE_FIX = (
+    'fix: remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters as '
+    "the rules say."
+)
 KERNEL = '[[params]]\npath = "up/kernel"\nspec = ["-", "data"]\n'
 
 
@@ -786,13 +1058,17 @@ MISFITS = {
     "workers that no position has": (
         table("workers = 6"),
         in_python(workers=6),
-        misfit("workers", "6 workers at 4 positions along the data axes; 6 / 4 leaves 2.", "such as 8."),
+        misfit(
+            "workers", "6 workers at 4 positions along the data axes; 6 / 4 leaves 2.", "such as 8."
+        ),
         [table("workers = 8")],
     ),
     "fewer workers than positions": (
         table("workers = 2"),
         in_python(workers=2),
-        misfit("workers", "2 workers at 4 positions along the data axes; 2 / 4 leaves 2.", "such as 4."),
+        misfit(
+            "workers", "2 workers at 4 positions along the data axes; 2 / 4 leaves 2.", "such as 4."
+        ),
         [table("workers = 4")],
     ),
     "as many spares as workers": (
@@ -811,7 +1087,10 @@ MISFITS = {
         table('mode = "softsync"\nsplits = 5'),
         in_python(mode="softsync", splits=5),
         misfit("splits", "5, of 4 workers.", "at most 4."),
-        [table('mode = "softsync"\nsplits = 4'), table('workers = 8\nmode = "softsync"\nsplits = 5')],
+        [
+            table('mode = "softsync"\nsplits = 4'),
+            table('workers = 8\nmode = "softsync"\nsplits = 5'),
+        ],
     ),
     "more fragments than parameters": (
         table('mode = "local"\nevery = 10\nfragments = 5'),
@@ -827,14 +1106,18 @@ MISFITS = {
             'placement "round_robin" packs parameters together, so they are synchronized at once.',
             'placement = "sliced", or leave it out.',
         ),
-        [table('mode = "local"\nevery = 10\nfragments = 2'), table('mode = "local"\nevery = 10\nplacement = "round_robin"')],
+        [
+            table('mode = "local"\nevery = 10\nfragments = 2'),
+            table('mode = "local"\nevery = 10\nplacement = "round_robin"'),
+        ],
     ),
     "further than to the mean and back": (
         table('mode = "elastic"\nevery = 10\nmoving_rate = 0.4'),
         in_python(mode="elastic", every=10, moving_rate=0.4),
         misfit(
             "moving_rate",
-            "0.4 with 4 workers: each sync multiplies the servers' distance from the workers' mean by 1 - 0.4 (4 + 1) = -1.",
+            "0.4 with 4 workers: each sync multiplies the servers' distance from the workers' mean "
+            "by 1 - 0.4 (4 + 1) = -1.",
             "below 2 / 5, such as 0.225.",
         ),
         [table(f'mode = "elastic"\nevery = 10\nmoving_rate = {rate}') for rate in (0.225, 0.39)],
@@ -854,14 +1137,19 @@ MISFITS = {
     "sharded optimizer state": (
         '[optimizer]\nshard = "data"\n' + table(""),
         in_python(optimizer=OptimizerState("data")),
-        "  [optimizer] shard\n      the servers keep the optimizer state.\n      fix: leave it out.",
+        "  [optimizer] shard\n      the servers keep the optimizer state.\n      fix: leave it "
+        "out.",
         [table("")],
     ),
     "a rule that shards": (
         KERNEL + table(""),
         in_python(params=(Rule("up/kernel", (None, "data")),)),
         f'  up/kernel   spec ["-", "data"]   rule 1, line 1\n      {KEPT}\n      {RULE_FIX}',
-        [table(""), KERNEL + table("").replace("parameter_server", "reduce_scatter", 1), KERNEL.replace("data", "-") + table("")],
+        [
+            table(""),
+            KERNEL + table("").replace("parameter_server", "reduce_scatter", 1),
+            KERNEL.replace("data", "-") + table(""),
+        ],
     ),
     **{
         f"rules of codecs, {placement}": (
@@ -870,7 +1158,10 @@ MISFITS = {
             f"""  [[gradients.rules]]
       placement "{placement}" packs parameters together, so they have one codec.
       fix: placement = "sliced".""",
-            [table('placement = "sliced"', RULE.format("**/bias", "int8")), table(f'placement = "{placement}"', 'codec = "int8"\n')],
+            [
+                table('placement = "sliced"', RULE.format("**/bias", "int8")),
+                table(f'placement = "{placement}"', 'codec = "int8"\n'),
+            ],
         )
         for placement in ("round_robin", "greedy_bytes", "largest_first")
     },
@@ -888,22 +1179,30 @@ def test_table_does_not_fit_mesh(text, python, said, fixes):
 def test_positions_span_all_data_axes():
     batch, mesh = '[batch]\nspec = [["node", "data"]]\n', "node=2,data=4"
     assert "9 servers at 8 positions" in error_text(batch + table("servers = 9"), mesh)
-    assert "12 workers at 8 positions along the data axes; 12 / 8 leaves 4.\n      fix: such as 16." in error_text(
-        table("workers = 12"), "data=8"
+    assert (
+        "12 workers at 8 positions along the data axes; 12 / 8 leaves 4.\n      fix: such as 16."
+        in error_text(table("workers = 12"), "data=8")
     )
     fits(batch + table("servers = 8\nworkers = 8"), mesh)
     fits(table(ASYNC + "\nworkers = 4\nservers = 1"), "data=1")
 
 
 def test_batch_smaller_than_workers():
-    with pytest.raises(spmd.errors.DataError, match=r"not divisible by 16 workers \(\[parameter_server\] workers\)"):
+    with pytest.raises(
+        spmd.errors.DataError, match=r"not divisible by 16 workers \(\[parameter_server\] workers\)"
+    ):
         fits(table("workers = 16"))
 
 
-@pytest.mark.parametrize(("default", "mesh"), [("shard:data", "data=4"), ("shard:model", "data=4,model=2")])
+@pytest.mark.parametrize(
+    ("default", "mesh"), [("shard:data", "data=4"), ("shard:model", "data=4,model=2")]
+)
 def test_sharding_default_with_servers(default, mesh):
     """No rule is written, so none can be left out: the fix is about the default."""
-    for layout in (f'[default]\nparams = "{default}"\n' + table(""), in_python(default=Default(default))):
+    for layout in (
+        f'[default]\nparams = "{default}"\n' + table(""),
+        in_python(default=Default(default)),
+    ):
         text = error_text(layout, mesh)
         assert KEPT in text and "1 problem:" in text
         assert "[default] params" in text and "remove the rule" not in text
@@ -916,11 +1215,15 @@ def test_every_sharding_rule_is_reported():
     text = error_text(KERNEL + KERNEL.replace("up", "down") + table(""))
     assert "rule 1, line 1" in text and "rule 2, line 4" in text
     text = error_text(KERNEL.replace("up/kernel", "**/kernel") + table(""))
-    assert "down/kernel" in text and "up/kernel" in text, "or one problem for all that share the rule"
+    assert "down/kernel" in text and "up/kernel" in text, (
+        "or one problem for all that share the rule"
+    )
 
 
 def test_max_replicated_fix_with_servers():
-    """Servers split every parameter, so none is replicated; a default that shards would be the next error."""
+    """Servers split every parameter, so none is replicated; a default that shards would be the next
+    error.
+    """
     layout = "[default]\nmax_replicated = 0.5\n" + table("")
     try:
         fits(layout)
@@ -930,7 +1233,7 @@ def test_max_replicated_fix_with_servers():
         fits(layout.replace("0.5", "1"))
 
 
-# many at once --------------------------------------------------------------------------------------------------------
+# many at once -------------------------------------------------------------------------------------
 
 MANY = {
     "queue = 1": "unknown key: [parameter_server] queue",
@@ -951,7 +1254,9 @@ MANY = {
 @pytest.mark.parametrize("order", [list(MANY), list(MANY)[::-1]], ids=["", "backwards"])
 def test_all_problems_of_table_in_file_order(order):
     text = error_text(table("\n".join(order)))
-    assert headlines(text) == [f"line {number}: {MANY[line]}" for number, line in enumerate(order, 4)]
+    assert headlines(text) == [
+        f"line {number}: {MANY[line]}" for number, line in enumerate(order, 4)
+    ]
     assert "12 problems:" in text and text.count("fix: ") == 12
 
 
@@ -971,8 +1276,12 @@ def test_problems_of_both_tables_in_file_order():
 
 
 def test_all_misfits_are_reported():
-    lines = 'placement = "greedy_bytes"\nservers = 9\nworkers = 10\nspares = 10\ncompute_time = [1, 2]'
-    text = error_text('[optimizer]\nshard = "data"\n' + table(lines, RULE.format("**/bias", "int8")))
+    lines = (
+        'placement = "greedy_bytes"\nservers = 9\nworkers = 10\nspares = 10\ncompute_time = [1, 2]'
+    )
+    text = error_text(
+        '[optimizer]\nshard = "data"\n' + table(lines, RULE.format("**/bias", "int8"))
+    )
     assert headlines(text) == [
         "[optimizer] shard",
         "[[gradients.rules]]",
@@ -983,10 +1292,12 @@ def test_all_misfits_are_reported():
     ]
 
 
-# smaller things ------------------------------------------------------------------------------------------------------
+# smaller things -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ['[parameter_server.network]\nbandwidth = "10 Gb"', 'network.bandwidth = "10 Gb"'])
+@pytest.mark.parametrize(
+    "text", ['[parameter_server.network]\nbandwidth = "10 Gb"', 'network.bandwidth = "10 Gb"']
+)
 def test_nested_table_has_line(text):
     (where,) = headlines(error_text(table(text)))
     assert re.fullmatch(r"line [45]: \[parameter_server[\].] ?network\]?.*", where)
@@ -1007,7 +1318,9 @@ def test_misspelt_network_key():
 
 @pytest.mark.parametrize("text", ["uniform", "lognormal(1.0, 0.3", "", "times.csv"])
 def test_missing_trace_raises_before_first_step(text):
-    """A word that is no distribution is a path, and a path that leads nowhere is known before anything is compiled."""
+    """A word that is no distribution is a path, and a path that leads nowhere is known before
+    anything is compiled.
+    """
     for layout in (table(f'compute_time = "{text}"'), in_python(compute_time=text)):
         with pytest.raises(SpmdError, match=r"(?s)compute_time.*fix: "):
             fits(layout)
@@ -1031,13 +1344,18 @@ def test_invalid_trace(form, content, folder):
     with pytest.raises(SpmdError, match=r"(?s)compute_time.*fix: ") as caught:
         trainer = fits(table(f'compute_time = "times.{form}"'))
         trainer.step(trainer.init(), (X, Y))
-    assert "pickle" not in str(caught.value) and "inhomogeneous" not in str(caught.value), "numpy's words are not ours"
+    assert "pickle" not in str(caught.value) and "inhomogeneous" not in str(caught.value), (
+        "numpy's words are not ours"
+    )
 
 
 def test_trace_sets_compute_times(folder):
     (folder / "times.csv").write_text("1,2,3,4\n" * 3)
     np.save("times.npy", np.ones((3, 8)))
-    for text, workers in (('compute_time = "times.csv"', 4), ('workers = 8\ncompute_time = "times.npy"', 8)):
+    for text, workers in (
+        ('compute_time = "times.csv"', 4),
+        ('workers = 8\ncompute_time = "times.npy"', 8),
+    ):
         trainer = fits(table(text))
         wanted = [1.0, 2.0, 3.0, 4.0] if workers == 4 else [1.0] * 8
         times = Times(trainer.layout.parameter_server.compute_time, workers, 0)

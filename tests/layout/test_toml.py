@@ -12,14 +12,28 @@ from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
 from spmd.layout.toml_reader import dumps, loads, shipped
 
-SPECS = [(), (None,), ("data",), (None, "model"), ("data", None, "model"), (("data", "model"), None), (None, ("a", "b"))]
+SPECS = [
+    (),
+    (None,),
+    ("data",),
+    (None, "model"),
+    ("data", None, "model"),
+    (("data", "model"), None),
+    (None, ("a", "b")),
+]
 GENERATED = {
     "empty": Layout(),
     "text": Layout(description='a "quoted" \\ word,\ta tab\nand a line', use_when="always"),
     "mesh": Layout(mesh=(("data", -1), ("model", 2))),
     "specs": Layout(params=tuple(Rule(f"a/{n}/*", spec) for n, spec in enumerate(SPECS))),
-    "except": Layout(params=(Rule("**", ("data",), ("*/a", "{b,c}/**")), Rule('odd "name"', (None,)))),
-    "batch": Layout(batch=Batch(("data", "model"), (Rule("y", ("data",)), Rule("z/**", ("data", None), ("z/a",))))),
+    "except": Layout(
+        params=(Rule("**", ("data",), ("*/a", "{b,c}/**")), Rule('odd "name"', (None,)))
+    ),
+    "batch": Layout(
+        batch=Batch(
+            ("data", "model"), (Rule("y", ("data",)), Rule("z/**", ("data", None), ("z/a",)))
+        )
+    ),
     "two axes": Layout(batch=Batch((("data", "fsdp"),))),
     "axes": Layout(axes=(("embed", None), ("mlp", "model"), ("odd name", ("data", "model")))),
     "default": Layout(default=Default("shard:data", 0.25)),
@@ -45,13 +59,22 @@ GENERATED = {
     ),
     "remat": Layout(remat=Remat("nothing", ("blocks/*", "**/mlp"))),
     "dots": Layout(remat=Remat("dots")),
-    "sequence and experts": Layout(sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")),
+    "sequence and experts": Layout(
+        sequence=spmd.Sequence("context", "contiguous"), experts=spmd.Experts("expert")
+    ),
 }
 GENERATED |= {
     f"{first} and {second}": dataclasses.replace(
-        GENERATED[first], **{f.name: getattr(GENERATED[second], f.name) for f in dataclasses.fields(Layout) if f.name in second}
+        GENERATED[first],
+        **{
+            f.name: getattr(GENERATED[second], f.name)
+            for f in dataclasses.fields(Layout)
+            if f.name in second
+        },
     )
-    for first, second in itertools.permutations(("mesh", "batch", "axes", "default", "optimizer", "gradients", "remat"), 2)
+    for first, second in itertools.permutations(
+        ("mesh", "batch", "axes", "default", "optimizer", "gradients", "remat"), 2
+    )
 }
 
 
@@ -123,10 +146,14 @@ def test_load_refuses_a_truncated_file(name, tmp_path, caplog):
         with contextlib.suppress(LayoutError):
             Layout.load(path)
             read += [] if caplog.messages else [text[:size]]
-    assert all(part.endswith("\n") for part in read) and len(read) < 20, "a file that ends after a complete line is not noticed"
+    assert all(part.endswith("\n") for part in read) and len(read) < 20, (
+        "a file that ends after a complete line is not noticed"
+    )
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# end\n", 'description = "a"\n', '[[params]]\npath = "w"\n'])
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# end\n", 'description = "a"\n', '[[params]]\npath = "w"\n']
+)
 def test_load_refuses_a_file_without_a_table(text, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(LayoutError, match=r"mine\.toml is empty, or was truncated|cannot be read"):
@@ -211,7 +238,9 @@ def test_invalid_value_is_reported_with_line(text, line, why):
 
 def test_problems_in_file_order():
     message = problems('[remat]\nsave = "x"\n[gradients]\ncodec = "y"\n[mesh]\ndata = 0\n[z]\n')
-    lines = [line.split(":")[0].strip() for line in message.splitlines() if line.startswith("  line")]
+    lines = [
+        line.split(":")[0].strip() for line in message.splitlines() if line.startswith("  line")
+    ]
     assert lines == ["line 2", "line 4", "line 6", "line 7"]
 
 
@@ -221,25 +250,39 @@ def test_import_key_is_rejected():
 
 
 def test_to_toml():
-    layout = spmd.Layout(params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce"))
-    assert layout.to_toml() == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = "all_reduce"\n'
+    layout = spmd.Layout(
+        params=(spmd.Rule("**/kernel", (None, "model")),), gradients=spmd.Gradients("all_reduce")
+    )
+    assert (
+        layout.to_toml()
+        == '[[params]]\npath = "**/kernel"\nspec = ["-", "model"]\n\n[gradients]\nreduction = '
+        '"all_reduce"\n'
+    )
 
 
 def test_dicts_of_axes_in_code():
     given = spmd.Layout(mesh={"data": -1, "model": 2}, axes={"heads": "model", "embed": None})
-    assert given == spmd.Layout(mesh=(("data", -1), ("model", 2)), axes=(("heads", "model"), ("embed", None)))
+    assert given == spmd.Layout(
+        mesh=(("data", -1), ("model", 2)), axes=(("heads", "model"), ("embed", None))
+    )
 
 
 @pytest.mark.parametrize("value", ["data=8", 8, [1, 2], ["ab", "cde"]])
 @pytest.mark.parametrize("name", ["mesh", "axes"])
 def test_axes_that_are_no_pairs_are_refused(name, value):
-    with pytest.raises(spmd.errors.OptionError, match=rf"Layout: {name}=.* is .*\.\n    fix: such as {name}="):
+    with pytest.raises(
+        spmd.errors.OptionError, match=rf"Layout: {name}=.* is .*\.\n    fix: such as {name}="
+    ):
         spmd.Layout(**{name: value})
 
 
 def test_lists_of_mesh_axes_in_code():
     given = spmd.Layout(axes={"mlp": ["data", "model"]})
-    assert given.axes == (("mlp", ("data", "model")),) and hash(given) and loads(given.to_toml()).axes == given.axes
+    assert (
+        given.axes == (("mlp", ("data", "model")),)
+        and hash(given)
+        and loads(given.to_toml()).axes == given.axes
+    )
 
 
 WRONG = {

@@ -1,4 +1,6 @@
-"""The `[train]` table and `[[adapters]]` rules: from the file to the model, and what is wrong with them."""
+"""The `[train]` table and `[[adapters]]` rules: from the file to the model, and what is wrong with
+them.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,14 +41,28 @@ class LinenNet(linen.Module):
 
 def trainer_of(train=ALL, adapters=(), model=lambda: Net(), mesh="data=8", **layout):
     layout = spmd.Layout(train=train, adapters=adapters, source="mine.toml", **layout)
-    return spmd.Trainer(model, loss=lambda model, batch: model(batch).mean(-1), optimizer=optax.sgd(0.1), mesh=mesh, layout=layout)
+    return spmd.Trainer(
+        model,
+        loss=lambda model, batch: model(batch).mean(-1),
+        optimizer=optax.sgd(0.1),
+        mesh=mesh,
+        layout=layout,
+    )
 
 
 def test_round_trip():
-    adapters = (Adapter("**/{query,value}", rank=4, alpha=8.0, dropout=0.1, rslora=True, except_=("a", "b")), Adapter("head"))
+    adapters = (
+        Adapter(
+            "**/{query,value}", rank=4, alpha=8.0, dropout=0.1, rslora=True, except_=("a", "b")
+        ),
+        Adapter("head"),
+    )
     layout = spmd.Layout(train=Train(("head/**",), ("**/bias",), "nf4", 32), adapters=adapters)
     assert loads(dumps(layout)) == layout != spmd.Layout()
-    assert '[train]\ninclude = ["head/**"]\nexclude = ["**/bias"]\nfrozen = "nf4"\nblock = 32' in dumps(layout)
+    assert (
+        '[train]\ninclude = ["head/**"]\nexclude = ["**/bias"]\nfrozen = "nf4"\nblock = 32'
+        in dumps(layout)
+    )
     assert '[[adapters]]\nmodules = "head"' in dumps(layout)
     assert loads('[train]\ninclude = "head/**"').train == Train("head/**")
     shown = layout._repr_html_()
@@ -55,7 +71,8 @@ def test_round_trip():
 
 def test_what_cannot_be_read(golden):
     text = (
-        '[train]\ninclude = ["{head"]\nexclud = "x"\nfrozen = "int4"\nblock = 0\n\n[[adapters]]\nrank = 0\n\n'
+        '[train]\ninclude = ["{head"]\nexclud = "x"\nfrozen = "int4"\nblock = 0\n\n[[adapters]]\n'
+        "rank = 0\n\n"
         '[[adapters]]\nmodules = "a"\nalpah = 3\nalpha = 0\ndropout = 1\nrslora = 3\n'
     )
     with pytest.raises(LayoutError) as caught:
@@ -67,7 +84,12 @@ def test_what_cannot_be_read(golden):
 
 
 def test_options_in_python():
-    for make in (lambda: Train(frozen="int4"), lambda: Train(block=0), lambda: Adapter("a", rank=0), lambda: Adapter("a", dropout=1.0)):
+    for make in (
+        lambda: Train(frozen="int4"),
+        lambda: Train(block=0),
+        lambda: Adapter("a", rank=0),
+        lambda: Adapter("a", dropout=1.0),
+    ):
         with pytest.raises(OptionError):
             make()
 
@@ -80,7 +102,14 @@ MISFITS = {
     "no kernel to quantize": {"train": Train(include="{body,head}/**", frozen="int8", block=4)},
     "no matrix": {"train": Train(exclude="**/bias", frozen="bfloat16")},
     "blocks": {"train": Train(include="head/**", frozen="nf4", block=24)},
-    "adapters on nothing": {"adapters": (Adapter("bodi"), Adapter("embed"), Adapter("head/kernel"), Adapter("head", rank=11))},
+    "adapters on nothing": {
+        "adapters": (
+            Adapter("bodi"),
+            Adapter("embed"),
+            Adapter("head/kernel"),
+            Adapter("head", rank=11),
+        )
+    },
     "adapters of linen": {"adapters": (Adapter("head"),), "model": LinenNet()},
 }
 
@@ -93,14 +122,26 @@ def test_misfits(case, golden):
 
 
 def test_summary_and_plan_name_what_is_frozen(golden):
-    trainer = trainer_of(Train(frozen="int8", block=16), (Adapter("body", rank=2),), default=spmd.Default("shard:data"))
+    trainer = trainer_of(
+        Train(frozen="int8", block=16),
+        (Adapter("body", rank=2),),
+        default=spmd.Default("shard:data"),
+    )
     golden("trained_summary", str(trainer.summary()))
 
 
 def test_command_checks_what_trains(tmp_path, capsys):
     layout = spmd.Layout(train=Train(frozen="int8", block=16), adapters=(Adapter("body", rank=2),))
     (tmp_path / "lora.toml").write_text(layout.to_toml())
-    arguments = ["layouts", "check", str(tmp_path / "lora.toml"), "--model", "tests.layout.test_trained:make_net", "--mesh", "data=8"]
+    arguments = [
+        "layouts",
+        "check",
+        str(tmp_path / "lora.toml"),
+        "--model",
+        "tests.layout.test_trained:make_net",
+        "--mesh",
+        "data=8",
+    ]
     assert main(arguments) == 0
     assert "body/kernel/codes   int8[16, 16]" in capsys.readouterr().out
 
@@ -111,9 +152,17 @@ def test_frozen_parameters_of_linen_and_of_functions():
     state = trainer.init(X)
     before = np.asarray(state.frozen["body"]["kernel"])
     state, _ = trainer.step(state, X)
-    assert state.params["body"]["kernel"] is None and np.array_equal(state.frozen["body"]["kernel"], before)
+    assert state.params["body"]["kernel"] is None and np.array_equal(
+        state.frozen["body"]["kernel"], before
+    )
     assert_close(trainer.rebuild(state)(X), trainer.predict(state, X))
-    model = spmd.FunctionalModel(lambda key: [jnp.ones((16, 2)), jnp.ones(2)], lambda params, x: x @ params[0] + params[1])
+    model = spmd.FunctionalModel(
+        lambda key: [jnp.ones((16, 2)), jnp.ones(2)], lambda params, x: x @ params[0] + params[1]
+    )
     trainer = trainer_of(Train("1"), model=model)
     state, _ = trainer.step(trainer.init(), X)
-    assert state.params[0] is None and state.frozen[1] is None and np.array_equal(state.frozen[0], np.ones((16, 2)))
+    assert (
+        state.params[0] is None
+        and state.frozen[1] is None
+        and np.array_equal(state.frozen[0], np.ones((16, 2)))
+    )

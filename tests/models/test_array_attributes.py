@@ -26,7 +26,9 @@ class Net(nnx.Module):
         angles = jnp.arange(WIDTH) * 0.1
         self.tables = nnx.data((jnp.cos(angles), jnp.sin(angles))) if kind == "tuple" else None
         block = Block(self.mask[::-1], rngs)
-        self.inner = {"list": nnx.List([block]), "sequential": nnx.Sequential(block)}.get(kind, block)
+        self.inner = {"list": nnx.List([block]), "sequential": nnx.Sequential(block)}.get(
+            kind, block
+        )
         self.kind = kind
 
     def __call__(self, x):
@@ -41,14 +43,22 @@ def loss(model, batch):
 
 def batches():
     random = np.random.default_rng(0)
-    return [{"x": random.normal(size=(ROWS, WIDTH)).astype("float32"), "y": random.integers(0, WIDTH, ROWS)} for _ in range(3)]
+    return [
+        {
+            "x": random.normal(size=(ROWS, WIDTH)).astype("float32"),
+            "y": random.integers(0, WIDTH, ROWS),
+        }
+        for _ in range(3)
+    ]
 
 
 def plainly(kind):
     graph, params, rest = nnx.split(Net(nnx.Rngs(0), kind), nnx.Param, ...)
     losses = []
     for batch in batches():
-        value, grads = jax.value_and_grad(lambda params, batch: loss(nnx.merge(graph, params, rest), batch).mean())(params, batch)
+        value, grads = jax.value_and_grad(
+            lambda params, batch: loss(nnx.merge(graph, params, rest), batch).mean()
+        )(params, batch)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         losses.append(value)
     return losses
@@ -58,7 +68,13 @@ def plainly(kind):
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 @pytest.mark.parametrize("kind", ["module", "list", "sequential", "tuple"])
 def test_a_model_of_a_function_keeps_its_arrays(kind, layout):
-    trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0), kind), loss=loss, optimizer=optax.sgd(0.1), mesh="data=8", layout=layout)
+    trainer = spmd.Trainer(
+        lambda: Net(nnx.Rngs(0), kind),
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        mesh="data=8",
+        layout=layout,
+    )
     state, losses = trainer.init(batches()[0]), []
     for batch in batches():
         state, metrics = trainer.step(state, batch)

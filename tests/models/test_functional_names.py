@@ -1,4 +1,6 @@
-"""Arguments of `FunctionalModel.apply` that spmd passes stand after the inputs; elsewhere they are named, with a fix that works."""
+"""Arguments of `FunctionalModel.apply` that spmd passes stand after the inputs; elsewhere they are
+named, with a fix that works.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +49,12 @@ def losses_of(apply, stateful=False, inputs=("x",)):
 
 @pytest.mark.parametrize(
     "apply, reserved, stateful",
-    [(rng_first, "rng", False), (train_first, "train, axis_name", False), (with_state, "rng", True), (rng_required, "rng", False)],
+    [
+        (rng_first, "rng", False),
+        (train_first, "train, axis_name", False),
+        (with_state, "rng", True),
+        (rng_required, "rng", False),
+    ],
 )
 def test_reserved_names_are_named_with_a_fix_that_works(apply, reserved, stateful):
     with pytest.raises(ModelError) as raised:

@@ -1,4 +1,6 @@
-"""A loss may call several methods of a Linen module: their parameters are those of plain flax, and so is what is trained."""
+"""A loss may call several methods of a Linen module: their parameters are those of plain flax, and
+so is what is trained.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +44,13 @@ def by_name(model, batch):
 
 
 def by_function(model, batch):
-    return rest(model(model(batch["x"], method=Coder.encode), method=lambda coder, z: coder.outer(z) * coder.scale), batch["x"])
+    return rest(
+        model(
+            model(batch["x"], method=Coder.encode),
+            method=lambda coder, z: coder.outer(z) * coder.scale,
+        ),
+        batch["x"],
+    )
 
 
 def by_attribute(model, batch):
@@ -64,19 +72,28 @@ def refused(model, loss):
 
 def close(ours, right):
     assert jax.tree.structure(ours) == jax.tree.structure(right)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(ours), right)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(ours),
+        right,
+    )
 
 
 @pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("loss, devices", [(by_name, 1), (by_name, 8), (by_function, 1), (by_attribute, 1), (by_attribute, 8)])
+@pytest.mark.parametrize(
+    "loss, devices",
+    [(by_name, 1), (by_name, 8), (by_function, 1), (by_attribute, 1), (by_attribute, 8)],
+)
 def test_loss_of_several_methods_trains_as_in_plain_flax(loss, devices, bound):
     module = Coder()
     variables = module.init(jax.random.key(0), BATCHES[0]["x"], True)
     params, stats, right = variables["params"], variables["batch_stats"], []
 
     def value(params, stats, x):
-        out, changed = module.apply({"params": params, "batch_stats": stats}, x, True, mutable=["batch_stats"])
+        out, changed = module.apply(
+            {"params": params, "batch_stats": stats}, x, True, mutable=["batch_stats"]
+        )
         return rest(out, x).mean(), changed["batch_stats"]
 
     for batch in BATCHES:
@@ -93,13 +110,19 @@ def test_loss_of_several_methods_trains_as_in_plain_flax(loss, devices, bound):
     close(state.params, params)
     close(state.stats["batch_stats"], stats)
     out = module.apply({"params": params, "batch_stats": stats}, BATCHES[0]["x"], False)
-    np.testing.assert_allclose(trainer.evaluate(state, BATCHES[0], batch_size=ROWS)["loss"], rest(out, BATCHES[0]["x"]).mean(), rtol=1e-4)
+    np.testing.assert_allclose(
+        trainer.evaluate(state, BATCHES[0], batch_size=ROWS)["loss"],
+        rest(out, BATCHES[0]["x"]).mean(),
+        rtol=1e-4,
+    )
 
 
 def test_bound_module_keeps_arrays_that_the_loss_does_not_use():
     module = Coder()
     variables = module.init(jax.random.key(1), BATCHES[0]["x"], True)
-    trainer = trainer_of(module.bind(variables), lambda model, batch: (model.encode(batch["x"]) ** 2).mean(-1))
+    trainer = trainer_of(
+        module.bind(variables), lambda model, batch: (model.encode(batch["x"]) ** 2).mean(-1)
+    )
     state, _ = trainer.step(trainer.init(BATCHES[0]), BATCHES[0])
     close(state.params["outer"], variables["params"]["outer"])
     assert not np.allclose(state.params["inner"]["kernel"], variables["params"]["inner"]["kernel"])
@@ -109,7 +132,12 @@ def test_bound_module_keeps_arrays_that_the_loss_does_not_use():
 def test_attribute_that_is_no_method_is_named_with_a_fix_that_works():
     text = refused(Coder(), lambda model, batch: (model.inner(batch["x"]) ** 2).mean(-1))
     assert "Coder has no method and no field 'inner'; a module that it makes is called by" in text
-    trainer = trainer_of(Coder(), lambda model, batch: (model(batch["x"], method=lambda module, x: module.inner(x)) ** 2).mean(-1))
+    trainer = trainer_of(
+        Coder(),
+        lambda model, batch: (
+            model(batch["x"], method=lambda module, x: module.inner(x)) ** 2
+        ).mean(-1),
+    )
     assert {*trainer.init(BATCHES[0]).params} == {"inner", "scale"}
 
 
@@ -150,14 +178,28 @@ def test_statistics_of_a_bound_module_keep_their_shapes(devices):
 def test_statistics_that_training_gives_another_shape_are_named_with_a_fix_that_works():
     module = Overwrites()
     text = refused(module.bind(module.init(jax.random.key(0), BATCHES[0]["x"])), plain)
-    assert "  means/x\n      the bound module has float32[1, 4], Overwrites.__call__(float32[16, 4], train=True) makes float32[4]" in text
+    assert (
+        "  means/x\n      the bound module has float32[1, 4], Overwrites.__call__(float32[16, 4], "
+        "train=True) makes float32[4]" in text
+    )
     assert "module.init(key, x, train=True)" in text
-    trainer = trainer_of(module.bind(module.init(jax.random.key(0), BATCHES[0]["x"], train=True)), plain)
+    trainer = trainer_of(
+        module.bind(module.init(jax.random.key(0), BATCHES[0]["x"], train=True)), plain
+    )
     state, _ = trainer.step(trainer.init(BATCHES[0]), BATCHES[0])
     assert state.stats["means"]["x"].shape == (WIDTH,)
 
 
 def test_calls_that_make_one_array_in_two_shapes_are_both_named():
-    text = refused(Sized(), lambda model, batch: plain(model, batch) + rest(model(batch["x"], train=False), batch["x"]))
-    assert text.startswith("calls of the linen module in the loss make one array in two shapes\n1 problem:\n\n  means/x\n")
-    assert "Sized.__call__(float32[16, 4], train=True) makes float32[4], Sized.__call__(float32[16, 4], train=False) makes" in text
+    text = refused(
+        Sized(),
+        lambda model, batch: plain(model, batch) + rest(model(batch["x"], train=False), batch["x"]),
+    )
+    assert text.startswith(
+        "calls of the linen module in the loss make one array in two shapes\n1 problem:\n\n  "
+        "means/x\n"
+    )
+    assert (
+        "Sized.__call__(float32[16, 4], train=True) makes float32[4], Sized.__call__(float32[16, "
+        "4], train=False) makes" in text
+    )

@@ -1,4 +1,6 @@
-"""Random streams of linen modules are those of plain flax, on one device and on several, under lifted transforms too."""
+"""Random streams of linen modules are those of plain flax, on one device and on several, under
+lifted transforms too.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,9 @@ ROWS, LENGTH, WIDTH = 16, 6, 32
 class Row(linen.Module):
     @linen.compact
     def __call__(self, x):
-        return linen.Dropout(0.5, deterministic=False)(linen.Dense(WIDTH, kernel_init=linen.initializers.ones)(x))
+        return linen.Dropout(0.5, deterministic=False)(
+            linen.Dense(WIDTH, kernel_init=linen.initializers.ones)(x)
+        )
 
 
 class Cell(linen.Module):
@@ -26,13 +30,16 @@ class Cell(linen.Module):
 
 
 SPLIT = {"params": False, "dropout": True}
-MappedRow = linen.vmap(Row, in_axes=0, out_axes=0, variable_axes={"params": None}, split_rngs=SPLIT)  # as flax documents it
+# as flax documents it
+MappedRow = linen.vmap(Row, in_axes=0, out_axes=0, variable_axes={"params": None}, split_rngs=SPLIT)
 
 
 class OverTime(linen.Module):
     @linen.compact
     def __call__(self, x):
-        return linen.scan(Cell, variable_broadcast="params", split_rngs=SPLIT, in_axes=1, out_axes=1)()(0.0, x)[1]
+        return linen.scan(
+            Cell, variable_broadcast="params", split_rngs=SPLIT, in_axes=1, out_axes=1
+        )()(0.0, x)[1]
 
 
 class Noisy(linen.Module):
@@ -41,10 +48,21 @@ class Noisy(linen.Module):
     @linen.compact
     def __call__(self, x):
         x = linen.Dense(WIDTH, kernel_init=linen.initializers.ones)(x)
-        return jnp.stack([jax.random.normal(self.make_rng(name), x.shape) for name in ("dropout", "noise")], axis=-1) + 0 * x[..., None]
+        return (
+            jnp.stack(
+                [jax.random.normal(self.make_rng(name), x.shape) for name in ("dropout", "noise")],
+                axis=-1,
+            )
+            + 0 * x[..., None]
+        )
 
 
-MODELS = {"plain": (Row(), ()), "vmap": (MappedRow(), ()), "scan": (OverTime(), (LENGTH,)), "two streams": (Noisy(), ())}
+MODELS = {
+    "plain": (Row(), ()),
+    "vmap": (MappedRow(), ()),
+    "scan": (OverTime(), (LENGTH,)),
+    "two streams": (Noisy(), ()),
+}
 
 
 def keys(state):
@@ -65,7 +83,9 @@ def test_draws_are_those_of_plain_flax(kind, devices):
         out = model(batch["x"])
         rows = out.reshape(len(out), -1)
         marks = (rows * jnp.cos(jnp.arange(rows.shape[1]))).sum(1)  # differ for other masks
-        return rows.mean(1), {f"row {n}": jnp.where(batch["number"] == n, marks, 0.0) * ROWS for n in range(ROWS)}
+        return rows.mean(1), {
+            f"row {n}": jnp.where(batch["number"] == n, marks, 0.0) * ROWS for n in range(ROWS)
+        }
 
     mesh = spmd.make_mesh(f"data={devices}", devices=jax.devices()[:devices])
     trainer = spmd.Trainer(module, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh)
@@ -75,7 +95,9 @@ def test_draws_are_those_of_plain_flax(kind, devices):
     right, _ = module.apply({"params": params}, batch["x"], rngs=rngs, mutable=[])
     flat = np.asarray(right).reshape(ROWS, -1)
     marks = (flat * np.cos(np.arange(flat.shape[1], dtype=np.float32))).sum(1)
-    np.testing.assert_allclose([metrics[f"row {n}"] for n in range(ROWS)], marks, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        [metrics[f"row {n}"] for n in range(ROWS)], marks, rtol=1e-4, atol=1e-4
+    )
     assert len({round(float(mark), 3) for mark in marks}) == ROWS
 
 

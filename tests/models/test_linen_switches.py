@@ -1,4 +1,6 @@
-"""Linen modules train in training mode and evaluate in evaluation mode, however they say which, as in plain flax."""
+"""Linen modules train in training mode and evaluate in evaluation mode, however they say which, as
+in plain flax.
+"""
 
 import re
 
@@ -13,7 +15,13 @@ import spmd
 from spmd.errors import ModelError
 
 ROWS, WIDTH = 16, 4
-IN_TRAINING = {"training": True, "train": True, "is_training": True, "deterministic": False, "use_running_average": False}
+IN_TRAINING = {
+    "training": True,
+    "train": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
 MASKS = {"dropout": jax.random.key(7)}
 
 
@@ -30,7 +38,9 @@ class Net(linen.Module):
 
 
 def with_field(name, default):
-    return type("Switched", (Net,), {"__annotations__": {name: bool}, name: default, "SWITCH": name})
+    return type(
+        "Switched", (Net,), {"__annotations__": {name: bool}, name: default, "SWITCH": name}
+    )
 
 
 class Holder(linen.Module):
@@ -43,7 +53,13 @@ class Holder(linen.Module):
 
 def batches(count=3):
     random = np.random.default_rng(0)
-    return [{"x": random.normal(size=(ROWS, WIDTH)).astype("f"), "y": random.normal(size=(ROWS, 2)).astype("f")} for _ in range(count)]
+    return [
+        {
+            "x": random.normal(size=(ROWS, WIDTH)).astype("f"),
+            "y": random.normal(size=(ROWS, 2)).astype("f"),
+        }
+        for _ in range(count)
+    ]
 
 
 def squares(out, batch):
@@ -60,12 +76,20 @@ def trainer_of(model, loss=loss, devices=1):
 
 
 def plainly(training, evaluating, variables, arguments=({}, {})):
-    """Losses, statistics, and the loss of the last batch in evaluation, of a loop in plain flax on the full batches."""
-    params, stats, losses = variables["params"], {"batch_stats": variables["batch_stats"]} if "batch_stats" in variables else {}, []
+    """Losses, statistics, and the loss of the last batch in evaluation, of a loop in plain flax on
+    the full batches.
+    """
+    params, stats, losses = (
+        variables["params"],
+        {"batch_stats": variables["batch_stats"]} if "batch_stats" in variables else {},
+        [],
+    )
 
     def value(params, stats, batch):
         variables = {"params": params, **stats}
-        out, changed = training.apply(variables, batch["x"], rngs=MASKS, mutable=["batch_stats"], **arguments[0])
+        out, changed = training.apply(
+            variables, batch["x"], rngs=MASKS, mutable=["batch_stats"], **arguments[0]
+        )
         return squares(out, batch).mean(), dict(changed)
 
     for batch in batches():
@@ -83,8 +107,14 @@ def check_trained(model, right, loss=loss):
         state, metrics = trainer.step(state, batch)
         losses.append(metrics["loss"])
     np.testing.assert_allclose(losses, right[0], rtol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), jax.device_get(state.stats), right[1])
-    np.testing.assert_allclose(trainer.evaluate(state, batches()[-1], batch_size=ROWS)["loss"], right[2], rtol=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(state.stats),
+        right[1],
+    )
+    np.testing.assert_allclose(
+        trainer.evaluate(state, batches()[-1], batch_size=ROWS)["loss"], right[2], rtol=2e-5
+    )
     assert abs(right[2] - right[0][-1]) > 1e-3  # the modes differ
     return trainer
 
@@ -94,7 +124,10 @@ def check_trained(model, right, loss=loss):
 @pytest.mark.parametrize("name", IN_TRAINING)
 def test_field_is_set_for_training_and_evaluation(name, default):
     module = with_field(name, default)()
-    training, evaluating = module.clone(**{name: IN_TRAINING[name]}), module.clone(**{name: not IN_TRAINING[name]})
+    training, evaluating = (
+        module.clone(**{name: IN_TRAINING[name]}),
+        module.clone(**{name: not IN_TRAINING[name]}),
+    )
     variables = training.init({"params": jax.random.key(0)}, batches()[0]["x"])
     trainer = check_trained(module.bind(variables), plainly(training, evaluating, variables))
     assert not [line for line in trainer.notes() if "frozen" in line or "dropout" in line]
@@ -112,7 +145,14 @@ def test_fields_of_layers_in_a_list_are_set_and_shared_ones_stay_shared():
     def make(deterministic, average=False):
         dense, drop = linen.Dense(WIDTH), linen.Dropout(0.5, deterministic=deterministic)
         return linen.Sequential(
-            [dense, drop, linen.BatchNorm(use_running_average=average, momentum=0.5), dense, linen.relu, linen.Dense(2)]
+            [
+                dense,
+                drop,
+                linen.BatchNorm(use_running_average=average, momentum=0.5),
+                dense,
+                linen.relu,
+                linen.Dense(2),
+            ]
         )
 
     variables = make(False).init(jax.random.key(0), batches()[0]["x"])
@@ -146,12 +186,24 @@ FROZEN = "note: batch statistics are frozen, by use_running_average=True: {}."
 IDLE = "note: dropout drops nothing in training, by deterministic=True: {} (rate 0.5)."
 
 
-@pytest.mark.parametrize("make, prefix", [(Frozen, ""), (lambda: linen.remat(Frozen)(), ""), (lambda: Holder(Frozen()), "inner/")])
+@pytest.mark.parametrize(
+    "make, prefix",
+    [(Frozen, ""), (lambda: linen.remat(Frozen)(), ""), (lambda: Holder(Frozen()), "inner/")],
+)
 def test_norm_and_dropout_that_stay_in_evaluation_mode_are_notes(make, prefix):
     trainer = trainer_of(make(), loss)
     state, _ = trainer.step(trainer.init(batches()[0]), batches()[0])
-    assert {FROZEN.format(f"{prefix}BatchNorm_0"), IDLE.format(f"{prefix}Dropout_0")} <= {*trainer.notes()}
-    assert float(state.stats["batch_stats"].get("inner", state.stats["batch_stats"])["BatchNorm_0"]["var"][0]) == 1.0
+    assert {FROZEN.format(f"{prefix}BatchNorm_0"), IDLE.format(f"{prefix}Dropout_0")} <= {
+        *trainer.notes()
+    }
+    assert (
+        float(
+            state.stats["batch_stats"].get("inner", state.stats["batch_stats"])["BatchNorm_0"][
+                "var"
+            ][0]
+        )
+        == 1.0
+    )
 
 
 class Unknown(linen.Module):
@@ -189,7 +241,9 @@ class Follows(linen.Module):
 
     @linen.compact
     def __call__(self, x, train, update: bool | None = None):
-        x = linen.BatchNorm(use_running_average=not (train if update is None else update), momentum=0.5)(linen.Dense(8)(x))
+        x = linen.BatchNorm(
+            use_running_average=not (train if update is None else update), momentum=0.5
+        )(linen.Dense(8)(x))
         return linen.Dense(2)(linen.Dropout(0.5, deterministic=not train)(x))
 
 
@@ -202,13 +256,20 @@ def test_switch_that_follows_another_is_no_error():
 
 @pytest.mark.parametrize(
     "kind, name, in_training",
-    [(Unknown, "inference", False), (Required, "stochastic", True), (Quiet, "mode", True), (Beside, "mode", True)],
+    [
+        (Unknown, "inference", False),
+        (Required, "stochastic", True),
+        (Quiet, "mode", True),
+        (Beside, "mode", True),
+    ],
 )
 def test_unknown_switch_is_named_with_a_fix_that_works(kind, name, in_training):
     with pytest.raises(ModelError) as raised:
         trainer_of(kind()).init(batches()[0])
     text = str(raised.value)
-    assert text.startswith(f'{kind.__name__}.__call__ has an argument "{name}" that may switch training')
+    assert text.startswith(
+        f'{kind.__name__}.__call__ has an argument "{name}" that may switch training'
+    )
     assert f"Only with {name}={in_training} the call" in text and 'draws from "dropout"' in text
     lines = re.search(r"(?m)^        class Switched.*\n.*\n.*$", text)[0]
     scope = {kind.__name__: kind}
@@ -216,13 +277,18 @@ def test_unknown_switch_is_named_with_a_fix_that_works(kind, name, in_training):
     fixed, module = scope[f"Switched{kind.__name__}"](), kind()
     training, evaluating = {name: in_training}, {name: not in_training}
     if kind is Beside:
-        training, evaluating = training | {"deterministic": False}, evaluating | {"deterministic": True}
+        training, evaluating = (
+            training | {"deterministic": False},
+            evaluating | {"deterministic": True},
+        )
     variables = module.init(jax.random.key(0), batches()[0]["x"], **evaluating)
     check_trained(fixed.bind(variables), plainly(module, module, variables, (training, evaluating)))
 
 
 def test_unknown_switch_that_the_loss_gives_is_left_to_it():
-    trainer = trainer_of(Unknown(), lambda model, batch: squares(model(batch["x"], inference=True), batch))
+    trainer = trainer_of(
+        Unknown(), lambda model, batch: squares(model(batch["x"], inference=True), batch)
+    )
     trainer.step(trainer.init(batches()[0]), batches()[0])
     assert FROZEN.format("BatchNorm_0") in trainer.notes()
 
@@ -245,7 +311,11 @@ def test_argument_that_switches_nothing_of_training_is_no_error():
 def test_switch_that_is_given_by_position_is_kept(devices):
     module = Required()
     variables = module.init(jax.random.key(0), batches()[0]["x"], False)
-    trainer = trainer_of(module.bind(variables), lambda model, batch: squares(model(batch["x"], False), batch), devices)
+    trainer = trainer_of(
+        module.bind(variables),
+        lambda model, batch: squares(model(batch["x"], False), batch),
+        devices,
+    )
     _, metrics = trainer.step(trainer.init(batches()[0]), batches()[0])
     right = squares(module.apply(variables, batches()[0]["x"], False), batches()[0]).mean()
     np.testing.assert_allclose(metrics["loss"], right, rtol=1e-5)
@@ -272,7 +342,12 @@ def test_module_in_a_field_that_was_frozen_stays_so():
     module = Outer(Encoder(deterministic=True))
     variables = module.init(jax.random.key(0), x, True)
     trainer = spmd.Trainer(
-        module.bind(variables), loss=lambda model, batch: jnp.square(model(batch)).mean(-1), optimizer=optax.sgd(0.1), mesh="data=8"
+        module.bind(variables),
+        loss=lambda model, batch: jnp.square(model(batch)).mean(-1),
+        optimizer=optax.sgd(0.1),
+        mesh="data=8",
     )
     _, metrics = trainer.step(trainer.init(x), x)
-    assert metrics["loss"] == pytest.approx(float(jnp.square(module.apply(variables, x, True)).mean()), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(
+        float(jnp.square(module.apply(variables, x, True)).mean()), rel=1e-5
+    )

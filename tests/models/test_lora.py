@@ -53,7 +53,9 @@ def adapted(*adapters, stacked=True, moved=True):
     add_adapters(model, adapters, nnx.Rngs(1))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)) if moved else ():
         if path[-1] == "lora_b":
-            variable.set_value(0.3 * jax.random.normal(jax.random.key(2), variable.get_value().shape))
+            variable.set_value(
+                0.3 * jax.random.normal(jax.random.key(2), variable.get_value().shape)
+            )
     return model
 
 
@@ -90,7 +92,11 @@ def test_first_matrix_is_uniform_and_each_layer_draws():
     for name, inputs in (("up", WIDTH), ("down", MLP)):
         a = np.asarray(params(model)[f"stack/layers/{name}/lora_a"])
         bound = inputs**-0.5
-        assert a.shape == (LAYERS, inputs, 8) and np.abs(a).max() <= bound and np.abs(a).max() > 0.95 * bound
+        assert (
+            a.shape == (LAYERS, inputs, 8)
+            and np.abs(a).max() <= bound
+            and np.abs(a).max() > 0.95 * bound
+        )
         assert abs(a.std() / (bound / 3**0.5) - 1) < 0.1
         assert np.abs(np.corrcoef(a.reshape(LAYERS, -1)) - np.eye(LAYERS)).max() < 0.3
 
@@ -98,7 +104,10 @@ def test_first_matrix_is_uniform_and_each_layer_draws():
 @pytest.mark.system
 def test_stack_equals_list(x):
     """Layer by layer, with the same numbers."""
-    stacked, listed = adapted(Adapter("**/up", rank=4)), adapted(Adapter("**/up", rank=4), stacked=False)
+    stacked, listed = (
+        adapted(Adapter("**/up", rank=4)),
+        adapted(Adapter("**/up", rank=4), stacked=False),
+    )
     for path, variable in nnx.to_flat_state(nnx.state(listed.stack, nnx.Param)):
         _, number, *rest = path
         variable.set_value(params(stacked)["/".join(["stack", "layers", *rest])][number])
@@ -109,17 +118,33 @@ def test_stack_equals_list(x):
 def test_names_and_layers_are_the_kernels():
     built = wrap(adapted(Adapter("**/{up,down}", rank=4), Adapter("head", rank=2)))
     names, stacks = built.names(None, None), built.stacks()
-    expected = {"stack/layers/up": ("embed", "mlp"), "stack/layers/down": ("mlp", "embed"), "head": ("embed", "vocab")}
+    expected = {
+        "stack/layers/up": ("embed", "mlp"),
+        "stack/layers/down": ("mlp", "embed"),
+        "head": ("embed", "vocab"),
+    }
     for path, (inputs, outputs) in expected.items():
-        assert names[f"{path}/lora_a"] == (inputs, None) and names[f"{path}/lora_b"] == (None, outputs)
+        assert names[f"{path}/lora_a"] == (inputs, None) and names[f"{path}/lora_b"] == (
+            None,
+            outputs,
+        )
         layers = LAYERS if path != "head" else None
-        assert stacks.get(f"{path}/lora_a") == stacks.get(f"{path}/lora_b") == stacks.get(f"{path}/kernel") == layers
+        assert (
+            stacks.get(f"{path}/lora_a")
+            == stacks.get(f"{path}/lora_b")
+            == stacks.get(f"{path}/kernel")
+            == layers
+        )
 
 
 def test_parameters_lie_as_the_kernel_lies(x):
     mesh, model = spmd.make_mesh("data=4,model=2"), Network()
     kernel = model.stack.layers.up.kernel
-    kernel.set_value(jax.device_put(kernel.get_value(), NamedSharding(mesh, PartitionSpec(None, "data", "model"))))
+    kernel.set_value(
+        jax.device_put(
+            kernel.get_value(), NamedSharding(mesh, PartitionSpec(None, "data", "model"))
+        )
+    )
     add_adapters(model, [Adapter("**/up", rank=4)], nnx.Rngs(0))
     layer = model.stack.layers.up
     assert layer.lora_a.get_value().sharding.spec == PartitionSpec(None, "data", None)
@@ -132,16 +157,27 @@ def test_parameters_lie_as_the_kernel_lies(x):
 @pytest.mark.system
 def test_dtypes():
     """As the kernel, or float32 if that has fewer bits; the result has the layer's dtype."""
-    for given, kept in ((jnp.bfloat16, jnp.float32), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)):
+    for given, kept in (
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float16, jnp.float32),
+        (jnp.float32, jnp.float32),
+    ):
         layer = nnx.Linear(WIDTH, MLP, param_dtype=given, rngs=nnx.Rngs(0))
         add_adapters(layer, [Adapter("**", rank=4)], nnx.Rngs(1))
         assert layer.lora_a.get_value().dtype == layer.lora_b.get_value().dtype == kept
         assert layer(jnp.ones((2, WIDTH), given)).dtype == given
         assert merge_adapters(layer).kernel.get_value().dtype == given
-    layer = nnx.Linear(WIDTH, MLP, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0))
+    layer = nnx.Linear(
+        WIDTH, MLP, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0)
+    )
     add_adapters(layer, [Adapter("**", rank=4)], nnx.Rngs(1))
     program = jax.make_jaxpr(lambda x: layer(x))(jnp.ones((2, WIDTH)))
-    factors = [v.aval.dtype for eqn in program.eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]
+    factors = [
+        v.aval.dtype
+        for eqn in program.eqns
+        if eqn.primitive.name == "dot_general"
+        for v in eqn.invars
+    ]
     assert factors == [jnp.bfloat16] * 6
 
 
@@ -161,20 +197,27 @@ def test_product_of_the_layer_is_used(x):
 
 @pytest.mark.system
 def test_merged_module_equals_its_adapters(x):
-    model = adapted(Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.5), Adapter("head", rank=2, alpha=2.0))
+    model = adapted(
+        Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.5), Adapter("head", rank=2, alpha=2.0)
+    )
     model.eval()
     before = params(model)
     merged = merge_adapters(model)
     np.testing.assert_allclose(merged(x), model(x), rtol=1e-5, atol=1e-5)
     assert adapter_paths(merged) == {} and params(merged).keys() == params(Network()).keys()
     assert type(merged.head) is nnx.Linear and not jax.tree.leaves(nnx.state(merged, nnx.RngState))
-    assert jax.tree.all(jax.tree.map(np.array_equal, before, params(model))) and len(adapter_paths(model)) == 3
+    assert (
+        jax.tree.all(jax.tree.map(np.array_equal, before, params(model)))
+        and len(adapter_paths(model)) == 3
+    )
     assert np.abs(merged(x) - Network()(x)).max() > 0.1
 
 
 @pytest.mark.system
 def test_dropout_of_the_adapters_input(x):
-    """A mask for each layer of a stack and each call; none in evaluation; the kernel's input is not dropped."""
+    """A mask for each layer of a stack and each call; none in evaluation; the kernel's input is not
+    dropped.
+    """
     model = adapted(Adapter("**/up", rank=4, dropout=0.5))
     first, second = model(x), model(x)
     assert np.abs(first - second).max() > 0.1
@@ -194,21 +237,32 @@ def loss(model, batch):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("mesh", "layout"), [("data=8", "fsdp"), ("data=2,model=4", "tensor_parallel"), ("data=4,stage=2", "pipeline")])
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [("data=8", "fsdp"), ("data=2,model=4", "tensor_parallel"), ("data=4,stage=2", "pipeline")],
+)
 def test_layouts_equal_one_device(mesh, layout):
     """With dropout: gradients and masks of adapters as those of one device, and shards of them."""
     rng = np.random.default_rng(0)
-    batch = {"x": rng.normal(size=(16, WIDTH)).astype("float32"), "y": rng.normal(size=(16, 8)).astype("float32")}
+    batch = {
+        "x": rng.normal(size=(16, WIDTH)).astype("float32"),
+        "y": rng.normal(size=(16, 8)).astype("float32"),
+    }
 
     def train(mesh, layout):
         model = adapted(Adapter("**/{up,down}", rank=4, alpha=4.0, dropout=0.3))
-        trainer = spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.03), mesh=mesh, layout=layout)
+        trainer = spmd.Trainer(
+            model, loss=loss, optimizer=optax.sgd(0.03), mesh=mesh, layout=layout
+        )
         state = trainer.init()
         for _ in range(2):
             state, metrics = trainer.step(state, batch)
         return metrics["loss"], spmd.tree.flatten(state.params)
 
-    (theirs, expected), (ours, found) = train(spmd.make_mesh("data=1", devices=jax.devices()[:1]), "data_parallel"), train(mesh, layout)
+    (theirs, expected), (ours, found) = (
+        train(spmd.make_mesh("data=1", devices=jax.devices()[:1]), "data_parallel"),
+        train(mesh, layout),
+    )
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     moved = params(adapted(Adapter("**/{up,down}", rank=4)))
     assert np.isfinite(theirs)
@@ -216,7 +270,9 @@ def test_layouts_equal_one_device(mesh, layout):
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6, err_msg=path)
         if "lora" in path:
             assert np.abs(np.asarray(leaf) - moved[path]).max() > 1e-3, "it was trained"
-    assert any("lora" in path and not leaf.sharding.is_fully_replicated for path, leaf in found.items())
+    assert any(
+        "lora" in path and not leaf.sharding.is_fully_replicated for path, leaf in found.items()
+    )
 
 
 def test_bound_model_keeps_its_adapters(x):
@@ -225,7 +281,10 @@ def test_bound_model_keeps_its_adapters(x):
     built = wrap(model)
     policy = jax.checkpoint_policies.nothing_saveable
     call = Call(
-        training=True, dtype=jnp.float32, remat=(("stack/layers/up", policy),), output_hook=lambda path: (lambda y: y + 1) if path else None
+        training=True,
+        dtype=jnp.float32,
+        remat=(("stack/layers/up", policy),),
+        output_hook=lambda path: (lambda y: y + 1) if path else None,
     )
     bound = built.bind(built.concrete, call)
     assert list(adapter_paths(bound)) == ["stack/layers/up"]
@@ -266,11 +325,15 @@ def test_adapters_are_not_added_twice(golden):
 
 @pytest.mark.system
 def test_layer_that_is_not_called(golden):
-    """Its kernel is used without the adapter, whose gradients would be zero; in a step, that is an error."""
+    """Its kernel is used without the adapter, whose gradients would be zero; in a step, that is an
+    error.
+    """
     batch = {"x": np.ones((8, WIDTH), np.float32), "y": np.ones((8, 8), np.float32)}
 
     def loss_of_kernel(model, batch):
-        return jnp.square(model.stack(batch["x"]) @ model.head.kernel[...] - batch["y"]).mean(axis=1)
+        return jnp.square(model.stack(batch["x"]) @ model.head.kernel[...] - batch["y"]).mean(
+            axis=1
+        )
 
     def train(loss):
         model = adapted(Adapter("{head,**/up}", rank=2))
@@ -284,7 +347,13 @@ def test_layer_that_is_not_called(golden):
 
 def test_head_of_a_decoder_with_adapters(golden):
     """`output_head` gives the kernel, to which adapters do not belong."""
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = Decoder(DecoderConfig.from_config({"model_type": "llama", **sizes}), rngs=nnx.Rngs(0))
     add_adapters(model, [Adapter("head", rank=2)], nnx.Rngs(0))
     with pytest.raises(spmd.errors.ModelError) as raised:

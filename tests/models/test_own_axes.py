@@ -1,4 +1,6 @@
-"""BatchNorm averages over the axes that the model itself binds, and over the workers, as plain flax does on one device."""
+"""BatchNorm averages over the axes that the model itself binds, and over the workers, as plain flax
+does on one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,13 @@ class Row(linen.Module):
         return linen.Dense(2)(norm(linen.Dense(4)(x))).mean(0)
 
 
-Rows = linen.vmap(Row, in_axes=(0, None), variable_axes=LINEN_AXES, split_rngs={"params": False}, axis_name="batch")
+Rows = linen.vmap(
+    Row,
+    in_axes=(0, None),
+    variable_axes=LINEN_AXES,
+    split_rngs={"params": False},
+    axis_name="batch",
+)
 
 
 class Member(linen.Module):
@@ -55,18 +63,28 @@ class NnxRows(nnx.Module):
 
 def batches():
     random = np.random.default_rng(0)
-    return [{"x": random.normal(size=(ROWS, LENGTH, WIDTH)).astype("float32"), "y": random.integers(0, 2, ROWS)} for _ in range(3)]
+    return [
+        {
+            "x": random.normal(size=(ROWS, LENGTH, WIDTH)).astype("float32"),
+            "y": random.integers(0, 2, ROWS),
+        }
+        for _ in range(3)
+    ]
 
 
 def cross_entropy(out, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(out if out.ndim == 2 else out.mean(0), batch["y"])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        out if out.ndim == 2 else out.mean(0), batch["y"]
+    )
 
 
 def plainly(module, variables):
     params, stats, losses = variables["params"], variables["batch_stats"], []
 
     def value(params, stats, batch):
-        out, changed = module.apply({"params": params, "batch_stats": stats}, batch["x"], True, mutable=["batch_stats"])
+        out, changed = module.apply(
+            {"params": params, "batch_stats": stats}, batch["x"], True, mutable=["batch_stats"]
+        )
         return cross_entropy(out, batch).mean(), changed["batch_stats"]
 
     for batch in batches():
@@ -91,7 +109,11 @@ def trained(model, loss, devices):
 @pytest.mark.parametrize("module", [Rows(), Members()], ids=["rows", "members"])
 def test_axes_of_linen_vmap_are_kept(module, devices):
     variables = module.init(jax.random.key(0), batches()[0]["x"][:2], True)
-    losses, stats = trained(module.bind(variables), lambda model, batch: cross_entropy(model(batch["x"], True), batch), devices)
+    losses, stats = trained(
+        module.bind(variables),
+        lambda model, batch: cross_entropy(model(batch["x"], True), batch),
+        devices,
+    )
     right, right_stats = plainly(module, variables)
     np.testing.assert_allclose(losses, right, rtol=2e-5)
     ours = stats["batch_stats"]
@@ -108,12 +130,18 @@ def test_axes_of_nnx_vmap_are_kept(devices):
 
         def value(params, rest, batch):
             model = nnx.merge(graph, params, jax.tree.map(jnp.array, rest))
-            return cross_entropy(model(batch["x"]), batch).mean(), nnx.split(model, nnx.Param, ...)[2]
+            return cross_entropy(model(batch["x"]), batch).mean(), nnx.split(model, nnx.Param, ...)[
+                2
+            ]
 
         (loss, rest), grads = jax.value_and_grad(value, has_aux=True)(params, rest, batch)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         right.append(loss)
-    losses, _ = trained(lambda: NnxRows(nnx.Rngs(0)), lambda model, batch: cross_entropy(model(batch["x"]), batch), devices)
+    losses, _ = trained(
+        lambda: NnxRows(nnx.Rngs(0)),
+        lambda model, batch: cross_entropy(model(batch["x"]), batch),
+        devices,
+    )
     np.testing.assert_allclose(losses, right, rtol=2e-5)
 
 
@@ -125,11 +153,16 @@ def test_an_axis_that_the_model_does_not_bind_is_noted(kind):
     class Alone(linen.Module):
         @linen.compact
         def __call__(self, x, train):
-            return linen.Dense(2)(linen.BatchNorm(use_running_average=not train, axis_name="devices")(x.mean(1)))
+            return linen.Dense(2)(
+                linen.BatchNorm(use_running_average=not train, axis_name="devices")(x.mean(1))
+            )
 
     class AloneNnx(nnx.Module):
         def __init__(self, rngs):
-            self.norm, self.out = nnx.BatchNorm(WIDTH, axis_name="devices", rngs=rngs), nnx.Linear(WIDTH, 2, rngs=rngs)
+            self.norm, self.out = (
+                nnx.BatchNorm(WIDTH, axis_name="devices", rngs=rngs),
+                nnx.Linear(WIDTH, 2, rngs=rngs),
+            )
 
         def __call__(self, x):
             return self.out(self.norm(x.mean(1)))
@@ -143,6 +176,13 @@ def test_an_axis_that_the_model_does_not_bind_is_noted(kind):
         trainer.step(trainer.init(batches()[0]), batches()[0])
         return [note for note in trainer.notes() if "axis_name" in note]
 
-    bound, unbound = (Rows(), Alone()) if kind == "linen" else (lambda: NnxRows(nnx.Rngs(0)), lambda: AloneNnx(nnx.Rngs(0)))
+    bound, unbound = (
+        (Rows(), Alone())
+        if kind == "linen"
+        else (lambda: NnxRows(nnx.Rngs(0)), lambda: AloneNnx(nnx.Rngs(0)))
+    )
     assert notes(bound) == []
-    assert notes(unbound) == ['note: BatchNorm(axis_name="devices"): the model binds no such axis; it averages over the workers.']
+    assert notes(unbound) == [
+        'note: BatchNorm(axis_name="devices"): the model binds no such axis; it averages over the '
+        "workers."
+    ]

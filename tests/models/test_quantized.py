@@ -38,7 +38,10 @@ def test_levels_are_quantiles_of_a_normal_distribution():
 def test_int8_is_within_half_a_step(kernel):
     """Of a block's largest magnitude / 127; a float32 rounding of scale and product more."""
     restored = np.asarray(dequantize(quantize(kernel, "int8", BLOCK)))
-    error, largest = by_block(np.abs(restored - kernel)).max(axis=2), by_block(np.abs(kernel)).max(axis=2)
+    error, largest = (
+        by_block(np.abs(restored - kernel)).max(axis=2),
+        by_block(np.abs(kernel)).max(axis=2),
+    )
     assert (error <= largest / 254 * (1 + 1e-4)).all() and error.max() > largest.max() / 500
     assert (restored[0, :BLOCK, 0] == 0).all()
 
@@ -52,8 +55,13 @@ def nf4_in_numpy(kernel):
         values = kernel[layer, rows, column]
         largest = np.abs(values).max()
         scaled = values / (largest if largest > 0 else np.float32(1))
-        nearest = np.abs(scaled[:, None].astype("float64") - NF4_LEVELS.astype("float64")).argmin(axis=1)
-        codes[layer, rows, column], restored[layer, rows, column] = nearest, NF4_LEVELS[nearest] * largest
+        nearest = np.abs(scaled[:, None].astype("float64") - NF4_LEVELS.astype("float64")).argmin(
+            axis=1
+        )
+        codes[layer, rows, column], restored[layer, rows, column] = (
+            nearest,
+            NF4_LEVELS[nearest] * largest,
+        )
     return restored, codes[:, 0::2] | codes[:, 1::2] << 4
 
 
@@ -67,15 +75,23 @@ def test_nf4_equals_numpy(kernel, transform):
 
     make = {"jit": jax.jit, "vmap": jax.vmap}.get(transform, lambda f: f)
     q = make(lambda x: quantize(x, "nf4", BLOCK))(kernel)
-    assert q.shape == kernel.shape and q.codes.dtype == jnp.uint8 and q.codes.nbytes == kernel.size // 2
+    assert (
+        q.shape == kernel.shape
+        and q.codes.dtype == jnp.uint8
+        and q.codes.nbytes == kernel.size // 2
+    )
     np.testing.assert_array_equal(q.codes, packed)
-    np.testing.assert_array_equal(scanned(q) if transform == "scan" else make(dequantize)(q), restored)
+    np.testing.assert_array_equal(
+        scanned(q) if transform == "scan" else make(dequantize)(q), restored
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [1, 2])
 def test_shards_hold_entire_blocks(kernel, kind, dim):
-    """Sharded as the kernel is: each device restores its part from its codes and scales, and communicates nothing."""
+    """Sharded as the kernel is: each device restores its part from its codes and scales, and
+    communicates nothing.
+    """
     mesh = spmd.make_mesh("model=4,data=2")
     lies = NamedSharding(mesh, PartitionSpec(*[None] * dim, "model"))
     q = quantize(kernel, kind, BLOCK)
@@ -88,7 +104,11 @@ def test_shards_hold_entire_blocks(kernel, kind, dim):
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_and_values_that_are_not_finite(kernel, kind):
     q = quantize(jnp.asarray(kernel, jnp.bfloat16), kind, BLOCK)
-    assert q.dtype == jnp.bfloat16 and dequantize(q).dtype == jnp.bfloat16 and dequantize(q, jnp.float32).dtype == jnp.float32
+    assert (
+        q.dtype == jnp.bfloat16
+        and dequantize(q).dtype == jnp.bfloat16
+        and dequantize(q, jnp.float32).dtype == jnp.float32
+    )
     for value in (np.nan, np.inf, -np.inf):
         broken = kernel.copy()
         broken[1, 3, 5] = value
@@ -97,7 +117,13 @@ def test_dtypes_and_values_that_are_not_finite(kernel, kind):
         np.testing.assert_array_equal(np.isnan(dequantize(quantize(broken, kind, BLOCK))), expected)
 
 
-CASES = [((96, 8), "int8", 64), ((96, 8), "nf4", 5), ((7, 8), "nf4", 64), ((2, 50, 8), "nf4", 64), ((8,), "int8", 4)]
+CASES = [
+    ((96, 8), "int8", 64),
+    ((96, 8), "nf4", 5),
+    ((7, 8), "nf4", 64),
+    ((2, 50, 8), "nf4", 64),
+    ((8,), "int8", 4),
+]
 
 
 def test_blocks_that_do_not_divide(golden):

@@ -17,17 +17,24 @@ class Block(nnx.Module):
     def __init__(self, rngs, dropout=0.0):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.mixed = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
-        self.up, self.down = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs),
+            nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs),
+        )
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x):
         query, key, value = jnp.split(self.mixed(self.norm(x))[:, :, None], 3, axis=-1)
-        x = x + self.dropout(jax.nn.dot_product_attention(query, key, value, is_causal=True)[:, :, 0])
+        x = x + self.dropout(
+            jax.nn.dot_product_attention(query, key, value, is_causal=True)[:, :, 0]
+        )
         return x + self.dropout(self.down(nnx.gelu(self.up(x))))
 
 
 class Conv(nnx.Module):
-    """A convolution whose gradient is infinite at zeros: what an idle stage computes would be NaN."""
+    """A convolution whose gradient is infinite at zeros: what an idle stage computes would be
+    NaN.
+    """
 
     def __init__(self, rngs):
         self.conv = nnx.Conv(WIDTH, WIDTH, (3, 3), rngs=rngs)
@@ -68,7 +75,10 @@ def loss_of(stack, how, **inputs):
     def loss(params, x):
         with parallel_scope(how):
             y = nnx.merge(graphdef, params, rest)(x, **inputs)
-        weights = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in jax.tree.leaves(y)]
+        weights = [
+            jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
+            for leaf in jax.tree.leaves(y)
+        ]
         return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(y), weights, strict=True)), y
 
     return loss, params

@@ -1,4 +1,6 @@
-"""Experts on different devices compute what they compute on one device; only tokens are sent to them."""
+"""Experts on different devices compute what they compute on one device; only tokens are sent to
+them.
+"""
 
 import dataclasses
 import functools
@@ -23,13 +25,17 @@ LAYOUT = spmd.Layout.load("expert_parallel")
 
 @functools.cache
 def moe_of(k=2, factor=100.0, experts=EXPERTS):
-    return spmd.nn.MixtureOfExperts(WIDTH, HIDDEN, experts, k=k, capacity_factor=factor, rngs=nnx.Rngs(0))
+    return spmd.nn.MixtureOfExperts(
+        WIDTH, HIDDEN, experts, k=k, capacity_factor=factor, rngs=nnx.Rngs(0)
+    )
 
 
 def parallel_config(mesh, sequence=None):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
     data = tuple(axis for axis in mesh.axis_names if axis == "data")
-    return ParallelConfig(mesh, data, sequence=spmd.Sequence(sequence), experts=spmd.Experts("expert"))
+    return ParallelConfig(
+        mesh, data, sequence=spmd.Sequence(sequence), experts=spmd.Experts("expert")
+    )
 
 
 def tokens(*shape):
@@ -37,7 +43,9 @@ def tokens(*shape):
 
 
 def program(parallel, moe):
-    """Result, routing, and the gradients of parameters and tokens, as one compiled function of the two."""
+    """Result, routing, and the gradients of parameters and tokens, as one compiled function of the
+    two.
+    """
     graph, params = nnx.split(moe)
 
     def loss(params, x):
@@ -45,11 +53,15 @@ def program(parallel, moe):
             y, routing = nnx.merge(graph, params)(x)
         return (y**2).sum() + 3 * routing.loss, (y, routing)
 
-    return functools.partial(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)), params)
+    return functools.partial(
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)), params
+    )
 
 
 def by_hand(moe, x):
-    """The equations in numpy, for tokens [tokens, features] that are all within capacity; and the loss."""
+    """The equations in numpy, for tokens [tokens, features] that are all within capacity; and the
+    loss.
+    """
     router, up, down = (np.asarray(p[...], np.float64) for p in (moe.router, moe.up, moe.down))
     likely = np.exp(x @ router)
     likely /= likely.sum(axis=1, keepdims=True)
@@ -83,7 +95,9 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "k"), MESHES)
 def test_equals_one_device(mesh, k):
-    """With capacity for all tokens, the result, the loss and all gradients are those of one device."""
+    """With capacity for all tokens, the result, the loss and all gradients are those of one
+    device.
+    """
     parallel, moe = parallel_config(mesh), moe_of(k)
     assert_close(program(parallel, moe)(tokens()), program(ParallelConfig(), moe)(tokens()))
     assert parallel.used == {"experts", "mixture"}
@@ -91,7 +105,9 @@ def test_equals_one_device(mesh, k):
 
 @pytest.mark.system
 def test_tokens_are_dropped_per_group():
-    """Short of capacity, a device assigns its tokens to experts as one device with these tokens alone does."""
+    """Short of capacity, a device assigns its tokens to experts as one device with these tokens
+    alone does.
+    """
     moe, x = moe_of(factor=0.5), tokens()
     run, one_device, dropped = program(parallel_config("data=2,expert=4"), moe), nnx.jit(moe), []
     y, routing = run(x)[0][1]
@@ -121,17 +137,23 @@ def test_dropped_tokens_get_zeros():
 
 
 def test_collectives_of_compiled_program():
-    """Tokens that are already sharded go to the experts and back, also in the backward pass. Neither tokens nor weights are gathered."""
+    """Tokens that are already sharded go to the experts and back, also in the backward pass.
+    Neither tokens nor weights are gathered.
+    """
     parallel, moe = parallel_config("data=2,expert=4"), moe_of()
 
     def at(*spec):
         return NamedSharding(parallel.mesh, PartitionSpec(*spec))
 
     run = program(parallel, moe)
-    params = jax.tree.map(lambda x: jax.device_put(x, at("expert") if x.ndim == 3 else at()), run.args[0])
+    params = jax.tree.map(
+        lambda x: jax.device_put(x, at("expert") if x.ndim == 3 else at()), run.args[0]
+    )
     lowered = run.func.lower(params, jax.device_put(tokens(), at("data", "expert")))
     text = lowered.compile().as_text()
-    kinds = re.findall(r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\(", text)
+    kinds = re.findall(
+        r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\(", text
+    )
     assert kinds.count("all-to-all") == 4
     assert set(kinds) == {"all-to-all", "all-reduce"}
     sharded = run.func(params, jax.device_put(tokens(), at("data", "expert")))
@@ -160,12 +182,16 @@ def mixed_loss(model, batch):
 
 def trainer_of(layout, mesh, model=lambda: Mixed(nnx.Rngs(0))):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    return spmd.Trainer(model, loss=mixed_loss, optimizer=optax.sgd(0.5, momentum=0.9), mesh=mesh, layout=layout)
+    return spmd.Trainer(
+        model, loss=mixed_loss, optimizer=optax.sgd(0.5, momentum=0.9), mesh=mesh, layout=layout
+    )
 
 
 def batch():
     random = np.random.default_rng(0)
-    return {name: random.integers(0, 32, (8, LENGTH)).astype("int32") for name in ("tokens", "targets")}
+    return {
+        name: random.integers(0, 32, (8, LENGTH)).astype("int32") for name in ("tokens", "targets")
+    }
 
 
 @functools.cache
@@ -181,10 +207,17 @@ def trained(reduction, mesh, name):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "reduction", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.slow), pytest.param("compiler", marks=pytest.mark.slow)]
+    "reduction",
+    [
+        "all_reduce",
+        pytest.param("reduce_scatter", marks=pytest.mark.slow),
+        pytest.param("compiler", marks=pytest.mark.slow),
+    ],
 )
 def test_trains_as_on_one_device(reduction):
-    """The balance of experts is taken over all workers, so it, too, is the same: to 1e-5 of the largest number of each parameter."""
+    """The balance of experts is taken over all workers, so it, too, is the same: to 1e-5 of the
+    largest number of each parameter.
+    """
     _, losses, state = trained("compiler", "data=1", "data_parallel")
     trainer, ours, sharded = trained(reduction, "data=2,expert=4", "expert_parallel")
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
@@ -200,15 +233,35 @@ def test_trains_as_on_one_device(reduction):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_balance_of_microbatches_is_reported(count, caplog):
-    """Under `accumulate` the loss is the mean over microbatches, every `count`-th row each; the numbers are those of the equations."""
+    """Under `accumulate` the loss is the mean over microbatches, every `count`-th row each; the
+    numbers are those of the equations.
+    """
     data = {"x": tokens(32, LENGTH, WIDTH)}
-    options = {"batch_size": 32, "steps": 1, "shuffle": False, "mesh": "data=8", "optimizer": optax.sgd(0.1), "progress": False}
-    result = spmd.fit(moe_of(), data, loss=lambda model, batch: model(batch["x"])[1].loss, accumulate=count, **options)
-    parts = [data["x"][first::count].reshape(-1, WIDTH).astype(np.float64) for first in range(count)]
+    options = {
+        "batch_size": 32,
+        "steps": 1,
+        "shuffle": False,
+        "mesh": "data=8",
+        "optimizer": optax.sgd(0.1),
+        "progress": False,
+    }
+    result = spmd.fit(
+        moe_of(),
+        data,
+        loss=lambda model, batch: model(batch["x"])[1].loss,
+        accumulate=count,
+        **options,
+    )
+    parts = [
+        data["x"][first::count].reshape(-1, WIDTH).astype(np.float64) for first in range(count)
+    ]
     assert_close(result.history["loss"], [np.mean([by_hand(moe_of(), part)[1] for part in parts])])
     of_batch = by_hand(moe_of(), data["x"].reshape(-1, WIDTH).astype(np.float64))[1]
     assert (abs(result.history["loss"][0] - of_batch) > 1e-3) == (count > 1)
-    line = "note: MixtureOfExperts under accumulate=4: capacity and Routing.loss are computed for each of 4 microbatches of 8 rows, and not"
+    line = (
+        "note: MixtureOfExperts under accumulate=4: capacity and Routing.loss are computed for "
+        "each of 4 microbatches of 8 rows, and not"
+    )
     assert (line in caplog.text) == (count > 1)
 
 
@@ -219,13 +272,17 @@ def test_layout_with_experts_that_the_loss_never_calls():
 
         def __call__(self, tokens):
             x = self.tokens(tokens)[:, :, None]
-            return spmd.nn.attention(x, x, x)[:, :, 0], spmd.nn.Routing(jnp.float32(0), jnp.float32(0))
+            return spmd.nn.attention(x, x, x)[:, :, 0], spmd.nn.Routing(
+                jnp.float32(0), jnp.float32(0)
+            )
 
     with pytest.raises(LayoutError) as caught:
         trainer_of(LAYOUT, "data=2,expert=4", lambda: Dense()).prepare(batch())
     assert str(caught.value) == (
-        'layouts/expert_parallel.toml: [experts] axis = "expert", but the loss never calls spmd.nn.MixtureOfExperts, so nothing is sharded '
-        'over "expert".\n    fix: spmd.nn.MixtureOfExperts in the model, or a layout without [experts].'
+        'layouts/expert_parallel.toml: [experts] axis = "expert", but the loss never calls '
+        "spmd.nn.MixtureOfExperts, so nothing is sharded "
+        'over "expert".\n    fix: spmd.nn.MixtureOfExperts in the model, or a layout without '
+        "[experts]."
     )
 
 
@@ -234,16 +291,19 @@ def test_layout_with_experts_that_the_loss_never_calls():
     [
         (
             {"axes": (("expert", None), ("embed", None), ("mlp", None))},
-            '  [experts] axis\n      no parameter is sharded over "expert", so every device would keep all experts.\n'
+            '  [experts] axis\n      no parameter is sharded over "expert", so every device would '
+            "keep all experts.\n"
             '      fix: [axes]  expert = "expert".',
         ),
         (
             {"experts": spmd.Experts("exprt")},
-            '  [experts] axis\n      mesh axis "exprt" does not exist on mesh data=2, expert=4.\n      fix: did you mean "expert"?',
+            '  [experts] axis\n      mesh axis "exprt" does not exist on mesh data=2, expert=4.\n  '
+            '    fix: did you mean "expert"?',
         ),
         (
             {"experts": spmd.Experts("data")},
-            '  [experts] axis\n      "data" is a data axis: it splits the batch among workers, and cannot shard the data of one.\n'
+            '  [experts] axis\n      "data" is a data axis: it splits the batch among workers, and '
+            "cannot shard the data of one.\n"
             "      fix: another axis than data.",
         ),
     ],
@@ -260,16 +320,25 @@ def test_invalid_arguments_raise():
             call()
         return str(caught.value)
 
-    assert error_text(OptionError, lambda: moe_of(k=9)) == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
-    assert error_text(OptionError, lambda: moe_of(factor=0)) == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
+    assert (
+        error_text(OptionError, lambda: moe_of(k=9))
+        == "MixtureOfExperts: k=9 of 8 experts.\n    fix: from 1 to 8."
+    )
+    assert (
+        error_text(OptionError, lambda: moe_of(factor=0))
+        == "MixtureOfExperts: capacity_factor=0.\n    fix: above 0, such as 1.25."
+    )
     assert error_text(OptionError, lambda: moe_of(experts=6)(tokens())) == (
-        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 / 4 leaves 2.\n    fix: 8 experts.'
+        'MixtureOfExperts ([experts] axis = "expert"): 6 experts are not divisible by 4 devices: 6 '
+        "/ 4 leaves 2.\n    fix: 8 experts."
     )
     assert error_text(DataError, lambda: moe_of()(tokens(ROWS, 18, WIDTH))) == (
-        'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 leaves 2.\n    fix: 16 or 20.'
+        'MixtureOfExperts: a sequence of 18, not divisible by 4 devices along "expert": 18 / 4 '
+        "leaves 2.\n    fix: 16 or 20."
     )
     assert error_text(DataError, lambda: moe_of()(tokens(12, WIDTH))) == (
-        'MixtureOfExperts: rows of each worker: 6, not divisible by 4 devices along "expert": 6 / 4 leaves 2.\n    fix: 4 or 8.'
+        'MixtureOfExperts: rows of each worker: 6, not divisible by 4 devices along "expert": 6 / '
+        "4 leaves 2.\n    fix: 4 or 8."
     )
     assert error_text(OptionError, lambda: moe_of()(tokens(ROWS, LENGTH, 5))) == (
         "MixtureOfExperts: x is float32[4, 16, 5].\n    fix: [rows, 8] or [rows, length, 8]."

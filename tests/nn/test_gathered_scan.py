@@ -1,4 +1,6 @@
-"""A scan that gathers one layer ahead has the values and gradients of one that has all parameters."""
+"""A scan that gathers one layer ahead has the values and gradients of one that has all
+parameters.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,19 @@ from spmd.nn.stacking import gathered_policy
 from tests.compare import assert_close
 
 WIDTH = 4
-NO_COPIES = Communication(lambda shards: shards, lambda shards, grads, residuals: (grads, jax.tree.map(lambda x: x + 1, residuals)))
+NO_COPIES = Communication(
+    lambda shards: shards,
+    lambda shards, grads, residuals: (grads, jax.tree.map(lambda x: x + 1, residuals)),
+)
 
 
 def values(layers):
     rng = np.random.default_rng(0)
     weights = {"w": jnp.asarray(rng.normal(size=(layers, WIDTH, WIDTH)), jnp.float32)}
-    others = {"scale": jnp.asarray(rng.normal(size=(layers, WIDTH)), jnp.float32), "number": jnp.arange(layers)}
+    others = {
+        "scale": jnp.asarray(rng.normal(size=(layers, WIDTH)), jnp.float32),
+        "number": jnp.arange(layers),
+    }
     table, x = (jnp.asarray(rng.normal(size=(3, WIDTH)), jnp.float32) for _ in range(2))
     return weights, others, table, x
 
@@ -40,7 +48,9 @@ def total(x, kept):
 
 
 @pytest.mark.sampled(quick=5)
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.everything_saveable], ids=["recomputed", "kept"]
+)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     weights, others, table, x = values(layers)
@@ -63,11 +73,17 @@ def test_values_and_gradients_are_those_of_a_plain_scan(layers, policy):
     residuals = {"w": jnp.zeros((layers, WIDTH))}
     arguments = weights, others["scale"], table, x
     (expected, kept), grads = jax.jit(jax.value_and_grad(plain, range(4), has_aux=True))(*arguments)
-    (value, ours), (*found, after) = jax.jit(jax.value_and_grad(ahead, range(5), has_aux=True))(*arguments, residuals)
+    (value, ours), (*found, after) = jax.jit(jax.value_and_grad(ahead, range(5), has_aux=True))(
+        *arguments, residuals
+    )
     assert_close(float(value), float(expected))
     assert ours["calls"].tolist() == kept["calls"].tolist() == list(range(1, layers + 1))
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5), tuple(found), grads
+        lambda one, other: np.testing.assert_allclose(
+            np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5
+        ),
+        tuple(found),
+        grads,
     )
     np.testing.assert_array_equal(after["w"], np.ones((layers, WIDTH)))
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads)[:3])
@@ -83,17 +99,27 @@ def test_integers_are_handed_from_layer_to_layer():
         return (y * (count + 1), count + 1), kept
 
     def plain(weights, x):
-        (x, count), _ = jax.lax.scan(lambda carry, inputs: run(carry, *inputs), (x, jnp.int32(0)), (weights, others))
+        (x, count), _ = jax.lax.scan(
+            lambda carry, inputs: run(carry, *inputs), (x, jnp.int32(0)), (weights, others)
+        )
         return jnp.sum(x**2), count
 
     def ahead(weights, x):
-        (x, count), _ = scan_gathered(NO_COPIES, run, (x, jnp.int32(0)), Stack(weights, others, {}), policy_of=keep_nothing)
+        (x, count), _ = scan_gathered(
+            NO_COPIES, run, (x, jnp.int32(0)), Stack(weights, others, {}), policy_of=keep_nothing
+        )
         return jnp.sum(x**2), count
 
     (_, count), grads = jax.value_and_grad(ahead, (0, 1), has_aux=True)(weights, x)
     expected = jax.grad(plain, (0, 1), has_aux=True)(weights, x)[0]
     assert count == 3
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(
+            np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4
+        ),
+        grads,
+        expected,
+    )
 
 
 @pytest.mark.system
@@ -106,16 +132,34 @@ def test_a_layer_may_close_over_the_first_input(layers):
         return jnp.sum(last**2)
 
     def ahead(weights, x):
-        last, _ = scan_gathered(NO_COPIES, lambda *inputs: layer(x, *inputs), x, Stack(weights, others, {}), policy_of=keep_nothing)
+        last, _ = scan_gathered(
+            NO_COPIES,
+            lambda *inputs: layer(x, *inputs),
+            x,
+            Stack(weights, others, {}),
+            policy_of=keep_nothing,
+        )
         return jnp.sum(last**2)
 
     grads, expected = (jax.grad(function, (0, 1))(weights, x) for function in (ahead, plain))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4), grads, expected)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(
+            np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-4
+        ),
+        grads,
+        expected,
+    )
 
 
 def test_values_without_a_backward_pass():
     weights, others, table, x = values(3)
-    y, kept = scan_gathered(NO_COPIES, lambda *inputs: layer(table, *inputs), x, Stack(weights, others, {}), policy_of=keep_nothing)
+    y, kept = scan_gathered(
+        NO_COPIES,
+        lambda *inputs: layer(table, *inputs),
+        x,
+        Stack(weights, others, {}),
+        policy_of=keep_nothing,
+    )
     expected, means = jax.lax.scan(lambda x, inputs: layer(table, x, *inputs), x, (weights, others))
     assert_close(y, expected)
     assert_close(kept["mean"], means["mean"])
@@ -130,7 +174,9 @@ def with_a_gradient(x, w):
     return jax.nn.gelu(x @ w)
 
 
-with_a_gradient.defvjp(lambda x, w: jax.vjp(lambda x, w: jax.nn.gelu(x @ w), x, w), lambda function, dy: function(dy))
+with_a_gradient.defvjp(
+    lambda x, w: jax.vjp(lambda x, w: jax.nn.gelu(x @ w), x, w), lambda function, dy: function(dy)
+)
 
 
 @pytest.mark.sampled(quick=3)
@@ -147,13 +193,31 @@ def test_elementwise_results_are_computed_again(compute, kept):
 
     def gradient(policy_of):
         stack = Stack(weights, {"number": jnp.arange(3)}, {})
-        return jax.grad(lambda x, w: jnp.sum(scan_gathered(NO_COPIES, run, x, stack._replace(shards=w), policy_of=policy_of)[0]), (0, 1))
+        return jax.grad(
+            lambda x, w: jnp.sum(
+                scan_gathered(NO_COPIES, run, x, stack._replace(shards=w), policy_of=policy_of)[0]
+            ),
+            (0, 1),
+        )
 
     def saved(policy_of):
         """How many arrays of the size of x all layers but the last save."""
-        loops = (one for one in equations(jax.make_jaxpr(gradient(policy_of))(x, weights).jaxpr) if one.primitive.name == "scan")
-        return sum(var.aval.shape[:1] + var.aval.shape[-2:] == (2, *x.shape) for var in next(loops).outvars)
+        loops = (
+            one
+            for one in equations(jax.make_jaxpr(gradient(policy_of))(x, weights).jaxpr)
+            if one.primitive.name == "scan"
+        )
+        return sum(
+            var.aval.shape[:1] + var.aval.shape[-2:] == (2, *x.shape) for var in next(loops).outvars
+        )
 
     ours = gathered_policy({}, None)
-    assert (saved(ours) == kept < saved(everything)) if kept else (saved(ours) == saved(everything) > 2)
-    jax.tree.map(lambda one, other: assert_close(one, other), *(gradient(of)(x, weights) for of in (ours, everything)))
+    assert (
+        (saved(ours) == kept < saved(everything))
+        if kept
+        else (saved(ours) == saved(everything) > 2)
+    )
+    jax.tree.map(
+        lambda one, other: assert_close(one, other),
+        *(gradient(of)(x, weights) for of in (ours, everything)),
+    )

@@ -1,4 +1,6 @@
-"""Products in bfloat16, float8 and int8: what is rounded, by which scale, and that nothing else is."""
+"""Products in bfloat16, float8 and int8: what is rounded, by which scale, and that nothing else
+is.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,11 @@ LARGEST = {"int8": 127.0, "float8": 448.0}
 
 def factors(name, seed=0):
     random, (left, right, dims) = np.random.default_rng(seed), DIMS[name]
-    return jnp.asarray(random.normal(size=left), "float32"), jnp.asarray(random.normal(size=right), "float32"), dims
+    return (
+        jnp.asarray(random.normal(size=left), "float32"),
+        jnp.asarray(random.normal(size=right), "float32"),
+        dims,
+    )
 
 
 def rounded(x, contracted, dtype):
@@ -32,7 +38,9 @@ def rounded(x, contracted, dtype):
     largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
     scale = np.float32(np.abs(x).max(tuple(contracted), keepdims=True)) / np.float32(largest)
     scaled = (np.float32(x) / scale).astype(np.float32)
-    return (np.rint(scaled) if dtype == jnp.int8 else np.asarray(scaled, dtype)).astype(np.float64) * scale
+    return (np.rint(scaled) if dtype == jnp.int8 else np.asarray(scaled, dtype)).astype(
+        np.float64
+    ) * scale
 
 
 def product(x, w, dims, of_x, of_w):
@@ -42,14 +50,19 @@ def product(x, w, dims, of_x, of_w):
     right = [chr(110 + dim) for dim in range(w.ndim)]
     for one, other in zip((*contracted, *batch), (*dims[0][1], *dims[1][1]), strict=True):
         right[other] = left[one]
-    kept = [left[dim] for dim in batch] + [letter for letter in left + right if (letter in left) != (letter in right)]
+    kept = [left[dim] for dim in batch] + [
+        letter for letter in left + right if (letter in left) != (letter in right)
+    ]
     equation = f"{''.join(left)},{''.join(right)}->{''.join(kept)}"
     return np.einsum(equation, rounded(x, contracted, of_x), rounded(w, dims[0][1], of_w))
 
 
 @pytest.mark.sampled(quick=15, system=4)
 @pytest.mark.parametrize("name", DIMS)
-@pytest.mark.parametrize(("products", "dtype"), [("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("products", "dtype"),
+    [("bfloat16", jnp.bfloat16), ("int8", jnp.int8), ("float8", jnp.float8_e4m3fn)],
+)
 def test_product_is_that_of_rounded_factors(name, products, dtype):
     x, w, dims = factors(name)
     ours, exact = low_precision_product(products)(x, w, dims), jax.lax.dot_general(x, w, dims)
@@ -70,15 +83,24 @@ def test_numbers_that_the_dtype_has_are_multiplied_exactly(products):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("products", "of_gradient", "of_factor"), [("float8", jnp.float8_e5m2, jnp.float8_e4m3fn), ("bfloat16",) * 3])
+@pytest.mark.parametrize(
+    ("products", "of_gradient", "of_factor"),
+    [("float8", jnp.float8_e5m2, jnp.float8_e4m3fn), ("bfloat16",) * 3],
+)
 def test_gradients_are_products_of_rounded_factors(products, of_gradient, of_factor):
-    of_gradient, of_factor = (jnp.bfloat16 if dtype == "bfloat16" else dtype for dtype in (of_gradient, of_factor))
+    of_gradient, of_factor = (
+        jnp.bfloat16 if dtype == "bfloat16" else dtype for dtype in (of_gradient, of_factor)
+    )
     x, w, dims = factors("a layer")
     out, back = jax.vjp(lambda x, w: low_precision_product(products)(x, w, dims), x, w)
     given = jnp.sin(3 * out)
     dx, dw = back(given)
-    np.testing.assert_allclose(dx, product(given, w, (((1,), (1,)), ((), ())), of_gradient, of_factor), rtol=0, atol=2e-6)
-    np.testing.assert_allclose(dw, product(x, given, (((0,), (0,)), ((), ())), of_factor, of_gradient), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(
+        dx, product(given, w, (((1,), (1,)), ((), ())), of_gradient, of_factor), rtol=0, atol=2e-6
+    )
+    np.testing.assert_allclose(
+        dw, product(x, given, (((0,), (0,)), ((), ())), of_factor, of_gradient), rtol=0, atol=2e-6
+    )
 
 
 @pytest.mark.sampled(quick=5)
@@ -119,17 +141,26 @@ def test_a_value_that_is_not_finite_reaches_all_of_its_products(products, contra
     dims, expected = (((contracted,), (1 - contracted,)), ((), ())), np.zeros((128, 128), bool)
     x[(5, 70) if contracted else (70, 5)] = w[(99, 3) if contracted else (3, 99)] = value
     expected[5], expected[:, 3] = True, True
-    np.testing.assert_array_equal(np.isnan(jax.jit(low_precision_product(products), static_argnums=2)(x, w, dims)), expected)
+    np.testing.assert_array_equal(
+        np.isnan(jax.jit(low_precision_product(products), static_argnums=2)(x, w, dims)), expected
+    )
 
 
 def test_result_has_the_dtype_of_a_plain_product():
     x, w, dims = factors("a layer")
     run = low_precision_product("float8")
     assert run(x.astype("bfloat16"), w.astype("bfloat16"), dims).dtype == jnp.bfloat16
-    assert run(x.astype("bfloat16"), w.astype("bfloat16"), dims, preferred_element_type=jnp.float32).dtype == jnp.float32
+    assert (
+        run(
+            x.astype("bfloat16"), w.astype("bfloat16"), dims, preferred_element_type=jnp.float32
+        ).dtype
+        == jnp.float32
+    )
 
 
 def test_arguments_that_it_cannot_honour():
     x, w, dims = factors("a layer")
-    with pytest.raises(OptionError, match="products in int8 take no precision, and the model says highest"):
+    with pytest.raises(
+        OptionError, match="products in int8 take no precision, and the model says highest"
+    ):
         low_precision_product("int8")(x, w, dims, precision="highest")

@@ -1,4 +1,6 @@
-"""Programs compiled by XLA:GPU, without a GPU: what is sent while something is computed, and kernels of attention."""
+"""Programs compiled by XLA:GPU, without a GPU: what is sent while something is computed, and
+kernels of attention.
+"""
 
 import importlib.util
 import re
@@ -17,7 +19,9 @@ pytestmark = [
     pytest.mark.usefixtures("without_compilation_cache"),
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None,
-        reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+        reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): "
+        "pip "
+        "install '.[gpu-compiler]'",
     ),
 ]
 
@@ -26,7 +30,9 @@ class Deep(nnx.Module):
     """Eight LSTM layers."""
 
     def __init__(self):
-        self.stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(512, 512, rngs=nnx.Rngs(number)) for number in range(8)])
+        self.stack = spmd.nn.RNNStack(
+            [nnx.OptimizedLSTMCell(512, 512, rngs=nnx.Rngs(number)) for number in range(8)]
+        )
 
     def __call__(self, x):
         return self.stack(x)
@@ -38,12 +44,16 @@ def scheduled(overlap):
 
     from benchmarks.fsdp_wire import H100
 
-    chips = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x8").devices
+    chips = topologies.get_topology_desc(
+        platform="cuda", target_config=H100, topology="1x1x8"
+    ).devices
     trainer = spmd.Trainer(
         lambda: Deep(),
         loss=lambda model, batch: (model(batch["x"]) ** 2).mean(axis=(1, 2)),
         optimizer=optax.sgd(0.1),
-        mesh=Mesh(np.array(chips).reshape(1, 8), ("data", "stage"), axis_types=(AxisType.Auto,) * 2),
+        mesh=Mesh(
+            np.array(chips).reshape(1, 8), ("data", "stage"), axis_types=(AxisType.Auto,) * 2
+        ),
         layout=spmd.Layout(pipeline=spmd.Pipeline("stage", time_chunk=4, overlap=overlap)),
     )
     rows = 32
@@ -60,7 +70,9 @@ def scheduled(overlap):
 
 
 def hidden(lines):
-    """For every permute, how many loops over a chunk's steps are scheduled between its start and its end."""
+    """For every permute, how many loops over a chunk's steps are scheduled between its start and
+    its end.
+    """
     loops_inside, open_ = [], {}
     for line in lines:
         if start := re.match(r"\s*(%?[\w.-]+) = .* collective-permute-start\(", line):
@@ -73,10 +85,14 @@ def hidden(lines):
 
 
 @pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11), reason="jaxlib 0.11's XLA:GPU sends after the loop, with latency hiding too", strict=True
+    jax.__version_info__ >= (0, 11),
+    reason="jaxlib 0.11's XLA:GPU sends after the loop, with latency hiding too",
+    strict=True,
 )
 def test_permutes_overlap_compute():
-    """Forward and backward, a chunk's loop is between start and end. Without `overlap` only the stores of results are there."""
+    """Forward and backward, a chunk's loop is between start and end. Without `overlap` only the
+    stores of results are there.
+    """
     assert hidden(scheduled(overlap=True)) == [1, 1]
     assert hidden(scheduled(overlap=False)) == [0, 0]
 
@@ -91,11 +107,19 @@ def test_layers_compute_while_others_are_gathered_and_reduced():
         for first, line in enumerate(lines):
             started = re.search(r"(%(all-gather|reduce-scatter)-start\S*) = .*/while/body", line)
             if started:
-                last = next(number for number, later in enumerate(lines) if f"-done({started[1]})" in later)
-                hidden[started[2]].append(sum("gemm_fusion" in inner or "custom-call(" in inner for inner in lines[first:last]))
+                last = next(
+                    number for number, later in enumerate(lines) if f"-done({started[1]})" in later
+                )
+                hidden[started[2]].append(
+                    sum(
+                        "gemm_fusion" in inner or "custom-call(" in inner
+                        for inner in lines[first:last]
+                    )
+                )
     # of each loop's large gathers and reductions, at least one is under way during several products
     assert max(hidden["all-gather"]) >= 3 and max(hidden["reduce-scatter"]) >= 3
-    assert "[4,32,2048,2048]" not in program and not re.search(r"\[(8192|4,2048),50304\]", program)  # scores, logits of all tokens
+    # scores, logits of all tokens
+    assert "[4,32,2048,2048]" not in program and not re.search(r"\[(8192|4,2048),50304\]", program)
 
 
 LENGTH = 1280
@@ -129,17 +153,36 @@ def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
     query, key = array(2, length, 8, size), array(2, length, 2, size)
     scoring, arrays, bias = Scoring(0.1, causal=True), ScoreArrays(), None
     if options == "all":
-        scoring = Scoring(0.1, True, (200, None), 3.0, 0.1, (8 * length * length, length * length, length))
+        scoring = Scoring(
+            0.1, True, (200, None), 3.0, 0.1, (8 * length * length, length * length, length)
+        )
         ids = array(2, length, of="int32")
-        arrays = ScoreArrays(array(2, 1, length, length, of="bool"), None, array(2, length, of="bool"), array(2, of="int32"), (ids, ids))
+        arrays = ScoreArrays(
+            array(2, 1, length, length, of="bool"),
+            None,
+            array(2, length, of="bool"),
+            array(2, of="int32"),
+            (ids, ids),
+        )
         arrays, bias = arrays._replace(count=array(4, of="uint32")), array(1, 8, length, length)
 
     def forward_and_backward(query, key, value, bias, arrays, grad):
-        out, back = jax.vjp(lambda *x: tiled_attention(FLASH, scoring, Inputs(*x[:3], arrays._replace(bias=x[3]))), query, key, value, bias)
+        out, back = jax.vjp(
+            lambda *x: tiled_attention(FLASH, scoring, Inputs(*x[:3], arrays._replace(bias=x[3]))),
+            query,
+            key,
+            value,
+            bias,
+        )
         return out, back(grad)
 
     with gpu_of(Cluster.parse(target).target):
-        compiled = jax.jit(forward_and_backward).lower(query, key, key, bias, arrays, query).compile()
+        compiled = (
+            jax.jit(forward_and_backward).lower(query, key, key, bias, arrays, query).compile()
+        )
     calls = len(re.findall(r"custom_call_target=.__gpu.xla.gpu.triton", compiled.as_text()))
     assert calls == 3 + (options == "all"), "the bias has a kernel of its own"
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 2 * 8 * length * np.dtype("float32").itemsize
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < 4 * 2 * 8 * length * np.dtype("float32").itemsize
+    )

@@ -1,4 +1,6 @@
-"""Models that call JAX's or flax's attention get the layout's, unchanged: equal numbers, and no array of all scores."""
+"""Models that call JAX's or flax's attention get the layout's, unchanged: equal numbers, and no
+array of all scores.
+"""
 
 import dataclasses
 import functools
@@ -29,15 +31,22 @@ def scope(implementation="chunked"):
 
 
 def both(function, *arrays):
-    """Results and gradients, as it is written and under `[attention]`; the largest arrays of both; and the parallel context."""
+    """Results and gradients, as it is written and under `[attention]`; the largest arrays of both;
+    and the parallel context.
+    """
 
     def run(*arrays):
         out, back = jax.vjp(function, *arrays)
-        return out, *jax.tree.leaves(back(jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))))
+        return out, *jax.tree.leaves(
+            back(jnp.cos(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape)))
+        )
 
     written, plain = jax.make_jaxpr(run)(*arrays), jax.jit(run)(*arrays)
     with scope() as parallel:
-        traced, ours = jax.make_jaxpr(lambda *x: run(*x))(*arrays), jax.jit(lambda *x: run(*x))(*arrays)
+        traced, ours = (
+            jax.make_jaxpr(lambda *x: run(*x))(*arrays),
+            jax.jit(lambda *x: run(*x))(*arrays),
+        )
     sizes = [max(map(math.prod, arrays_of(jaxpr.jaxpr))) for jaxpr in (written, traced)]
     return plain, ours, sizes, parallel
 
@@ -45,24 +54,41 @@ def both(function, *arrays):
 CALLED = {
     "jax": lambda q, k, v: jax.nn.dot_product_attention(q, k, v),
     "jax options": lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, random_bias(4, 13, 13), random_mask(2, 1, 13, 13) | jnp.eye(13, dtype=bool), scale=0.4, is_causal=True
+        q,
+        k,
+        v,
+        random_bias(4, 13, 13),
+        random_mask(2, 1, 13, 13) | jnp.eye(13, dtype=bool),
+        scale=0.4,
+        is_causal=True,
     ),
     "jax window": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 2)),
     "jax lengths": lambda q, k, v: jax.nn.dot_product_attention(
         q, k, v, query_seq_lengths=jnp.array([13, 4]), key_value_seq_lengths=jnp.array([7, 13])
     ),
-    "jax one row": lambda q, k, v: jax.nn.dot_product_attention(q[0], k[0], v[0], mask=random_mask(4, 13, 13) | jnp.eye(13, dtype=bool)),
+    "jax one row": lambda q, k, v: jax.nn.dot_product_attention(
+        q[0], k[0], v[0], mask=random_mask(4, 13, 13) | jnp.eye(13, dtype=bool)
+    ),
     "nnx": lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=CAUSAL),
-    "nnx dropout": lambda q, k, v: nnx.dot_product_attention(q, k, v, is_causal=True, dropout_rng=KEY, dropout_rate=0.3),
-    "nnx dropout of rows": lambda q, k, v: nnx.dot_product_attention(q, k, v, dropout_rng=KEY, dropout_rate=0.3, broadcast_dropout=False),
-    "linen": lambda q, k, v: linen.dot_product_attention(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), random_bias(13, 13), CAUSAL),
+    "nnx dropout": lambda q, k, v: nnx.dot_product_attention(
+        q, k, v, is_causal=True, dropout_rng=KEY, dropout_rate=0.3
+    ),
+    "nnx dropout of rows": lambda q, k, v: nnx.dot_product_attention(
+        q, k, v, dropout_rng=KEY, dropout_rate=0.3, broadcast_dropout=False
+    ),
+    "linen": lambda q, k, v: linen.dot_product_attention(
+        q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), random_bias(13, 13), CAUSAL
+    ),
     "linen dropout": lambda q, k, v: linen.dot_product_attention(
         q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), dropout_rng=KEY, dropout_rate=0.3
     ),
     "linen batch dims": lambda q, k, v: linen.dot_product_attention(
-        *(jnp.stack([x, 2 * x]) for x in (q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2))), mask=random_mask(2, 1, 13, 13) | (CAUSAL > 0)
+        *(jnp.stack([x, 2 * x]) for x in (q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2))),
+        mask=random_mask(2, 1, 13, 13) | (CAUSAL > 0),
     ),
-    "linen precision": lambda q, k, v: linen.dot_product_attention(q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), precision="highest"),
+    "linen precision": lambda q, k, v: linen.dot_product_attention(
+        q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2), precision="highest"
+    ),
 }
 
 
@@ -84,20 +110,32 @@ def test_modules_hold_no_array_of_all_scores(kind, dropout):
     """Also with dropout, which flax computes elsewhere."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1040, 8)), jnp.float32)
     if kind == "nnx":
-        module = nnx.MultiHeadAttention(4, 8, decode=False, dropout_rate=dropout, broadcast_dropout=False, rngs=nnx.Rngs(0))
+        module = nnx.MultiHeadAttention(
+            4, 8, decode=False, dropout_rate=dropout, broadcast_dropout=False, rngs=nnx.Rngs(0)
+        )
         graph, state, rest = nnx.split(module, nnx.Param, ...)
 
         def run(params, x):
-            return nnx.merge(graph, params, rest)(x, is_causal=dropout == 0, deterministic=False, rngs=nnx.Rngs(dropout=KEY))
+            return nnx.merge(graph, params, rest)(
+                x, is_causal=dropout == 0, deterministic=False, rngs=nnx.Rngs(dropout=KEY)
+            )
     else:
-        linen_module = linen.MultiHeadDotProductAttention(4, dropout_rate=dropout, broadcast_dropout=False, deterministic=False)
+        linen_module = linen.MultiHeadDotProductAttention(
+            4, dropout_rate=dropout, broadcast_dropout=False, deterministic=False
+        )
         state = linen_module.init({"params": KEY, "dropout": KEY}, x)
 
         def run(params, x):
             return linen_module.apply(params, x, rngs={"dropout": KEY})
 
     plain, ours, (largest, in_tiles), parallel = both(run, state, x)
-    assert worst([np.concatenate([np.ravel(x) for x in ours])], [np.concatenate([np.ravel(x) for x in plain])]) < 1e-5
+    assert (
+        worst(
+            [np.concatenate([np.ravel(x) for x in ours])],
+            [np.concatenate([np.ravel(x) for x in plain])],
+        )
+        < 1e-5
+    )
     assert largest == 4 * 1040 * 1040
     assert in_tiles == 4 * 352 * 352
     assert len(parallel.notes) == 1
@@ -113,7 +151,10 @@ def test_sown_weights_need_all_scores():
 
     plain, ours, _, parallel = both(run, jnp.ones((2, 6, 8)))
     assert all((a == b).all() for a, b in zip(ours, plain, strict=True))
-    expected = "note: flax's linen attention is computed as it is written, with all scores: its weights are sown."
+    expected = (
+        "note: flax's linen attention is computed as it is written, with all scores: its weights "
+        "are sown."
+    )
     assert list(parallel.notes) == [expected]
 
 
@@ -123,7 +164,10 @@ def test_names_are_restored():
     def names():
         return jax.nn.dot_product_attention, nnx.dot_product_attention, linen.dot_product_attention
 
-    before, classes = names(), [dict(vars(kind)).get("attention_fn") for kind in replaced_calls._MODULES]
+    before, classes = (
+        names(),
+        [dict(vars(kind)).get("attention_fn") for kind in replaced_calls._MODULES],
+    )
     own = functools.partial(nnx.dot_product_attention, broadcast_dropout=False)
     module = nnx.MultiHeadAttention(4, 8, decode=False, attention_fn=own, rngs=nnx.Rngs(0))
     with pytest.raises(ZeroDivisionError), scope(), scope():
@@ -143,7 +187,9 @@ def test_errors_are_those_of_jax_and_flax():
         with pytest.raises(ValueError, match=r"shape should be|must match") as plain:
             call(query, key[:1], value)
         with scope(), pytest.raises(ValueError, match=r"shape should be|must match") as ours:
-            (jax.nn if "_src" in call.__module__ else nnx).dot_product_attention(query, key[:1], value)
+            (jax.nn if "_src" in call.__module__ else nnx).dot_product_attention(
+                query, key[:1], value
+            )
         assert str(ours.value) == str(plain.value)
 
 
@@ -152,7 +198,9 @@ class NnxBlock(nnx.Module):
 
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, dropout_rate=0.1, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, dropout_rate=0.1, rngs=rngs
+        )
 
     def __call__(self, x):
         return x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
@@ -176,7 +224,9 @@ class LinenModel(linen.Module):
     @linen.compact
     def __call__(self, x, train=False):
         for _ in range(2):
-            x = x + linen.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, deterministic=not train)(linen.LayerNorm()(x))
+            x = x + linen.MultiHeadDotProductAttention(
+                HEADS, dropout_rate=0.1, deterministic=not train
+            )(linen.LayerNorm()(x))
         return linen.Dense(3)(x.mean(axis=1))
 
 
@@ -190,7 +240,11 @@ class JaxModel(nnx.Module):
 
     def __call__(self, x):
         query, key, value = jnp.moveaxis(self.projections(x), 2, 0)
-        return self.head(jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape).mean(axis=1))
+        return self.head(
+            jax.nn.dot_product_attention(query, key, value, is_causal=True)
+            .reshape(x.shape)
+            .mean(axis=1)
+        )
 
 
 MODELS = {"nnx": NnxModel, "linen": LinenModel, "jax": JaxModel}
@@ -199,11 +253,21 @@ MODELS = {"nnx": NnxModel, "linen": LinenModel, "jax": JaxModel}
 def fitted(model, layout, implementation, mesh="data=8", **options):
     """Parameters and losses after three steps."""
     random = np.random.default_rng(0)
-    data = random.normal(size=(16, LENGTH, WIDTH)).astype("float32"), random.integers(0, 3, 16).astype("int32")
-    layout = dataclasses.replace(spmd.Layout.load(layout), attention=spmd.Attention(implementation), **options)
+    data = (
+        random.normal(size=(16, LENGTH, WIDTH)).astype("float32"),
+        random.integers(0, 3, 16).astype("int32"),
+    )
+    layout = dataclasses.replace(
+        spmd.Layout.load(layout), attention=spmd.Attention(implementation), **options
+    )
     build = MODELS[model]
     model = build() if model == "linen" else lambda: build()
-    fit = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.5, momentum=0.9), "batch_size": 8, "progress": False}
+    fit = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.sgd(0.5, momentum=0.9),
+        "batch_size": 8,
+        "progress": False,
+    }
     result = spmd.fit(model, data, mesh=mesh, layout=layout, steps=3, **fit)
     return jax.tree.leaves(jax.device_get(result.state.params)), result
 
@@ -214,17 +278,27 @@ BY_HEAD = (
 )
 CASES = [
     ("nnx", "fsdp", "data=8", {}),
-    ("nnx", "tensor_parallel", "data=2,model=4", {"remat": spmd.Remat(modules=("blocks/layers",)), "params": BY_HEAD}),
+    (
+        "nnx",
+        "tensor_parallel",
+        "data=2,model=4",
+        {"remat": spmd.Remat(modules=("blocks/layers",)), "params": BY_HEAD},
+    ),
     ("linen", "data_parallel", "data=8", {}),
     ("jax", "data_parallel", "data=8", {"gradients": spmd.Gradients("compiler")}),
 ]
 
 
 @pytest.mark.sampled(system=3)
-@pytest.mark.parametrize(("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:20])
+@pytest.mark.parametrize(
+    ("model", "layout", "mesh", "options"), CASES, ids=lambda case: str(case)[:20]
+)
 def test_fit_equals_fit_without_the_table(model, layout, mesh, options, monkeypatch):
     """On eight devices, with several tiles; to 1e-5 of the largest number of each parameter."""
     monkeypatch.setattr(chunked_attention, "TILE", 7)
-    ours, plain = (fitted(model, layout, implementation, mesh, **options)[0] for implementation in ("chunked", "as_written"))
+    ours, plain = (
+        fitted(model, layout, implementation, mesh, **options)[0]
+        for implementation in ("chunked", "as_written")
+    )
     assert worst(ours, plain) < 1e-5
     assert any((a != b).any() for a, b in zip(ours, plain, strict=True)), "the arms differ"

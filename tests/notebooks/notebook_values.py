@@ -1,4 +1,6 @@
-"""What the prose of the notebooks says, as checks of the values of their cells; `test_notebooks.py` runs them in the kernel."""
+"""What the prose of the notebooks says, as checks of the values of their cells; `test_notebooks.py`
+runs them in the kernel.
+"""
 
 import re
 import types
@@ -8,16 +10,30 @@ import numpy as np
 
 
 def layouts(cells):
-    loss, params, moments, sent, difference = (getattr(cells, name) for name in ("loss", "params", "moments", "sent", "difference"))
+    loss, params, moments, sent, difference = (
+        getattr(cells, name) for name in ("loss", "params", "moments", "sent", "difference")
+    )
 
     def relative(values, layout):
         return values[layout] / values["data_parallel"]
 
-    assert max(difference.values()) < 1e-5 and loss["data_parallel"][-1] < 0.5 * loss["data_parallel"][0]
-    assert params["zero1"] == params["data_parallel"] and relative(moments, "zero1") < 0.15 and abs(relative(sent, "zero1") - 1) < 0.02
+    assert (
+        max(difference.values()) < 1e-5
+        and loss["data_parallel"][-1] < 0.5 * loss["data_parallel"][0]
+    )
+    assert (
+        params["zero1"] == params["data_parallel"]
+        and relative(moments, "zero1") < 0.15
+        and abs(relative(sent, "zero1") - 1) < 0.02
+    )
     assert relative(params, "fsdp") < 0.15 and 1.2 < relative(sent, "fsdp") < 1.3
-    assert abs(relative(sent, "parameter_server") - 1) < 0.02 and difference["parameter_server"] == 0
-    assert 0.5 < relative(params, "tensor_parallel") < 0.6 and params["fsdp_tensor_parallel"] < 1.2 * params["fsdp"]
+    assert (
+        abs(relative(sent, "parameter_server") - 1) < 0.02 and difference["parameter_server"] == 0
+    )
+    assert (
+        0.5 < relative(params, "tensor_parallel") < 0.6
+        and params["fsdp_tensor_parallel"] < 1.2 * params["fsdp"]
+    )
 
 
 def model_parallel(cells):
@@ -30,7 +46,10 @@ def model_parallel(cells):
     assert loss["gpipe"][-4:].mean() < loss["gpipe"][:4].mean()
     kernel = runs["gpipe"].state.params["blocks"]["layers"]["up"]["kernel"]
     assert np.prod(kernel.sharding.shard_shape(kernel.shape)) * stages == kernel.size
-    assert kept["1f1b"] == stages < kept["gpipe"] == 8 and ran["1f1b"].ticks == ran["gpipe"].ticks == 22
+    assert (
+        kept["1f1b"] == stages < kept["gpipe"] == 8
+        and ran["1f1b"].ticks == ran["gpipe"].ticks == 22
+    )
     assert ran["circular"].ticks == 38 and ran["circular"].bubble < ran["gpipe"].bubble
     assert abs(loss["LSTM, wavefront"] - loss["LSTM, one device"]).max() < 1e-4
     assert cells.wave.forward.ticks == 16 // cells.CHUNK + stages - 1 == 11
@@ -38,10 +57,16 @@ def model_parallel(cells):
 
 def on_the_wire(cells):
     sent, last, loss = cells.sent, cells.last, cells.loss
-    saves, costs = ({name: values[name] / values["exact"] for name in cells.WAYS} for values in (sent, last))
+    saves, costs = (
+        {name: values[name] / values["exact"] for name in cells.WAYS} for values in (sent, last)
+    )
     assert 0.5 <= saves["bfloat16"] < 0.51 and 0.25 < saves["int8"] < 0.26
     assert max(abs(costs[name] - 1) for name in ("bfloat16", "int8")) < 0.02
-    assert saves["top 2 %"] < 0.05 and 1 < costs["top 2 %"] < 1.1 and last["top 2 %"] < 0.5 * loss["exact"][0]
+    assert (
+        saves["top 2 %"] < 0.05
+        and 1 < costs["top 2 %"] < 1.1
+        and last["top 2 %"] < 0.5 * loss["exact"][0]
+    )
     assert 2.5 < costs["top 2 %, rest lost"] < 3.5
     assert saves["power_sgd"] < 0.08 and costs["power_sgd"] < 1.05
     norms = cells.runs["top 2 %"].history["residual_norm"]
@@ -51,12 +76,20 @@ def on_the_wire(cells):
 def parameter_server(cells):
     final = {name: accuracy[-5:].mean() for name, (_, accuracy) in cells.curves.items()}
     took = {name: seconds[-1] for name, (seconds, _) in cells.curves.items()}
-    first = {name: seconds[np.argmax(accuracy >= cells.TARGET)] for name, (seconds, accuracy) in cells.curves.items()}
+    first = {
+        name: seconds[np.argmax(accuracy >= cells.TARGET)]
+        for name, (seconds, accuracy) in cells.curves.items()
+    }
     reached = {name: accuracy.max() >= cells.TARGET for name, (_, accuracy) in cells.curves.items()}
-    assert 0.6 < took["2 spares"] / took["synchronous"] < 0.72 and final["2 spares"] > final["synchronous"] - 0.03
+    assert (
+        0.6 < took["2 spares"] / took["synchronous"] < 0.72
+        and final["2 spares"] > final["synchronous"] - 0.03
+    )
     assert final["asynchronous"] < 0.3 and not reached["asynchronous"]
     assert final["asynchronous, scaled"] > 0.9 and final["asynchronous, rate / 8"] > 0.9
-    assert first["asynchronous, scaled"] < min(first["2 spares"], first["synchronous"], first["DiLoCo, every 10"])
+    assert first["asynchronous, scaled"] < min(
+        first["2 spares"], first["synchronous"], first["DiLoCo, every 10"]
+    )
     assert cells.sent_bytes["DiLoCo, every 10"] < 0.11 * cells.sent_bytes["synchronous"]
     assert final["DiLoCo, every 10"] > final["synchronous"] - 0.05
     synchronous = cells.accounts["synchronous"]
@@ -80,7 +113,9 @@ def sweep_and_ensemble(cells):
     together = cells.evaluation.ensemble["log loss"]
     assert cells.results.programs == 2 and scores[-1] > 2 * scores[0]
     assert together < np.mean(alone) and together < min(alone)
-    spent = [sum(len(trial.history) for trial in found.trials) for found in (cells.halved, cells.results)]
+    spent = [
+        sum(len(trial.history) for trial in found.trials) for found in (cells.halved, cells.results)
+    ]
     assert spent[0] < 0.5 * spent[1] and cells.rank <= 3
     assert abs(cells.winner.score - cells.before[cells.winner.number].score) < 1e-4
 
@@ -89,7 +124,9 @@ def finetune(cells):
     losses = cells.result.history["loss"]
     assert cells.samples.written[0].text != "moo" and cells.samples.written[-1].text == "moo"
     assert losses[-1] < 0.1 * losses[0] and cells.answers == list(cells.sounds.values())
-    assert {path.name for path in cells.folder.iterdir()} == {path.name for path in cells.tuned.iterdir()}
+    assert {path.name for path in cells.folder.iterdir()} == {
+        path.name for path in cells.tuned.iterdir()
+    }
 
 
 CHECKS = {
@@ -104,16 +141,22 @@ CHECKS = {
 
 
 def check(notebook: str, values: dict) -> None:
-    """Fail unless the values in a notebook's namespace are what its prose says; other notebooks are checked by what they print."""
+    """Fail unless the values in a notebook's namespace are what its prose says; other notebooks are
+    checked by what they print.
+    """
     if notebook in CHECKS:
         CHECKS[notebook](types.SimpleNamespace(**values))
 
 
 def small_target(folder: Path) -> str:
-    """Four L4s with so little memory that a small model does not fit either, and none that libraries use beside it."""
+    """Four L4s with so little memory that a small model does not fit either, and none that
+    libraries use beside it.
+    """
     from spmd.planner.target import shipped
 
     text = re.sub(r"^\[overhead\].*\n(.+\n)*", "", shipped()["l4"].read_text(), flags=re.MULTILINE)
     path = folder / "small.toml"
-    path.write_text(re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE))
+    path.write_text(
+        re.sub(r"^memory = \S+", f"memory = {12 * 2**20}", text, count=1, flags=re.MULTILINE)
+    )
     return f"4x{path}"

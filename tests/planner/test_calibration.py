@@ -1,4 +1,6 @@
-"""Figures from times, the file that is written, and what is refused. One test, marked `system`, measures; the others have made-up times."""
+"""Figures from times, the file that is written, and what is refused. One test, marked `system`,
+measures; the others have made-up times.
+"""
 
 import dataclasses
 import functools
@@ -31,17 +33,29 @@ from spmd.planner.target_file import target_text
 from spmd.planner.timeline import timeline_of
 
 CPU, H100 = load("cpu"), load("h100")
-# The fit takes the figures in turns, and stops after some turns: a program that shows one figure depends a little on others.
+# The fit takes the figures in turns, and stops after some turns: a program that shows one figure
+# depends a little on others.
 TURNS = 0.01
 DIGITS = 5e-4  # a file has four digits of a figure
 
 
 def observed(probes, predict, hidden, **noise):
     """Each program's time on a target that the fit does not know."""
-    return [Observation(probe.figure, each, each(hidden), **noise) for probe, each in zip(probes, predict, strict=True)]
+    return [
+        Observation(probe.figure, each, each(hidden), **noise)
+        for probe, each in zip(probes, predict, strict=True)
+    ]
 
 
-SHOWN = ("", "achieved.launch", "achieved.matmul", "achieved.memory", "achieved.convolution", "inside.latency", "achieved.link")
+SHOWN = (
+    "",
+    "achieved.launch",
+    "achieved.matmul",
+    "achieved.memory",
+    "achieved.convolution",
+    "inside.latency",
+    "achieved.link",
+)
 
 
 @functools.cache
@@ -65,26 +79,42 @@ def measured():
 
 def closed_form(target):
     """Seconds of 1 GFLOP of products, 1 GB of memory and 100 launches, one after the other."""
-    return 1e9 / (target.rate("float32") * target.achieved.matmul) + 1e9 / target.memory_bandwidth + 100 * target.achieved.launch
+    return (
+        1e9 / (target.rate("float32") * target.achieved.matmul)
+        + 1e9 / target.memory_bandwidth
+        + 100 * target.achieved.launch
+    )
 
 
 @pytest.mark.system
 def test_fit_recovers_figures_of_programs():
     figures = [figure for figure in SHOWN if figure not in ("", "achieved.convolution")]
-    hidden = dataclasses.replace(CPU, achieved=Achieved(0.3, 0.5, 0.25, 2e-5), inside=dataclasses.replace(CPU.inside, latency=2e-4))
+    hidden = dataclasses.replace(
+        CPU,
+        achieved=Achieved(0.3, 0.5, 0.25, 2e-5),
+        inside=dataclasses.replace(CPU.inside, latency=2e-4),
+    )
     programs = [program for program in measurement().programs if program.probe.figure in figures]
-    probes, predict = [program.probe for program in programs], [program.predict for program in programs]
+    probes, predict = (
+        [program.probe for program in programs],
+        [program.predict for program in programs],
+    )
     fitted, unknown = fit(CPU, observed(probes, predict, hidden))
     assert unknown == ()
     for figure in figures:
         assert figure_of(CPU, figure) != figure_of(hidden, figure)
         np.testing.assert_allclose(figure_of(fitted, figure), figure_of(hidden, figure), rtol=TURNS)
     spread = spread_of(fitted, observed(probes, predict, hidden, noise=0.07))
-    assert spread == dataclasses.replace(CPU.spread, **dict.fromkeys(("launch", "matmul", "memory", "link"), 0.07))
+    assert spread == dataclasses.replace(
+        CPU.spread, **dict.fromkeys(("launch", "matmul", "memory", "link"), 0.07)
+    )
 
 
 def test_fit_takes_the_mean_of_programs_and_their_errors_as_spread():
-    slow = [Observation("memory_bandwidth", closed_form, 2 * factor * closed_form(CPU)) for factor in (0.9, 1 / 0.9)]
+    slow = [
+        Observation("memory_bandwidth", closed_form, 2 * factor * closed_form(CPU))
+        for factor in (0.9, 1 / 0.9)
+    ]
     fitted, _ = fit(CPU, slow)
     assert abs(math.log(closed_form(fitted) / (2 * closed_form(CPU)))) < EXACT
     slow = [dataclasses.replace(one, figure="achieved.memory") for one in slow]
@@ -107,10 +137,18 @@ def test_first_touch_is_timed_above_what_is_kept():
     target = dataclasses.replace(CPU, first_touch=1e9)
     assert first_touch_time(KEPT, target) == first_touch_time(2 * KEPT, CPU) == 0.0
     assert first_touch_time(2 * KEPT, target) == 2 * KEPT / 1e9
-    module = parse("HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n}\n")
+    module = parse(
+        "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n}\n"
+    )
 
     def seconds(target, temporaries):
-        return timeline_of(module, MeshSpec.parse("data=1"), Cluster(1, 1, target), ("data",), temporaries=temporaries).seconds
+        return timeline_of(
+            module,
+            MeshSpec.parse("data=1"),
+            Cluster(1, 1, target),
+            ("data",),
+            temporaries=temporaries,
+        ).seconds
 
     assert seconds(target, 2 * KEPT) == 2 * KEPT / 1e9 > seconds(CPU, 2 * KEPT) == 0.0
 
@@ -121,7 +159,9 @@ def test_target_text_is_read_as_the_same_target(tmp_path, name):
     (tmp_path / f"{name}.toml").write_text(target_text(target), encoding="utf-8")
     written = load(str(tmp_path / f"{name}.toml"))
     assert target_text(written) == target_text(target)
-    assert dataclasses.replace(written, memory_bandwidth=0, flops={}) == dataclasses.replace(target, memory_bandwidth=0, flops={})
+    assert dataclasses.replace(written, memory_bandwidth=0, flops={}) == dataclasses.replace(
+        target, memory_bandwidth=0, flops={}
+    )
     np.testing.assert_allclose([*written.flops.values()], [*target.flops.values()], rtol=DIGITS)
 
 
@@ -130,14 +170,31 @@ def test_calibration_is_written_as_a_target(tmp_path):
     path = measured().save(tmp_path / "new" / "mine.toml")
     target = Cluster.parse(f"2x{path}").target
     assert (target.platform, target.simulated, target.devices_per_node) == ("cpu", 2, 2)
-    np.testing.assert_allclose(target.rate("float32") * target.achieved.matmul, 0.3 * CPU.rate("float32"), rtol=TURNS)
-    np.testing.assert_allclose(target.rate("float32") * target.achieved.convolution, 0.2 * CPU.rate("float32"), rtol=TURNS)
+    np.testing.assert_allclose(
+        target.rate("float32") * target.achieved.matmul, 0.3 * CPU.rate("float32"), rtol=TURNS
+    )
+    np.testing.assert_allclose(
+        target.rate("float32") * target.achieved.convolution, 0.2 * CPU.rate("float32"), rtol=TURNS
+    )
     np.testing.assert_allclose(target.memory_bandwidth, 0.5 * CPU.memory_bandwidth, rtol=TURNS)
     np.testing.assert_allclose(target.inside.bandwidth, 0.25 * CPU.inside.bandwidth, rtol=TURNS)
-    assert (target.achieved.memory, target.achieved.link) == (1.0, 1.0), "on a CPU the figures themselves are measured"
+    assert (target.achieved.memory, target.achieved.link) == (1.0, 1.0), (
+        "on a CPU the figures themselves are measured"
+    )
     table = tomllib.loads(path.read_text())
-    assert table["sources"].keys() >= {"memory", "flops", "inside", "between", "achieved", "spread", "first_touch"}
-    assert "2 at once, medians of 3 rounds" in table["sources"]["achieved"] and "20" in table["sources"]["achieved"]
+    assert table["sources"].keys() >= {
+        "memory",
+        "flops",
+        "inside",
+        "between",
+        "achieved",
+        "spread",
+        "first_touch",
+    }
+    assert (
+        "2 at once, medians of 3 rounds" in table["sources"]["achieved"]
+        and "20" in table["sources"]["achieved"]
+    )
     assert 0.05 < target.spread.matmul < 0.2
 
 
@@ -145,7 +202,10 @@ def test_calibration_is_written_as_a_target(tmp_path):
 def test_calibration_prints_programs_and_figures():
     text = str(measured())
     assert "one of 2 devices simulated on" in text and "3 rounds" in text
-    assert all(one.name.split(",")[0][:20] in text for one in measured().measured) and "PREDICTED / MEDIAN" in text
+    assert (
+        all(one.name.split(",")[0][:20] in text for one in measured().measured)
+        and "PREDICTED / MEDIAN" in text
+    )
     assert "matrix products, float32" in text and "27 GFLOP/s" in text and repr(measured()) == text
 
 
@@ -179,9 +239,14 @@ def test_base_target_is_that_of_the_device():
         (
             [device(kind="NVIDIA H800")],
             None,
-            r"no shipped target describes NVIDIA H800\.\n    fix: like= and the target of a similar device(.|\n)*h100",
+            r"no shipped target describes NVIDIA H800\.\n    fix: like= and the target of a "
+            r"similar device(.|\n)*h100",
         ),
-        ([device("tpu", "TPU v5 lite")], None, r"no shipped target describes TPU v5 lite(.|\n)*tpu_v5e"),
+        (
+            [device("tpu", "TPU v5 lite")],
+            None,
+            r"no shipped target describes TPU v5 lite(.|\n)*tpu_v5e",
+        ),
         ([device("cpu", "cpu")], "h100", r'platform "cuda", and here is "cpu"'),
         ([device()], "h101", r'no target "h101"(.|\n)*h100'),
     ],
@@ -204,17 +269,24 @@ def test_programs_that_take_no_time_are_left_out(monkeypatch):
         monkeypatch.setattr(program, "times", [1e-3 if number < 2 else 2e-3] * 3)
     found = measurement().calibration()
     assert [one.figure for one in found.measured] == list(SHOWN[2:])
-    assert found.notes[0] == f"note: {programs[1].probe.name} took no longer than a program without it."
+    assert (
+        found.notes[0]
+        == f"note: {programs[1].probe.name} took no longer than a program without it."
+    )
 
 
 def test_programs_that_cannot_be_compiled_are_noted(monkeypatch):
     nothing = measurement().programs[0].probe
-    attention = dataclasses.replace(nothing, name="attention", figure="achieved.attention", function=refused)
+    attention = dataclasses.replace(
+        nothing, name="attention", figure="achieved.attention", function=refused
+    )
     monkeypatch.setattr(calibration, "probes_of", lambda *_: [nothing, attention])
     tried = Measurement(jax.devices()[:2], CPU)
     assert [program.probe for program in tried.programs] == [nothing]
     why = "RuntimeError: cuDNN is not detected."
-    assert tried.notes == [f"note: attention could not be compiled, so achieved.attention stays that of cpu: {why}"]
+    assert tried.notes == [
+        f"note: attention could not be compiled, so achieved.attention stays that of cpu: {why}"
+    ]
 
 
 def refused(*arrays):
@@ -223,17 +295,27 @@ def refused(*arrays):
 
 def test_command(tmp_path, capsys, monkeypatch):
     path, options = tmp_path / "mine.toml", []
-    monkeypatch.setattr(calibration, "calibrate", lambda **given: options.append(given) or measured())
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda **given: options.append(given) or measured()
+    )
     assert main(["calibrate", "--devices", "8", "--out", str(path), "--seconds", "5"]) == 0
     assert f"spmd plan SCRIPT --target 2x{path}" in capsys.readouterr().out
-    assert (options[0]["seconds"], options[0]["like"]) == (5.0, None) and load(str(path)).simulated == 2
+    assert (options[0]["seconds"], options[0]["like"]) == (5.0, None) and load(
+        str(path)
+    ).simulated == 2
     for arguments, text in (
         (["--devices", "8", "--out", str(path)], "exists"),
         (["--devices", "8", "--out", str(tmp_path / "mine")], "ends in .toml"),
         (["--devices", "3", "--out", str(tmp_path / "other.toml")], "too late"),
         (["--devices", "8", "--out", "/proc/mine.toml"], "cannot be written"),
-        (["--devices", "0", "--out", str(tmp_path / "other.toml")], "--devices 0: not a number of devices, from 1."),
-        (["--devices", "8", "--seconds", "0", "--out", str(tmp_path / "other.toml")], "--seconds 0: not a positive number"),
+        (
+            ["--devices", "0", "--out", str(tmp_path / "other.toml")],
+            "--devices 0: not a number of devices, from 1.",
+        ),
+        (
+            ["--devices", "8", "--seconds", "0", "--out", str(tmp_path / "other.toml")],
+            "--seconds 0: not a positive number",
+        ),
         (["--out", str(tmp_path / "other.toml")], "there is no GPU or TPU here"),
     ):
         assert main(["calibrate", *arguments]) == 2
@@ -245,15 +327,28 @@ def test_command(tmp_path, capsys, monkeypatch):
 @pytest.mark.system
 def test_plans_for_another_number_of_devices_say_so(tmp_path):
     path = measured().save(tmp_path / "mine.toml")
-    model = spmd.FunctionalModel(lambda key: {"w": jax.numpy.zeros((64, 8))}, lambda params, x: x @ params["w"])
-    batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jax.numpy.zeros((64, 8))}, lambda params, x: x @ params["w"]
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 64), "float32"),
+        "y": jax.ShapeDtypeStruct((32, 8), "float32"),
+    }
     for count in (1, 2):
-        plan = spmd.plan(model, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target=f"{count}x{path}")
+        plan = spmd.plan(
+            model,
+            batch,
+            loss=spmd.losses.mean_squared_error,
+            optimizer=optax.sgd(0.1),
+            target=f"{count}x{path}",
+        )
         assert any("spmd calibrate --devices 1" in note for note in plan.notes) == (count == 1)
 
 
 @pytest.mark.system
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="pip install '.[gpu-compiler]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="pip install '.[gpu-compiler]'"
+)
 def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_cache):
     """By XLA:GPU, without a GPU."""
     from jax.experimental import topologies
@@ -261,7 +356,11 @@ def test_programs_for_gpus_compile_and_show_their_figures(without_compilation_ca
     from spmd.planner.compile import topology
     from spmd.planner.gpu_kernels import gpu_of
 
-    mesh = Mesh(np.array(topologies.get_topology_desc(**topology(Cluster.parse("8xh100"))).devices), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(
+        np.array(topologies.get_topology_desc(**topology(Cluster.parse("8xh100"))).devices),
+        (AXIS,),
+        axis_types=(AxisType.Auto,),
+    )
     probes = {probe.figure: probe for probe in probes_of("gpu", 8)[1:]}
     with gpu_of(H100):
         predict = [predictor(compile_probe(probe, mesh), 8) for probe in probes.values()]
@@ -281,7 +380,10 @@ def test_predictions_are_near_what_is_measured():
     tokens = jax.ShapeDtypeStruct((16, 64), "int32")
 
     def rows(count):
-        return {"x": jax.ShapeDtypeStruct((count, 256), "float32"), "label": jax.ShapeDtypeStruct((count,), "int32")}
+        return {
+            "x": jax.ShapeDtypeStruct((count, 256), "float32"),
+            "label": jax.ShapeDtypeStruct((count,), "int32"),
+        }
 
     def mlp():
         return plan_truth.MLP(512, nnx.Rngs(0))
@@ -296,7 +398,9 @@ def test_predictions_are_near_what_is_measured():
         found = measurement.calibration()
         times = [statistics.median(step.times) for step in steps]
         planned = [step.plan(found.cluster).timeline.seconds for step in steps]
-        if all(0.5 < predicted / seconds < 2 for predicted, seconds in zip(planned, times, strict=True)):
+        if all(
+            0.5 < predicted / seconds < 2 for predicted, seconds in zip(planned, times, strict=True)
+        ):
             break
     else:
         pytest.fail(f"predicted {planned}, measured {times}\n{found}")

@@ -16,13 +16,19 @@ from spmd.planner.compile import PLUGIN
 from spmd.planner.compiler_search import tune, why_not_tuned
 from spmd.planner.target import Cluster
 
-GPU = pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec(PLUGIN) is None,
+    reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'",
+)
 UNROLLED = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 
 
 def figures(seconds, exposed, peak, *, layout=None, fits=True, target="2xh100", exact=True):
     """A plan with these figures, of a step with gathers in a loop and two reductions."""
-    transfers = [SimpleNamespace(kind=kind, times=times) for kind, times in (("all_gather", 6), ("all_reduce", 1), ("all_reduce", 1))]
+    transfers = [
+        SimpleNamespace(kind=kind, times=times)
+        for kind, times in (("all_gather", 6), ("all_reduce", 1), ("all_reduce", 1))
+    ]
     return SimpleNamespace(
         layout=layout or spmd.Layout(),
         fits=fits,
@@ -35,7 +41,9 @@ def figures(seconds, exposed, peak, *, layout=None, fits=True, target="2xh100", 
 
 
 def tuned(results, layout=None):
-    """What is kept and rejected of options, where `results` has the figures of each, by the options that differ from the layout's own."""
+    """What is kept and rejected of options, where `results` has the figures of each, by the options
+    that differ from the layout's own.
+    """
     layout, asked = layout or spmd.Layout(), []
 
     def build(candidate):
@@ -51,25 +59,39 @@ def tuned(results, layout=None):
 
 
 def test_an_option_is_kept_if_less_communication_is_exposed():
-    asked, kept, rejected = tuned([figures(9.0, 2.0, 200), figures(9.0, 2.0, 150), figures(9.0, 2.0, 150)])
+    asked, kept, rejected = tuned(
+        [figures(9.0, 2.0, 200), figures(9.0, 2.0, 150), figures(9.0, 2.0, 150)]
+    )
     single = {"double_buffering": False}
-    assert asked == [single, single | {"pipelined_collectives": True}, asked[1] | {"combine_all_reduce": "256 MiB"}]
+    assert asked == [
+        single,
+        single | {"pipelined_collectives": True},
+        asked[1] | {"combine_all_reduce": "256 MiB"},
+    ]
     assert kept == asked[:2], "the second needs less memory, and the third changes nothing"
     assert rejected == [
-        "no better than without combine_all_reduce: 2 s exposed of 9 s, peak 150 B; without, 2 s exposed of 9 s, peak 150 B"
+        "no better than without combine_all_reduce: 2 s exposed of 9 s, peak 150 B; without, 2 s "
+        "exposed of 9 s, peak 150 B"
     ]
 
 
 def test_an_option_is_rejected_if_the_step_is_slower_or_does_not_fit_or_does_not_compile():
-    asked, kept, rejected = tuned([figures(11.0, 1.0, 100), figures(8.0, 1.0, 100, fits=False), CompileError("it fails")])
+    asked, kept, rejected = tuned(
+        [figures(11.0, 1.0, 100), figures(8.0, 1.0, 100, fits=False), CompileError("it fails")]
+    )
     assert len(asked) == len(rejected) == 3 and not kept
-    assert rejected[0].startswith("no better than without double_buffering: 1 s exposed of 11 s") and rejected[2] == "it fails"
+    assert (
+        rejected[0].startswith("no better than without double_buffering: 1 s exposed of 11 s")
+        and rejected[2] == "it fails"
+    )
 
 
 def test_options_that_the_layout_sets_are_not_changed():
     layout = spmd.Layout(compiler=spmd.Compiler(double_buffering=True, combine_all_reduce=0))
     asked, _, _ = tuned([figures(10.0, 3.0, 100)], layout)
-    assert asked == [{"double_buffering": True, "combine_all_reduce": 0, "pipelined_collectives": True}]
+    assert asked == [
+        {"double_buffering": True, "combine_all_reduce": 0, "pipelined_collectives": True}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,10 +109,15 @@ def test_search_says_why_a_target_has_no_such_options(plan, why):
 
 MODEL = spmd.FunctionalModel(
     lambda key: {f"layer{number}": jnp.zeros((256, 256)) for number in range(4)},
-    lambda params, x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(sum(y @ leaf for leaf in params.values())), x),
+    lambda params, x: jax.lax.fori_loop(
+        0, 3, lambda _, y: jnp.tanh(sum(y @ leaf for leaf in params.values())), x
+    ),
 )
 STEP = {
-    "batch": {"x": jax.ShapeDtypeStruct((32, 256), "float32"), "y": jax.ShapeDtypeStruct((32, 256), "float32")},
+    "batch": {
+        "x": jax.ShapeDtypeStruct((32, 256), "float32"),
+        "y": jax.ShapeDtypeStruct((32, 256), "float32"),
+    },
     "loss": spmd.losses.mean_squared_error,
     "optimizer": optax.sgd(0.1),
     "compiler_options": True,
@@ -100,20 +127,33 @@ STEP = {
 @pytest.mark.system
 def test_search_for_cpus_says_why_it_tries_none():
     found = spmd.search(MODEL, **STEP, target="2xcpu", candidates=["data_parallel"], compiles=1)
-    assert found.left_out["[compiler]"].startswith("options of the compiler were not tried: they are for GPUs")
+    assert found.left_out["[compiler]"].startswith(
+        "options of the compiler were not tried: they are for GPUs"
+    )
     assert "[compiler]: options of the compiler were not tried" in str(found)
 
 
 @GPU
 @pytest.mark.system
 def test_search_for_gpus_writes_the_options_that_it_keeps():
-    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce"))
+    layout = dataclasses.replace(
+        spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce")
+    )
     found = spmd.search(MODEL, **STEP, target="2x8xh100", candidates=[layout], compiles=1)
-    tried = [candidate for candidate in [*dict(found.plans), *found.rejected] if candidate.layout.compiler != layout.compiler]
+    tried = [
+        candidate
+        for candidate in [*dict(found.plans), *found.rejected]
+        if candidate.layout.compiler != layout.compiler
+    ]
     assert tried, "options were compiled"
-    plain = next(plan for candidate, plan in found.plans if candidate.layout.compiler == layout.compiler)
+    plain = next(
+        plan for candidate, plan in found.plans if candidate.layout.compiler == layout.compiler
+    )
     for candidate, plan in found.plans:
         if candidate in tried:
-            assert (plan.timeline.exposed, plan.memory.peak) < (plain.timeline.exposed, plain.memory.peak)
+            assert (plan.timeline.exposed, plan.memory.peak) < (
+                plain.timeline.exposed,
+                plain.memory.peak,
+            )
             assert plan.timeline.seconds <= plain.timeline.seconds
     assert ("[compiler]" in found.to_toml()) == bool(found.layout.compiler.keys)

@@ -1,4 +1,6 @@
-"""Why a program executes more than the model asks for: each share by hand, and all of them add up to the difference."""
+"""Why a program executes more than the model asks for: each share by hand, and all of them add up
+to the difference.
+"""
 
 import dataclasses
 import json
@@ -42,19 +44,38 @@ BATCH = {name: jax.ShapeDtypeStruct((ROWS, WIDTH), "float32") for name in "xy"}
 STEP = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1)}
 
 
-def plan(layout: Any = "data_parallel", mesh: str = "data=4", model: Any = MODEL, batch: Any = BATCH, **options: Any) -> Any:
-    planned = spmd.plan(model, batch, **STEP | options, target=f"{MeshSpec.parse(mesh).size}xcpu", layout=layout, mesh=mesh)
+def plan(
+    layout: Any = "data_parallel",
+    mesh: str = "data=4",
+    model: Any = MODEL,
+    batch: Any = BATCH,
+    **options: Any,
+) -> Any:
+    planned = spmd.plan(
+        model,
+        batch,
+        **STEP | options,
+        target=f"{MeshSpec.parse(mesh).size}xcpu",
+        layout=layout,
+        mesh=mesh,
+    )
     shares = planned.flops
     assert sum(shares.beyond.values()) == pytest.approx(shares.executed - shares.model, rel=1e-9)
-    assert planned.timeline.flops == shares.executed and planned.timeline.model_flops == min(shares.model, shares.executed)
+    assert planned.timeline.flops == shares.executed and planned.timeline.model_flops == min(
+        shares.model, shares.executed
+    )
     assert executed_flops(parse(planned.compiled.hlo), planned.mesh) == shares.executed
     assert json.loads(planned.to_json())["flops"]["beyond"] == shares.beyond
     return planned
 
 
 def only(shares, **expected):
-    """That these shares alone are not zero; `other` is the gradient of the batch, which nothing needs."""
-    return {cause: flops for cause, flops in shares.beyond.items() if flops and cause != OTHER} == expected
+    """That these shares alone are not zero; `other` is the gradient of the batch, which nothing
+    needs.
+    """
+    return {
+        cause: flops for cause, flops in shares.beyond.items() if flops and cause != OTHER
+    } == expected
 
 
 def test_nothing_is_beyond_a_plain_step():
@@ -68,15 +89,22 @@ def test_remat_is_recomputation():
     layout: Any = spmd.Layout(remat=spmd.Remat("nothing"), mesh=(("data", 2),))
     plain, remat = make_plan(), make_plan(layout=layout)
     assert plain.flops.beyond[RECOMPUTED] == 0 < remat.flops.executed - plain.flops.executed
-    assert only(remat.flops, **{RECOMPUTED: pytest.approx(remat.flops.executed - plain.flops.executed, rel=1e-9)})
+    assert only(
+        remat.flops,
+        **{RECOMPUTED: pytest.approx(remat.flops.executed - plain.flops.executed, rel=1e-9)},
+    )
     assert "% recomputed in the backward pass, -" in str(remat) and "recomputed" not in str(plain)
 
 
 def test_a_product_that_xla_merges_with_its_repetition_is_not_recomputed():
     """XLA of jax 0.10 merges the two, XLA of jax 0.11 does not; the program says which."""
-    remat = plan(dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing")))
+    remat = plan(
+        dataclasses.replace(spmd.Layout.load("data_parallel"), remat=spmd.Remat("nothing"))
+    )
     again = remat.flops.executed - plan().flops.executed
-    assert "rematted_computation" in remat.compiled.hlo and only(remat.flops, **({RECOMPUTED: again} if again else {}))
+    assert "rematted_computation" in remat.compiled.hlo and only(
+        remat.flops, **({RECOMPUTED: again} if again else {})
+    )
 
 
 def test_products_of_equal_values_are_replicated():
@@ -85,11 +113,18 @@ def test_products_of_equal_values_are_replicated():
 
     def apply(params, x):
         """The model's own code uses the axis, for one number of each device."""
-        unit = jax.lax.with_sharding_constraint(jnp.ones(2), jax.sharding.PartitionSpec("model")).sum() / 2
+        unit = (
+            jax.lax.with_sharding_constraint(jnp.ones(2), jax.sharding.PartitionSpec("model")).sum()
+            / 2
+        )
         return MODEL.apply(params, x) * unit
 
-    replicated = plan(spmd.Layout(gradients=reduction), "data=2,model=2", model=spmd.FunctionalModel(init, apply))
-    assert only(replicated.flops, **{REPLICATED: 5 * PRODUCT / 2 / 2}), "two devices of `model` compute the same"
+    replicated = plan(
+        spmd.Layout(gradients=reduction), "data=2,model=2", model=spmd.FunctionalModel(init, apply)
+    )
+    assert only(replicated.flops, **{REPLICATED: 5 * PRODUCT / 2 / 2}), (
+        "two devices of `model` compute the same"
+    )
     none = plan(spmd.Layout(params=(shared, sharded), gradients=reduction), "data=2,model=2")
     assert only(none.flops) and none.flops.executed == plan().flops.executed
 
@@ -98,7 +133,9 @@ class Deep(nnx.Module):
     """Four equal layers, one on each stage."""
 
     def __init__(self, rngs):
-        self.stack = spmd.nn.LayerStack(spmd.nn.repeat(4, lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs))
+        self.stack = spmd.nn.LayerStack(
+            spmd.nn.repeat(4, lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs)
+        )
 
     def __call__(self, x):
         return self.stack(x)
@@ -107,12 +144,20 @@ class Deep(nnx.Module):
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(("schedule", "ticks"), [("gpipe", 11), ("1f1b", 22)])
 def test_bubbles_are_those_of_the_schedule(schedule, ticks):
-    """Stages compute in all ticks, and the results of 8 are used. Under 1F1B a tick takes as long as the slowest stage's."""
+    """Stages compute in all ticks, and the results of 8 are used. Under 1F1B a tick takes as long
+    as the slowest stage's.
+    """
     layout = spmd.Layout.load("pipeline")
-    layout = dataclasses.replace(layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=8, schedule=schedule))
+    layout = dataclasses.replace(
+        layout, pipeline=dataclasses.replace(layout.pipeline, microbatches=8, schedule=schedule)
+    )
     planned = plan(layout, "data=2,stage=4", lambda: Deep(nnx.Rngs(0)))
-    assert planned.flops.beyond[BUBBLES] == pytest.approx(planned.flops.executed * (1 - 8 / ticks), rel=1e-9)
-    assert only(planned.flops, **{BUBBLES: planned.flops.beyond[BUBBLES]}) and "pipeline bubbles" in str(planned)
+    assert planned.flops.beyond[BUBBLES] == pytest.approx(
+        planned.flops.executed * (1 - 8 / ticks), rel=1e-9
+    )
+    assert only(
+        planned.flops, **{BUBBLES: planned.flops.beyond[BUBBLES]}
+    ) and "pipeline bubbles" in str(planned)
 
 
 def test_empty_places_of_experts():
@@ -134,10 +179,16 @@ def shares_of(text, model=0.0, mesh="data=8"):
 
 def test_kernels_of_attention_make_scores_again_and_leave_masked_ones_out():
     sharded = OPERANDS.replace(")\n", "), sharding={devices=[8,1,1,1]<=[8]}\n")
-    call = f'custom-call(%q, %k, %v, %o), custom_call_target="__cudnn$fmhaSoftmaxBackward", {CONFIG}'
-    shares = shares_of(f"{HEAD}{sharded}  ROOT %call = (bf16[4,1024,12,64]{{3,2,1,0}}) {call}\n}}\n")
+    call = (
+        f'custom-call(%q, %k, %v, %o), custom_call_target="__cudnn$fmhaSoftmaxBackward", {CONFIG}'
+    )
+    shares = shares_of(
+        f"{HEAD}{sharded}  ROOT %call = (bf16[4,1024,12,64]{{3,2,1,0}}) {call}\n}}\n"
+    )
     assert only(shares, **{IN_KERNELS: pytest.approx(SCORES, rel=1e-9)}), "one of five products"
-    assert shares.masked == pytest.approx(5 * SCORES * (1 - 0.5625), rel=1e-9), "but for the blocks on the diagonal"
+    assert shares.masked == pytest.approx(5 * SCORES * (1 - 0.5625), rel=1e-9), (
+        "but for the blocks on the diagonal"
+    )
 
 
 DOT = """HloModule m, num_partitions=2
@@ -150,14 +201,21 @@ ENTRY %main (x: f32[16,6], w: f32[6,10]) -> f32[16,10] {
   %high = f32[8,10]{1,0} pad(%w, %zero), padding=0_2x0_0, metadata={op_name="jit(f)/dot_general"}
   ROOT %NAME = f32[16,10]{1,0} dot(%wide, %high), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/dot"}
 }
-"""
+"""  # noqa: E501
 
 
 def test_padding_and_what_xla_computes_again():
     flops = 2 * 16 * 8 * 10
-    assert only(shares_of(DOT, mesh="data=2"), **{PADDING: pytest.approx(flops * 2 / 8, rel=1e-9)}), "of the depth, once"
     assert only(
-        shares_of(DOT.replace('dot_general"}\n  %h', 'pad"}\n  %h').replace('dot_general"}\n  ROOT', 'pad"}\n  ROOT'), mesh="data=2")
+        shares_of(DOT, mesh="data=2"), **{PADDING: pytest.approx(flops * 2 / 8, rel=1e-9)}
+    ), "of the depth, once"
+    assert only(
+        shares_of(
+            DOT.replace('dot_general"}\n  %h', 'pad"}\n  %h').replace(
+                'dot_general"}\n  ROOT', 'pad"}\n  ROOT'
+            ),
+            mesh="data=2",
+        )
     )
     assert only(shares_of(DOT.replace("%NAME", "%dot.remat"), mesh="data=2"), **{BY_XLA: flops})
 
@@ -204,5 +262,11 @@ ENTRY %main (x: f32[4,4], y: f32[4,4]) -> (f32[4,4], f32[4,4]) {
 def test_a_loop_is_followed_until_nothing_changes():
     module = parse(LOOP)
     variance = Variance(module, MeshSpec.parse("data=2,model=4"))
-    products = {instr.name: variance.copies("body", instr) for instr in module.computations["body"] if instr.op == "dot"}
-    assert products == {"dot": 8, "other": 2}, "sums over `model` are equal everywhere; the others differ along it"
+    products = {
+        instr.name: variance.copies("body", instr)
+        for instr in module.computations["body"]
+        if instr.op == "dot"
+    }
+    assert products == {"dot": 8, "other": 2}, (
+        "sums over `model` are equal everywhere; the others differ along it"
+    )

@@ -20,18 +20,34 @@ MESH = MeshSpec.parse("data=4,model=2")
 
 
 def line(rest, op="all-reduce", kind="f32[4,2]{1,0}"):
-    text = "HloModule m, num_partitions=8\n\nENTRY %main (a: f32[4,2]) -> f32[4,2] {\n  %a = f32[4,2]{1,0} parameter(0)\n"
+    text = (
+        "HloModule m, num_partitions=8\n\nENTRY %main (a: f32[4,2]) -> f32[4,2] {\n  %a = "
+        "f32[4,2]{1,0} parameter(0)\n"
+    )
     module = parse(f"{text}  ROOT %r = {kind} {op}(%a), {rest}\n}}\n")
     return module, module.computations["main"][-1]
 
 
 def asynchronous(module):
-    """Every asynchronous collective: its name, and the number of computing operations between its start and its end."""
+    """Every asynchronous collective: its name, and the number of computing operations between its
+    start and its end.
+    """
     for lines in module.computations.values():
         for start, instr in enumerate(lines):
             if collective_kind(instr.op) and instr.op.endswith("-start"):
-                end = next((at for at, other in enumerate(lines) if other.op.endswith("-done") and instr.name in other.operands), start)
-                between = [other.op for other in lines[start + 1 : end] if not re.search(r"-(start|done)$", other.op)]
+                end = next(
+                    (
+                        at
+                        for at, other in enumerate(lines)
+                        if other.op.endswith("-done") and instr.name in other.operands
+                    ),
+                    start,
+                )
+                between = [
+                    other.op
+                    for other in lines[start + 1 : end]
+                    if not re.search(r"-(start|done)$", other.op)
+                ]
                 yield instr.name, sum(op not in FREE for op in between)
 
 
@@ -56,16 +72,22 @@ def test_groups_in_every_spelling(spelling, wanted):
 
 
 def test_pairs_of_a_permutation():
-    module, instr = line("source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute")
+    module, instr = line(
+        "source_target_pairs={{0,2},{2,4},{4,6},{1,3},{3,5},{5,7}}", "collective-permute"
+    )
     assert groups(instr, 8)[:3] == [[0, 2], [2, 4], [4, 6]]
     (transfer,) = traffic_of(module, MESH, CLUSTER, ("data",)).transfers
-    assert (transfer.kind, transfer.axes, transfer.sent, transfer.levels) == ("collective_permute", ("data",), 32, (0.0, 32.0, 0.0)), (
-        "2 to 4 leaves the node"
-    )
+    assert (transfer.kind, transfer.axes, transfer.sent, transfer.levels) == (
+        "collective_permute",
+        ("data",),
+        32,
+        (0.0, 32.0, 0.0),
+    ), "2 to 4 leaves the node"
 
 
 def test_types():
-    assert [str(a) for a in arrays_of("(f32[2,3]{1,0:T(8,128)}, (bf16[], s8[7]{0}), /*index=3*/u16[0]{0}, f8e4m3fn[4]{0})")] == [
+    assert [str(a) for a in arrays_of(
+        "(f32[2,3]{1,0:T(8,128)}, (bf16[], s8[7]{0}), /*index=3*/u16[0]{0}, f8e4m3fn[4]{0})")] == [
         "float32[2, 3]", "bfloat16[]", "int8[7]", "uint16[0]", "float8e4m3fn[4]",
     ]  # fmt: skip
     assert [a.bytes for a in arrays_of("(f32[2,3], bf16[5], s4[3], pred[2])")] == [24, 10, 2, 2]
@@ -105,21 +127,31 @@ ENTRY %main (a: f32[1024], w: bf16[512,256], x: bf16[1024,512]) -> f32[1024] {
   %y = bf16[1024,256]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   ROOT %r = f32[1024]{0} all-reduce(%b), replica_groups=[4,2]<=[8], to_apply=%add
 }
-"""
+"""  # noqa: E501
 
 
 def test_loops_are_multiplied_and_scopes_found():
     traffic = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",))
     gather, reduce = traffic.transfers
-    assert (gather.times, gather.axes, gather.group, gather.purpose, gather.asynchronous) == (5, ("data",), 4, "parameters", True)
+    assert (gather.times, gather.axes, gather.group, gather.purpose, gather.asynchronous) == (
+        5,
+        ("data",),
+        4,
+        "parameters",
+        True,
+    )
     assert [str(a) for a in payload(parse(LOOP).computations["body"][2])] == ["float32[4096]"]
     assert gather.sent == 3 * 4096 and traffic.bytes("parameters") == 5 * 3 * 4096
-    assert (reduce.purpose, reduce.axes, reduce.asynchronous) == ("gradients", ("model",), False), "its scope is that of what it reduces by"
+    assert (reduce.purpose, reduce.axes, reduce.asynchronous) == ("gradients", ("model",), False), (
+        "its scope is that of what it reduces by"
+    )
     assert list(asynchronous(parse(LOOP))) == [("start", 1)]
 
 
 def test_levels_add_up_to_a_ring():
-    """`data` has 4 devices, two on each node: a half of the bytes of a ring stay inside, as each has its own link between nodes."""
+    """`data` has 4 devices, two on each node: a half of the bytes of a ring stay inside, as each
+    has its own link between nodes.
+    """
     for transfer in traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers:
         assert sum(transfer.levels) == transfer.sent
     gather, reduce = traffic_of(parse(LOOP), MESH, CLUSTER, ("data",)).transfers
@@ -140,12 +172,23 @@ def test_the_times_are_those_of_the_figures():
     waits = 5 * (transfer_time(gather, CLUSTER) - square - launch) + transfer_time(reduce, CLUSTER)
     parts = 5 * square, dot, 6 * launch, waits
     np.testing.assert_allclose(times.exposed, waits, rtol=1e-12)
-    np.testing.assert_allclose(times.seconds, 5 * (square + launch) + dot + launch + waits, rtol=1e-12)
+    np.testing.assert_allclose(
+        times.seconds, 5 * (square + launch) + dot + launch + waits, rtol=1e-12
+    )
     np.testing.assert_allclose(times.hidden, 5 * (square + launch), rtol=1e-12)
     assert (times.flops, times.peak) == (flops, 989e12)
     spread = target.spread
-    off = [part * share for part, share in zip(parts, (spread.memory, spread.matmul, spread.launch, spread.link), strict=True)]
-    np.testing.assert_allclose(times.range, (times.seconds - math.hypot(*off), times.seconds + math.hypot(*off)), rtol=1e-12)
+    off = [
+        part * share
+        for part, share in zip(
+            parts, (spread.memory, spread.matmul, spread.launch, spread.link), strict=True
+        )
+    ]
+    np.testing.assert_allclose(
+        times.range,
+        (times.seconds - math.hypot(*off), times.seconds + math.hypot(*off)),
+        rtol=1e-12,
+    )
     inside, between, _ = gather.levels
     assert inside / 450e9 < between / 50e9
     wanted = between / (50e9 * 0.75) + 2 * target.inside.latency + target.between.latency + launch
@@ -156,7 +199,8 @@ def test_the_times_are_those_of_the_figures():
     "kind, cluster, group, per_node, near, far",
     [
         ("all_gather", "8xh100", 8, 8, 7, 0),
-        ("reduce_scatter", "64x8xh100", 512, 8, 448, 63),  # a ring of 511 steps, 63 of them between nodes
+        # a ring of 511 steps, 63 of them between nodes
+        ("reduce_scatter", "64x8xh100", 512, 8, 448, 63),
         ("all_reduce", "8xh100", 8, 8, 14, 0),
         ("all_reduce", "64x8xh100", 512, 8, 14, 12),  # trees
         ("all_to_all", "2x8xh100", 16, 8, 1, 1),
@@ -175,16 +219,36 @@ def test_latencies_are_those_of_rings_and_trees(kind, cluster, group, per_node, 
 
 def test_two_nodes_exchange_an_all_reduce_by_trees():
     """Between more nodes a ring sends nearly twice the array."""
-    sent = [Transfer("all_reduce", "", (), 8 * n, 8, (Array("float32", (1 << 20,), 32),), 1, "", "", True).levels[1] for n in (1, 2, 3)]
+    sent = [
+        Transfer(
+            "all_reduce", "", (), 8 * n, 8, (Array("float32", (1 << 20,), 32),), 1, "", "", True
+        ).levels[1]
+        for n in (1, 2, 3)
+    ]
     assert sent == [0.0, (4 << 20) / 8, 2 * 23 / 24 * (4 << 20) / 8]
 
 
 def test_transfers_of_equal_layers_share_a_row():
     def of(where, width=64):
-        return Transfer("all_reduce", "activations", ("model",), 4, 4, (Array("float32", (8, width), 32 * width),), 1, where, where, False)
+        return Transfer(
+            "all_reduce",
+            "activations",
+            ("model",),
+            4,
+            4,
+            (Array("float32", (8, width), 32 * width),),
+            1,
+            where,
+            where,
+            False,
+        )
 
     layers = [of(f"jvp(blocks/{n})/mlp/down/psum") for n in (0, 1, 2, 3, 7)]
-    rest = [of("jvp(blocks/4)/mlp/down/psum", 32), *(of(f"jvp(blocks/{n})/attention/psum") for n in (0, 1)), of("jvp(head)/psum")]
+    rest = [
+        of("jvp(blocks/4)/mlp/down/psum", 32),
+        *(of(f"jvp(blocks/{n})/attention/psum") for n in (0, 1)),
+        of("jvp(head)/psum"),
+    ]
     _, rows = traffic_rows(Traffic((*layers, *rest)))
     assert rows[0][-2:] == (format_bytes(5 * layers[0].sent), "jvp(blocks/{0..3,7})/mlp/down/psum")
     assert sorted(row[-1] for row in rows[1:]) == sorted(transfer.where for transfer in rest)
@@ -194,7 +258,10 @@ STARTS = {  # of an all-reduce, as jaxlib 0.10 and 0.11 write it, and of several
     "f32[8]{0} all-reduce-start(%x)": ["float32[8]"],
     "((f32[8]{0}), f32[8]{0}) all-reduce-start(%x)": ["float32[8]"],
     "(f32[8]{0}, bf16[2]{0}) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
-    "((f32[8]{0}, bf16[2]{0}), (f32[8]{0}, bf16[2]{0})) all-reduce-start(%x, %y)": ["float32[8]", "bfloat16[2]"],
+    "((f32[8]{0}, bf16[2]{0}), (f32[8]{0}, bf16[2]{0})) all-reduce-start(%x, %y)": [
+        "float32[8]",
+        "bfloat16[2]",
+    ],
 }
 
 
@@ -231,13 +298,17 @@ ENTRY %main (stack: bf16[12,32,64], index: s32[], layer: bf16[32,64]) -> bf16[12
   %fusion-start.6 = ((bf16[12,32,64], s32[], bf16[32,64]), bf16[12,32,64], u32[]) fusion-start(%stack, %index, %layer), calls=%fused
   ROOT %fusion-done.6 = bf16[12,32,64]{2,1,0} fusion-done(%fusion-start.6)
 }
-"""
+"""  # noqa: E501
 
 
 def test_a_fusion_that_is_started_and_waited_for_writes_once():
-    """As XLA:GPU of jaxlib 0.11 stores what a layer of a scan keeps: one slice of the stack, and not all of it twice."""
+    """As XLA:GPU of jaxlib 0.11 stores what a layer of a scan keeps: one slice of the stack, and
+    not all of it twice.
+    """
     module = parse(ASYNCHRONOUS)
     start, done = module.computations["main"][-2:]
     assert [str(array) for array in start.arrays] == ["bfloat16[12, 32, 64]"]
     assert done.op == "fusion-done"
-    assert cost_of(module, "main", start).bytes == pytest.approx(2 * 2 * 32 * 64, abs=8), "the layer is read, and written"
+    assert cost_of(module, "main", start).bytes == pytest.approx(2 * 2 * 32 * 64, abs=8), (
+        "the layer is read, and written"
+    )

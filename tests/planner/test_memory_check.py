@@ -1,4 +1,6 @@
-"""`fit` does not start what has no room. CPUs do not say what they have, so here the tests say it for them."""
+"""`fit` does not start what has no room. CPUs do not say what they have, so here the tests say it
+for them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,19 @@ from spmd.train.device_memory import memory_limit
 pytestmark = pytest.mark.optimized
 
 MODEL = spmd.FunctionalModel(
-    lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))}, lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"]
+    lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 8))},
+    lambda params, x: jnp.tanh(x @ params["up"]) @ params["down"],
 )
 DATA = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 8), np.float32)}
 
 
 def fit(**options):
-    options = {"optimizer": optax.sgd(0.1), "batch_size": 32, "steps": 2, "mesh": "data=8"} | options
+    options = {
+        "optimizer": optax.sgd(0.1),
+        "batch_size": 32,
+        "steps": 2,
+        "mesh": "data=8",
+    } | options
     return spmd.fit(MODEL, DATA, loss=spmd.losses.mean_squared_error, **options)
 
 
@@ -39,8 +47,14 @@ def test_fit_raises_before_allocating_what_does_not_fit(monkeypatch):
     with pytest.raises(DeviceMemoryError) as caught:
         fit()
     first, second, *_, fix = str(caught.value).splitlines()
-    assert first.startswith("a step needs ") and first.endswith(" of temporaries.") and " of 97.7 KiB on each cpu (" in first
-    assert second.endswith(" too much on each of 8 devices.") and fix.startswith("    fix: `spmd plan` shows")
+    assert (
+        first.startswith("a step needs ")
+        and first.endswith(" of temporaries.")
+        and " of 97.7 KiB on each cpu (" in first
+    )
+    assert second.endswith(" too much on each of 8 devices.") and fix.startswith(
+        "    fix: `spmd plan` shows"
+    )
 
 
 @pytest.mark.system
@@ -60,6 +74,13 @@ def test_fit_reports_memory_and_compiles_once(monkeypatch, capsys):
 def test_check_agrees_with_plan(monkeypatch):
     has(monkeypatch, 1)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((32, *x.shape[1:]), x.dtype), DATA)
-    plan = spmd.plan(MODEL, batch, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), target="8xcpu", mesh="data=8")
+    plan = spmd.plan(
+        MODEL,
+        batch,
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(0.1),
+        target="8xcpu",
+        mesh="data=8",
+    )
     with pytest.raises(DeviceMemoryError, match=f"^a step needs {plan.memory.peak / 1024:.1f} KiB"):
         fit()

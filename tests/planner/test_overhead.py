@@ -1,4 +1,6 @@
-"""Memory beside XLA's program: what it is for, how likely a step fits with it, and that `fit` refuses what a plan says does not fit."""
+"""Memory beside XLA's program: what it is for, how likely a step fits with it, and that `fit`
+refuses what a plan says does not fit.
+"""
 
 import dataclasses
 import json
@@ -19,7 +21,9 @@ from spmd.planner.overhead import Item, communicators, direct_peers, overhead_it
 from spmd.planner.target import Cluster, Estimate, Overhead, load, shipped
 
 GIB = 2**30
-MODEL = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 64))}, lambda params, x: x @ params["w"])
+MODEL = spmd.FunctionalModel(
+    lambda key: {"w": jnp.zeros((64, 64))}, lambda params, x: x @ params["w"]
+)
 BATCH = {name: jax.ShapeDtypeStruct((32, 64), "float32") for name in "xy"}
 STEP = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.1)}
 
@@ -33,9 +37,11 @@ ENTRY %main (x: f32[16,4]) -> f32[16,4] {
   %alone = f32[16,4]{1,0} all-reduce(%across), replica_groups=[16,1]<=[16], to_apply=%add
   ROOT %MORE
 }
-"""
+"""  # noqa: E501
 SWAP = "out = f32[16,4]{1,0} all-to-all(%alone), replica_groups=[2,8]<=[16], dimensions={0}"
-SHIFT = "out = f32[16,4]{1,0} collective-permute(%alone), source_target_pairs={{0,1},{1,2},{2,3},{7,8}}"
+SHIFT = (
+    "out = f32[16,4]{1,0} collective-permute(%alone), source_target_pairs={{0,1},{1,2},{2,3},{7,8}}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,23 +58,43 @@ def plan(target="8xh100", **options):
 
 def with_items(memory, capacity, *items, **changes):
     program = Item("program", 8 * GIB, 0.0)
-    return dataclasses.replace(memory, capacity=capacity, peak=8 * GIB, items=(program, *items), pool=int(0.75 * capacity), **changes)
+    return dataclasses.replace(
+        memory,
+        capacity=capacity,
+        peak=8 * GIB,
+        items=(program, *items),
+        pool=int(0.75 * capacity),
+        **changes,
+    )
 
 
 def test_communicators_are_the_groups_of_a_device():
     cluster = Cluster.parse("2x8xh100")
     shift, swap = (parse(PROGRAM.replace("MORE", more)) for more in (SHIFT, SWAP))
-    assert communicators(shift) == {frozenset(range(4)), frozenset((0, 4, 8, 12)), frozenset(range(16))}
-    assert communicators(swap) == {frozenset(range(4)), frozenset((0, 4, 8, 12)), frozenset(range(8))}
+    assert communicators(shift) == {
+        frozenset(range(4)),
+        frozenset((0, 4, 8, 12)),
+        frozenset(range(16)),
+    }
+    assert communicators(swap) == {
+        frozenset(range(4)),
+        frozenset((0, 4, 8, 12)),
+        frozenset(range(8)),
+    }
     assert direct_peers(shift, cluster) == 2, "that of the middle; 7 and 8 are on two nodes"
     assert direct_peers(swap, cluster) == 7
     pairless = parse(PROGRAM.replace("MORE", SHIFT[: SHIFT.index("{{")] + "{}"))
-    assert communicators(pairless) == {frozenset(range(4)), frozenset((0, 4, 8, 12))}, "a permutation without pairs sends nothing"
+    assert communicators(pairless) == {frozenset(range(4)), frozenset((0, 4, 8, 12))}, (
+        "a permutation without pairs sends nothing"
+    )
     items = {item.title: item for item in overhead_items(swap, cluster, batch=100)}
     overhead = cluster.target.overhead
     assert items["NCCL, 3 groups of devices"].expected == 3 * overhead.communicator.expected
     assert items["NCCL, 7 direct peers"].deviation == 7 * overhead.peer.deviation
-    assert items["batches placed ahead"].expected == 200 and items["CUDA context"].expected == overhead.runtime.expected
+    assert (
+        items["batches placed ahead"].expected == 200
+        and items["CUDA context"].expected == overhead.runtime.expected
+    )
     assert overhead_items(swap, Cluster.parse("8xcpu"), batch=100) == ()
 
 
@@ -78,44 +104,81 @@ ENTRY %main (q: bf16[4,1024,12,64]) -> bf16[4,1024,12,64] {
   %q = bf16[4,1024,12,64]{3,2,1,0} parameter(0)
   ROOT %call = (bf16[4,1024,12,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
 }
-"""
+"""  # noqa: E501
 
 
 def test_the_largest_workspace_counts():
     cluster = Cluster.parse("h100")
-    items = {item.title: item.expected for item in overhead_items(parse(ATTENTION), cluster, batch=0)}
-    assert items == {"workspace of a library": 4 * 4 * 1024 * 12 * 64, "CUDA context": 550e6}, "float32, of the queries' size"
+    items = {
+        item.title: item.expected for item in overhead_items(parse(ATTENTION), cluster, batch=0)
+    }
+    assert items == {"workspace of a library": 4 * 4 * 1024 * 12 * 64, "CUDA context": 550e6}, (
+        "float32, of the queries' size"
+    )
 
 
 def test_the_items_add_up_in_every_report():
     planned, cpu = plan(), plan("8xcpu")
     memory, figures = planned.memory, json.loads(planned.to_json())["memory"]
-    titles = ["program", "fragmentation", "batches placed ahead", "workspace of a library", "CUDA context", "NCCL, 1 group of devices"]
+    titles = [
+        "program",
+        "fragmentation",
+        "batches placed ahead",
+        "workspace of a library",
+        "CUDA context",
+        "NCCL, 1 group of devices",
+    ]
     assert [item.title for item in memory.items] == titles
-    assert memory.items[0].expected == memory.peak and memory.items[0].deviation == pytest.approx(4 * 0.05 * memory.temporaries, rel=1e-9)
-    assert memory.expected == figures["expected"] == round(sum(item["expected"] for item in figures["items"]))
+    assert memory.items[0].expected == memory.peak and memory.items[0].deviation == pytest.approx(
+        4 * 0.05 * memory.temporaries, rel=1e-9
+    )
+    assert (
+        memory.expected
+        == figures["expected"]
+        == round(sum(item["expected"] for item in figures["items"]))
+    )
     low, high = figures["range"]
     assert low < memory.expected < high and figures["likelihood"] == memory.likelihood > 0.999
-    assert all(title in str(planned) for title in titles[1:]) and "beside the program" in planned._repr_html_()
+    assert (
+        all(title in str(planned) for title in titles[1:])
+        and "beside the program" in planned._repr_html_()
+    )
     assert "likelihood" in str(planned) and "likelihood" not in str(cpu)
-    assert [item.title for item in cpu.memory.items] == ["program"] and cpu.memory.expected == cpu.memory.peak
+    assert [item.title for item in cpu.memory.items] == [
+        "program"
+    ] and cpu.memory.expected == cpu.memory.peak
     assert "beside the program" in str(spmd.compare(cpu, planned))
 
 
 def test_the_verdict_is_a_likelihood():
     memory = plan().memory
-    beside = Item("CUDA context", 1 * GIB, 0.3 * GIB, pool=False), Item("workspace", 0.5 * GIB, 0.4 * GIB)
+    beside = (
+        Item("CUDA context", 1 * GIB, 0.3 * GIB, pool=False),
+        Item("workspace", 0.5 * GIB, 0.4 * GIB),
+    )
     verdicts = {size: with_items(memory, int(size * GIB), *beside) for size in (20, 10, 9)}
-    assert verdicts[20].verdict.startswith("fits with more than 99% likelihood: 9.5 GiB of 20.0 GiB (47.5%), from 8.7 GiB to 10.3 GiB")
-    assert verdicts[10].verdict.startswith("tight: fits with 58% likelihood: 9.5 GiB of 10.0 GiB"), "0.7 deviations of both sides"
+    assert verdicts[20].verdict.startswith(
+        "fits with more than 99% likelihood: 9.5 GiB of 20.0 GiB (47.5%), from 8.7 GiB to 10.3 GiB"
+    )
+    assert verdicts[10].verdict.startswith(
+        "tight: fits with 58% likelihood: 9.5 GiB of 10.0 GiB"
+    ), "0.7 deviations of both sides"
     assert verdicts[9].verdict.startswith("DOES NOT FIT with 94% likelihood: 9.5 GiB of 9.0 GiB")
-    sides = "; 8.5 GiB of 8.2 GiB in JAX's part (24%) and 1.0 GiB of 804.6 MiB beside it (24%); 512.0 MiB too much on each device."
+    sides = (
+        "; 8.5 GiB of 8.2 GiB in JAX's part (24%) and 1.0 GiB of 804.6 MiB beside it (24%); 512.0 "
+        "MiB too much on each device."
+    )
     assert verdicts[9].verdict.endswith(sides), "6 % are 24 % of 24 %"
     assert verdicts[9].likelihood == math.prod(side.likelihood for side in verdicts[9].sides)
     hopeless = with_items(memory, 4 * GIB, *beside).verdict
-    assert hopeless.startswith("DOES NOT FIT with more than 99% likelihood: 9.5 GiB of 4.0 GiB") and "JAX's part" not in hopeless
+    assert (
+        hopeless.startswith("DOES NOT FIT with more than 99% likelihood: 9.5 GiB of 4.0 GiB")
+        and "JAX's part" not in hopeless
+    )
     (alone,) = dataclasses.replace(verdicts[9], pool=None).sides
-    assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(NormalDist().cdf(-1), rel=1e-9)
+    assert (alone.where, alone.room) == ("", 9 * GIB) and alone.likelihood == pytest.approx(
+        NormalDist().cdf(-1), rel=1e-9
+    )
     # of all together: 9.5 of 9 GiB, and the deviations of 0.3 and 0.4 are one of 0.5
     assert [verdicts[size].fits for size in verdicts] == [True, True, False]
     assert (
@@ -126,9 +189,14 @@ def test_the_verdict_is_a_likelihood():
 
 def test_each_part_has_its_own_limit():
     memory = plan().memory
-    beside = Item("CUDA context", 2 * GIB, 0.2 * GIB, pool=False), Item("workspace", 1 * GIB, 0.4 * GIB)
+    beside = (
+        Item("CUDA context", 2 * GIB, 0.2 * GIB, pool=False),
+        Item("workspace", 1 * GIB, 0.4 * GIB),
+    )
     free = with_items(memory, 12 * GIB, *beside)
-    assert free.fits and free.fraction == 0.81, "9 of 12 GiB, and two thirds of the last one: JAX's part is off by twice as much"
+    assert free.fits and free.fraction == 0.81, (
+        "9 of 12 GiB, and two thirds of the last one: JAX's part is off by twice as much"
+    )
     assert f"if JAX may use {free.fraction:.0%} of it" in free.verdict
 
     def given(share):
@@ -138,19 +206,29 @@ def test_each_part_has_its_own_limit():
     # the fraction is rounded up to a hundredth, here by up to 0.12 GiB
     assert given(free.fraction).likelihood == pytest.approx(free.likelihood, abs=0.03)
     assert given(free.fraction).fraction is None
-    assert not given(0.7).fits and given(0.7).headroom == pytest.approx((0.7 * 12 - 9) * GIB, abs=2), "JAX has too little"
-    assert not given(0.9).fits and given(0.9).headroom == pytest.approx((0.1 * 12 - 2) * GIB, abs=2), "CUDA has too little"
+    assert not given(0.7).fits and given(0.7).headroom == pytest.approx(
+        (0.7 * 12 - 9) * GIB, abs=2
+    ), "JAX has too little"
+    assert not given(0.9).fits and given(0.9).headroom == pytest.approx(
+        (0.1 * 12 - 2) * GIB, abs=2
+    ), "CUDA has too little"
 
 
 def test_the_environment_sets_what_jax_uses(monkeypatch):
     monkeypatch.setenv(FRACTIONS[0], "0.9")
     memory = plan().memory
     assert memory.pool == int(0.9 * load("h100").memory) and memory.pool_is_set
-    assert usable_memory(load("tpu_v5e")) == load("tpu_v5e").memory - load("tpu_v5e").overhead.runtime.expected
+    assert (
+        usable_memory(load("tpu_v5e"))
+        == load("tpu_v5e").memory - load("tpu_v5e").overhead.runtime.expected
+    )
 
 
 def test_fit_refuses_what_does_not_fit_with_the_allocators_loss(monkeypatch, capsys):
-    target = dataclasses.replace(load("h100"), overhead=Overhead(fragmentation=Estimate(0.1, 0.05), temporaries=Estimate(0.0, 9.0)))
+    target = dataclasses.replace(
+        load("h100"),
+        overhead=Overhead(fragmentation=Estimate(0.1, 0.05), temporaries=Estimate(0.0, 9.0)),
+    )
     data = {name: np.ones((64, 64), np.float32) for name in "xy"}
     peak = plan("8xcpu").memory.peak
 
@@ -160,7 +238,9 @@ def test_fit_refuses_what_does_not_fit_with_the_allocators_loss(monkeypatch, cap
 
     start(int(1.05 * peak))
     assert "likelihood" not in capsys.readouterr().err, "of a device that no target describes"
-    monkeypatch.setattr("spmd.planner.memory_check.of_device", lambda kind: target if kind == "cpu" else None)
+    monkeypatch.setattr(
+        "spmd.planner.memory_check.of_device", lambda kind: target if kind == "cpu" else None
+    )
     with pytest.raises(DeviceMemoryError, match="that the allocator cannot use"):
         start(int(1.05 * peak))
     start(int(1.15 * peak))
@@ -168,9 +248,15 @@ def test_fit_refuses_what_does_not_fit_with_the_allocators_loss(monkeypatch, cap
 
 
 def test_what_is_wrong_with_an_overhead(tmp_path):
-    text = shipped()["h100"].read_text().replace("runtime = [550e6, 150e6]", "runtime = 550e6\nrun = 3")
+    text = (
+        shipped()["h100"]
+        .read_text()
+        .replace("runtime = [550e6, 150e6]", "runtime = 550e6\nrun = 3")
+    )
     (tmp_path / "mine.toml").write_text(text.replace("[0.01, 0.01]", "[0.01, -1]"))
     with pytest.raises(OptionError) as caught:
         load(str(tmp_path / "mine.toml"))
-    assert all(f"[overhead] {key}" in str(caught.value) for key in ("runtime", "run", "fragmentation"))
+    assert all(
+        f"[overhead] {key}" in str(caught.value) for key in ("runtime", "run", "fragmentation")
+    )
     assert str(caught.value).count("is not two numbers") == 2

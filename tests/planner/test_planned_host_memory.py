@@ -1,4 +1,6 @@
-"""Plans of steps that keep arrays in the host's memory: bytes on either side, and time on the host's link."""
+"""Plans of steps that keep arrays in the host's memory: bytes on either side, and time on the
+host's link.
+"""
 
 import dataclasses
 import importlib.util
@@ -35,7 +37,7 @@ ENTRY %main (a: f32[6,1024,256], b: f32[1024,256]) -> f32[1024,256] {
   %inside-done = f32[1024,256]{1,0} copy-done(%inside-start)
   ROOT %sum = f32[1024,256]{1,0} add(%b, %out-done)
 }
-"""
+"""  # noqa: E501
 
 
 def test_arrays_in_the_memory_of_the_host():
@@ -46,12 +48,18 @@ def test_arrays_in_the_memory_of_the_host():
 def test_copies_count_the_smaller_side_and_take_the_link():
     module = parse(PROGRAM)
     moved = {instr.name: host_bytes(module, "main", instr) for instr in module.computations["main"]}
-    assert {name: size for name, size in moved.items() if size} == {"slice-start": MIB, "out-start": MIB, "sum": MIB}
+    assert {name: size for name, size in moved.items() if size} == {
+        "slice-start": MIB,
+        "out-start": MIB,
+        "sum": MIB,
+    }
     times = timeline_of(module, MeshSpec.parse("data=1"), H100, ("data",))
     assert times.host_bytes == 3 * MIB
     assert times.host_seconds == pytest.approx(3 * MIB / LINK, rel=1e-9)
     assert times.exposed >= 3 * MIB / LINK - 1e-5, "nothing to compute in the meantime"
-    plain = timeline_of(parse(PROGRAM.replace("S(5)", "")), MeshSpec.parse("data=1"), H100, ("data",))
+    plain = timeline_of(
+        parse(PROGRAM.replace("S(5)", "")), MeshSpec.parse("data=1"), H100, ("data",)
+    )
     assert plain.host_bytes == plain.host_seconds == 0 and plain.seconds < times.seconds
 
 
@@ -73,15 +81,29 @@ class Layer(nnx.Module):
 
 
 def plan_of(memory="device", remat=None):
-    layout = dataclasses.replace(spmd.Layout.load("fsdp"), memory=spmd.Memory(memory), remat=remat or spmd.Remat())
-    batch = {"x": jax.ShapeDtypeStruct((4096, 512), "float32"), "y": jax.ShapeDtypeStruct((4096, 512), "float32")}
+    layout = dataclasses.replace(
+        spmd.Layout.load("fsdp"), memory=spmd.Memory(memory), remat=remat or spmd.Remat()
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((4096, 512), "float32"),
+        "y": jax.ShapeDtypeStruct((4096, 512), "float32"),
+    }
     loss, optimizer = spmd.losses.mean_squared_error, optax.adamw(1e-3)
-    return spmd.plan(lambda: Net(), batch, loss=loss, optimizer=optimizer, layout=layout, target="8xh100", mesh="data=8")
+    return spmd.plan(
+        lambda: Net(),
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        layout=layout,
+        target="8xh100",
+        mesh="data=8",
+    )
 
 
 gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip install '.[gpu-compiler]'",
+    reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip "
+    "install '.[gpu-compiler]'",
 )
 
 
@@ -105,8 +127,14 @@ def test_moments_on_the_host_leave_the_device():
 @gpu_compiler
 def test_offloaded_activations_leave_the_device():
     layers = ("stack/layers",)
-    saved, offloaded = plan_of(remat=spmd.Remat(("hidden",), layers)), plan_of(remat=spmd.Remat(None, layers, ("hidden",)))
-    hidden = 3 * (4096 // 8) * 1024 * 4  # of 4 layers: gathered_scan runs the last one behind its loop, where its gradient comes next
+    saved, offloaded = (
+        plan_of(remat=spmd.Remat(("hidden",), layers)),
+        plan_of(remat=spmd.Remat(None, layers, ("hidden",))),
+    )
+    # of 4 layers: gathered_scan runs the last one behind its loop, where its gradient comes next
+    hidden = 3 * (4096 // 8) * 1024 * 4
     assert offloaded.memory.host == hidden and saved.memory.host == 0
-    assert saved.memory.peak - offloaded.memory.peak > hidden / 2, "one layer's is on the device at a time"
+    assert saved.memory.peak - offloaded.memory.peak > hidden / 2, (
+        "one layer's is on the device at a time"
+    )
     assert offloaded.timeline.host_bytes == 2 * hidden

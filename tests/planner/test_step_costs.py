@@ -19,7 +19,9 @@ MODEL = 2 * 2.0 * 1024**3  # FLOPs of two products; the program has three
 def costs_of(program):
     module = parse(program)
     times = timeline_of(module, MESH, CLUSTER, ("data",), model_flops=MODEL)
-    return times, step_costs(times, flop_shares(module, MESH, (), executed=times.flops, model=MODEL))
+    return times, step_costs(
+        times, flop_shares(module, MESH, (), executed=times.flops, model=MODEL)
+    )
 
 
 def seconds_of(kind, costs):
@@ -30,7 +32,9 @@ def test_costs_add_up_to_the_step_and_are_ordered():
     times, costs = costs_of(PROGRAM)
     assert sum(cost.seconds for cost in costs) == pytest.approx(times.seconds, rel=1e-9)
     assert sum(cost.share for cost in costs) == pytest.approx(1, rel=1e-9)
-    assert [cost.seconds for cost in costs] == sorted((cost.seconds for cost in costs), reverse=True)
+    assert [cost.seconds for cost in costs] == sorted(
+        (cost.seconds for cost in costs), reverse=True
+    )
     assert {cost.what: cost.purpose for cost in costs if cost.kind == "exposed"} == {
         "exposed communication: all_gather of parameters": "parameters",
         "exposed communication: reduce_scatter of gradients": "gradients",
@@ -47,19 +51,29 @@ def test_products_have_their_share_of_peak():
 
 
 def test_what_is_computed_again_is_a_cost_of_its_own():
-    """The product whose name says that XLA repeats it; and an element-wise operation that `jax.checkpoint` does."""
+    """The product whose name says that XLA repeats it; and an element-wise operation that
+    `jax.checkpoint` does.
+    """
     times, costs = costs_of(PROGRAM)
     assert seconds_of("recomputation", costs) == pytest.approx(times.products / 3, rel=1e-9)
     assert seconds_of("products", costs) == pytest.approx(times.products * 2 / 3, rel=1e-9)
     _, plain = costs_of(PROGRAM.replace(".remat", ""))
-    assert seconds_of("recomputation", plain) == 0 and seconds_of("products", plain) == pytest.approx(times.products, rel=1e-9)
+    assert seconds_of("recomputation", plain) == 0 and seconds_of(
+        "products", plain
+    ) == pytest.approx(times.products, rel=1e-9)
 
     line = '  %e = f32[1024,1024]{1,0} tanh(%a), metadata={op_name="SCOPE/tanh"}\n'
     with_line = PROGRAM.replace(".remat", "").replace("  %second", f"{line}  %second")
     first, once = costs_of(with_line.replace("SCOPE", "jvp()"))
     second, again = costs_of(with_line.replace("SCOPE", "transpose(jvp())/rematted_computation"))
     assert first.seconds == second.seconds and first.repeated_memory == 0
-    assert seconds_of("memory", once) == seconds_of("recomputation", again) == second.repeated_memory == second.memory > 0
+    assert (
+        seconds_of("memory", once)
+        == seconds_of("recomputation", again)
+        == second.repeated_memory
+        == second.memory
+        > 0
+    )
     assert seconds_of("recomputation", once) == seconds_of("memory", again) == 0
 
 
@@ -77,7 +91,7 @@ ENTRY %main (v: f32[4194304], a: f32[1024,1024]) -> f32[1024,1024] {{
   %a = f32[1024,1024]{{1,0}} parameter(1)
   ROOT %w = f32[1024,1024]{{1,0}} while(%v, %a), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"5"}}}}
 }}
-"""
+"""  # noqa: E501
     once, _ = costs_of(PROGRAM)
     times, costs = costs_of(loop)
     assert times.at_peak["products"] == pytest.approx(5 * once.at_peak["products"], rel=1e-9)
@@ -89,9 +103,15 @@ def test_text_page_and_json_end_with_the_costs(monkeypatch):
     monkeypatch.setattr(plan_data, "compile_step", lambda *args, **options: compiled)
     plan = make_plan("tensor")
     title, *lines, hint = str(plan).split("\n\n")[-1].splitlines()
-    assert title == "LARGEST COSTS" and len(lines) == SHOWN and hint.endswith("plan.changes(), or `spmd plan --changes`.")
+    assert (
+        title == "LARGEST COSTS"
+        and len(lines) == SHOWN
+        and hint.endswith("plan.changes(), or `spmd plan --changes`.")
+    )
     page = plan._repr_html_()
-    assert all(cost.what in page.partition("<h2>Largest costs</h2>")[2] for cost in plan.costs[:SHOWN])
+    assert all(
+        cost.what in page.partition("<h2>Largest costs</h2>")[2] for cost in plan.costs[:SHOWN]
+    )
     written = json.loads(plan.to_json())
     assert list(written)[-1] == "costs" and len(written["costs"]) == len(plan.costs) > SHOWN
     assert written["costs"][0] == {

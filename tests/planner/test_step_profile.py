@@ -1,4 +1,6 @@
-"""A profile has the numbers that its trace has, read here a second time from JSON, and the plan's words and predictions beside them."""
+"""A profile has the numbers that its trace has, read here a second time from JSON, and the plan's
+words and predictions beside them.
+"""
 
 import gzip
 import itertools
@@ -28,10 +30,18 @@ COLLECTIVE = r"psum\b|(all|reduce)[-_](reduce|gather|scatter)\b"
 
 
 def read_by_hand(folder):
-    """Seconds of the step's program in `trace.json.gz`: by device {"windows": [(begin, end)], "operations": [(name, begin, end)]}."""
+    """Seconds of the step's program in `trace.json.gz`: by device {"windows": [(begin, end)],
+    "operations": [(name, begin, end)]}.
+    """
     (path,) = folder.glob("*.trace.json.gz")
-    entries = [entry for entry in json.loads(gzip.open(path).read())["traceEvents"] if entry.get("ph") == "X"]
-    begun = [entry for entry in entries if entry.get("args", {}).get("hlo_module") == "jit_train_step"]
+    entries = [
+        entry
+        for entry in json.loads(gzip.open(path).read())["traceEvents"]
+        if entry.get("ph") == "X"
+    ]
+    begun = [
+        entry for entry in entries if entry.get("args", {}).get("hlo_module") == "jit_train_step"
+    ]
     ends = defaultdict(list)
     for entry in entries:
         if entry["name"].startswith("end: "):
@@ -39,7 +49,11 @@ def read_by_hand(folder):
     later = []  # operations that end in another thread
     for entry in begun:
         entry["end"] = entry["ts"] + entry["dur"]
-        here = [one for one in ends[entry["name"]] if one[1] == entry["tid"] and entry["ts"] <= one[0] <= entry["end"]]
+        here = [
+            one
+            for one in ends[entry["name"]]
+            if one[1] == entry["tid"] and entry["ts"] <= one[0] <= entry["end"]
+        ]
         if here:
             ends[entry["name"]].remove(here[0])
         else:
@@ -60,12 +74,19 @@ def read_by_hand(folder):
 
 
 def summed_by_hand(devices):
-    """Per step and device: seconds by operation, and of launches, exposed and hidden communication, steps, and gaps between them."""
-    totals, operations = dict.fromkeys(("launches", "exposed", "hidden", "step", "between"), 0.0), defaultdict(float)
+    """Per step and device: seconds by operation, and of launches, exposed and hidden communication,
+    steps, and gaps between them.
+    """
+    totals, operations = (
+        dict.fromkeys(("launches", "exposed", "hidden", "step", "between"), 0.0),
+        defaultdict(float),
+    )
     for device in devices.values():
         ran, windows = device["operations"], device["windows"]
         totals["step"] += sum(end - begin for begin, end in windows)
-        totals["between"] += sum(later[0] - early[1] for early, later in itertools.pairwise(windows))
+        totals["between"] += sum(
+            later[0] - early[1] for early, later in itertools.pairwise(windows)
+        )
         points = sorted({at for _, begin, end in ran for at in (begin, end)})
         for begin, end in itertools.pairwise(points):
             if not any(window[0] <= begin and end <= window[1] for window in windows):
@@ -101,7 +122,9 @@ def profiled(folder, devices=8, layout="fsdp", model=apply, **options):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
     options = {"steps": 6, "batch_size": 32, "profile": Profile("2:6", folder), **options}
     steps = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.01)}
-    return spmd.fit(spmd.FunctionalModel(two_layers, model), data, mesh=mesh, layout=layout, **steps, **options)
+    return spmd.fit(
+        spmd.FunctionalModel(two_layers, model), data, mesh=mesh, layout=layout, **steps, **options
+    )
 
 
 @pytest.mark.sampled(quick=2)
@@ -109,13 +132,23 @@ def profiled(folder, devices=8, layout="fsdp", model=apply, **options):
 def test_numbers_are_those_of_the_trace(devices, tmp_path):
     profile = profiled(tmp_path, devices).profile
     by_hand = read_by_hand(profile.folder)
-    assert len(by_hand) == profile.devices == devices and all(len(device["windows"]) == 4 for device in by_hand.values())
+    assert len(by_hand) == profile.devices == devices and all(
+        len(device["windows"]) == 4 for device in by_hand.values()
+    )
     totals, operations = summed_by_hand(by_hand)
-    assert {one.name: one.measured for one in profile.operations if one.measured} == pytest.approx(operations, abs=1e-8)
+    assert {one.name: one.measured for one in profile.operations if one.measured} == pytest.approx(
+        operations, abs=1e-8
+    )
     measured = {line.name: line.measured for line in profile.kinds}
-    names = {"launch overhead": "launches", "exposed communication": "exposed", "hidden communication": "hidden"}
+    names = {
+        "launch overhead": "launches",
+        "exposed communication": "exposed",
+        "hidden communication": "hidden",
+    }
     names |= {"step": "step", "between steps": "between"}
-    assert {name: measured[name] for name in names} == pytest.approx({name: totals[part] for name, part in names.items()}, abs=1e-8)
+    assert {name: measured[name] for name in names} == pytest.approx(
+        {name: totals[part] for name, part in names.items()}, abs=1e-8
+    )
     assert totals["step"] > 0 and (totals["exposed"] > 0) == (devices > 1)
 
 
@@ -124,10 +157,16 @@ def test_kinds_and_layers_add_up_to_the_step(tmp_path):
     parts = [line for line in profile.kinds if line.name in LIMITS]
     step, launches = profile["step"], profile["launch overhead"]
     for attribute in ("measured", "predicted"):
-        assert sum(getattr(line, attribute) for line in parts) == pytest.approx(getattr(step, attribute), rel=1e-9)
+        assert sum(getattr(line, attribute) for line in parts) == pytest.approx(
+            getattr(step, attribute), rel=1e-9
+        )
         layers = sum(getattr(line, attribute) or 0.0 for line in profile.layers)
-        assert layers + getattr(launches, attribute) == pytest.approx(getattr(step, attribute), rel=1e-9)
-    assert {"first", "second", "gathering parameters", "reducing gradients", "metrics", REST} <= {line.name for line in profile.layers}
+        assert layers + getattr(launches, attribute) == pytest.approx(
+            getattr(step, attribute), rel=1e-9
+        )
+    assert {"first", "second", "gathering parameters", "reducing gradients", "metrics", REST} <= {
+        line.name for line in profile.layers
+    }
     assert profile["first"].measured > 0 and profile["first"].predicted > 0
 
 
@@ -135,7 +174,8 @@ def test_kinds_and_layers_add_up_to_the_step(tmp_path):
 def test_evaluations_are_other_programs(tmp_path):
     data = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 8), np.float32)}
     plain, evaluated = (
-        profiled(tmp_path / str(every), **options).profile for every, options in {0: {}, 1: {"eval_data": data, "eval_every": 1}}.items()
+        profiled(tmp_path / str(every), **options).profile
+        for every, options in {0: {}, 1: {"eval_data": data, "eval_every": 1}}.items()
     )
     assert evaluated[OTHER].measured > 0 and OTHER not in {line.name for line in plain.kinds}
 
@@ -143,19 +183,31 @@ def test_evaluations_are_other_programs(tmp_path):
 def test_products_are_named_as_in_plans(tmp_path):
     profile = profiled(tmp_path, devices=1).profile
     products = [one for one in profile.operations if one.kind == "matrix products"]
-    assert {one.layer for one in products} >= {"first"} and sum(one.measured for one in products) == profile["matrix products"].measured > 0
-    assert profile["matrix products"].predicted == pytest.approx(sum(one.predicted for one in products), rel=1e-9)
+    assert {one.layer for one in products} >= {"first"} and sum(
+        one.measured for one in products
+    ) == profile["matrix products"].measured > 0
+    assert profile["matrix products"].predicted == pytest.approx(
+        sum(one.predicted for one in products), rel=1e-9
+    )
 
 
 @pytest.mark.system
 def test_predictions_are_those_of_the_plan(tmp_path):
     """`spmd.plan` compiles the step in another process, and predicts the same for it."""
     result = profiled(tmp_path)
-    batch = {"x": jax.ShapeDtypeStruct((32, 64), "float32"), "y": jax.ShapeDtypeStruct((32, 8), "float32")}
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.01), "layout": "fsdp"}
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 64), "float32"),
+        "y": jax.ShapeDtypeStruct((32, 8), "float32"),
+    }
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.adam(0.01),
+        "layout": "fsdp",
+    }
     plan = spmd.plan(spmd.FunctionalModel(two_layers, apply), batch, target="8xcpu", **options)
     for limit, seconds in plan.timeline.parts.items():
-        if limit in {line.name for line in result.profile.kinds}:  # kinds that a step has nothing of are left out
+        # kinds that a step has nothing of are left out
+        if limit in {line.name for line in result.profile.kinds}:
             assert result.profile[limit].predicted == pytest.approx(seconds, rel=1e-9)
 
 
@@ -172,15 +224,21 @@ def test_program_of_another_batch_is_not_confused(other, tmp_path):
 def test_waiting_and_the_time_between_steps_are_shares_of_the_same(tmp_path):
     result = profiled(tmp_path)
     (trace,) = result.profile.folder.glob("*.xplane.pb")
-    profile = profile_of(trace, result.trainer.placed, rows=32, first=3, last=6, calls=(1, 1, 1, 1), waited=3.0)
-    assert "note: of the time between steps, devices wait 1 s per step for data." in profile.notes  # in three gaps
+    profile = profile_of(
+        trace, result.trainer.placed, rows=32, first=3, last=6, calls=(1, 1, 1, 1), waited=3.0
+    )
+    # in three gaps
+    assert "note: of the time between steps, devices wait 1 s per step for data." in profile.notes
 
 
 @pytest.mark.system
 def test_steps_before_a_codec_is_used_are_named(tmp_path):
     layout = spmd.Layout(gradients=spmd.Gradients("all_reduce", "int8", start_step=4))
     notes = profiled(tmp_path, layout=layout).profile.notes
-    assert "note: 2 of 4 steps reduce gradients exactly, before start_step=4; predicted is a step with the codec." in notes
+    assert (
+        "note: 2 of 4 steps reduce gradients exactly, before start_step=4; predicted is a step "
+        "with the codec." in notes
+    )
 
 
 @pytest.mark.system
@@ -198,10 +256,13 @@ def test_loops_are_charged_for_what_they_run(tmp_path):
     (inner,) = [line for line in profile.layers if line.name == "stack/inner"]
     assert inner.measured > 0 and inner.predicted > 0
     assert not [one for one in profile.operations if one.name.startswith("while") and one.measured]
-    assert sum(line.measured for line in profile.kinds if line.name in LIMITS) == pytest.approx(profile["step"].measured, rel=1e-9)
+    assert sum(line.measured for line in profile.kinds if line.name in LIMITS) == pytest.approx(
+        profile["step"].measured, rel=1e-9
+    )
 
 
-# One step of a GPU: a product and a collective beside it, whose end is waited for; then a loop of two rounds.
+# One step of a GPU: a product and a collective beside it, whose end is waited for; then a loop of
+# two rounds.
 PROGRAM = """HloModule jit_train_step, num_partitions=2
 
 %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -227,11 +288,15 @@ ENTRY %main (x: f32[8,8], y: f32[8]) -> (s32[], f32[8]) {
   %begin = (s32[], f32[8]) tuple(%zero, %reduce-done)
   ROOT %loop = (s32[], f32[8]) while(%begin), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}
 }
-"""
+"""  # noqa: E501
 
 
 def kernel(name, begin, end, operation="", module="jit_train_step"):
-    stats = {"hlo_op": operation, "hlo_module": module, "program_id": 3} if operation else {"correlation_id": 7}
+    stats = (
+        {"hlo_op": operation, "hlo_module": module, "program_id": 3}
+        if operation
+        else {"correlation_id": 7}
+    )
     return SimpleNamespace(name=name, start_ns=float(begin), end_ns=float(end), stats=stats.items())
 
 
@@ -239,28 +304,48 @@ def gpu_trace(*starts):
     """A trace as XLA writes it for a GPU: a line for each stream. Each step takes 100 ns."""
     compute, communication = [], []
     for at in starts:
-        compute += [kernel("gemm", at, at + 30, "product"), kernel("loop_add", at + 60, at + 70, "twice")]
+        compute += [
+            kernel("gemm", at, at + 30, "product"),
+            kernel("loop_add", at + 60, at + 70, "twice"),
+        ]
         compute += [kernel("loop_add", at + 75, at + 100, "twice")]
         communication.append(kernel("ncclDevKernel", at + 10, at + 55, "reduce-start"))
     compute.append(kernel("evaluate", starts[0] + 110, starts[0] + 115, "dot", "jit__evaluate"))
-    lines = [SimpleNamespace(name="Stream #13(Kernel)", events=compute), SimpleNamespace(name="Stream #22(Kernel)", events=communication)]
-    derived = SimpleNamespace(name="XLA Ops", events=[kernel("product", 0, 100, "product")])  # made from the others by tools
-    host = SimpleNamespace(name="/host:CPU", lines=[SimpleNamespace(name="python", events=[kernel("call", 0, 500)])])
-    return SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[*lines, derived]), host])
+    lines = [
+        SimpleNamespace(name="Stream #13(Kernel)", events=compute),
+        SimpleNamespace(name="Stream #22(Kernel)", events=communication),
+    ]
+    # made from the others by tools
+    derived = SimpleNamespace(name="XLA Ops", events=[kernel("product", 0, 100, "product")])
+    host = SimpleNamespace(
+        name="/host:CPU", lines=[SimpleNamespace(name="python", events=[kernel("call", 0, 500)])]
+    )
+    return SimpleNamespace(
+        planes=[SimpleNamespace(name="/device:GPU:0", lines=[*lines, derived]), host]
+    )
 
 
 def measured_on_gpu(trace):
     module = parse(PROGRAM)
-    instructions = {instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines}
+    instructions = {
+        instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines
+    }
     return measure(events_of(trace), ("jit_train_step", 3), module, instructions)
 
 
 def test_streams_of_a_gpu():
     one = measured_on_gpu(gpu_trace(1000, 1150))
-    nanoseconds = {name: round(getattr(one, name) * 1e9) for name in ("windows", "launches", "hidden", "between", "other")}
+    nanoseconds = {
+        name: round(getattr(one, name) * 1e9)
+        for name in ("windows", "launches", "hidden", "between", "other")
+    }
     assert one.executions == 2
     assert nanoseconds == {"windows": 200, "launches": 20, "hidden": 40, "between": 45, "other": 5}
-    assert {name: round(took * 1e9) for name, took in one.charged.items()} == {"product": 60, "reduce-start": 50, "twice": 70}
+    assert {name: round(took * 1e9) for name, took in one.charged.items()} == {
+        "product": 60,
+        "reduce-start": 50,
+        "twice": 70,
+    }
 
 
 def test_kernels_without_a_name_are_work_without_a_name():
@@ -276,16 +361,23 @@ def test_kernels_without_a_name_are_work_without_a_name():
 
 def test_operation_that_began_last_is_charged():
     events = [Event(0, ("p", 1), "a", 0.0, 10.0), Event(0, ("p", 1), "b", 2.0, 4.0)]
-    module = parse("HloModule p\n\nENTRY %main () -> f32[] {\n  %a = f32[] add(%x, %x)\n  ROOT %b = f32[] add(%x, %x)\n}\n")
-    instructions = {instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines}
+    module = parse(
+        "HloModule p\n\nENTRY %main () -> f32[] {\n  %a = f32[] add(%x, %x)\n  ROOT %b = f32[] "
+        "add(%x, %x)\n}\n"
+    )
+    instructions = {
+        instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines
+    }
     assert dict(measure(events, ("p", 1), module, instructions).charged) == {"a": 8.0, "b": 2.0}
 
 
 @pytest.mark.parametrize(
     "scope, layer",
     {
-        "shard_map/jvp(blocks/0)/attention/attention_as_written/vmap(BNTS,BSNH->BTNH)/dot_general": "blocks/0/attention",
-        "shard_map/transpose(jvp(blocks))/while/body/closed_call/checkpoint/rematted_computation/up/dot_general": "blocks/up",
+        "shard_map/jvp(blocks/0)/attention/attention_as_written/vmap(BNTS,BSNH->BTNH)/"
+        "dot_general": "blocks/0/attention",
+        "shard_map/transpose(jvp(blocks))/while/body/closed_call/checkpoint/rematted_computation/"
+        "up/dot_general": "blocks/up",
         "shard_map/transpose(jvp(a))/reshape;transpose(jvp(b))/reshape": "a",
         "shard_map/jvp(places)/jit(_take)/gather": "places",
         "shard_map/jvp(dropout)/jit(_threefry_fold_in)/WorkerGradients._of_worker/xor": "dropout",
@@ -306,7 +398,12 @@ def test_operations_of_a_timeline_add_up():
     for (_, part), took in timeline.operations.items():
         totals[part] += took
     assert dict(totals) == pytest.approx(
-        {part: getattr(timeline, part) for part in ("products", "memory", "exposed") if part in totals}, rel=1e-9
+        {
+            part: getattr(timeline, part)
+            for part in ("products", "memory", "exposed")
+            if part in totals
+        },
+        rel=1e-9,
     )
     assert timeline.operations["twice", "memory"] > 0 and timeline.exposed > 0
 
@@ -317,12 +414,23 @@ def made_profile(layers):
 
 
 def test_layers_are_grouped_where_there_are_many():
-    layers = [Line(f"blocks/{number}/{part}", 1.0 + number, 1.0) for number in range(20) for part in ("up", "down")]
+    layers = [
+        Line(f"blocks/{number}/{part}", 1.0 + number, 1.0)
+        for number in range(20)
+        for part in ("up", "down")
+    ]
     profile = made_profile([*layers, Line(CLEARED, 0.0, 2.0)])
     assert len(profile.grouped_layers(most=64)) == 41
     grouped = profile.grouped_layers(most=24)
     assert len(grouped) == 21 and grouped[0] == Line("blocks/19", 40.0, 2.0)
-    assert len(made_profile(Line(f"layer{number}", 1.0) for number in range(40)).grouped_layers(most=24)) == 25
+    assert (
+        len(
+            made_profile(Line(f"layer{number}", 1.0) for number in range(40)).grouped_layers(
+                most=24
+            )
+        )
+        == 25
+    )
 
 
 def test_profile_as_text_and_html():

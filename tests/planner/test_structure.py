@@ -1,4 +1,6 @@
-"""Logical axis names that are found from how parameters are used, and layouts with rules by path made of them."""
+"""Logical axis names that are found from how parameters are used, and layouts with rules by path
+made of them.
+"""
 
 import itertools
 
@@ -58,7 +60,9 @@ class Transformer(nn.Module):
         embed = nn.Embed(V, D, name="embed")
         x = embed(tokens)
         if self.kind == "scan":
-            stack = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            stack = nn.scan(
+                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
             x, _ = stack(self.kv, True, name="stack")(x)
         else:
             block = nn.remat(Block) if self.kind == "remat" else Block
@@ -94,7 +98,10 @@ class ConvNet(nn.Module):
 
 def program(model, batch):
     trainer = spmd.Trainer(
-        model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1])
+        model,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.1),
+        mesh=spmd.make_mesh("data=1", devices=jax.devices()[:1]),
     )
     return trainer.prepare(batch)[0]
 
@@ -105,18 +112,36 @@ ATTENTION = {
     "attention/v/kernel": ("embed", "heads", None),
     "attention/out/kernel": ("heads", "embed"),
 }
-GATED = {f"{name}/kernel": ("embed", "mlp") for name in ("gate", "up")} | {f"{name}/bias": ("mlp",) for name in ("gate", "up")}
+GATED = {f"{name}/kernel": ("embed", "mlp") for name in ("gate", "up")} | {
+    f"{name}/bias": ("mlp",) for name in ("gate", "up")
+}
 BLOCK = {**ATTENTION, **GATED, "down/kernel": ("mlp", "embed")}
 BLOCKS = {f"block_{number}/{path}": names for number in (0, 1) for path, names in BLOCK.items()}
 HEAD = {"head/kernel": ("embed", "mlp"), "head/bias": ("mlp",)}
 CASES = {
-    "a transformer": (lambda: Transformer(), TEXT, {"embed/embedding": ("vocab", "embed"), **BLOCKS}),
-    "with grouped queries": (lambda: Transformer(kv=4), TEXT, {"embed/embedding": ("vocab", "embed"), **BLOCKS}),
-    "rematerialized, with a head": (lambda: Transformer("remat"), TEXT, {"embed/embedding": ("vocab", "embed"), **BLOCKS, **HEAD}),
+    "a transformer": (
+        lambda: Transformer(),
+        TEXT,
+        {"embed/embedding": ("vocab", "embed"), **BLOCKS},
+    ),
+    "with grouped queries": (
+        lambda: Transformer(kv=4),
+        TEXT,
+        {"embed/embedding": ("vocab", "embed"), **BLOCKS},
+    ),
+    "rematerialized, with a head": (
+        lambda: Transformer("remat"),
+        TEXT,
+        {"embed/embedding": ("vocab", "embed"), **BLOCKS, **HEAD},
+    ),
     "scanned": (
         lambda: Transformer("scan"),
         TEXT,
-        {"embed/embedding": ("vocab", "embed"), **{f"stack/{path}": (None, *names) for path, names in BLOCK.items()}, **HEAD},
+        {
+            "embed/embedding": ("vocab", "embed"),
+            **{f"stack/{path}": (None, *names) for path, names in BLOCK.items()},
+            **HEAD,
+        },
     ),
     "an MLP without residuals": (
         lambda: MLP(nnx.Rngs(0)),
@@ -139,7 +164,8 @@ def test_names(model, batch, expected):
     found = names_of(program(model(), batch))
     if "stack/gate/bias" in expected:  # a bias of all layers is a matrix
         expected = expected | {
-            f"stack/{name}": (None, "embed") for name in ("after/bias", "after/scale", "before/bias", "before/scale", "down/bias")
+            f"stack/{name}": (None, "embed")
+            for name in ("after/bias", "after/scale", "before/bias", "before/scale", "down/bias")
         }
     assert found == expected
 
@@ -150,7 +176,11 @@ def test_two_layers_share_their_hidden_axis():
         def __call__(self, x):
             return nn.Dense(10, name="down")(nn.relu(nn.Dense(64, name="up")(x)))
 
-    assert names_of(program(Two(), ROWS)) == {"up/kernel": (None, "mlp"), "up/bias": ("mlp",), "down/kernel": ("mlp", None)}
+    assert names_of(program(Two(), ROWS)) == {
+        "up/kernel": (None, "mlp"),
+        "up/bias": ("mlp",),
+        "down/kernel": ("mlp", None),
+    }
 
 
 def test_a_stream_that_cannot_be_sharded_is_still_the_stream():
@@ -159,7 +189,9 @@ def test_a_stream_that_cannot_be_sharded_is_still_the_stream():
         def __call__(self, tokens):
             x = nn.Embed(V, 36, name="embed")(tokens)
             for number in range(2):
-                x = x + nn.Dense(36, name=f"down_{number}")(nn.relu(nn.Dense(64, name=f"up_{number}")(x)))
+                x = x + nn.Dense(36, name=f"down_{number}")(
+                    nn.relu(nn.Dense(64, name=f"up_{number}")(x))
+                )
             return nn.Dense(V, name="head")(x)
 
     found = names_of(program(Odd(), TEXT))
@@ -168,7 +200,11 @@ def test_a_stream_that_cannot_be_sharded_is_still_the_stream():
 
 def test_matrices_of_groups_of_rows():
     def init(key):
-        return {"up": jnp.ones((4, 16, 64)), "down": jnp.ones((4, 64, 16)), "out": jnp.ones((16, 10))}
+        return {
+            "up": jnp.ones((4, 16, 64)),
+            "down": jnp.ones((4, 64, 16)),
+            "out": jnp.ones((16, 10)),
+        }
 
     def apply(params, x):
         sizes = jnp.full((4,), x.shape[0] // 4, "int32")
@@ -176,14 +212,19 @@ def test_matrices_of_groups_of_rows():
         return jax.lax.ragged_dot(hidden, params["down"], sizes) @ params["out"]
 
     found = names_of(program(spmd.FunctionalModel(init, apply), ROWS))
-    assert found["up"] == (None, "mlp", "embed") and found["down"] == (None, "embed", "mlp") and found["out"] == ("mlp", None)
+    assert (
+        found["up"] == (None, "mlp", "embed")
+        and found["down"] == (None, "embed", "mlp")
+        and found["out"] == ("mlp", None)
+    )
 
 
 def test_convolutions_share_channels():
     found = names_of(program(ConvNet(), IMAGES))
     for number in (0, 1):
         assert found[f"in_{number}/kernel"][2:] == ("embed", "mlp")
-        assert found[f"each_{number}/kernel"] == (None, None, None, "mlp")  # one filter for each channel
+        # one filter for each channel
+        assert found[f"each_{number}/kernel"] == (None, None, None, "mlp")
         assert found[f"out_{number}/kernel"][2:] == ("mlp", "embed")
     assert found["stem/kernel"][:2] == (None, None)  # heights and widths of kernels are no axes
 
@@ -191,24 +232,36 @@ def test_convolutions_share_channels():
 def test_one_head_of_keys_is_replicated():
     found = names_of(program(Transformer(kv=1), TEXT))
     for number in (0, 1):
-        assert found[f"block_{number}/attention/q/kernel"] == ("embed", "mlp", None)  # the heads of queries
-        assert found[f"block_{number}/attention/k/kernel"] == ("embed", None, None)  # not the width of a head, over which scores are summed
+        # the heads of queries
+        assert found[f"block_{number}/attention/q/kernel"] == ("embed", "mlp", None)
+        # not the width of a head, over which scores are summed
+        assert found[f"block_{number}/attention/k/kernel"] == ("embed", None, None)
         assert found[f"block_{number}/attention/out/kernel"] == ("mlp", "embed")
 
 
 def test_rules_are_one_line_for_all_blocks():
-    names = {f"blocks/{number}/up/kernel": ("embed", "mlp") for number in range(12)} | {"head/kernel": ("embed", "vocab")}
-    layout = with_rules(spmd.Layout.load("fsdp_tensor_parallel"), names, [*names, "blocks/0/up/bias"])
+    names = {f"blocks/{number}/up/kernel": ("embed", "mlp") for number in range(12)} | {
+        "head/kernel": ("embed", "vocab")
+    }
+    layout = with_rules(
+        spmd.Layout.load("fsdp_tensor_parallel"), names, [*names, "blocks/0/up/bias"]
+    )
     assert [(rule.path, rule.spec) for rule in layout.params] == [
         ("blocks/*/up/kernel", ("data", "model")),
         ("head/kernel", ("data", "model")),
     ]
     assert layout.axes == () and layout.name == "fsdp_tensor_parallel_by_path"
-    assert spmd.Layout.load("fsdp").axes == () and with_rules(spmd.Layout.load("fsdp"), names, [*names]) == spmd.Layout.load("fsdp")
+    assert spmd.Layout.load("fsdp").axes == () and with_rules(
+        spmd.Layout.load("fsdp"), names, [*names]
+    ) == spmd.Layout.load("fsdp")
 
 
 def test_paths_that_a_pattern_would_confuse_have_a_rule_each():
-    names = {"a_0/kernel": ("embed", "mlp"), "a_2/kernel": ("embed", "mlp"), "a_1/kernel": ("mlp", "embed")}
+    names = {
+        "a_0/kernel": ("embed", "mlp"),
+        "a_2/kernel": ("embed", "mlp"),
+        "a_1/kernel": ("mlp", "embed"),
+    }
     layout = with_rules(spmd.Layout.load("tensor_parallel"), names, [*names])
     assert {rule.path for rule in layout.params} == {*names}
 
@@ -217,7 +270,10 @@ def test_a_model_with_names_keeps_the_tables():
     class Named(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(10, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp")))(x)
+            return nn.Dense(
+                10,
+                kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp")),
+            )(x)
 
     layouts = (spmd.Layout.load("tensor_parallel"),)
     assert without_names(layouts, program(Named(), ROWS)) == layouts
@@ -226,12 +282,21 @@ def test_a_model_with_names_keeps_the_tables():
 def batches(shapes):
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, 10, (8, 16)).astype("int32")
-    made = {"tokens": tokens, "targets": tokens, "x": draw.normal(size=(8, 16)), "image": draw.normal(size=(8, 8, 8, 3))}
+    made = {
+        "tokens": tokens,
+        "targets": tokens,
+        "x": draw.normal(size=(8, 16)),
+        "image": draw.normal(size=(8, 8, 8, 3)),
+    }
     made["label"] = np.arange(8) % 10
     return {key: made[key].astype(shape.dtype) for key, shape in shapes.items()}
 
 
-TRAINED = {"a transformer": CASES["a transformer"], "scanned": CASES["scanned"], "an MLP": CASES["an MLP without residuals"]}
+TRAINED = {
+    "a transformer": CASES["a transformer"],
+    "scanned": CASES["scanned"],
+    "an MLP": CASES["an MLP without residuals"],
+}
 TRAINED["convolutions"] = (ConvNet, IMAGES, None)
 
 
@@ -241,17 +306,24 @@ TRAINED["convolutions"] = (ConvNet, IMAGES, None)
 def test_training_equals_one_device(name, model, batch, expected):
     one = program(model(), batch)
     (layout,) = without_names([spmd.Layout.load(name)], one)
-    data, options = batches(batch), {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2)}
+    data, options = (
+        batches(batch),
+        {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2)},
+    )
     losses = []
     for mesh, under in (("data=1", "data_parallel"), (SIZES, layout)):
         devices = jax.devices()[: 1 if mesh == "data=1" else 8]
-        trainer = spmd.Trainer(model(), mesh=spmd.make_mesh(mesh, devices=devices), layout=under, **options)
+        trainer = spmd.Trainer(
+            model(), mesh=spmd.make_mesh(mesh, devices=devices), layout=under, **options
+        )
         state, found = trainer.init(data), []
         for _ in range(3):
             state, metrics = trainer.step(state, data)
             found.append(metrics["loss"])
         losses.append(found)
-    sharded = [path for path, leaf in flatten(state.params).items() if "model" in str(leaf.sharding.spec)]
+    sharded = [
+        path for path, leaf in flatten(state.params).items() if "model" in str(leaf.sharding.spec)
+    ]
     assert len(sharded) >= 3
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-5)
 

@@ -21,12 +21,17 @@ from spmd.planner.suggest_fixes import fuse_attention
 from tests.planner.test_planned_fixes import WIDTH, Net, fsdp, loss
 from tests.planner.test_text_report import CASES, KEPT, make_plan
 
-GPU = pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'")
+GPU = pytest.mark.skipif(
+    importlib.util.find_spec(PLUGIN) is None,
+    reason=f"package {PLUGIN} is missing: pip install '.[gpu-compiler]'",
+)
 
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Every step has the same program, which is kept; `fails` says of which layouts compiling fails."""
+    """Every step has the same program, which is kept; `fails` says of which layouts compiling
+    fails.
+    """
     compiled = Compiled(**json.loads((KEPT / "fsdp_on_too_small.json").read_text(encoding="utf-8")))
     state = {"calls": 0, "fails": lambda program: False}
 
@@ -52,24 +57,39 @@ FIRST = [  # of each of the three largest costs the first, then the second of ea
 
 def test_changes_are_planned_in_turn_up_to_the_limit(compiler):
     plan, said = make_plan("fsdp_on_too_small"), []
-    assert [cost.what.partition(":")[0] for cost in plan.costs[:3]] == ["matrix products, at 100% of peak", *["exposed communication"] * 2]
+    assert [cost.what.partition(":")[0] for cost in plan.costs[:3]] == [
+        "matrix products, at 100% of peak",
+        *["exposed communication"] * 2,
+    ]
     changes = plan.changes(say=said.append)
     names = [line.partition(": ")[2] for line in said]
     assert sorted(names) == sorted([*FIRST, 'batch_size=64, [remat] save = "dots"']), names
-    assert said[0].startswith(f"planning change 1 of at most {COMPILES}: ") and compiler["calls"] == 1 + len(names)
+    assert said[0].startswith(f"planning change 1 of at most {COMPILES}: ") and compiler[
+        "calls"
+    ] == 1 + len(names)
     again = plan.changes()
     assert str(again) == str(changes), "deterministic"
     few = plan.changes(compiles=2)
     assert len(few.tried) == 2 and {change.change for change in few.tried} == set(names[:2])
-    assert few.left_out[0] == f"not planned, beyond 2 programs: {'; '.join(name for name in names[2:] if 'remat' not in name)}"
+    assert (
+        few.left_out[0] == "not planned, beyond 2 programs: "
+        f"{'; '.join(name for name in names[2:] if 'remat' not in name)}"
+    )
 
 
 def test_what_alters_training_is_said_and_is_never_among_the_same(compiler):
     changes = make_plan("fsdp_on_too_small").changes()
     differs = {change.change: change.differs for change in changes.tried}
     assert {name for name, why in differs.items() if not why} == {FIRST[1]}
-    assert differs['[gradients] codec = "bfloat16"'] == differs['[gradients] weights = "bfloat16"'] == "communication is lossy (bfloat16)"
-    assert differs["batch_size=64"] == ANOTHER_BATCH and differs['precision="bfloat16"'] == "computed in bfloat16"
+    assert (
+        differs['[gradients] codec = "bfloat16"']
+        == differs['[gradients] weights = "bfloat16"']
+        == "communication is lossy (bfloat16)"
+    )
+    assert (
+        differs["batch_size=64"] == ANOTHER_BATCH
+        and differs['precision="bfloat16"'] == "computed in bfloat16"
+    )
     assert changes.tried[0].differs == "", "those that train the same are first"
 
 
@@ -77,12 +97,16 @@ def test_changes_are_tables_of_a_layout_or_arguments(compiler):
     plan = make_plan("fsdp_on_too_small")
     written = {change.change: change for change in plan.changes().tried}
     before = tomllib.loads(plan.layout.to_toml())
-    for name, tables in (("codec", {"gradients"}), ("weights", {"gradients"}), ("[default]", {"optimizer"})):
+    for name, tables in (
+        ("codec", {"gradients"}),
+        ("weights", {"gradients"}),
+        ("[default]", {"optimizer"}),
+    ):
         (change,) = (change for text, change in written.items() if name in text)
         assert set(tomllib.loads(change.to_use)) == tables
-        assert before | tomllib.loads(change.to_use) == tomllib.loads(change.plan.layout.to_toml()) | (
-            {"default": before["default"]} if name == "[default]" else {}
-        )
+        assert before | tomllib.loads(change.to_use) == tomllib.loads(
+            change.plan.layout.to_toml()
+        ) | ({"default": before["default"]} if name == "[default]" else {})
     assert written["batch_size=64, accumulate=2"].to_use == (
         "fit(..., batch_size=64, accumulate=2), or `spmd plan --batch-size 64 --accumulate 2`"
     )
@@ -93,7 +117,9 @@ def test_a_change_that_fails_is_rejected_with_its_reason(compiler):
     compiler["fails"] = lambda program: program.placed.config.precision == "bfloat16"
     changes = plan.changes()
     (failed,) = (change for change in changes.tried if change.plan is None)
-    assert (failed.change, failed.why) == ('precision="bfloat16"', "XLA fails.") and changes.tried[-1] is failed
+    assert (failed.change, failed.why) == ('precision="bfloat16"', "XLA fails.") and changes.tried[
+        -1
+    ] is failed
     assert '\nrejected: precision="bfloat16": XLA fails.' in str(changes)
 
 
@@ -101,10 +127,22 @@ def test_the_cost_of_a_run_is_that_of_equal_rows(compiler):
     changes = make_plan("fsdp_on_too_small").changes(steps=1000, price=3)
     assert changes.run.steps == 1000 and changes.run.rows == 32_000
     for change in changes.tried:
-        assert change.run.rows == 32_000 and change.run.steps == (500 if "batch_size" in change.change else 1000)
-        assert change.run.money[0] == pytest.approx(3 * 4 * change.run.steps * change.plan.timeline.seconds / 3600, rel=1e-9)
+        assert change.run.rows == 32_000 and change.run.steps == (
+            500 if "batch_size" in change.change else 1000
+        )
+        assert change.run.money[0] == pytest.approx(
+            3 * 4 * change.run.steps * change.plan.timeline.seconds / 3600, rel=1e-9
+        )
     header = next(line for line in str(changes).splitlines() if "rows/s" in line)
-    assert header.split() == ["change", "step", "rows/s", "memory", "device-hours", "money", "training"]
+    assert header.split() == [
+        "change",
+        "step",
+        "rows/s",
+        "memory",
+        "device-hours",
+        "money",
+        "training",
+    ]
     assert "device-hours" not in str(make_plan("fsdp_on_too_small").changes(compiles=1))
 
 
@@ -113,8 +151,14 @@ def test_the_cost_of_a_run_is_that_of_equal_rows(compiler):
     [
         ({"compiles": 0}, "compiles=0.\n    fix: a number of programs, from 1."),
         ({"compiles": True}, "compiles=True.\n    fix: a number of programs, from 1."),
-        ({"price": 2.5}, "one of tokens, rows and steps says how long the run is, and none is given."),
-        ({"tokens": 1e9}, "tokens of a row are not known: no array of the batch is one of integers"),
+        (
+            {"price": 2.5},
+            "one of tokens, rows and steps says how long the run is, and none is given.",
+        ),
+        (
+            {"tokens": 1e9},
+            "tokens of a row are not known: no array of the batch is one of integers",
+        ),
     ],
 )
 def test_invalid_options_are_refused_before_anything_is_compiled(options, wanted, compiler):
@@ -127,15 +171,26 @@ def test_invalid_options_are_refused_before_anything_is_compiled(options, wanted
 PAIRS = [
     (spmd.Layout.load("fsdp"), spmd.Layout.load("data_parallel")),
     (spmd.Layout(remat=spmd.Remat("nothing", ("blocks/*",))), spmd.Layout()),
-    (spmd.Layout(), spmd.Layout(remat=spmd.Remat("dots"), compiler=spmd.Compiler(double_buffering=False))),
+    (
+        spmd.Layout(),
+        spmd.Layout(remat=spmd.Remat("dots"), compiler=spmd.Compiler(double_buffering=False)),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_tables_that_differ_make_the_other_layout(before, after):
     text = layout_difference(before, after)
-    without = [line.removeprefix("# without [").rstrip("]") for line in text.splitlines() if line.startswith("# without")]
-    kept = {name: table for name, table in tomllib.loads(before.to_toml()).items() if name not in without}
+    without = [
+        line.removeprefix("# without [").rstrip("]")
+        for line in text.splitlines()
+        if line.startswith("# without")
+    ]
+    kept = {
+        name: table
+        for name, table in tomllib.loads(before.to_toml()).items()
+        if name not in without
+    }
     made, wanted = kept | tomllib.loads(text), tomllib.loads(after.to_toml())
     assert {**made, "description": ""} == {**wanted, "description": ""} and before != after
 
@@ -144,7 +199,16 @@ def net(layout, target="4xcpu", mesh="data=4", **options):
     batch = {"x": jax.ShapeDtypeStruct((64, WIDTH), "float32")}
     return lambda **changed: spmd.plan(
         lambda: Net(True),
-        **{"batch": batch, "loss": loss, "optimizer": optax.sgd(0.1), "layout": layout, "target": target, "mesh": mesh} | options | changed,
+        **{
+            "batch": batch,
+            "loss": loss,
+            "optimizer": optax.sgd(0.1),
+            "layout": layout,
+            "target": target,
+            "mesh": mesh,
+        }
+        | options
+        | changed,
     )
 
 
@@ -155,17 +219,33 @@ def test_each_change_is_the_plan_with_it():
     plan = net(layout, "2x4xcpu", "data=8", accumulate=4)
     changes = plan().changes(compiles=12)
     found = {change.change: change for change in changes.tried}
-    assert found["accumulate=2"].plan.timeline.seconds == plan(accumulate=2).timeline.seconds != changes.plan.timeline.seconds
+    assert (
+        found["accumulate=2"].plan.timeline.seconds
+        == plan(accumulate=2).timeline.seconds
+        != changes.plan.timeline.seconds
+    )
     assert found["accumulate=2"].differs == ""
     twice = {"x": jax.ShapeDtypeStruct((128, WIDTH), "float32")}
-    assert found["batch_size=128"].plan.memory.peak == plan(batch=twice).memory.peak != changes.plan.memory.peak
-    (hybrid,) = (change for change in changes.tried if change.change.startswith("parameters sharded inside nodes"))
+    assert (
+        found["batch_size=128"].plan.memory.peak
+        == plan(batch=twice).memory.peak
+        != changes.plan.memory.peak
+    )
+    (hybrid,) = (
+        change
+        for change in changes.tried
+        if change.change.startswith("parameters sharded inside nodes")
+    )
     assert hybrid.plan is not None, hybrid.why
     assert hybrid.plan.mesh.sizes == {"node": 2, "data": 4} and hybrid.differs == ""
     assert tomllib.loads(hybrid.to_use)["batch"] == {"spec": [["node", "data"]]}
     assert hybrid.to_use.endswith('# and mesh="node=2, data=4" where fit has one')
     assert 1.5 < hybrid.plan.memory.parameters / changes.plan.memory.parameters <= 2
-    between = [transfer for transfer in hybrid.plan.traffic.transfers if transfer.purpose == "parameters" and "node" in transfer.axes]
+    between = [
+        transfer
+        for transfer in hybrid.plan.traffic.transfers
+        if transfer.purpose == "parameters" and "node" in transfer.axes
+    ]
     assert not between and changes.plan.traffic.between > hybrid.plan.traffic.between
 
 
@@ -175,9 +255,14 @@ def attend(params, x):
 
 
 def attention_plan(width, length, rows, target, **options):
-    model = spmd.FunctionalModel(lambda key: {name: jnp.zeros((width, width)) for name in "qkv"}, attend)
+    model = spmd.FunctionalModel(
+        lambda key: {name: jnp.zeros((width, width)) for name in "qkv"}, attend
+    )
     batch = {name: jax.ShapeDtypeStruct((rows, length, width), "float32") for name in "xy"}
-    options |= {"loss": lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2, (1, 2)), "optimizer": optax.sgd(0.1)}
+    options |= {
+        "loss": lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2, (1, 2)),
+        "optimizer": optax.sgd(0.1),
+    }
     return spmd.plan(model, batch, target=target, **options)
 
 
@@ -188,12 +273,26 @@ def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width):
     plan = attention_plan(width, 1024, 8, CASES["fsdp_on_too_small"]["target"])
     assert [name for name, _ in fuse_attention(plan)] == [fused]
     assert plan.fixes()[0].change == fused
-    assert [name for name, _ in fuse_attention(attention_plan(width, 64, 32, CASES["fsdp_on_too_small"]["target"]))] == [fused], (
-        "also where weights are as large as a row is long"
+    assert [
+        name
+        for name, _ in fuse_attention(
+            attention_plan(width, 64, 32, CASES["fsdp_on_too_small"]["target"])
+        )
+    ] == [fused], "also where weights are as large as a row is long"
+    assert (
+        list(fuse_attention(attention_plan(width, 8, 32, CASES["fsdp_on_too_small"]["target"])))
+        == []
+    ), "scores smaller than queries"
+    stored = SimpleNamespace(
+        peak=100,
+        largest=(
+            (40, f"float32[{width},{width}]", "grad"),
+            (20, "float32[8,4,64,64] x 2", "attend"),
+        ),
     )
-    assert list(fuse_attention(attention_plan(width, 8, 32, CASES["fsdp_on_too_small"]["target"]))) == [], "scores smaller than queries"
-    stored = SimpleNamespace(peak=100, largest=((40, f"float32[{width},{width}]", "grad"), (20, "float32[8,4,64,64] x 2", "attend")))
-    (note,) = plan_data._large_arrays(stored, plan.program.placed, LargeProducts(frozenset({(64, 64)}), frozenset()))
+    (note,) = plan_data._large_arrays(
+        stored, plan.program.placed, LargeProducts(frozenset({(64, 64)}), frozenset())
+    )
     assert "float32[8,4,64,64]" in note, "a gradient of a weight is none of them"
 
 
@@ -216,12 +315,25 @@ def test_less_rematerialization_lowers_the_cost_of_recomputation(tmp_path):
     plan = net(layout, f"1x{tmp_path}/slow.toml", "data=1")
     changes = plan().changes()
     (cost,) = (cost for cost in changes.plan.costs[:3] if cost.kind == "recomputation")
-    dots, kept = (change for change in sorted(changes.tried, key=lambda change: change.change) if cost.what in change.costs)
-    assert (dots.change, kept.change) == ('[remat] save = "dots" modules = ["blocks/layers"]', "no [remat]")
+    dots, kept = (
+        change
+        for change in sorted(changes.tried, key=lambda change: change.change)
+        if cost.what in change.costs
+    )
+    assert (dots.change, kept.change) == (
+        '[remat] save = "dots" modules = ["blocks/layers"]',
+        "no [remat]",
+    )
     assert dots.to_use == '[remat]\nsave = "dots"\nmodules = ["blocks/layers"]'
-    assert kept.to_use == '[default]\nparams = "replicate"\n# without [remat]', "a layout file has a table"
+    assert kept.to_use == '[default]\nparams = "replicate"\n# without [remat]', (
+        "a layout file has a table"
+    )
     for change, remat in ((dots, spmd.Remat("dots", ("blocks/layers",))), (kept, spmd.Remat())):
-        assert change.plan.timeline.flops == plan(layout=spmd.Layout(remat=remat)).timeline.flops < changes.plan.timeline.flops
+        assert (
+            change.plan.timeline.flops
+            == plan(layout=spmd.Layout(remat=remat)).timeline.flops
+            < changes.plan.timeline.flops
+        )
         assert change.plan.memory.peak > changes.plan.memory.peak and change.differs == ""
     assert not any(cost.kind == "recomputation" for cost in kept.plan.costs)
 
@@ -229,10 +341,14 @@ def test_less_rematerialization_lowers_the_cost_of_recomputation(tmp_path):
 @GPU
 @pytest.mark.system
 def test_fused_attention_and_options_of_the_compiler_are_changes_for_gpus():
-    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), attention=spmd.Attention("as_written"))
+    layout = dataclasses.replace(
+        spmd.Layout.load("data_parallel"), attention=spmd.Attention("as_written")
+    )
     plan = attention_plan(512, 512, 32, "8xh100", layout=layout, precision="bfloat16")
     changes = plan.changes()
-    (fused,) = (change for change in changes.tried if change.change == '[attention] implementation = "auto"')
+    (fused,) = (
+        change for change in changes.tried if change.change == '[attention] implementation = "auto"'
+    )
     assert fused.plan.timeline.attention > 0 == plan.timeline.attention and fused.differs == ""
     assert fused.plan.timeline.seconds < plan.timeline.seconds
     assert not any("options of the compiler" in line for line in changes.left_out)

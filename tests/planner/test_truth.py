@@ -1,4 +1,6 @@
-"""What a plan says of memory and traffic is what XLA says of the program that a trainer then runs, under every shipped layout."""
+"""What a plan says of memory and traffic is what XLA says of the program that a trainer then runs,
+under every shipped layout.
+"""
 
 import dataclasses
 import functools
@@ -64,52 +66,91 @@ def both(layout):
     """The plan, and the step that a trainer compiles for the same."""
     model, batch = case(layout)
     options = {"loss": spmd.losses.cross_entropy, "optimizer": ADAM, "layout": layout}
-    planned = plan(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch), target="8xcpu", **options)
+    planned = plan(
+        model,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
+        target="8xcpu",
+        **options,
+    )
     trainer = spmd.Trainer(model, **options)
     program, placer = trainer.prepare(batch)
     state, placed = trainer.init(), trainer.place(batch)
     events = placer.replicate_all(program.events(0, placed.rows, placed.has_rows))
-    step = program._function(("step", placed.rows, True)).lower(state, placed.leaves, placed.weights, events).compile()
+    step = (
+        program._function(("step", placed.rows, True))
+        .lower(state, placed.leaves, placed.weights, events)
+        .compile()
+    )
     return planned, state, step
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in shipped()])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in shipped()],
+)
 def test_memory_and_traffic_are_those_of_the_program_that_runs(layout):
     planned, state, step = both(layout)
     analysis, memory = step.memory_analysis(), planned.memory
-    for size, tree in ((memory.parameters, state.params), (memory.optimizer, state.opt), (memory.exchange, state.exchange)):
+    for size, tree in (
+        (memory.parameters, state.params),
+        (memory.optimizer, state.opt),
+        (memory.exchange, state.exchange),
+    ):
         assert size == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
     assert memory.temporaries == analysis.temp_size_in_bytes
     assert planned.compiled.sizes["argument"] == analysis.argument_size_in_bytes
     assert memory.fresh == analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    assert memory.peak == analysis.argument_size_in_bytes + memory.unread + analysis.temp_size_in_bytes + memory.fresh + memory.constants
+    assert (
+        memory.peak
+        == analysis.argument_size_in_bytes
+        + memory.unread
+        + analysis.temp_size_in_bytes
+        + memory.fresh
+        + memory.constants
+    )
     module = parse(step.as_text())
-    real = traffic_of(module, planned.mesh, Cluster.parse("8xcpu"), planned.program.placed.resolved.data_axes)
-    named = [[dataclasses.replace(transfer, name="", where="") for transfer in traffic.transfers] for traffic in (planned.traffic, real)]
+    real = traffic_of(
+        module, planned.mesh, Cluster.parse("8xcpu"), planned.program.placed.resolved.data_axes
+    )
+    named = [
+        [dataclasses.replace(transfer, name="", where="") for transfer in traffic.transfers]
+        for traffic in (planned.traffic, real)
+    ]
     assert sorted(named[0], key=str) == sorted(named[1], key=str)
     assert planned.traffic.transfers, "something is sent"
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in shipped()])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in shipped()],
+)
 def test_no_collective_of_the_program_is_overlooked(layout):
     """Counted separately, from the text alone."""
     planned, _, _ = both(layout)
-    words = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", planned.compiled.hlo)
+    words = re.findall(
+        r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
+        planned.compiled.hlo,
+    )
     bodies = parse(planned.compiled.hlo)
     alone = sum(
         1
         for lines in bodies.computations.values()
         for instr in lines
-        if instr.op in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+        if instr.op
+        in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     )
     assert alone == len(words) >= len(planned.traffic.transfers) > 0
 
 
 @pytest.mark.slow
 def test_gradients_and_weights_are_the_wires_own():
-    """Of what the step itself exchanges, the compiled program sends what the log of its trace says."""
+    """Of what the step itself exchanges, the compiled program sends what the log of its trace
+    says.
+    """
     planned, _, _ = both("data_parallel_bf16")
-    assert planned.traffic.bytes("gradients") == planned.program.wire.bytes(where="reduce_gradients")
+    assert planned.traffic.bytes("gradients") == planned.program.wire.bytes(
+        where="reduce_gradients"
+    )
     assert planned.traffic.dtypes("gradients") == {"uint16"}
 
 

@@ -1,4 +1,6 @@
-"""Puts the arrays of a folder on eight devices in one way after the other, and prints the most host memory so far after each."""
+"""Puts the arrays of a folder on eight devices in one way after the other, and prints the most host
+memory so far after each.
+"""
 
 import re
 import sys
@@ -15,15 +17,20 @@ from spmd.pretrained.name_map import NameMap
 from spmd.pretrained.read_weights import aligned
 from spmd.pretrained.safetensors_files import INDEX, open_files, write_file
 
-COUNT, INPUTS, OUTPUTS = 12, 4096, 3072  # 300 MB as bfloat16 in the files, 600 MB as float32 on the devices
+# 300 MB as bfloat16 in the files, 600 MB as float32 on the devices
+COUNT, INPUTS, OUTPUTS = 12, 4096, 3072
 FILES = 4
-NAMES = NameMap.loads('[[tensors]]\nfile = "{name}.weight"\nmodel = "{name}/kernel"\ntranspose = true')
+NAMES = NameMap.loads(
+    '[[tensors]]\nfile = "{name}.weight"\nmodel = "{name}/kernel"\ntranspose = true'
+)
 
 
 class Network(nnx.Module):
     def __init__(self):
         for number in range(COUNT):
-            setattr(self, f"map{number}", nnx.Linear(INPUTS, OUTPUTS, use_bias=False, rngs=nnx.Rngs(0)))
+            setattr(
+                self, f"map{number}", nnx.Linear(INPUTS, OUTPUTS, use_bias=False, rngs=nnx.Rngs(0))
+            )
 
 
 def write(folder):
@@ -32,13 +39,24 @@ def write(folder):
     weight_map = {f"map{number}.weight": files[number % FILES] for number in range(COUNT)}
     for file in files:
         names = [name for name in weight_map if weight_map[name] == file]
-        write_file(folder / file, {name: np.full((OUTPUTS, INPUTS), 0.5, jnp.bfloat16) for name in names})
-    (folder / f"model{INDEX}").write_text(f'{{"metadata": {{}}, "weight_map": {str(weight_map).replace(chr(39), chr(34))}}}')
+        write_file(
+            folder / file, {name: np.full((OUTPUTS, INPUTS), 0.5, jnp.bfloat16) for name in names}
+        )
+    (folder / f"model{INDEX}").write_text(
+        f'{{"metadata": {{}}, "weight_map": {str(weight_map).replace(chr(39), chr(34))}}}'
+    )
 
 
 def load(folder, sharding):
     """As `spmd.pretrained.load` reads it."""
-    model = spmd.pretrained.load(folder, model=lambda: Network(), name_map=NAMES, mesh=sharding.mesh, layout="fsdp", progress=False)
+    model = spmd.pretrained.load(
+        folder,
+        model=lambda: Network(),
+        name_map=NAMES,
+        mesh=sharding.mesh,
+        layout="fsdp",
+        progress=False,
+    )
     return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
@@ -57,7 +75,9 @@ def make(folder, sharding):
 def all_at_once(folder, sharding):
     """All tensors are read first."""
     tensors = [
-        np.fromfile(tensor.file, tensor.dtype, OUTPUTS * INPUTS, offset=tensor.offset).reshape(tensor.shape).T.astype(np.float32)
+        np.fromfile(tensor.file, tensor.dtype, OUTPUTS * INPUTS, offset=tensor.offset)
+        .reshape(tensor.shape)
+        .T.astype(np.float32)
         for tensor in open_files(folder).tensors.values()
     ]
     return [jax.device_put(values, sharding) for values in tensors]
@@ -68,11 +88,16 @@ def main():
     spmd.simulate_devices(8)
     sharding = NamedSharding(spmd.make_mesh("data=8"), PartitionSpec("data"))
     for way in sys.argv[2:]:
-        arrays = jax.block_until_ready({"load": load, "make": make, "all_at_once": all_at_once}[way](folder, sharding))
+        arrays = jax.block_until_ready(
+            {"load": load, "make": make, "all_at_once": all_at_once}[way](folder, sharding)
+        )
         assert len(arrays) == COUNT
         for array in arrays:
             assert array.dtype == jnp.float32 and len(array.sharding.device_set) == 8
-            assert all(float(shard.data[0, 0]) == 0.5 and shard.data.size == INPUTS * OUTPUTS // 8 for shard in array.addressable_shards)
+            assert all(
+                float(shard.data[0, 0]) == 0.5 and shard.data.size == INPUTS * OUTPUTS // 8
+                for shard in array.addressable_shards
+            )
         del array, arrays
         # not getrusage, which counts the program that started this process, too
         print(int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10)

@@ -1,4 +1,6 @@
-"""Every kind of bad folder, file and map is refused with a text that names the file and the tensor; nothing is allocated for it."""
+"""Every kind of bad folder, file and map is refused with a text that names the file and the tensor;
+nothing is allocated for it.
+"""
 
 import json
 import os
@@ -47,7 +49,9 @@ FILES = {
     "with_a_deep_header": packed(b"[" * 200_000),
     "with_a_list_for_a_header": packed([1, 2]),
     "with_a_tensor_twice": packed(b'{"w": 1, "v": 2, "w": 3}'),
-    "with_a_key_of_a_tensor_twice": packed(b'{"w": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}'),
+    "with_a_key_of_a_tensor_twice": packed(
+        b'{"w": {"dtype": "F32", "dtype": "F16", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
     "with_metadata_of_numbers": packed({"__metadata__": {"format": 1}, "w": entry()}),
     "truncated_in_its_data": packed({"w": entry(shape=(4,), offsets=(0, 16))}),
     "with_all_kinds_of_wrong_tensors": packed(
@@ -66,7 +70,9 @@ FILES = {
             "outside": entry(shape=(2**40,), offsets=(0, 2**42)),
         }
     ),
-    "with_overlaps": packed({"a": entry(), "b": entry(offsets=(4, 12)), "c": entry(offsets=(0, 8))}, b"\0" * 12),
+    "with_overlaps": packed(
+        {"a": entry(), "b": entry(offsets=(4, 12)), "c": entry(offsets=(0, 8))}, b"\0" * 12
+    ),
     "with_gaps": packed({"a": entry(offsets=(4, 12)), "b": entry(offsets=(16, 24))}, b"\0" * 28),
 }
 
@@ -112,7 +118,8 @@ def test_names_of_shards_that_no_file_of_the_folder_has(tmp_path, name, shown, w
     index_of(tmp_path, {"w": name})
     text = text_of(lambda: open_files(tmp_path), tmp_path)
     assert text.encode() and text.startswith(
-        f"FOLDER/model.safetensors.index.json does not fit its folder\n1 problem:\n\n  {shown}\n      {why}"
+        f"FOLDER/model.safetensors.index.json does not fit its folder\n1 problem:\n\n  {shown}\n   "
+        f"   {why}"
     )
 
 
@@ -125,14 +132,21 @@ def test_cost_of_an_index_of_many_shards_is_linear(tmp_path, monkeypatch):
     assert name.compared < 100_000
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "config.json"]
+)
 def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(tmp_path, name, monkeypatch):
     if name == "config.json":
         shutil.copytree(FIXTURES / "gpt2", tmp_path, dirs_exist_ok=True)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    keep = os.open(tmp_path / name, os.O_RDWR)  # a writer, so that code that opens the pipe does not wait for one
-    read = open_files if name != "config.json" else lambda folder: spmd.pretrained.load(folder, progress=False)
+    # a writer, so that code that opens the pipe does not wait for one
+    keep = os.open(tmp_path / name, os.O_RDWR)
+    read = (
+        open_files
+        if name != "config.json"
+        else lambda folder: spmd.pretrained.load(folder, progress=False)
+    )
     try:
         with monkeypatch.context() as patched:
             for method in ("read_text", "read_bytes"):
@@ -144,11 +158,20 @@ def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(tmp_path, name, 
 
 ATTACKS = {  # by what adapter_config.json says: what the error names
     "a huge rank": ({"r": 2**40}, "lora_A.weight [4, 48] is not [1099511627776, 48]"),
-    "a huge rank of some": ({"rank_pattern": {"q_proj": 2**50}}, "lora_A.weight [4, 32] is not [1125899906842624, 32]"),
+    "a huge rank of some": (
+        {"rank_pattern": {"q_proj": 2**50}},
+        "lora_A.weight [4, 32] is not [1125899906842624, 32]",
+    ),
     "endless regex": ({"target_modules": "(a+)+$"}, "it has tensors, and adapter_config.json"),
-    "endless regex of names": ({"target_modules": "(.*a){20}b"}, "it has tensors, and adapter_config.json"),
+    "endless regex of names": (
+        {"target_modules": "(.*a){20}b"},
+        "it has tensors, and adapter_config.json",
+    ),
     "deep regex": ({"target_modules": "(" * 2000}, "target_modules"),
-    "names of other folders": ({"target_modules": ["../../x"]}, "it has tensors, and adapter_config.json"),
+    "names of other folders": (
+        {"target_modules": ["../../x"]},
+        "it has tensors, and adapter_config.json",
+    ),
     "modules of other folders": ({"modules_to_save": ["../x"]}, "modules_to_save"),
     "an infinite scale": ({"lora_alpha": 1e400}, "lora_alpha"),
 }
@@ -175,19 +198,34 @@ def test_adapters_whose_header_claims_more_than_there_is(tmp_path):
 def write_shards(folder, weight_map, shards):
     for file, names in shards.items():
         write_file(folder / file, {name: np.ones(2, np.float32) for name in names})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def missing_shard(folder):
-    write_shards(folder, {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}, {"model-1-of-2.safetensors": ["a"]})
+    write_shards(
+        folder,
+        {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"},
+        {"model-1-of-2.safetensors": ["a"]},
+    )
 
 
 def shard_outside(folder):
-    write_shards(folder, {"a": "../x.safetensors", "b": "/etc/passwd", "c": "sub/x", "d": "c:x", "e": ".."}, {})
+    write_shards(
+        folder,
+        {"a": "../x.safetensors", "b": "/etc/passwd", "c": "sub/x", "d": "c:x", "e": ".."},
+        {},
+    )
 
 
 def tensors_elsewhere(folder):
-    listed = {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors", "e": "1.safetensors"}
+    listed = {
+        "a": "1.safetensors",
+        "b": "1.safetensors",
+        "c": "2.safetensors",
+        "e": "1.safetensors",
+    }
     write_shards(folder, listed, {"1.safetensors": ["a", "c"], "2.safetensors": ["a", "d", "c"]})
 
 
@@ -212,7 +250,15 @@ def other_files_only(folder):
     (folder / "modle.safetensors").touch()
 
 
-FOLDERS = (missing_shard, shard_outside, tensors_elsewhere, shard_that_is_no_name, index_without_a_map, index_that_is_not_json, both_kinds)
+FOLDERS = (
+    missing_shard,
+    shard_outside,
+    tensors_elsewhere,
+    shard_that_is_no_name,
+    index_without_a_map,
+    index_that_is_not_json,
+    both_kinds,
+)
 
 
 @pytest.mark.parametrize("make", (*FOLDERS, other_files_only), ids=lambda make: make.__name__)
@@ -279,11 +325,19 @@ def test_name_map_that_cannot_be_read(name, golden, tmp_path):
 
 
 def test_name_map_that_is_not_there(golden, tmp_path):
-    golden("weights_map_that_is_not_there", text_of(lambda: NameMap.load(tmp_path / "llama.toml"), tmp_path))
+    golden(
+        "weights_map_that_is_not_there",
+        text_of(lambda: NameMap.load(tmp_path / "llama.toml"), tmp_path),
+    )
 
 
 def load(folder, rules=RULES, **options):
-    return spmd.pretrained.load(folder, model=lambda: Stacked(rngs=nnx.Rngs(0)), name_map=name_map(Stacked, rules), **options)
+    return spmd.pretrained.load(
+        folder,
+        model=lambda: Stacked(rngs=nnx.Rngs(0)),
+        name_map=name_map(Stacked, rules),
+        **options,
+    )
 
 
 def reshaped(tensors):
@@ -336,7 +390,14 @@ def no_dim_to_join(tensors):
     return RULES.replace("concat = 1", "concat = 2")
 
 
-MISFITS = (reshaped, unknown_tensors, another_layer_and_one_less, rules_that_match_nothing, two_rules_for_one, half_of_a_pair)
+MISFITS = (
+    reshaped,
+    unknown_tensors,
+    another_layer_and_one_less,
+    rules_that_match_nothing,
+    two_rules_for_one,
+    half_of_a_pair,
+)
 
 
 @pytest.mark.parametrize("change", (*MISFITS, no_dim_to_join), ids=lambda change: change.__name__)
@@ -351,12 +412,19 @@ def test_map_that_does_not_fit(change, tmp_path, golden):
 def test_options_of_load_and_save(tmp_path, golden):
     write_file(tmp_path / "model.safetensors", make_tensors())
     module = load(tmp_path)
-    other, nothing = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), spmd.FunctionalModel(lambda key: {}, lambda params: 0)
+    other, nothing = (
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+        spmd.FunctionalModel(lambda key: {}, lambda params: 0),
+    )
     texts = [
         text_of(call, tmp_path)
         for call in (
             lambda: spmd.pretrained.load(tmp_path / "nowhere"),
-            lambda: spmd.pretrained.load("/".join([str(tmp_path), "org", "name"]), model=lambda: other, name_map=name_map(Stacked)),
+            lambda: spmd.pretrained.load(
+                "/".join([str(tmp_path), "org", "name"]),
+                model=lambda: other,
+                name_map=name_map(Stacked),
+            ),
             lambda: spmd.pretrained.load(tmp_path),
             lambda: load(tmp_path, dtype="flaot32"),
             lambda: spmd.pretrained.load(tmp_path, model=nothing, name_map=name_map(Stacked)),
@@ -369,26 +437,44 @@ def test_options_of_load_and_save(tmp_path, golden):
     golden("weights_options", "\n\n".join(texts))
 
 
-@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "lama", "architectures": ["LamaForCausalLM"]}'])
+@pytest.mark.parametrize(
+    "config", ["{", "[]", "{}", '{"model_type": "lama", "architectures": ["LamaForCausalLM"]}']
+)
 def test_config_without_a_known_model(config, tmp_path):
     (tmp_path / "config.json").write_text(config)
     text = text_of(lambda: spmd.pretrained.load(tmp_path), tmp_path)
     assert "FOLDER/config.json" in text
     if "lama" in config:
-        assert 'unknown model_type "lama" (architectures: LamaForCausalLM); known: ' in text and ", llama, " in text
+        assert (
+            'unknown model_type "lama" (architectures: LamaForCausalLM); known: ' in text
+            and ", llama, " in text
+        )
         assert 'did you mean "llama"?' in text
 
 
 HUGE = {
-    "bert_masked": {"num_hidden_layers": 9000, "max_position_embeddings": 10**9, "type_vocab_size": 10**6},
+    "bert_masked": {
+        "num_hidden_layers": 9000,
+        "max_position_embeddings": 10**9,
+        "type_vocab_size": 10**6,
+    },
     "gpt2": {"n_layer": 10**9, "n_embd": 10**12},
-    "llama": {"vocab_size": 10**9, "intermediate_size": 10**7, "num_attention_heads": 10**6, "max_position_embeddings": 10**9},
+    "llama": {
+        "vocab_size": 10**9,
+        "intermediate_size": 10**7,
+        "num_attention_heads": 10**6,
+        "max_position_embeddings": 10**9,
+    },
 }
 
 
 @pytest.mark.parametrize("family", HUGE)
-def test_sizes_of_a_config_are_compared_with_headers_before_a_model_is_made(family, tmp_path, golden, monkeypatch):
-    monkeypatch.setattr("spmd.pretrained.architectures._build", lambda *_: pytest.fail("a model was made"))
+def test_sizes_of_a_config_are_compared_with_headers_before_a_model_is_made(
+    family, tmp_path, golden, monkeypatch
+):
+    monkeypatch.setattr(
+        "spmd.pretrained.architectures._build", lambda *_: pytest.fail("a model was made")
+    )
     folder = tmp_path / "model"
     shutil.copytree(FIXTURES / family, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -417,7 +503,9 @@ def test_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
 
 
 def test_host_memory_is_bounded(tmp_path, monkeypatch):
-    """Memory that is not on a device yet: the limit, or one shard if that is larger; not the model."""
+    """Memory that is not on a device yet: the limit, or one shard if that is larger; not the
+    model.
+    """
     tensors = make_tensors()
     write_file(tmp_path / "model.safetensors", tensors)
     limit, held, most, largest = 40_000, 0, 0, 0

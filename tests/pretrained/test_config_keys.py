@@ -1,4 +1,6 @@
-"""Every key that transformers knows of a family, changed: an error, another model, a note, or it is on the reviewed list of this file."""
+"""Every key that transformers knows of a family, changed: an error, another model, a note, or it is
+on the reviewed list of this file.
+"""
 
 import json
 from pathlib import Path
@@ -9,22 +11,74 @@ from spmd.errors import PretrainedError
 from spmd.pretrained.architectures import find
 
 FIXTURES = Path(__file__).parent / "fixtures"
-KNOWN = json.loads((FIXTURES / "config_keys.json").read_text())  # by family, the keys of transformers' config class and their defaults
-OLDER = {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32", "attn_implementation": None}
-FOLDERS = {"llama": ("llama", "llama2"), "gemma3_text": ("gemma3",), "bert": ("bert_classes", "bert_features", "bert_masked")}
+# by family, the keys of transformers' config class and their defaults
+KNOWN = json.loads((FIXTURES / "config_keys.json").read_text())
+OLDER = {
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "torch_dtype": "float32",
+    "attn_implementation": None,
+}
+FOLDERS = {
+    "llama": ("llama", "llama2"),
+    "gemma3_text": ("gemma3",),
+    "bert": ("bert_classes", "bert_features", "bert_masked"),
+}
 SIZES = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
     "num_key_value_heads": 2,
 }
-OLD_GEMMA3 = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2, "sliding_window": 5, "query_pre_attn_scalar": 24}
+OLD_GEMMA3 = {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 2,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 24,
+}
 MORE = {  # other files of a family: where keys count that do not in the others
-    "qwen2": [{**SIZES, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "rope_theta": 1e6}],
-    "qwen3": [{**SIZES, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "rope_theta": 1e6}],
-    "gemma2": [{**SIZES, "sliding_window": 5, "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}],
+    "qwen2": [
+        {
+            **SIZES,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "rope_theta": 1e6,
+        }
+    ],
+    "qwen3": [
+        {
+            **SIZES,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+            "rope_theta": 1e6,
+        }
+    ],
+    "gemma2": [
+        {
+            **SIZES,
+            "sliding_window": 5,
+            "rope_theta": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }
+    ],
     "gemma3_text": [{**SIZES, **OLD_GEMMA3}],
     "llama": [{**SIZES, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}],
 }
-NOT_IN_FILES = {"base_model_tp_plan", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"}  # of a GPT-2's
+# of a GPT-2's
+NOT_IN_FILES = {
+    "base_model_tp_plan",
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "max_position_embeddings",
+}
 
 # Keys that change no result of the forward pass, each with the reason.
 REVIEWED = {
@@ -43,7 +97,9 @@ REVIEWED = {
     "pretraining_tp": "in how many parts products are computed; the sum is the same",
     "reorder_and_upcast_attn": "scores in float32, as they are here",
     "bos_token_id": "a token's id; prompts are given",
-    "eos_token_id": "a token's id; spmd.data.Prompts and spmd generate read it, and refuse one outside the vocabulary",
+    "eos_token_id": "a token's id; spmd.data.Prompts and spmd generate read it, and refuse one "
+    "outside the "
+    "vocabulary",
     "pad_token_id": "a token's id; its row of the table is one as others",
     "id2label": "names of classes: their number is read of an encoder, and a decoder has none",
     "label2id": "id2label the other way round",
@@ -55,7 +111,8 @@ REVIEWED = {
     "summary_use_proj": "of GPT-2's head for several choices",
     "_sliding_window_pattern": "transformers writes it beside layer_types, and does not read it",
 }
-# Values or files with which a key counts for nothing, as in transformers, though it does with others.
+# Values or files with which a key counts for nothing, as in transformers, though it does with
+# others.
 CONDITIONAL = {
     "classifier_dropout": "False is none",
     "rope_scaling": "False is none",
@@ -77,10 +134,22 @@ def model_of(config):
 
 
 def files_of(kind):
-    """The config.json files of a family: those of the fixtures, transformers' defaults, and others."""
-    yield from (json.loads((FIXTURES / name / "config.json").read_text()) for name in FOLDERS.get(kind, (kind,)))
+    """The config.json files of a family: those of the fixtures, transformers' defaults, and
+    others.
+    """
+    yield from (
+        json.loads((FIXTURES / name / "config.json").read_text())
+        for name in FOLDERS.get(kind, (kind,))
+    )
     left_out = NOT_IN_FILES if kind == "gpt2" else {"base_model_tp_plan"}
-    yield {**{key: value for key, value in KNOWN[kind].items() if value is not None and key not in left_out}, "model_type": kind}
+    yield {
+        **{
+            key: value
+            for key, value in KNOWN[kind].items()
+            if value is not None and key not in left_out
+        },
+        "model_type": kind,
+    }
     yield from ({"model_type": kind, **more} for more in MORE.get(kind, []))
 
 
@@ -108,13 +177,19 @@ def test_every_known_key_is_read_or_refused_or_reviewed(kind):
         assert model_of(config) is not None, f"file {number} of {kind} is one that is read"
         for key in {*KNOWN[kind], *config, *OLDER}:
             value = config.get(key, KNOWN[kind].get(key, OLDER.get(key)))
-            without = [other for other in others(value) if other != value and model_of({**config, key: other}) == model_of(config)]
+            without = [
+                other
+                for other in others(value)
+                if other != value and model_of({**config, key: other}) == model_of(config)
+            ]
             unread.setdefault(key, []).extend(without)
             read |= set() if without else {key}
     unread = {key: values for key, values in unread.items() if values and key not in REVIEWED}
     assert unread.keys() <= CONDITIONAL.keys(), unread
     never = unread.keys() - read
-    assert never <= {"classifier_dropout", "rope_scaling", "use_bidirectional_attention"}, f"no file of {kind} shows that these are read"
+    assert never <= {"classifier_dropout", "rope_scaling", "use_bidirectional_attention"}, (
+        f"no file of {kind} shows that these are read"
+    )
     if "rope_scaling" in unread:
         assert set(map(str, unread["rope_scaling"])) == {"False"}
 
@@ -130,18 +205,34 @@ def test_lists_hold_nothing_that_is_read():
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters says 10000.0"),
         (
             "llama",
-            {"rope_scaling": "linear", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_parameters says 10000.0",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": "linear",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
             "rope_scaling = 'linear': wanted a table",
         ),
         (
             "gemma3_text",
-            {"rope_local_base_freq": 5.0, "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            {
+                "rope_local_base_freq": 5.0,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}
+                },
+            },
             "rope_parameters says 10000.0, and transformers lets that one win: wanted one of them",
         ),
-        ("gemma3_text", {"rope_parameters": {"sliding_attention": "default"}}, "wanted full_attention and sliding_attention, a table each"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": "default"}},
+            "wanted full_attention and sliding_attention, a table each",
+        ),
     ],
 )
 def test_bases_of_positions_that_contradict_each_other(kind, more, message):
@@ -149,4 +240,6 @@ def test_bases_of_positions_that_contradict_each_other(kind, more, message):
         find({"model_type": kind, **SIZES, **more})
     assert message in str(caught.value)
     alike = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    assert model_of({"model_type": "llama", **SIZES, **alike}) == model_of({"model_type": "llama", **SIZES})
+    assert model_of({"model_type": "llama", **SIZES, **alike}) == model_of(
+        {"model_type": "llama", **SIZES}
+    )

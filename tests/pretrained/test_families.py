@@ -1,4 +1,5 @@
-"""Each family of open models against `transformers`: logits, loss, gradient norm and greedy decoding, on one device and under layouts.
+"""Each family of open models against `transformers`: logits, loss, gradient norm and greedy
+decoding, on one device and under layouts.
 
 What `transformers` computes is in fixtures/*/expected.npz, with the script that made it.
 """
@@ -85,7 +86,9 @@ def decode(model, prompt, lengths, new):
     """Greedy decoding, token by token, of prompts that are padded at the end."""
     rows, width = prompt.shape
     cache = model.init_cache(rows, width + new)
-    logits, cache = with_cache(model, prompt, jnp.broadcast_to(jnp.arange(width), prompt.shape), cache)
+    logits, cache = with_cache(
+        model, prompt, jnp.broadcast_to(jnp.arange(width), prompt.shape), cache
+    )
     tokens = jnp.argmax(logits[jnp.arange(rows), lengths - 1], axis=-1)[:, None]
     generated = [tokens]
     for step in range(new - 1):
@@ -113,7 +116,9 @@ def test_one_device_equals_transformers(name):
 def test_greedy_decoding_equals_transformers(name):
     values = expected(name)
     assert (np.diff(values["lengths"]) != 0).any(), "prompts of different lengths"
-    generated = decode(loaded(name), values["prompt"], values["lengths"], values["generated"].shape[1])
+    generated = decode(
+        loaded(name), values["prompt"], values["lengths"], values["generated"].shape[1]
+    )
     np.testing.assert_array_equal(generated, values["generated"])
 
 
@@ -125,7 +130,9 @@ def test_cached_logits_equal_uncached_ones(name):
     cache, parts, start = model.init_cache(*tokens.shape), [], 0
     for size in (9, 1, 6, 1, 1, 6):
         part = tokens[:, start : start + size]
-        logits, cache = with_cache(model, part, jnp.broadcast_to(jnp.arange(start, start + size), part.shape), cache)
+        logits, cache = with_cache(
+            model, part, jnp.broadcast_to(jnp.arange(start, start + size), part.shape), cache
+        )
         parts.append(logits)
         start += size
     assert start == tokens.shape[1]
@@ -138,21 +145,30 @@ def test_cached_logits_equal_uncached_ones(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
 def test_greedy_decoding_of_sharded_weights(name, layout):
     values, model = expected(name), load(FIXTURES / name, mesh=LAYOUTS[layout], layout=layout)
-    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(model.stack, nnx.Param)))
+    assert any(
+        not leaf.sharding.is_fully_replicated
+        for leaf in jax.tree.leaves(nnx.state(model.stack, nnx.Param))
+    )
     generated = decode(model, values["prompt"], values["lengths"], values["generated"].shape[1])
     np.testing.assert_array_equal(generated, values["generated"])
 
 
 def test_cache_stays_where_it_lies():
-    """Rows over `data` and heads over `model`: a step communicates the sums of attention, MLP and embedding, and no keys or values."""
+    """Rows over `data` and heads over `model`: a step communicates the sums of attention, MLP and
+    embedding, and no keys or values.
+    """
     mesh = spmd.make_mesh("data=4,model=2")
     model = load(FIXTURES / "mistral", mesh=mesh, layout="tensor_parallel")
     at = NamedSharding(mesh, PartitionSpec(None, "data", None, "model"))
     cache = jax.device_put(model.init_cache(8, 64), at)
-    tokens = jax.device_put(jnp.zeros((8, 1), jnp.int32), NamedSharding(mesh, PartitionSpec("data")))
+    tokens = jax.device_put(
+        jnp.zeros((8, 1), jnp.int32), NamedSharding(mesh, PartitionSpec("data"))
+    )
     program = with_cache.lower(model, tokens, tokens, cache).compile()
     assert set(program.output_shardings[1].values()) == {at}
-    communicated = re.findall(r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)\(", program.as_text())
+    communicated = re.findall(
+        r"= \S+ (all-gather|all-to-all|collective-permute|all-reduce)\(", program.as_text()
+    )
     assert set(communicated) == {"all-reduce"} and len(communicated) <= 4
 
 
@@ -176,12 +192,20 @@ def bytes_of(tensor):
 def test_gpt2_without_the_prefix_of_its_names(tmp_path):
     """As OpenAI's folder has them, with the causal masks."""
     folder = FIXTURES / "gpt2"
-    tensors = {name.removeprefix("transformer."): as_array(tensor) for name, tensor in open_files(folder).tensors.items()}
+    tensors = {
+        name.removeprefix("transformer."): as_array(tensor)
+        for name, tensor in open_files(folder).tensors.items()
+    }
     tensors["h.0.attn.bias"] = np.tri(64, dtype=np.float32)[None, None]
     write_file(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    ours, theirs = (jax.tree.leaves(nnx.state(load(each), nnx.Param)) for each in (tmp_path, folder))
-    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)) and len(ours) == len(theirs) > 10
+    ours, theirs = (
+        jax.tree.leaves(nnx.state(load(each), nnx.Param)) for each in (tmp_path, folder)
+    )
+    assert (
+        all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        and len(ours) == len(theirs) > 10
+    )
 
 
 def as_array(tensor):
@@ -203,11 +227,21 @@ def norm_only():
 def test_layouts_equal_transformers(name, layout):
     where = {"mesh": LAYOUTS[layout], "layout": layout.partition(":")[0]}
     values, batch = expected(name), batch_of(name, copies=4)
-    trainer = spmd.Trainer(load(FIXTURES / name, **where), loss=spmd.losses.next_token, optimizer=norm_only(), **where)
+    trainer = spmd.Trainer(
+        load(FIXTURES / name, **where), loss=spmd.losses.next_token, optimizer=norm_only(), **where
+    )
     state, metrics = trainer.step(trainer.init(), batch)
-    np.testing.assert_allclose([metrics["loss"], state.opt["norm"]], [values["loss"], values["grad_norm"]], rtol=1e-5)
+    np.testing.assert_allclose(
+        [metrics["loss"], state.opt["norm"]], [values["loss"], values["grad_norm"]], rtol=1e-5
+    )
     same_logits(name, trainer.predict(state, batch["tokens"])[: len(values["tokens"])])
-    sharded = {path for path, leaf in spmd.tree.flatten(state.params).items() if not leaf.sharding.is_fully_replicated}
+    sharded = {
+        path
+        for path, leaf in spmd.tree.flatten(state.params).items()
+        if not leaf.sharding.is_fully_replicated
+    }
     assert any(path.startswith("stack/layers/") for path in sharded), "layers are not replicated"
     if "model" in LAYOUTS[layout]:
-        assert any(path.endswith("key/kernel") for path in sharded) and any("embed/" in path for path in sharded)
+        assert any(path.endswith("key/kernel") for path in sharded) and any(
+            "embed/" in path for path in sharded
+        )

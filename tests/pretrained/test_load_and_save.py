@@ -1,4 +1,6 @@
-"""`load` gives each device what the layout says and reads no more; `save` writes the same bytes; `fit` takes the arrays themselves."""
+"""`load` gives each device what the layout says and reads no more; `save` writes the same bytes;
+`fit` takes the arrays themselves.
+"""
 
 import json
 import shutil
@@ -10,7 +12,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from weight_models import HEADS, LAYERS, RULES, SIZE, VOCAB, WIDTH, Grouped, Listed, Stacked, expected, loss, make_tensors, name_map
+from weight_models import (
+    HEADS,
+    LAYERS,
+    RULES,
+    SIZE,
+    VOCAB,
+    WIDTH,
+    Grouped,
+    Listed,
+    Stacked,
+    expected,
+    loss,
+    make_tensors,
+    name_map,
+)
 
 import spmd
 from spmd.errors import ModelError, PretrainedError
@@ -29,10 +45,15 @@ def write_folder(folder, tensors, shards=1):
     if shards == 1:
         write_file(folder / "model.safetensors", tensors)
     else:
-        files = {f"model-{n + 1:05}-of-{shards:05}.safetensors": names[n::shards] for n in range(shards)}
+        files = {
+            f"model-{n + 1:05}-of-{shards:05}.safetensors": names[n::shards] for n in range(shards)
+        }
         for file, some in files.items():
             write_file(folder / file, {name: tensors[name] for name in some})
-        index = {"metadata": {}, "weight_map": {name: file for file, some in files.items() for name in some}}
+        index = {
+            "metadata": {},
+            "weight_map": {name: file for file, some in files.items() for name in some},
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text('{"model_type": "small", "dtype": "bfloat16"}')
     (folder / "tokenizer.json").write_text("{}")
@@ -41,7 +62,9 @@ def write_folder(folder, tensors, shards=1):
 
 def load(kind, folder, **options):
     rules = options.pop("rules", RULES)
-    return spmd.pretrained.load(folder, model=lambda: kind(rngs=nnx.Rngs(0)), name_map=name_map(kind, rules), **options)
+    return spmd.pretrained.load(
+        folder, model=lambda: kind(rngs=nnx.Rngs(0)), name_map=name_map(kind, rules), **options
+    )
 
 
 def read_tensors(folder):
@@ -57,10 +80,28 @@ def layer_arrays(module, kind, layer):
     """The arrays of one layer of any of the three models, on the host."""
     params = flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     if kind is Stacked:
-        return {path.removeprefix("stack/layers/"): np.asarray(leaf)[layer] for path, leaf in params.items() if path.startswith("stack/")}
-    home = f"blocks/{layer}/" if kind is Listed else f"stack/layers/{layer % 2}/" if layer < LAYERS - 2 else f"tail/{layer - LAYERS + 2}/"
-    inside = {path.removeprefix(home): np.asarray(leaf) for path, leaf in params.items() if path.startswith(home)}
-    return {path: leaf[layer // 2] for path, leaf in inside.items()} if home.startswith("stack") else inside
+        return {
+            path.removeprefix("stack/layers/"): np.asarray(leaf)[layer]
+            for path, leaf in params.items()
+            if path.startswith("stack/")
+        }
+    home = (
+        f"blocks/{layer}/"
+        if kind is Listed
+        else f"stack/layers/{layer % 2}/"
+        if layer < LAYERS - 2
+        else f"tail/{layer - LAYERS + 2}/"
+    )
+    inside = {
+        path.removeprefix(home): np.asarray(leaf)
+        for path, leaf in params.items()
+        if path.startswith(home)
+    }
+    return (
+        {path: leaf[layer // 2] for path, leaf in inside.items()}
+        if home.startswith("stack")
+        else inside
+    )
 
 
 @pytest.mark.sampled(quick=5)
@@ -68,7 +109,9 @@ def layer_arrays(module, kind, layer):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_load_gives_the_arrays_and_save_the_same_bytes(kind, dtype, tmp_path):
     tensors = make_tensors(dtype)
-    folder = write_folder(tmp_path / "given", tensors | {"h.0.inv_freq": np.ones(3, np.float32)}, shards=3)
+    folder = write_folder(
+        tmp_path / "given", tensors | {"h.0.inv_freq": np.ones(3, np.float32)}, shards=3
+    )
     module = load(kind, folder)
     assert np.array_equal(module.embed.embedding[...], tensors["embed.weight"].astype(np.float32))
     for layer in range(LAYERS):
@@ -76,7 +119,9 @@ def test_load_gives_the_arrays_and_save_the_same_bytes(kind, dtype, tmp_path):
         wanted = expected(tensors, layer)
         assert arrays.keys() == wanted.keys()
         for path, values in wanted.items():
-            assert arrays[path].dtype == np.float32 and np.array_equal(arrays[path], values.astype(np.float32)), path
+            assert arrays[path].dtype == np.float32 and np.array_equal(
+                arrays[path], values.astype(np.float32)
+            ), path
     saved = spmd.pretrained.save(module, tmp_path / "saved", max_shard="300KB")
     assert len(list(saved.glob("*.safetensors"))) > 1
     again = read_tensors(saved)
@@ -122,7 +167,9 @@ def test_load_under_layouts(name, dtype, tmp_path):
     folder = write_folder(tmp_path / "given", make_tensors(jnp.bfloat16))
     plain = load(Stacked, folder, dtype=dtype)
     module = load(Stacked, folder, mesh=mesh, layout=layout, dtype=dtype)
-    trainer = spmd.Trainer(module, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout or "data_parallel")
+    trainer = spmd.Trainer(
+        module, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, layout=layout or "data_parallel"
+    )
     wanted = trainer.abstract_state.params
     for (path, leaf), one, like in zip(
         flatten(nnx.to_pure_dict(nnx.state(module, nnx.Param))).items(),
@@ -133,19 +180,26 @@ def test_load_under_layouts(name, dtype, tmp_path):
         assert leaf.dtype == one.dtype == (jnp.bfloat16 if dtype == "file" else jnp.float32)
         assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim), path
         assert np.asarray(leaf).tobytes() == np.asarray(one).tobytes(), path
-    assert any(not like.sharding.is_fully_replicated for like in jax.tree.leaves(wanted)) == (name != "data_parallel")
+    assert any(not like.sharding.is_fully_replicated for like in jax.tree.leaves(wanted)) == (
+        name != "data_parallel"
+    )
     report = getattr(module, ORIGIN).report
     total = sum(tensor.nbytes for tensor in getattr(module, ORIGIN).files.tensors.values())
     assert report.bytes_kept == total <= report.bytes_read <= 1.05 * total
     saved = spmd.pretrained.save(module, tmp_path / "saved")
-    assert all(np.array_equal(values, read_tensors(saved)[tensor]) for tensor, values in read_tensors(folder).items())
+    assert all(
+        np.array_equal(values, read_tensors(saved)[tensor])
+        for tensor, values in read_tensors(folder).items()
+    )
 
 
 @pytest.mark.system
 def test_fit_takes_the_arrays_themselves(tmp_path):
-    """The buffers of the state are those of the module, which cannot be used after; a module that is not handed over is copied.
+    """The buffers of the state are those of the module, which cannot be used after; a module that
+    is not handed over is copied.
 
-    Arrays that `load` made on a CPU lie in memory of numpy, which XLA does not take over; so here they are copied to memory of XLA first.
+    Arrays that `load` made on a CPU lie in memory of numpy, which XLA does not take over; so here
+    they are copied to memory of XLA first.
     """
     folder = write_folder(tmp_path / "given", make_tensors())
     mesh, layout = LAYOUTS["fsdp"]
@@ -157,9 +211,17 @@ def test_fit_takes_the_arrays_themselves(tmp_path):
 
     def start(module):
         arrays = jax.tree.leaves(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
-        before = [shard.data.unsafe_buffer_pointer() for leaf in arrays for shard in leaf.addressable_shards]
+        before = [
+            shard.data.unsafe_buffer_pointer()
+            for leaf in arrays
+            for shard in leaf.addressable_shards
+        ]
         state = spmd.Trainer(module, **options).init()
-        after = [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.params) for shard in leaf.addressable_shards]
+        after = [
+            shard.data.unsafe_buffer_pointer()
+            for leaf in jax.tree.leaves(state.params)
+            for shard in leaf.addressable_shards
+        ]
         return arrays, state, before == after
 
     loaded = in_memory_of_xla(load(Stacked, folder, mesh=mesh, layout=layout))
@@ -169,7 +231,8 @@ def test_fit_takes_the_arrays_themselves(tmp_path):
         loaded(jnp.zeros((1, 4), int))
     with pytest.raises(ModelError, match="handed over"):
         spmd.Trainer(loaded, **options)
-    copied = in_memory_of_xla(nnx.clone(load(Stacked, folder, mesh=mesh, layout=layout)))  # a clone is not handed over
+    # a clone is not handed over
+    copied = in_memory_of_xla(nnx.clone(load(Stacked, folder, mesh=mesh, layout=layout)))
     arrays, other, same = start(copied)
     assert not same and not any(leaf.is_deleted() for leaf in arrays)
     assert all(map(np.array_equal, jax.tree.leaves(state.params), jax.tree.leaves(other.params)))
@@ -180,16 +243,29 @@ def test_fit_on_another_mesh_than_load(tmp_path):
     """Loaded on one device, trained on eight; and `save` takes the result."""
     folder = write_folder(tmp_path / "given", make_tensors())
     rng = np.random.default_rng(0)
-    data = {"x": rng.integers(0, VOCAB, (16, 8)).astype(np.int32), "y": rng.integers(0, VOCAB, (16, 8)).astype(np.int32)}
+    data = {
+        "x": rng.integers(0, VOCAB, (16, 8)).astype(np.int32),
+        "y": rng.integers(0, VOCAB, (16, 8)).astype(np.int32),
+    }
     loaded = load(Listed, folder)
     result = spmd.fit(
-        loaded, data, loss=loss, optimizer=optax.sgd(0.1), mesh="data=8", layout="fsdp", batch_size=16, steps=1, progress=False
+        loaded,
+        data,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        mesh="data=8",
+        layout="fsdp",
+        batch_size=16,
+        steps=1,
+        progress=False,
     )
     with pytest.raises(ModelError, match="handed over"):
         loaded(data["x"])
     saved = read_tensors(spmd.pretrained.save(result, tmp_path / "saved"))
     given = read_tensors(folder)
-    assert saved.keys() == given.keys() and not np.array_equal(saved["embed.weight"], given["embed.weight"])
+    assert saved.keys() == given.keys() and not np.array_equal(
+        saved["embed.weight"], given["embed.weight"]
+    )
     reloaded = load(Listed, tmp_path / "saved")
     assert np.array_equal(reloaded.embed.embedding[...], saved["embed.weight"])
     assert np.array_equal(result.model.embed.embedding[...], saved["embed.weight"])
@@ -199,13 +275,21 @@ def test_fit_on_another_mesh_than_load(tmp_path):
 def test_tied_tensor_is_read_checked_and_written_as_it_was(tmp_path):
     both = write_folder(tmp_path / "both", make_tensors(tied=True))
     module = load(Stacked, both)
-    assert read_tensors(spmd.pretrained.save(module, tmp_path / "saved")).keys() == make_tensors(tied=True).keys()
+    assert (
+        read_tensors(spmd.pretrained.save(module, tmp_path / "saved")).keys()
+        == make_tensors(tied=True).keys()
+    )
     only_head = make_tensors(tied=True)
     del only_head["embed.weight"]
-    rules = RULES.replace('model = "embed/embedding"\n', 'model = "embed/embedding"\noptional = true\n', 1)
+    rules = RULES.replace(
+        'model = "embed/embedding"\n', 'model = "embed/embedding"\noptional = true\n', 1
+    )
     module = load(Stacked, write_folder(tmp_path / "head", only_head), rules=rules)
     assert np.array_equal(module.embed.embedding[...], only_head["head.weight"])
-    assert read_tensors(spmd.pretrained.save(module, tmp_path / "saved head")).keys() == only_head.keys()
+    assert (
+        read_tensors(spmd.pretrained.save(module, tmp_path / "saved head")).keys()
+        == only_head.keys()
+    )
     different = make_tensors(tied=True)
     different["head.weight"][-1, -1] += 1
     with pytest.raises(PretrainedError, match=r"embed\.weight and head\.weight are one array"):
@@ -219,7 +303,9 @@ def test_save_in_another_dtype_and_like_another_folder(tmp_path):
     assert all(values.dtype == jnp.bfloat16 for values in read_tensors(saved).values())
     assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
     like = spmd.pretrained.save(module, tmp_path / "like", like=saved)
-    assert np.array_equal(read_tensors(like)["h.1.q.weight"], tensors["h.1.q.weight"].astype(jnp.bfloat16))
+    assert np.array_equal(
+        read_tensors(like)["h.1.q.weight"], tensors["h.1.q.weight"].astype(jnp.bfloat16)
+    )
 
 
 def test_save_is_complete_or_not_there(tmp_path, monkeypatch):
@@ -245,37 +331,68 @@ def test_save_is_complete_or_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [10, 1000, 3000])
 def test_save_on_a_full_disk_names_its_file(count, tmp_path):
     module = load(Stacked, write_folder(tmp_path / "given", make_tensors()))
-    with room_for(count), pytest.raises(PretrainedError, match=r"saved cannot be written: .*File too large: '.*\.tmp/.*'"):
+    with (
+        room_for(count),
+        pytest.raises(
+            PretrainedError, match=r"saved cannot be written: .*File too large: '.*\.tmp/.*'"
+        ),
+    ):
         spmd.pretrained.save(module, tmp_path / "saved")
     assert {path.name for path in tmp_path.iterdir()} == {"given"}
 
 
 def test_read_box_reads_any_box(tmp_path):
-    """Against numpy's slices; runs of contiguous bytes, and short ones with what lies between them."""
+    """Against numpy's slices; runs of contiguous bytes, and short ones with what lies between
+    them.
+    """
     rng = np.random.default_rng(0)
     values = rng.standard_normal((5, 40, 3, 6)).astype(np.float32)
     write_file(tmp_path / "a.safetensors", {"x": values})
     tensor = open_files(tmp_path / "a.safetensors").tensors["x"]
     with (tmp_path / "a.safetensors").open("rb") as file:
         for _ in range(100):
-            box = [(0, size) if rng.random() < 0.5 else tuple(sorted(map(int, rng.integers(0, size + 1, 2)))) for size in values.shape]
+            box = [
+                (0, size)
+                if rng.random() < 0.5
+                else tuple(sorted(map(int, rng.integers(0, size + 1, 2))))
+                for size in values.shape
+            ]
             out = np.empty([end - begin for begin, end in box], np.float32)
             count = read_box(file.fileno(), tensor, tuple(box), out)
-            assert count >= out.nbytes and np.array_equal(out, values[tuple(slice(*part) for part in box)]), box
+            assert count >= out.nbytes and np.array_equal(
+                out, values[tuple(slice(*part) for part in box)]
+            ), box
 
 
 def test_heads_are_sharded_in_three_dims(tmp_path):
     """Heads of a three-dim kernel over `model`: rows of the tensor."""
-    module = load(Stacked, write_folder(tmp_path / "given", make_tensors()), mesh="data=4,model=2", layout="tensor_parallel")
+    module = load(
+        Stacked,
+        write_folder(tmp_path / "given", make_tensors()),
+        mesh="data=4,model=2",
+        layout="tensor_parallel",
+    )
     kernel = nnx.state(module, nnx.Param)["stack"]["layers"]["query"]["kernel"][...]
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(LAYERS, WIDTH, HEADS // 2, SIZE)}
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {
+        (LAYERS, WIDTH, HEADS // 2, SIZE)
+    }
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_orig_mod.module."])
 def test_load_of_weights_that_a_wrapper_of_pytorch_named(wrapper, tmp_path):
     tensors = make_tensors()
     plain = load(Listed, write_folder(tmp_path / "plain", tensors))
-    module = load(Listed, write_folder(tmp_path / "wrapped", {f"{wrapper}{name}": leaf for name, leaf in tensors.items()}))
-    assert all(map(np.array_equal, *(jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (plain, module))))
+    module = load(
+        Listed,
+        write_folder(
+            tmp_path / "wrapped", {f"{wrapper}{name}": leaf for name, leaf in tensors.items()}
+        ),
+    )
+    assert all(
+        map(
+            np.array_equal,
+            *(jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (plain, module)),
+        )
+    )
     saved = read_tensors(spmd.pretrained.save(module, tmp_path / "saved"))
     assert saved.keys() == {f"{wrapper}{name}" for name in tensors}

@@ -1,4 +1,6 @@
-"""Host memory of `load`, measured from outside: that of the arrays on the devices, and a bound that does not grow with the model."""
+"""Host memory of `load`, measured from outside: that of the arrays on the devices, and a bound that
+does not grow with the model.
+"""
 
 import subprocess
 import sys
@@ -15,15 +17,27 @@ SLACK = 32 << 20  # bytes: buffers of threads, and what allocators keep
 
 
 def peaks(folder, *ways):
-    run = subprocess.run([sys.executable, JOB, folder, *ways], capture_output=True, text=True, timeout=300, env=environment(), check=False)
+    run = subprocess.run(
+        [sys.executable, JOB, folder, *ways],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(),
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     return list(map(int, run.stdout.split()))
 
 
 @pytest.mark.system
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the most memory that a program had is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="the most memory that a program had is read from Linux's /proc",
+)
 def test_load_has_bounded_host_memory(tmp_path):
-    """Simulated devices keep their arrays in host memory, so the measure is a process that makes them without reading."""
+    """Simulated devices keep their arrays in host memory, so the measure is a process that makes
+    them without reading.
+    """
     write(tmp_path)
     made, loaded = peaks(tmp_path, "make", "load")
     (read_first,) = peaks(tmp_path, "all_at_once")

@@ -1,4 +1,6 @@
-"""Two processes of four devices each: each reads what its devices keep, and process 0 writes what one process would."""
+"""Two processes of four devices each: each reads what its devices keep, and process 0 writes what
+one process would.
+"""
 
 import hashlib
 import re
@@ -24,7 +26,9 @@ JOB = Path(__file__).parent / "weights_job.py"
 
 def tensors_of(folder):
     with (folder / "model.safetensors").open("rb") as file:
-        return {name: read_tensor(file, tensor) for name, tensor in open_files(folder).tensors.items()}
+        return {
+            name: read_tensor(file, tensor) for name, tensor in open_files(folder).tensors.items()
+        }
 
 
 def read_tensor(file, tensor):
@@ -38,8 +42,12 @@ def test_two_processes_read_their_shards_and_write_all(tmp_path):
     given = tmp_path / "given"
     given.mkdir()
     write_file(given / "model.safetensors", tensors)
-    plain = spmd.pretrained.load(given, model=lambda: Stacked(rngs=nnx.Rngs(0)), name_map=name_map(Stacked))
-    one = hashlib.sha256((spmd.pretrained.save(plain, tmp_path / "one") / "model.safetensors").read_bytes()).hexdigest()
+    plain = spmd.pretrained.load(
+        given, model=lambda: Stacked(rngs=nnx.Rngs(0)), name_map=name_map(Stacked)
+    )
+    one = hashlib.sha256(
+        (spmd.pretrained.save(plain, tmp_path / "one") / "model.safetensors").read_bytes()
+    ).hexdigest()
     add_adapters(plain, [spmd.Adapter("**/down", rank=2)], nnx.Rngs(1))
     plain.stack.layers.down.lora_b.set_value(jnp.ones((LAYERS, 2, WIDTH)))
     adapters = spmd.pretrained.save_adapters(plain, tmp_path / "adapters")
@@ -52,9 +60,15 @@ def test_two_processes_read_their_shards_and_write_all(tmp_path):
         assert int(kept) <= int(count) <= 1.05 * int(kept), (name, process)
         if name == "fsdp":  # replicated norms and biases are read by both
             assert total / 2 <= int(kept) <= 0.52 * total
-    assert re.findall(r"SAVED (\w+) (\w+)", result.text) == [("fsdp", one), ("tensor_parallel", one), ("pipeline", one)]
+    assert re.findall(r"SAVED (\w+) (\w+)", result.text) == [
+        ("fsdp", one),
+        ("tensor_parallel", one),
+        ("pipeline", one),
+    ]
     of_adapters = hashlib.sha256((adapters / "adapter_model.safetensors").read_bytes()).hexdigest()
-    assert [found[1] for found in re.findall(r"ADAPTERS (\w+) (\w+)", result.text)] == [of_adapters] * 3
+    assert [found[1] for found in re.findall(r"ADAPTERS (\w+) (\w+)", result.text)] == [
+        of_adapters
+    ] * 3
     merged = tensors_of(spmd.pretrained.save(plain, tmp_path / "merged", merged=True))
     for name in ("fsdp", "tensor_parallel", "pipeline"):
         for key, values in tensors_of(tmp_path / f"{name}-merged").items():

@@ -1,4 +1,6 @@
-"""A small network in three forms, its tensors as a file has them, and the name maps between the two."""
+"""A small network in three forms, its tensors as a file has them, and the name maps between the
+two.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +26,25 @@ class Block(nnx.Module):
 
     def __init__(self, *, rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.query = nnx.LinearGeneral(WIDTH, (HEADS, SIZE), use_bias=False, kernel_init=named(normal(), "embed", "heads", None), rngs=rngs)
-        self.key = nnx.Linear(WIDTH, WIDTH, kernel_init=named(normal(), "embed", "heads"), rngs=rngs)
-        self.value = nnx.Linear(WIDTH, WIDTH, use_bias=False, kernel_init=named(normal(), "embed", "heads"), rngs=rngs)
-        self.both = nnx.Linear(WIDTH, 2 * MLP, use_bias=False, kernel_init=named(normal(), "embed", "mlp"), rngs=rngs)
-        self.down = nnx.Linear(MLP, WIDTH, use_bias=False, kernel_init=named(normal(), "mlp", "embed"), rngs=rngs)
+        self.query = nnx.LinearGeneral(
+            WIDTH,
+            (HEADS, SIZE),
+            use_bias=False,
+            kernel_init=named(normal(), "embed", "heads", None),
+            rngs=rngs,
+        )
+        self.key = nnx.Linear(
+            WIDTH, WIDTH, kernel_init=named(normal(), "embed", "heads"), rngs=rngs
+        )
+        self.value = nnx.Linear(
+            WIDTH, WIDTH, use_bias=False, kernel_init=named(normal(), "embed", "heads"), rngs=rngs
+        )
+        self.both = nnx.Linear(
+            WIDTH, 2 * MLP, use_bias=False, kernel_init=named(normal(), "embed", "mlp"), rngs=rngs
+        )
+        self.down = nnx.Linear(
+            MLP, WIDTH, use_bias=False, kernel_init=named(normal(), "mlp", "embed"), rngs=rngs
+        )
 
     def __call__(self, x):
         h = self.norm(x)
@@ -41,7 +57,9 @@ class Stacked(nnx.Module):
     """Layers in a stack, then one more; the head is the embedding."""
 
     def __init__(self, *, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs
+        )
         self.stack = LayerStack([Block(rngs=rngs) for _ in range(LAYERS)])
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
@@ -53,7 +71,9 @@ class Listed(nnx.Module):
     """The same with a list of layers."""
 
     def __init__(self, *, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs
+        )
         self.blocks = nnx.List([Block(rngs=rngs) for _ in range(LAYERS)])
 
     def __call__(self, tokens):
@@ -78,7 +98,9 @@ class Grouped(nnx.Module):
     """The same with a stack of pairs for all but the last two layers, which are a list after it."""
 
     def __init__(self, *, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=named(normal(), "vocab", "embed"), rngs=rngs
+        )
         self.stack = LayerStack([Pair(rngs=rngs) for _ in range((LAYERS - 2) // 2)])
         self.tail = nnx.List([Block(rngs=rngs) for _ in range(2)])
 
@@ -171,4 +193,6 @@ def expected(tensors, layer):
 
 
 def loss(model, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean(axis=1)
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean(
+        axis=1
+    )

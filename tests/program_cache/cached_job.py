@@ -1,4 +1,6 @@
-"""One run in a process of its own, which prints the programs that it compiled, by JAX's own events. `python cached_job.py '{...}'`."""
+"""One run in a process of its own, which prints the programs that it compiled, by JAX's own events.
+`python cached_job.py '{...}'`.
+"""
 
 import json
 import os
@@ -62,10 +64,29 @@ class KillAt(spmd.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(*, width=64, rate=1e-3, batch_size=32, loss="row_losses", resident=False, kill=None, predict=True, **options):
+def train(
+    *,
+    width=64,
+    rate=1e-3,
+    batch_size=32,
+    loss="row_losses",
+    resident=False,
+    kill=None,
+    predict=True,
+    **options,
+):
     draw = np.random.default_rng(0)
-    data = {"x": draw.normal(size=(100, 16)).astype("float32"), "y": draw.integers(0, 8, 100).astype("int32")}
-    arguments = {"batch_size": batch_size, "epochs": 2, "eval_data": data, "progress": True, "layout": "fsdp"} | options
+    data = {
+        "x": draw.normal(size=(100, 16)).astype("float32"),
+        "y": draw.integers(0, 8, 100).astype("int32"),
+    }
+    arguments = {
+        "batch_size": batch_size,
+        "epochs": 2,
+        "eval_data": data,
+        "progress": True,
+        "layout": "fsdp",
+    } | options
     if "checkpoint" in options:
         arguments |= {"checkpoint": spmd.Checkpoint(options["checkpoint"], every=3), "resume": True}
     callbacks = [spmd.callbacks.CheckReplicas(every=2), *([KillAt(kill)] if kill else [])]
@@ -92,12 +113,31 @@ if __name__ == "__main__":
     options |= of_process_1 if os.environ.get("SPMD_PROCESS") == "1" else {}
     if options.pop("sweep", False):
         x, y = np.ones((64, 16), np.float32), np.zeros(64, np.int32)
-        common = {"loss": row_losses, "batch_size": 16, "search": "grid", "eval_data": {"x": x, "y": y}, "progress": False}
+        common = {
+            "loss": row_losses,
+            "batch_size": 16,
+            "search": "grid",
+            "eval_data": {"x": x, "y": y},
+            "progress": False,
+        }
         swept = spmd.sweep(
-            make_small, {"x": x, "y": y}, space={"rate": [0.1, 0.2]}, optimizer=lambda rate: optax.sgd(rate), **common, **options
+            make_small,
+            {"x": x, "y": y},
+            space={"rate": [0.1, 0.2]},
+            optimizer=lambda rate: optax.sgd(rate),
+            **common,
+            **options,
         )
         result = swept.best[0].result()
     else:
         result = train(**options)
     compiled = [name for name, was_loaded in programs if not was_loaded]
-    print(json.dumps({"compiled": compiled, "loaded": len(programs) - len(compiled), "loss": result.history["loss"][-1]}))
+    print(
+        json.dumps(
+            {
+                "compiled": compiled,
+                "loaded": len(programs) - len(compiled),
+                "loss": result.history["loss"][-1],
+            }
+        )
+    )

@@ -16,7 +16,10 @@ import spmd
 from spmd.program_cache.folder import misordered
 from tests.processes import environment
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(bool(misordered()), reason="loading is turned off: " + misordered())]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(bool(misordered()), reason="loading is turned off: " + misordered()),
+]
 JOB = Path(__file__).parent / "cached_job.py"
 ROOT = Path(spmd.__file__).parents[1]
 LAUNCHER = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]
@@ -25,11 +28,14 @@ LAUNCHER = ["-m", "spmd", "launch", "--processes", "2", "--simulate", "4"]
 def run(cache, *launcher, code=0, flags="", **options):
     """What a run prints, and for each of its processes what it compiled and loaded."""
     variables = environment(SPMD_CACHE=cache, XLA_FLAGS=f"{os.environ['SPMD_TEST_FLAGS']} {flags}")
-    variables = {name: value for name, value in variables.items() if not name.startswith("JAX_")}  # such as the suite's own cache
+    # such as the suite's own cache
+    variables = {name: value for name, value in variables.items() if not name.startswith("JAX_")}
     command = [sys.executable, *launcher, JOB, json.dumps(options)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
-    return done.stdout + done.stderr, [json.loads(line) for line in re.findall(r'\{"compiled".*\}', done.stdout)]
+    return done.stdout + done.stderr, [
+        json.loads(line) for line in re.findall(r'\{"compiled".*\}', done.stdout)
+    ]
 
 
 def reasons(text):
@@ -37,12 +43,20 @@ def reasons(text):
 
 
 @pytest.mark.sampled(system=3)
-@pytest.mark.parametrize("options", [{}, {"loss": "mean_loss"}, {"resident": True}], ids=["padded", "short batch", "resident"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss": "mean_loss"}, {"resident": True}],
+    ids=["padded", "short batch", "resident"],
+)
 def test_second_process_compiles_nothing(tmp_path, options):
-    """Initial values, steps, a short last batch, evaluations, checks of replicas and a prediction."""
+    """Initial values, steps, a short last batch, evaluations, checks of replicas and a
+    prediction.
+    """
     first_text, (first,) = run(tmp_path, **options)
     second_text, (second,) = run(tmp_path, **options)
-    assert {"jit(_evaluate)", "jit(_predict)", "jit(sums)"} < set(first["compiled"]) and not first["loaded"]
+    assert {"jit(_evaluate)", "jit(_predict)", "jit(sums)"} < set(first["compiled"]) and not first[
+        "loaded"
+    ]
     assert second["compiled"] == [] and second["loaded"] == len(first["compiled"])
     assert second["loss"] == first["loss"]
     assert not reasons(first_text) and not reasons(second_text)
@@ -51,7 +65,9 @@ def test_second_process_compiles_nothing(tmp_path, options):
 def test_second_sweep_compiles_nothing(tmp_path):
     _, (first,) = run(tmp_path, sweep=True, devices=2)
     _, (second,) = run(tmp_path, sweep=True, devices=2)
-    assert len(first["compiled"]) > 4 and second["compiled"] == [] and second["loss"] == first["loss"]
+    assert (
+        len(first["compiled"]) > 4 and second["compiled"] == [] and second["loss"] == first["loss"]
+    )
 
 
 def test_run_resumed_after_kill_compiles_nothing(tmp_path):
@@ -60,7 +76,11 @@ def test_run_resumed_after_kill_compiles_nothing(tmp_path):
     run("", code=-signal.SIGKILL, kill=7, **shared)
     shutil.move(tmp_path / "run", tmp_path / "moved")
     text, (resumed,) = run("", **shared | {"checkpoint": str(tmp_path / "moved")})
-    assert re.search("resumed from step [36]", text) and resumed["compiled"] == [] and resumed["loaded"] > 3
+    assert (
+        re.search("resumed from step [36]", text)
+        and resumed["compiled"] == []
+        and resumed["loaded"] > 3
+    )
 
 
 def test_processes_of_a_launch_compile_nothing_after_restart(tmp_path):
@@ -77,7 +97,9 @@ def test_processes_that_differ_in_their_folder_use_none(tmp_path, other):
     different = str(tmp_path / "of process 1") if other == "folder" else False
     text, both = run(tmp_path, *LAUNCHER, of_process_1={"compile_cache": different})
     assert [each["loaded"] for each in both] == [0, 0] and not list(tmp_path.rglob("*-cache"))
-    assert text.count("no compiled programs are kept or loaded: process 1 does not see the folder of process 0") == (other == "folder")
+    assert text.count(
+        "no compiled programs are kept or loaded: process 1 does not see the folder of process 0"
+    ) == (other == "folder")
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +113,21 @@ def kept(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"batch_size": 64}, "batch x was float32[32, 16], is float32[64, 16], and batch y was int32[32], is int32[64]"),
+        (
+            {"batch_size": 64},
+            "batch x was float32[32, 16], is float32[64, 16], and batch y was int32[32], is "
+            "int32[64]",
+        ),
         ({"precision": "bfloat16"}, "precision was float32, is bfloat16"),
-        ({"rate": 0.01}, r"number \d+ in the step was -1.000000e-03 \(f32\), is -0.00999\S+ \(f32\)"),
+        (
+            {"rate": 0.01},
+            r"number \d+ in the step was -1.000000e-03 \(f32\), is -0.00999\S+ \(f32\)",
+        ),
         ({"layout": "LAYOUT"}, "layout gradients.codec was not set, is int8"),
-        ({"flags": "--xla_cpu_enable_fast_math=true"}, "flag --xla_cpu_enable_fast_math was not set, is true"),
+        (
+            {"flags": "--xla_cpu_enable_fast_math=true"},
+            "flag --xla_cpu_enable_fast_math was not set, is true",
+        ),
         ({"width": 72}, ".*array params/first/kernel was .*"),
         ({"devices": 4}, "mesh was data=8, is data=4.*"),
     ],
@@ -104,7 +136,11 @@ def kept(tmp_path_factory):
 def test_program_that_is_not_in_the_cache_says_what_changed(kept, tmp_path, change, why):
     shutil.copytree(kept, tmp_path / "cache")
     if "layout" in change:
-        layout = (ROOT / "layouts" / "fsdp.toml").read_text().replace("[gradients]", '[gradients]\ncodec = "int8"')
+        layout = (
+            (ROOT / "layouts" / "fsdp.toml")
+            .read_text()
+            .replace("[gradients]", '[gradients]\ncodec = "int8"')
+        )
         (tmp_path / "coded.toml").write_text(layout)
         change = {"layout": str(tmp_path / "coded.toml")}
     text, (changed,) = run(tmp_path / "cache", **change)
@@ -140,4 +176,8 @@ def test_cache_that_cannot_be_written_stops_nothing(tmp_path):
     text, (only,) = run(tmp_path, compile_cache=str(tmp_path / "file" / "cache"))
     assert only["loaded"] == 0 and len(re.findall("compiled programs cannot be kept in", text)) == 1
     text, (off,) = run(tmp_path, compile_cache="off")
-    assert off["loaded"] == 0 and "compiled programs" not in text and not list(tmp_path.rglob("*-cache"))
+    assert (
+        off["loaded"] == 0
+        and "compiled programs" not in text
+        and not list(tmp_path.rglob("*-cache"))
+    )

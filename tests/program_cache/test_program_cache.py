@@ -37,7 +37,9 @@ def may_load(monkeypatch):
 
 @pytest.fixture
 def jax_cache():
-    """As in a process of a user, who has set up no cache of JAX; other programs are compiled as in other tests."""
+    """As in a process of a user, who has set up no cache of JAX; other programs are compiled as in
+    other tests.
+    """
     names = [activate.FOLDER, "jax_enable_compilation_cache", *activate.OPTIONS]
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(activate.FOLDER, None)
@@ -57,14 +59,22 @@ def jax_cache():
 def add(number):
     """A program that only this number makes; each call compiles or loads it."""
     before = compilations()
-    assert jax.jit(lambda x: x + number).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile() is not None
+    assert (
+        jax.jit(lambda x: x + number).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
+        is not None
+    )
     return compilations() - before
 
 
 def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPMD_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert choose_folder(None, None) == choose_folder(True, None) == tmp_path / "spmd" / "programs" == cache_folder("programs")
+    assert (
+        choose_folder(None, None)
+        == choose_folder(True, None)
+        == tmp_path / "spmd" / "programs"
+        == cache_folder("programs")
+    )
     assert choose_folder(None, tmp_path / "run") == tmp_path / "run" / "programs"
     assert choose_folder(str(tmp_path / "mine"), tmp_path / "run") == tmp_path / "mine"
     assert choose_folder(False, tmp_path / "run") is choose_folder("off", None) is None
@@ -76,7 +86,9 @@ def test_folder_is_the_users_the_runs_or_the_one_that_is_named(tmp_path, monkeyp
     with pytest.raises(OptionError, match=r'\$SPMD_CACHE is "off", which is not a folder'):
         cache_folder("plans")
     assert choose_folder(None, tmp_path / "run") is None and "which is not a folder" in caplog.text
-    with pytest.raises(OptionError, match=r"compile_cache=3\.\n    fix: a folder; None for the usual one"):
+    with pytest.raises(
+        OptionError, match=r"compile_cache=3\.\n    fix: a folder; None for the usual one"
+    ):
         choose_folder(3, None)
 
 
@@ -162,7 +174,9 @@ def test_bytes_are_bounded(jax_cache, tmp_path, monkeypatch):
         add(number)
         for path in active_folder().glob("*-cache"):  # those before are older
             os.utime(path, (path.stat().st_mtime - 10.0,) * 2)
-    assert sum(path.stat().st_size for path in active_folder().glob("*-cache")) <= entries.MOST_BYTES
+    assert (
+        sum(path.stat().st_size for path in active_folder().glob("*-cache")) <= entries.MOST_BYTES
+    )
     assert add(9.5).loaded == 1
 
 
@@ -182,7 +196,10 @@ def test_folder_that_others_can_write_is_refused(jax_cache, tmp_path, caplog, op
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user")
 def test_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path, 12345, -1)
-    assert distrust(tmp_path) == f"{tmp_path} belongs to another user (id 12345), and loading a program runs it"
+    assert (
+        distrust(tmp_path)
+        == f"{tmp_path} belongs to another user (id 12345), and loading a program runs it"
+    )
     assert distrust(tmp_path / "not there") == ""
 
 
@@ -197,31 +214,47 @@ def test_folder_that_cannot_be_looked_up_is_logged(jax_cache, tmp_path, caplog, 
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm, self.up, self.down = nnx.LayerNorm(16, rngs=rngs), nnx.Linear(16, 28, rngs=rngs), nnx.Linear(28, 16, rngs=rngs)
+        self.norm, self.up, self.down = (
+            nnx.LayerNorm(16, rngs=rngs),
+            nnx.Linear(16, 28, rngs=rngs),
+            nnx.Linear(28, 16, rngs=rngs),
+        )
 
     def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
 class Net(nnx.Module):
-    """Its weights are gathered in loops and outside; with two microbatches that are reduced at the end, both can happen at once."""
+    """Its weights are gathered in loops and outside; with two microbatches that are reduced at the
+    end, both can happen at once.
+    """
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.stack, self.out = LayerStack([Block(rngs) for _ in range(5)]), nnx.Linear(16, 3, rngs=rngs)
+        self.stack, self.out = (
+            LayerStack([Block(rngs) for _ in range(5)]),
+            nnx.Linear(16, 3, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(self.stack(x))
 
 
 @pytest.mark.system
-def test_training_step_from_the_cache_computes_as_the_compiled_one(jax_cache, monkeypatch, tmp_path):
+def test_training_step_from_the_cache_computes_as_the_compiled_one(
+    jax_cache, monkeypatch, tmp_path
+):
     monkeypatch.undo()  # this jaxlib, as it is
-    layout = spmd.Layout(default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter", gather="layer", accumulate="local"))
+    layout = spmd.Layout(
+        default=spmd.Default("shard:data"),
+        gradients=spmd.Gradients("reduce_scatter", gather="layer", accumulate="local"),
+    )
     rows = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
     def trained():
-        jax.clear_caches()  # as a new process: what other tests have traced is neither compiled again, nor named as it would be
+        # as a new process: what other tests have traced is neither compiled again, nor named as it
+        # would be
+        jax.clear_caches()
         trainer = spmd.Trainer(
             lambda: Net(),
             loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["x"][:, :3]) ** 2, -1),
@@ -239,7 +272,11 @@ def test_training_step_from_the_cache_computes_as_the_compiled_one(jax_cache, mo
     first, before = trained(), compilations()
     assert jax.tree.all(jax.tree.map(np.array_equal, first, trained()))
     spent = compilations() - before
-    assert (spent.loaded if folders.misordered() else spent.compiled) == 0 < spent.loaded + spent.compiled
+    assert (
+        (spent.loaded if folders.misordered() else spent.compiled)
+        == 0
+        < spent.loaded + spent.compiled
+    )
 
 
 def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, tmp_path, caplog):
@@ -253,7 +290,8 @@ def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, t
         use_folder(tmp_path)
     assert active_folder() is None and add(19.5).compiled == 1
     said = (
-        f"no compiled programs are kept or loaded: jaxlib {jaxlib.__version__} does not load programs for several CPU devices correctly. "
+        f"no compiled programs are kept or loaded: jaxlib {jaxlib.__version__} does not load "
+        "programs for several CPU devices correctly. "
     )
     said += "This run compiles its programs, so its results are right; only starts take longer."
     assert caplog.text.count(said) == 1 and caplog.records[0].levelname == "INFO"
@@ -263,7 +301,8 @@ def test_jaxlib_that_loads_programs_wrongly_loads_none(jax_cache, monkeypatch, t
     jax.config.update(activate.FOLDER, str(tmp_path))  # the user's choice: it stays, with a warning
     use_folder(None)
     assert (
-        f"correctly: their values can be wrong, and JAX loads those in {tmp_path}: set JAX_ENABLE_COMPILATION_CACHE=false." in caplog.text
+        f"correctly: their values can be wrong, and JAX loads those in {tmp_path}: set "
+        "JAX_ENABLE_COMPILATION_CACHE=false." in caplog.text
     )
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert not folders.misordered()
@@ -292,13 +331,18 @@ def test_removed_folder_is_not_made_again_before_the_next_run(jax_cache, tmp_pat
     assert add(21.5).compiled == add(21.5).loaded == 1
 
 
-@pytest.mark.parametrize("theirs, said", [("cpu-other", "has another kind of device"), ("", "does not see the folder of process 0")])
+@pytest.mark.parametrize(
+    "theirs, said",
+    [("cpu-other", "has another kind of device"), ("", "does not see the folder of process 0")],
+)
 def test_process_that_cannot_share_the_folder_says_why(tmp_path, monkeypatch, theirs, said):
     said_here = []
 
     def first_nonempty(text):
         said_here.append(text)
-        return text or str(tmp_path / "programs" / (theirs or machine_folder(tmp_path).name) / ".process-0")
+        return text or str(
+            tmp_path / "programs" / (theirs or machine_folder(tmp_path).name) / ".process-0"
+        )
 
     monkeypatch.setattr(shared_cache.coordination, "is_initialized", lambda: True)
     monkeypatch.setattr(shared_cache.coordination, "process_info", lambda: (1, 2, ""))
@@ -315,11 +359,15 @@ def test_process_whose_cache_another_turns_off_says_so(tmp_path, monkeypatch, ca
     token = machine_folder(tmp_path / "programs") / ".process-0"
     token.parent.mkdir(parents=True)
     token.touch()
-    answers = iter([str(token), str(token), shared_cache.OFF])  # of process 0: the folder that it sees, and that it keeps nothing
+    # of process 0: the folder that it sees, and that it keeps nothing
+    answers = iter([str(token), str(token), shared_cache.OFF])
     monkeypatch.setattr(shared_cache, "first_nonempty", lambda text: text or next(answers))
     assert shared_cache.agree_on_folder(None) is None and not caplog.text
     assert shared_cache.agree_on_folder(tmp_path / "programs") is None
-    assert "process 1 keeps and loads no compiled programs: another process has turned that off" in caplog.text
+    assert (
+        "process 1 keeps and loads no compiled programs: another process has turned that off"
+        in caplog.text
+    )
 
 
 def observe(facts, code, number, what="the step"):
@@ -335,10 +383,16 @@ def said(caplog):
 
 
 def test_miss_is_not_explained_by_another_model(jax_cache, tmp_path, caplog):
-    """Programs of a notebook share their records; only those with parameters of the same names are compared."""
+    """Programs of a notebook share their records; only those with parameters of the same names are
+    compared.
+    """
     caplog.set_level(logging.WARNING)
     use_folder(tmp_path / "programs")
-    observe({"array params/a": "float32[8]", "array opt/0/mu/a": "float32[8]", "mesh": "data=8"}, {}, 31.5)
+    observe(
+        {"array params/a": "float32[8]", "array opt/0/mu/a": "float32[8]", "mesh": "data=8"},
+        {},
+        31.5,
+    )
     observe({"array params/b": "float32[8]", "mesh": "data=4"}, {}, 32.5)
     assert said(caplog) == []
     observe({"array params/a": "float32[8]", "mesh": "data=4"}, {}, 33.5)
@@ -355,7 +409,8 @@ def test_miss_is_explained_by_the_nearest_record(jax_cache, tmp_path, caplog):
     assert said(caplog) == []  # loaded
     observe({"batch x": "float32[9]", "mesh": "data=4", "a": "1", "b": "2"}, {"text": "b"}, 12.5)
     assert said(caplog) == [
-        "batch x was float32[8], is float32[9], and mesh was data=8, is data=4, and a was not set, is 1, and 1 more changes."
+        "batch x was float32[8], is float32[9], and mesh was data=8, is data=4, and a was not set, "
+        "is 1, and 1 more changes."
     ]
     observe({"batch x": "float32[8]", "mesh": "data=8"}, {"number 1": "0.2", "text": "c"}, 13.5)
     assert said(caplog) == ["number 1 was 0.1, is 0.2."]
@@ -391,15 +446,24 @@ def test_unreadable_records_are_ignored(jax_cache, tmp_path, caplog, content):
     (path,) = active_folder().glob("*.json")
     checksummed_files.write(path, content) if content else path.write_bytes(content)
     observe({"a": "2"}, {}, 17.5)
-    assert said(caplog) == [] and [record["facts"] for record in records._read(path)] == [{"a": "2"}]
+    assert said(caplog) == [] and [record["facts"] for record in records._read(path)] == [
+        {"a": "2"}
+    ]
 
 
 @pytest.mark.system
 def test_fit_counts_and_says_where_its_step_came_from(jax_cache, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(records, "LEAST_SECONDS", 0.0)
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"]
+    )
     data = {"x": jnp.ones((32, 4)), "y": jnp.ones((32, 1))}
-    fit = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 16, "compile_cache": tmp_path / "kept"}
+    fit = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.sgd(0.1),
+        "batch_size": 16,
+        "compile_cache": tmp_path / "kept",
+    }
     jax.clear_caches()  # programs of earlier tests would be kept nowhere
     first = spmd.fit(model, data, progress=True, **fit)
     jax.clear_caches()

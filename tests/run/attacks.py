@@ -1,4 +1,6 @@
-"""What may befall a folder, by accident or by hand: each attack changes one thing in a copy of it."""
+"""What may befall a folder, by accident or by hand: each attack changes one thing in a copy of
+it.
+"""
 
 import contextlib
 import hashlib
@@ -9,11 +11,14 @@ import signal
 
 from spmd.run.manifest import MANIFEST_FILE
 
-WRONG = (None, True, -1, 10**30, 0.5, "x", "", [], [1], {}, {"x": 1}, [[]])  # in the place of any value in JSON
+# in the place of any value in JSON
+WRONG = (None, True, -1, 10**30, 0.5, "x", "", [], [1], {}, {"x": 1}, [[]])
 
 
 def files(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def _without(path):
@@ -30,7 +35,9 @@ def _flip(path, at):
 
 HARM = {
     "truncated to nothing": lambda path: path.write_bytes(b""),
-    "truncated to half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "truncated to half": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+    ),
     "a bit near its begin": lambda path: _flip(path, 0.1),
     "a bit near its end": lambda path: _flip(path, 0.9),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"}"),
@@ -51,7 +58,13 @@ def harms(folder):
 def _places(value, at=()):
     """Every place in JSON."""
     yield at
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from _places(inner, (*at, key))
 
 
@@ -63,13 +76,21 @@ def _put(value, at, new):
 
 
 def forgeries(folder, name):
-    """(Name, function of a copy) of wrong values in a file of JSON, under a manifest that was made anew; and of values that are gone."""
+    """(Name, function of a copy) of wrong values in a file of JSON, under a manifest that was made
+    anew; and of values that are gone.
+    """
     document = json.loads((folder / name).read_text())
     for at in _places(document):
         for wrong in WRONG:
-            yield f"{name}: {'/'.join(map(str, at))} = {wrong!r}", lambda copy, at=at, wrong=wrong: forge(copy, name, at, wrong)
+            yield (
+                f"{name}: {'/'.join(map(str, at))} = {wrong!r}",
+                lambda copy, at=at, wrong=wrong: forge(copy, name, at, wrong),
+            )
         if at and isinstance(at[-1], str):
-            yield f"{name}: no {'/'.join(map(str, at))}", lambda copy, at=at: forge(copy, name, at, None, remove=True)
+            yield (
+                f"{name}: no {'/'.join(map(str, at))}",
+                lambda copy, at=at: forge(copy, name, at, None, remove=True),
+            )
 
 
 def forge(copy, name, at, wrong, *, remove=False):
@@ -112,7 +133,9 @@ def bounded(seconds=20):
 
 
 def outcomes(folder, attacks, place, use):
-    """What `use` of an attacked copy at `place` came to, by attack: what it gives, or what it raises."""
+    """What `use` of an attacked copy at `place` came to, by attack: what it gives, or what it
+    raises.
+    """
     results = {}
     for name, attack in attacks:
         shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""One training run in a process of its own, which tests interrupt or kill. `python job.py '{"checkpoint": ..., ...}'`."""
+"""One training run in a process of its own, which tests interrupt or kill. `python job.py
+'{"checkpoint": ..., ...}'`.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,8 @@ class Report(spmd.callbacks.Callback):
         print(name, info.step, flush=True)
         if self.kill == f"{name} {info.step}":
             until = time.monotonic() + 120
-            while name == "checkpoint" and not list(self.folder.glob(f"checkpoints/{info.step}*")):  # a thread begins to write it
+            # a thread begins to write it
+            while name == "checkpoint" and not list(self.folder.glob(f"checkpoints/{info.step}*")):
                 if time.monotonic() > until:
                     os._exit(3)
                 time.sleep(0.001)
@@ -41,7 +44,9 @@ class Report(spmd.callbacks.Callback):
 
 
 def kill_before_seal(step, folder=None):
-    """Die when all of a checkpoint, of a store in this folder, is written, but not committed yet."""
+    """Die when all of a checkpoint, of a store in this folder, is written, but not committed
+    yet.
+    """
     write_manifest = CheckpointStore._seal
 
     def sealed(store):
@@ -53,12 +58,18 @@ def kill_before_seal(step, folder=None):
 
 
 def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wide=0, callbacks=()):
-    """The run: batch statistics, dropout, shuffling, a short last batch. `wide` makes the state large."""
+    """The run: batch statistics, dropout, shuffling, a short last batch. `wide` makes the state
+    large.
+    """
     from small import Net, fit_net, labelled
 
     if kill and kill.startswith("seal "):
         kill_before_seal(int(kill.removeprefix("seal ")))
-    options = {} if checkpoint is None else {"checkpoint": spmd.Checkpoint(checkpoint, every=every), "resume": resume}
+    options = (
+        {}
+        if checkpoint is None
+        else {"checkpoint": spmd.Checkpoint(checkpoint, every=every), "resume": resume}
+    )
     if wide:
         import optax
         from flax import nnx
@@ -73,11 +84,15 @@ def train(*, checkpoint=None, every=None, resume=False, kill=None, epochs=4, wid
             callbacks=[Report(kill, checkpoint), *callbacks],
             **options,
         )
-    return fit_net(labelled(80), epochs=epochs, callbacks=[Report(kill, checkpoint), *callbacks], **options)
+    return fit_net(
+        labelled(80), epochs=epochs, callbacks=[Report(kill, checkpoint), *callbacks], **options
+    )
 
 
 def small_steps(count):
-    """Many steps with next to nothing in each: the host runs ahead of eight devices as far as it is allowed to."""
+    """Many steps with next to nothing in each: the host runs ahead of eight devices as far as it is
+    allowed to.
+    """
     from small import fit, numbers
 
     result = fit(numbers(64), batch_size=8, steps=count)
@@ -86,7 +101,9 @@ def small_steps(count):
 
 @contextlib.contextmanager
 def started(*, timeout, **options):
-    """The run in a process of its own; killed (by its id) and reaped on leaving, and after `timeout` seconds whatever happens."""
+    """The run in a process of its own; killed (by its id) and reaped on leaving, and after
+    `timeout` seconds whatever happens.
+    """
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(options)],
         cwd=ROOT,

@@ -13,7 +13,9 @@ FEATURES = 8
 
 
 class Net(nnx.Module):
-    """Everything that has to survive a stop: parameters, batch statistics, and dropout's random stream."""
+    """Everything that has to survive a stop: parameters, batch statistics, and dropout's random
+    stream.
+    """
 
     def __init__(self, rngs, width=16):
         self.up = nnx.Linear(FEATURES, width, rngs=rngs)
@@ -34,11 +36,19 @@ def labelled(count=96, seed=0):
 def fit_net(data=None, **options):
     options = {"batch_size": 32, "metrics": {"accuracy": spmd.metrics.accuracy}, **options}
     data = labelled() if data is None else data
-    return spmd.fit(lambda: Net(nnx.Rngs(0)), data, loss=spmd.losses.cross_entropy, optimizer=optax.adam(1e-2), **options)
+    return spmd.fit(
+        lambda: Net(nnx.Rngs(0)),
+        data,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adam(1e-2),
+        **options,
+    )
 
 
 def linear(width=FEATURES):
-    return spmd.FunctionalModel(lambda key: {"w": jnp.zeros((width, 1))}, lambda params, x: x @ params["w"])
+    return spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((width, 1))}, lambda params, x: x @ params["w"]
+    )
 
 
 def numbers(count=96, seed=0):
@@ -48,18 +58,27 @@ def numbers(count=96, seed=0):
 
 def fit(data=None, **options):
     """A linear model: it compiles fast."""
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.adam(0.05), "batch_size": 32, **options}
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.adam(0.05),
+        "batch_size": 32,
+        **options,
+    }
     return spmd.fit(linear(), numbers() if data is None else data, **options)
 
 
 def same(left, right):
     """Whether two trees hold the same bits under the same paths."""
     left, right = flatten(jax.device_get(left)), flatten(jax.device_get(right))
-    return left.keys() == right.keys() and all(np.asarray(left[k]).tobytes() == np.asarray(right[k]).tobytes() for k in left)
+    return left.keys() == right.keys() and all(
+        np.asarray(left[k]).tobytes() == np.asarray(right[k]).tobytes() for k in left
+    )
 
 
 def host(tree):
-    """A copy on the host that nothing can change; of a copy, for jax 0.11 keeps an array from donation that numpy has looked at."""
+    """A copy on the host that nothing can change; of a copy, for jax 0.11 keeps an array from
+    donation that numpy has looked at.
+    """
     return jax.tree.map(lambda x: np.array(jnp.copy(x)), tree)
 
 

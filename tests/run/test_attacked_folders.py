@@ -1,4 +1,6 @@
-"""Folders of checkpoints and exports under attack: each either loads as it was, or raises an error of ours that names it. Nothing hangs."""
+"""Folders of checkpoints and exports under attack: each either loads as it was, or raises an error
+of ours that names it. Nothing hangs.
+"""
 
 import logging
 import shutil
@@ -18,7 +20,13 @@ from spmd.run.pictures import write_picture
 # a restore that fails leaves tasks in Orbax's event loop, which are never awaited
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-JSON = ("meta/metadata", "_CHECKPOINT_METADATA", "metrics/metrics", "manifest.json", "state/_METADATA")
+JSON = (
+    "meta/metadata",
+    "_CHECKPOINT_METADATA",
+    "metrics/metrics",
+    "manifest.json",
+    "state/_METADATA",
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +54,35 @@ def check(results, fits, named):
     wrong = {
         name: repr(came)[:300]
         for name, came in results.items()
-        if not (isinstance(came, SpmdError) and str(named) in str(came)) and (isinstance(came, Exception) or not fits(came))
+        if not (isinstance(came, SpmdError) and str(named) in str(came))
+        and (isinstance(came, Exception) or not fits(came))
     }
     assert results and not wrong, "\n".join(f"{name}: {came}" for name, came in wrong.items())
 
 
 def attack_checkpoint(run, trainer, place, attacks, step="latest"):
     shutil.copytree(run[0], place, ignore=shutil.ignore_patterns("checkpoints"))
-    results = outcomes(run[0] / "checkpoints" / "4", attacks, place / "checkpoints" / "4", lambda copy: trainer.restore(place, step=step))
+    results = outcomes(
+        run[0] / "checkpoints" / "4",
+        attacks,
+        place / "checkpoints" / "4",
+        lambda copy: trainer.restore(place, step=step),
+    )
     check(results, lambda state: same(state, run[1]), place)
     return results
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_restore_after_any_harm_to_a_file(stride, run, trainer, tmp_path):
-    results = attack_checkpoint(run, trainer, tmp_path / "copy", list(harms(run[0] / "checkpoints" / "4"))[::stride])
+    results = attack_checkpoint(
+        run, trainer, tmp_path / "copy", list(harms(run[0] / "checkpoints" / "4"))[::stride]
+    )
     refused = {name: isinstance(came, CheckpointError) for name, came in results.items()}
-    marks = {name for name in refused if name.partition(":")[0].rpartition("/")[2] in manifest.NOT_LISTED[:2]}
+    marks = {
+        name
+        for name in refused
+        if name.partition(":")[0].rpartition("/")[2] in manifest.NOT_LISTED[:2]
+    }
     listed = [refused[name] for name in refused.keys() - marks]
     assert len(results) > 100 // stride and sum(listed) > 0.8 * len(listed)
     assert not any(refused[name] for name in marks), "marks of Orbax are not needed"
@@ -79,7 +99,10 @@ def test_restore_after_forged_metadata(stride, step, run, trainer, tmp_path):
 @pytest.mark.parametrize("stride", [97, pytest.param(7, marks=pytest.mark.slow)])
 def test_resume_after_forged_metadata(stride, run, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "spmd")
-    place, attacks = tmp_path / "copy", list(forgeries(run[0] / "checkpoints" / "4", "meta/metadata"))[::stride]
+    place, attacks = (
+        tmp_path / "copy",
+        list(forgeries(run[0] / "checkpoints" / "4", "meta/metadata"))[::stride],
+    )
 
     def resumed(copy):
         for more in ("9", "8"):
@@ -105,14 +128,25 @@ def test_folders_that_are_no_steps_are_left_alone(name, run, tmp_path):
     assert (place / "checkpoints" / name).is_dir()
 
 
-WRITTEN = ("owner.json", "layout.toml", "metrics.jsonl", "history.bin", "goodput.json", ".goodput.json", "goodput.html", "profile.html")
+WRITTEN = (
+    "owner.json",
+    "layout.toml",
+    "metrics.jsonl",
+    "history.bin",
+    "goodput.json",
+    ".goodput.json",
+    "goodput.html",
+    "profile.html",
+)
 
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("exists", [True, False], ids=["of a file", "to nowhere"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_run_does_not_write_through_links(name, exists, tmp_path):
-    """A folder that comes from elsewhere may have a link to any file of the user in the place of one that a run writes."""
+    """A folder that comes from elsewhere may have a link to any file of the user in the place of
+    one that a run writes.
+    """
     folder, target = tmp_path / "run", tmp_path / "file of the user"
     folder.mkdir()
     if exists:
@@ -120,7 +154,10 @@ def test_run_does_not_write_through_links(name, exists, tmp_path):
     (folder / name).symlink_to(target)
     with pytest.raises(CheckpointError) as raised:
         fit(steps=3, checkpoint=folder, profile="1:2" if name == "profile.html" else None)
-    assert str(raised.value) == (f"{folder / name} is a link to {target}: a run does not write through links.\n    fix: remove the link.")
+    assert str(raised.value) == (
+        f"{folder / name} is a link to {target}: a run does not write through links.\n    fix: "
+        "remove the link."
+    )
     assert target.exists() == exists and (not exists or target.read_text() == "notes")
     (folder / name).unlink()
     assert int(fit(steps=3, checkpoint=folder).state.step) == 3
@@ -129,7 +166,10 @@ def test_run_does_not_write_through_links(name, exists, tmp_path):
 def test_picture_is_not_written_through_a_link(tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a-00000002.png").symlink_to(tmp_path / "file of the user")
-    with pytest.raises(CheckpointError, match=r"a-00000002\.png is a link to .*: a run does not write through links"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"a-00000002\.png is a link to .*: a run does not write through links",
+    ):
         write_picture(tmp_path, "a", 2, np.zeros((2, 2), np.uint8))
     assert not (tmp_path / "file of the user").exists()
 
@@ -147,5 +187,7 @@ def test_export_after_any_harm_to_a_file(exported, tmp_path):
 
 @pytest.mark.parametrize("stride", [53, pytest.param(1, marks=pytest.mark.slow)])
 def test_export_after_forged_metadata(stride, exported, tmp_path):
-    attacks = [attack for name in ("model.json", "manifest.json") for attack in forgeries(exported, name)]
+    attacks = [
+        attack for name in ("model.json", "manifest.json") for attack in forgeries(exported, name)
+    ]
     attack_export(exported, tmp_path / "copy", attacks[::stride])

@@ -22,14 +22,19 @@ BUILT_IN = {
     "CheckReplicas": lambda: callbacks.CheckReplicas(every=2),
     "StopAt": lambda: callbacks.StopAt(step=1000, seconds=1000),
 }
-NEEDS_TEXT = {"Samples"}  # continues prompts, which only a model of text can: tests/inference/test_samples.py
+# continues prompts, which only a model of text can: tests/inference/test_samples.py
+NEEDS_TEXT = {"Samples"}
 
 
-# the contract ---------------------------------------------------------------------------------------------------------
+# the contract -------------------------------------------------------------------------------------
 
 
 def test_every_built_in_callback_joins_the_contract():
-    names = {name for name, kind in vars(callbacks).items() if inspect.isclass(kind) and issubclass(kind, callbacks.Callback)}
+    names = {
+        name
+        for name, kind in vars(callbacks).items()
+        if inspect.isclass(kind) and issubclass(kind, callbacks.Callback)
+    }
     assert names == set(BUILT_IN) | NEEDS_TEXT
 
 
@@ -45,15 +50,26 @@ def test_a_callback_that_only_looks_changes_nothing(make, undisturbed, tmp_path)
     options, plain = undisturbed
     watched = fit(**options, callbacks=[make()], checkpoint=tmp_path)
     assert same(watched.state, plain.state)
-    assert watched.history["loss"] == plain.history["loss"] and watched.history["eval_loss"] == plain.history["eval_loss"]
+    assert (
+        watched.history["loss"] == plain.history["loss"]
+        and watched.history["eval_loss"] == plain.history["eval_loss"]
+    )
     assert watched.stop_reason is None
 
 
 def test_the_order_of_events(tmp_path):
-    """3 steps per epoch, an evaluation every 2, a checkpoint every 3. A step's metrics are known one step later, or
-    before whatever looks at the state: then nothing about an earlier step is still to come."""
+    """3 steps per epoch, an evaluation every 2, a checkpoint every 3. A step's metrics are known
+    one step later, or before whatever looks at the state: then nothing about an earlier step is
+    still to come.
+    """
     recorder = Recorder()
-    fit(epochs=2, callbacks=[recorder], eval_data=numbers(40, 1), eval_every=2, checkpoint=spmd.Checkpoint(tmp_path, every=3))
+    fit(
+        epochs=2,
+        callbacks=[recorder],
+        eval_data=numbers(40, 1),
+        eval_every=2,
+        checkpoint=spmd.Checkpoint(tmp_path, every=3),
+    )
     assert recorder.events == [
         ("start", 0),
         *[("step", 1), ("step", 2), ("eval", 2)],
@@ -68,41 +84,68 @@ def test_evaluation_and_checkpoint_at_the_end_of_each_epoch(tmp_path):
     recorder = Recorder()
     fit(epochs=2, callbacks=[recorder], eval_data=numbers(40, 1), checkpoint=tmp_path)
     events = [event for event in recorder.events if event[0] != "step"]
-    assert events == [("start", 0), ("eval", 3), ("checkpoint", 3), ("eval", 6), ("checkpoint", 6), ("stop", 6)]
-    assert [info.epoch for info in recorder.infos if "eval_loss" in info.metrics] == [0, 1]
-    assert [(info.step, info.epoch) for (event, _), info in zip(recorder.events, recorder.infos, strict=True) if event == "step"] == [
-        (step, (step - 1) // 3) for step in range(1, 7)
+    assert events == [
+        ("start", 0),
+        ("eval", 3),
+        ("checkpoint", 3),
+        ("eval", 6),
+        ("checkpoint", 6),
+        ("stop", 6),
     ]
+    assert [info.epoch for info in recorder.infos if "eval_loss" in info.metrics] == [0, 1]
+    assert [
+        (info.step, info.epoch)
+        for (event, _), info in zip(recorder.events, recorder.infos, strict=True)
+        if event == "step"
+    ] == [(step, (step - 1) // 3) for step in range(1, 7)]
 
 
 @pytest.mark.system
 def test_every_and_metrics():
     recorder = Recorder(every=4)
-    result = fit_net(labelled(80), epochs=3, callbacks=[recorder], metrics={"accuracy": spmd.metrics.accuracy}, eval_data=labelled(40, 1))
+    result = fit_net(
+        labelled(80),
+        epochs=3,
+        callbacks=[recorder],
+        metrics={"accuracy": spmd.metrics.accuracy},
+        eval_data=labelled(40, 1),
+    )
     assert recorder.steps("step") == [4, 8]
     for (event, step), info in zip(recorder.events, recorder.infos, strict=True):
         if event == "step":
-            assert info.metrics == {name: result.history[name][step - 1] for name in ("loss", "accuracy", "wire_bytes")}
+            assert info.metrics == {
+                name: result.history[name][step - 1] for name in ("loss", "accuracy", "wire_bytes")
+            }
             assert info.rows == (16 if step % 3 == 0 else 32)
         if event == "eval":
-            assert info.metrics == {name: result.history[name][step // 3 - 1] for name in ("eval_loss", "eval_accuracy")}
+            assert info.metrics == {
+                name: result.history[name][step // 3 - 1] for name in ("eval_loss", "eval_accuracy")
+            }
 
 
 def test_callbacks_are_called_in_the_order_they_were_given():
     order = []
-    fit(steps=2, callbacks=[lambda info: order.append(("a", info.step)), lambda info: order.append(("b", info.step))])
+    fit(
+        steps=2,
+        callbacks=[
+            lambda info: order.append(("a", info.step)),
+            lambda info: order.append(("b", info.step)),
+        ],
+    )
     assert order == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
-# the state ------------------------------------------------------------------------------------------------------------
+# the state ----------------------------------------------------------------------------------------
 
 
 def test_the_state_of_a_step_that_has_passed_is_refused():
     with pytest.raises(OptionError) as raised:
         fit(epochs=1, callbacks=[lambda info: info.state])
     assert str(raised.value) == (
-        "info.state at step 1: metrics are read one step late, so this state was already donated to the next step.\n"
-        "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the device wait."
+        "info.state at step 1: metrics are read one step late, so this state was already donated "
+        "to the next step.\n"
+        "    fix: give the callback  every = 10  (or more), or  exact = True, which makes the "
+        "device wait."
     )
 
 
@@ -147,7 +190,7 @@ def test_elsewhere_the_state_is_there(event, tmp_path):
     assert seen and all(step == count for step, count in seen)
 
 
-# metrics --------------------------------------------------------------------------------------------------------------
+# metrics ------------------------------------------------------------------------------------------
 
 
 def test_what_on_eval_adds_to_metrics_is_recorded(tmp_path):
@@ -158,29 +201,46 @@ def test_what_on_eval_adds_to_metrics_is_recorded(tmp_path):
     callback.on_eval = add
     scores = []
     seen.on_eval = lambda info: scores.append(info.metrics["eval_bleu"])
-    result = fit(epochs=2, eval_data=numbers(40, 1), callbacks=[callback, seen], checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"))
+    result = fit(
+        epochs=2,
+        eval_data=numbers(40, 1),
+        callbacks=[callback, seen],
+        checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"),
+    )
     assert result.history["eval_bleu"] == scores == [1.5, 3.0]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval_bleu"] for line in lines if "eval_loss" in line] == [1.5, 3.0]
-    assert json.loads((tmp_path / "checkpoints" / "6" / "metrics" / "metrics").read_text())["eval_bleu"] == 3.0
+    assert (
+        json.loads((tmp_path / "checkpoints" / "6" / "metrics" / "metrics").read_text())[
+            "eval_bleu"
+        ]
+        == 3.0
+    )
 
 
 def test_what_on_eval_adds_that_is_no_number_is_refused():
     callback = callbacks.Callback()
     callback.on_eval = lambda info: info.metrics.update(note="good")
-    with pytest.raises(OptionError, match=r"step 3: on_eval has put 'good' into info\.metrics\['note'\]"):
+    with pytest.raises(
+        OptionError, match=r"step 3: on_eval has put 'good' into info\.metrics\['note'\]"
+    ):
         fit(epochs=1, eval_data=numbers(40, 1), callbacks=[callback])
 
 
 @pytest.mark.parametrize("event", ["on_start", "on_step", "on_stop"])
-@pytest.mark.parametrize("change", [lambda metrics: metrics.update(mine=1.0), lambda metrics: metrics.setdefault("mine", 1.0)])
+@pytest.mark.parametrize(
+    "change",
+    [lambda metrics: metrics.update(mine=1.0), lambda metrics: metrics.setdefault("mine", 1.0)],
+)
 def test_metrics_that_would_show_nowhere_are_refused(event, change):
     kind = type("Adds", (callbacks.Callback,), {event: lambda self, info: change(info.metrics)})
-    with pytest.raises(spmd.SpmdError, match=r"info\.metrics cannot be changed here: the change would be lost"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"info\.metrics cannot be changed here: the change would be lost"
+    ):
         fit(steps=2, callbacks=[kind()])
 
 
-# stopping -------------------------------------------------------------------------------------------------------------
+# stopping -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(quick=3)
@@ -193,21 +253,39 @@ def test_stop_at_a_step_is_exact(step):
 
 
 def test_stop_at_a_step_is_exact_with_many_steps_per_call():
-    result = fit(spmd.data.resident(numbers(), steps_per_call=3), epochs=3, callbacks=[callbacks.StopAt(step=5)])
+    result = fit(
+        spmd.data.resident(numbers(), steps_per_call=3),
+        epochs=3,
+        callbacks=[callbacks.StopAt(step=5)],
+    )
     assert int(result.state.step) == 5
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize("event, at, stop", [("on_eval", 8, 9), ("on_checkpoint", 8, 10), ("on_step", 8, 11)])
+@pytest.mark.parametrize(
+    "event, at, stop", [("on_eval", 8, 9), ("on_checkpoint", 8, 10), ("on_step", 8, 11)]
+)
 def test_stop_at_asked_for_between_calls_of_many_steps_is_exact(event, at, stop, tmp_path):
     """The next call of 8 steps was decided before the evaluation that wants the run to end."""
     callback = callbacks.Callback()
     callback.every = at
     setattr(callback, event, lambda info: info.stop_at(stop) if info.step == at else None)
     if event == "on_step":
-        callback = callbacks.Each(lambda info: info.stop_at(stop) if info.step == at else None, every=at)
-    data, checkpoint = spmd.data.resident(numbers(32 * 24), steps_per_call=8), spmd.Checkpoint(tmp_path, every=8)
-    result = fit(data, epochs=3, eval_data=numbers(40, 1), eval_every=8, checkpoint=checkpoint, callbacks=[callback])
+        callback = callbacks.Each(
+            lambda info: info.stop_at(stop) if info.step == at else None, every=at
+        )
+    data, checkpoint = (
+        spmd.data.resident(numbers(32 * 24), steps_per_call=8),
+        spmd.Checkpoint(tmp_path, every=8),
+    )
+    result = fit(
+        data,
+        epochs=3,
+        eval_data=numbers(40, 1),
+        eval_every=8,
+        checkpoint=checkpoint,
+        callbacks=[callback],
+    )
     assert int(result.state.step) == len(result.history) == stop
 
 
@@ -224,7 +302,10 @@ def test_stop_after_seconds():
 
 
 def test_a_callback_stops_the_run_and_the_first_reason_counts():
-    result = fit(epochs=1000, callbacks=[lambda info: info.stop("enough"), lambda info: info.stop("too late")])
+    result = fit(
+        epochs=1000,
+        callbacks=[lambda info: info.stop("enough"), lambda info: info.stop("too late")],
+    )
     assert result.stop_reason == "enough" and int(result.state.step) == 2
 
 
@@ -264,13 +345,14 @@ def look(stopping, metric, values, event="on_eval"):
 def test_early_stopping_counts_looks_without_improvement(options, values, count):
     assert look(callbacks.EarlyStopping("eval_score", **options), "eval_score", values)[0] == count
     assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_step")[0] == count
-    assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_eval")[0] is None  # a training metric
+    # a training metric
+    assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_eval")[0] is None
 
 
 def test_early_stopping_says_why():
-    assert look(callbacks.EarlyStopping("eval_score", patience=1, mode="max"), "eval_score", [0.5, 0.25])[1] == (
-        "eval_score has not improved in 1 checks; the best value is 0.5"
-    )
+    assert look(
+        callbacks.EarlyStopping("eval_score", patience=1, mode="max"), "eval_score", [0.5, 0.25]
+    )[1] == ("eval_score has not improved in 1 checks; the best value is 0.5")
     assert look(callbacks.EarlyStopping("eval_score", patience=1), "eval_score", [math.nan])[1] == (
         "eval_score has not improved in 1 checks; none of its values is finite"
     )
@@ -284,11 +366,19 @@ def test_early_stopping_starts_afresh_in_each_run():
 
 @pytest.mark.parametrize("metric, evaluations, steps", [("eval_loss", 3, 9), ("loss", 0, 4)])
 def test_early_stopping_stops_a_run(metric, evaluations, steps):
-    """With a learning rate of 0 nothing ever improves: the first look is the best, and `patience` more are waited for.
-    The training metric is the same in each step, looked at every 2; the state stops at once, as such a look is exact."""
+    """With a learning rate of 0 nothing ever improves: the first look is the best, and `patience`
+    more are waited for. The training metric is the same in each step, looked at every 2; the state
+    stops at once, as such a look is exact.
+    """
     data = {name: np.repeat(leaf[:1], 96, axis=0) for name, leaf in numbers().items()}
     stopping = callbacks.EarlyStopping(metric, patience=2 if evaluations else 1, every=2)
-    result = fit(data, optimizer=optax.sgd(0.0), epochs=100, eval_data=data if evaluations else None, callbacks=[stopping])
+    result = fit(
+        data,
+        optimizer=optax.sgd(0.0),
+        epochs=100,
+        eval_data=data if evaluations else None,
+        callbacks=[stopping],
+    )
     assert result.stop_reason.startswith(f"{metric} has not improved in")
     assert int(result.state.step) == steps
     assert len(result.history.evaluations) == evaluations
@@ -298,10 +388,13 @@ def test_early_stopping_stops_a_run(metric, evaluations, steps):
 def test_early_stopping_on_a_metric_that_is_not_there(metric, near):
     with pytest.raises(OptionError) as raised:
         fit(epochs=1, eval_data=numbers(40, 1), callbacks=[callbacks.EarlyStopping(metric)])
-    assert str(raised.value) == f'EarlyStopping: there is no metric "{metric}".\n    fix: did you mean "{near}"?'
+    assert (
+        str(raised.value)
+        == f'EarlyStopping: there is no metric "{metric}".\n    fix: did you mean "{near}"?'
+    )
 
 
-# what cannot be meant -------------------------------------------------------------------------------------------------
+# what cannot be meant -----------------------------------------------------------------------------
 
 BAD = {
     "a class": (callbacks.StopAt, "is neither an spmd.callbacks.Callback nor a function of info."),
@@ -319,25 +412,33 @@ def test_what_is_no_callback(bad, text):
 
 
 def test_a_mode_that_does_not_exist():
-    with pytest.raises(OptionError, match=r'EarlyStopping: no mode "mni"\.\n    fix: did you mean "min"\?'):
+    with pytest.raises(
+        OptionError, match=r'EarlyStopping: no mode "mni"\.\n    fix: did you mean "min"\?'
+    ):
         callbacks.EarlyStopping(mode="mni")
 
 
 @pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 0}, {"patience": 1.5}])
 def test_a_patience_that_never_waits(options):
-    with pytest.raises(OptionError, match=r"EarlyStopping: patience=.*.\n    fix: a whole number from 1"):
+    with pytest.raises(
+        OptionError, match=r"EarlyStopping: patience=.*.\n    fix: a whole number from 1"
+    ):
         callbacks.EarlyStopping(**options)
 
 
 @pytest.mark.parametrize("options", [{}, {"step": 0}, {"seconds": -1.0}])
 def test_a_stop_that_says_nothing(options):
-    with pytest.raises(OptionError, match=r"StopAt\(.*\)\.\n    fix: step from 1, seconds from 0, or both"):
+    with pytest.raises(
+        OptionError, match=r"StopAt\(.*\)\.\n    fix: step from 1, seconds from 0, or both"
+    ):
         callbacks.StopAt(**options)
 
 
 def test_callbacks_and_loggers_are_lists():
     for option in ("callbacks", "loggers"):
-        with pytest.raises(OptionError, match=f"{option}=5 is an int.\n    fix: a list of {option}."):
+        with pytest.raises(
+            OptionError, match=f"{option}=5 is an int.\n    fix: a list of {option}."
+        ):
             fit(**{option: 5})
 
 
@@ -362,7 +463,10 @@ def test_a_callback_may_fail_so_often_in_a_row(caplog):
     undisturbed, upload, later = fit(epochs=1), Upload({1, 2, 4}, may_fail=2), Recorder()
     assert same(fit(epochs=1, callbacks=[upload, later]).state, undisturbed.state)
     assert upload.calls == 4 and later.events[-1][0] == "stop"  # three steps, and the end
-    wanted = "step 2: callback Upload.on_step raises OSError: no route to host; training continues, failure 2 of at most 2 in a row."
+    wanted = (
+        "step 2: callback Upload.on_step raises OSError: no route to host; training continues, "
+        "failure 2 of at most 2 in a row."
+    )
     assert [message for message in caplog.messages if "Upload" in message][1] == wanted
     with pytest.raises(CallbackError, match=r"step 3: callback Upload.on_step raises OSError"):
         fit(epochs=1, callbacks=[Upload({1, 2, 3}, may_fail=2)])
@@ -398,7 +502,7 @@ def diverge(info):
     raise DivergedError("the sky is falling.")
 
 
-# not a number ---------------------------------------------------------------------------------------------------------
+# not a number -------------------------------------------------------------------------------------
 
 
 def spoilt(step, batch_size=32, count=320):
@@ -413,18 +517,27 @@ def test_the_step_and_the_metric_are_named_and_the_checkpoint_before_stays_the_n
     """The NaN appears in step 5, where a checkpoint is due as well: it is not written."""
     recorder = Recorder()
     with pytest.raises(DivergedError) as raised:
-        fit(spoilt(5), shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100), callbacks=[recorder])
+        fit(
+            spoilt(5),
+            shuffle=False,
+            checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100),
+            callbacks=[recorder],
+        )
     assert str(raised.value) == (
         f'step 5: metric "loss" is nan. The last checkpoint is step 4 in {tmp_path}.\n'
         "    fix: correct the data: x is nan in row 131 of the data. If that is intended, "
-        "lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step."
+        "lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch "
+        "of this step."
     )
     assert not getattr(raised.value, "__notes__", [])
     store = spmd.run.checkpoint.CheckpointStore(spmd.Checkpoint(tmp_path, every=1, keep=100))
     assert store.steps() == [1, 2, 3, 4]
     store.close()
     assert recorder.events[-1][0] == "stop"
-    repaired = {"checkpoint": spmd.Checkpoint(tmp_path, every=1, keep=100), "resume": "changed_data"}
+    repaired = {
+        "checkpoint": spmd.Checkpoint(tmp_path, every=1, keep=100),
+        "resume": "changed_data",
+    }
     rest = fit(numbers(320), shuffle=False, **repaired)
     assert same(rest.state, fit(numbers(320), shuffle=False).state)
 
@@ -435,20 +548,36 @@ def test_terminate_on_nan_names_classes_of_cross_entropy(masked):
     mask, data = {"mask": np.ones(96, bool)} if masked else {}, numbers(96)
     data = {"x": data["x"], "y": np.zeros(96, np.int32), **mask}
     data["y"][70] = 7
-    model = spmd.FunctionalModel(lambda key: {"w": np.ones((data["x"].shape[1], 3), np.float32)}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": np.ones((data["x"].shape[1], 3), np.float32)},
+        lambda params, x: x @ params["w"],
+    )
     loss = spmd.losses.cross_entropy.on(mask="mask") if masked else spmd.losses.cross_entropy
     with pytest.raises(DivergedError) as raised:
-        spmd.fit(model, data, loss=loss, optimizer=optax.sgd(0.1), batch_size=32, epochs=1, shuffle=False, progress=False)
+        spmd.fit(
+            model,
+            data,
+            loss=loss,
+            optimizer=optax.sgd(0.1),
+            batch_size=32,
+            epochs=1,
+            shuffle=False,
+            progress=False,
+        )
     also = ', and where the mask "mask" is neither 0 nor 1' if masked else ""
     assert str(raised.value) == (
         'step 3: metric "loss" is nan. There is no checkpoint.\n'
-        "    fix: lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect the batch of this step: "
-        f"spmd.losses.cross_entropy is NaN where a target is not one of the model's classes, 0 to 2{also}."
+        "    fix: lower the learning rate, clip gradients (optax.clip_by_global_norm), or inspect "
+        "the batch of this step: "
+        "spmd.losses.cross_entropy is NaN where a target is not one of the model's classes, 0 to "
+        f"2{also}."
     )
 
 
 def test_a_run_without_checkpoints_says_so():
-    with pytest.raises(DivergedError, match=r'^step 3: metric "loss" is nan\. There is no checkpoint\.'):
+    with pytest.raises(
+        DivergedError, match=r'^step 3: metric "loss" is nan\. There is no checkpoint\.'
+    ):
         fit(spoilt(3), shuffle=False)
 
 
@@ -458,7 +587,8 @@ def test_the_first_step_has_its_own_message():
     usual = "a log of 0 or a division by 0 in the loss, or too large initial values."
     assert str(raised.value) == (
         "the loss is nan at the first step.\n"
-        f"    fix: correct the data: x is nan in row 3 of the data. If that is intended, look for {usual}"
+        "    fix: correct the data: x is nan in row 3 of the data. If that is intended, look for "
+        f"{usual}"
     )
     with pytest.raises(DivergedError) as raised:
         fit(loss=lambda model, batch: jnp.log(-jnp.abs(model(batch["x"])).sum(1)))
@@ -467,7 +597,9 @@ def test_the_first_step_has_its_own_message():
 
 def test_the_first_step_of_a_resumed_run_is_not_the_first(tmp_path):
     fit(spoilt(5), shuffle=False, steps=4, checkpoint=tmp_path)
-    with pytest.raises(DivergedError, match=r'^step 5: metric "loss" is nan\. The last checkpoint is step 4'):
+    with pytest.raises(
+        DivergedError, match=r'^step 5: metric "loss" is nan\. The last checkpoint is step 4'
+    ):
         fit(spoilt(5), shuffle=False, checkpoint=tmp_path, resume=True)
 
 
@@ -480,7 +612,8 @@ def test_any_metric_can_be_watched():
     watching = callbacks.TerminateOnNaN(metrics=("loss", "inverse"))
     with pytest.raises(DivergedError, match=r'^step 3: metric "inverse" is inf\.'):
         fit(data, loss=loss, shuffle=False, callbacks=[watching])
-    assert math.isinf(fit(data, loss=loss, shuffle=False).history["inverse"][2])  # the loss alone is watched by default
+    # the loss alone is watched by default
+    assert math.isinf(fit(data, loss=loss, shuffle=False).history["inverse"][2])
 
 
 def test_watching_can_be_turned_off_after_the_first_step():
@@ -494,11 +627,16 @@ def test_what_would_do_nothing_is_refused():
         def on_step_end(self, info):
             pass
 
-    with pytest.raises(spmd.SpmdError, match=r"callback Keras: nothing calls on_step_end.\n    fix: did you mean \"on_step\""):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"callback Keras: nothing calls on_step_end.\n    fix: did you mean \"on_step\"",
+    ):
         fit_net(labelled(32), epochs=1, callbacks=[Keras()])
 
     def stops(info):
         info.stop = True
 
-    with pytest.raises(CallbackError, match=r"callback stops\.on_step raises AttributeError: .*stop"):
+    with pytest.raises(
+        CallbackError, match=r"callback stops\.on_step raises AttributeError: .*stop"
+    ):
         fit_net(labelled(32), epochs=1, callbacks=[stops])

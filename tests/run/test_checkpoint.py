@@ -1,4 +1,6 @@
-"""Checkpoints: a run that was stopped and resumed is one that was never stopped, on any mesh, and says so when it cannot be."""
+"""Checkpoints: a run that was stopped and resumed is one that was never stopped, on any mesh, and
+says so when it cannot be.
+"""
 
 import functools
 import json
@@ -22,15 +24,20 @@ def opened(path, **options):
 
 
 def steps_on_disk(path):
-    return sorted(int(entry.name) for entry in (path / "checkpoints").iterdir() if entry.name.isdigit())
+    return sorted(
+        int(entry.name) for entry in (path / "checkpoints").iterdir() if entry.name.isdigit()
+    )
 
 
-# stopped and resumed --------------------------------------------------------------------------------------------------
+# stopped and resumed ------------------------------------------------------------------------------
 
 
 def lists():
     data = numbers(80)
-    return [{name: leaf[first : first + 32] for name, leaf in data.items()} for first in range(0, 80, 32)]
+    return [
+        {name: leaf[first : first + 32] for name, leaf in data.items()}
+        for first in range(0, 80, 32)
+    ]
 
 
 RUNS = {  # the first has everything that a stop could lose, the others another kind of data
@@ -49,7 +56,9 @@ def undisturbed(kind):
 @pytest.mark.parametrize("stop", [4, 6], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
-    """Parameters, moments, batch statistics, dropout's stream, the order of the data: bit for bit."""
+    """Parameters, moments, batch statistics, dropout's stream, the order of the data: bit for
+    bit.
+    """
     uninterrupted = undisturbed(kind)
     first = RUNS[kind](steps=stop, checkpoint=tmp_path)
     rest = RUNS[kind](epochs=3, checkpoint=tmp_path, resume=True)
@@ -62,8 +71,13 @@ def test_resumed_run_matches_uninterrupted_run(kind, stop, tmp_path):
 
 @pytest.mark.system
 def test_reference_runs_depend_on_order_and_dropout():
-    """Otherwise another seed would change nothing, and the comparisons above would prove nothing."""
-    assert fit_net(labelled(80), steps=4, seed=1).history["loss"] != undisturbed("arrays").history["loss"][:4]
+    """Otherwise another seed would change nothing, and the comparisons above would prove
+    nothing.
+    """
+    assert (
+        fit_net(labelled(80), steps=4, seed=1).history["loss"]
+        != undisturbed("arrays").history["loss"][:4]
+    )
     assert undisturbed("list").history["loss"] != fit(numbers(80), epochs=3).history["loss"]
     assert undisturbed("list").history["loss"] == undisturbed("function").history["loss"]
 
@@ -81,7 +95,11 @@ def test_stopped_many_times(tmp_path):
 def test_resuming_a_finished_run_trains_no_step(tmp_path):
     uninterrupted = fit(epochs=2, checkpoint=tmp_path)
     again = fit(epochs=2, checkpoint=tmp_path, resume=True)
-    assert same(again.state, uninterrupted.state) and len(again.history) == 0 and again.stop_reason is None
+    assert (
+        same(again.state, uninterrupted.state)
+        and len(again.history) == 0
+        and again.stop_reason is None
+    )
     longer = fit(epochs=3, checkpoint=tmp_path, resume=True)
     assert same(longer.state, fit(epochs=3).state)
 
@@ -96,13 +114,21 @@ def test_a_generator_read_once_can_be_resumed_with_a_fresh_one(tmp_path):
     assert rest.history["loss"] == undisturbed("list").history["loss"][2:3]
 
 
-# other data -----------------------------------------------------------------------------------------------------------
+# other data ---------------------------------------------------------------------------------------
 
 
 def test_resume_refuses_other_data_options(tmp_path):
     fit(numbers(96), steps=4, checkpoint=tmp_path)
     with pytest.raises(CheckpointError) as raised:
-        fit(numbers(64), batch_size=16, shuffle=False, seed=1, steps=8, checkpoint=tmp_path, resume=True)
+        fit(
+            numbers(64),
+            batch_size=16,
+            shuffle=False,
+            seed=1,
+            steps=8,
+            checkpoint=tmp_path,
+            resume=True,
+        )
     assert str(raised.value) == (
         f"the run in {tmp_path} cannot be resumed: its data is not the same\n"
         "4 problems:\n"
@@ -118,14 +144,17 @@ def test_resume_refuses_other_data_options(tmp_path):
         "\n"
         "  seed\n"
         "      saved 0, now 1\n"
-        '      fix: data, batches and order as the run began; or resume="changed_data", which keeps weights, optimizer and step, and says '
+        '      fix: data, batches and order as the run began; or resume="changed_data", which '
+        "keeps weights, optimizer and step, and says "
         "what of the order is lost."
     )
 
 
 @pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"batch_size": 16}, {"data": numbers(95)}, {"shuffle": False}], ids=lambda c: next(iter(c))
+    "change",
+    [{"seed": 1}, {"batch_size": 16}, {"data": numbers(95)}, {"shuffle": False}],
+    ids=lambda c: next(iter(c)),
 )
 def test_resume_refuses_each_difference_alone(change, tmp_path):
     fit(steps=1, checkpoint=tmp_path)
@@ -139,23 +168,38 @@ def test_resume_refuses_an_iterable_of_another_length_or_size(tmp_path):
     with pytest.raises(CheckpointError, match="batches\n      saved 3, now 2"):
         fit(lists()[:2], batch_size=None, steps=3, checkpoint=tmp_path, resume=True)
     with pytest.raises(CheckpointError, match="batch_size\n      saved 32, now 16"):
-        fit([{k: v[:16] for k, v in batch.items()} for batch in lists()], batch_size=None, steps=3, checkpoint=tmp_path, resume=True)
+        fit(
+            [{k: v[:16] for k, v in batch.items()} for batch in lists()],
+            batch_size=None,
+            steps=3,
+            checkpoint=tmp_path,
+            resume=True,
+        )
 
 
-# another mesh, another layout -----------------------------------------------------------------------------------------
+# another mesh, another layout ---------------------------------------------------------------------
 
 PLACES = {
     "8 devices, replicated": lambda: ("data=8", "data_parallel"),
     "8 devices, fsdp": lambda: ("data=8", "fsdp"),
     "4 devices, fsdp": lambda: (spmd.make_mesh("data=4", devices=jax.devices()[:4]), "fsdp"),
-    "4 devices, replicated": lambda: (spmd.make_mesh("data=4", devices=jax.devices()[:4]), "data_parallel"),
+    "4 devices, replicated": lambda: (
+        spmd.make_mesh("data=4", devices=jax.devices()[:4]),
+        "data_parallel",
+    ),
     "1 device": lambda: (spmd.make_mesh("data=1", devices=jax.devices()[:1]), "data_parallel"),
 }
 
 
 def trainer_at(place):
     mesh, layout = PLACES[place]()
-    return spmd.Trainer(lambda: Net(nnx.Rngs(0)), loss=spmd.losses.cross_entropy, optimizer=optax.adam(1e-2), mesh=mesh, layout=layout)
+    return spmd.Trainer(
+        lambda: Net(nnx.Rngs(0)),
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.adam(1e-2),
+        mesh=mesh,
+        layout=layout,
+    )
 
 
 @functools.cache
@@ -193,14 +237,22 @@ def test_restored_anywhere_bit_for_bit(there, here, tmp_path):
         assert leaf.sharding == target.sharding and leaf.dtype == target.dtype
 
     def sharded_paths(tree):
-        return {path for path, leaf in flatten(tree.params).items() if not leaf.sharding.is_fully_replicated}
+        return {
+            path
+            for path, leaf in flatten(tree.params).items()
+            if not leaf.sharding.is_fully_replicated
+        }
 
     assert sharded_paths(restored) == sharded_paths(wanted)
-    assert sharded_paths(restored) != sharded_paths(state) or len(restored.step.devices()) != len(state.step.devices())
+    assert sharded_paths(restored) != sharded_paths(state) or len(restored.step.devices()) != len(
+        state.step.devices()
+    )
 
 
 def test_training_resumes_on_fewer_devices(tmp_path):
-    """The same run on fewer and fewer devices. Sums over workers are taken in another order, hence 1e-5."""
+    """The same run on fewer and fewer devices. Sums over workers are taken in another order, hence
+    1e-5.
+    """
     places = ["8 devices, fsdp", "4 devices, replicated", "1 device"]
     losses = []
     for stop, place in zip((3, 6, 9), places, strict=True):
@@ -214,7 +266,7 @@ def test_training_resumes_on_fewer_devices(tmp_path):
     np.testing.assert_allclose(result.state.params["w"], uninterrupted.state.params["w"], rtol=1e-5)
 
 
-# what does not fit ----------------------------------------------------------------------------------------------------
+# what does not fit --------------------------------------------------------------------------------
 
 
 @pytest.mark.system
@@ -245,8 +297,13 @@ def test_restore_lists_every_array_that_does_not_fit(tmp_path):
     text = str(raised.value)
     head, _, body = text.partition("\n\n")
     body, _, fix = body.partition("\n    fix: ")
-    assert fix.startswith('2 arrays of the model fit. Trainer.restore(folder, only="up/*") puts them into a new state')
-    assert head == (f"the checkpoint of step 1 in {tmp_path} does not fit this model and optimizer\n22 problems (4 arrays fit):")
+    assert fix.startswith(
+        '2 arrays of the model fit. Trainer.restore(folder, only="up/*") puts them into a new state'
+    )
+    assert head == (
+        f"the checkpoint of step 1 in {tmp_path} does not fit this model and optimizer\n22 "
+        "problems (4 arrays fit):"
+    )
     assert (
         "  params/out/kernel\n      saved float32[16, 3], wanted float32[16, 5]\n" in body
         and body.count("saved float32[16], wanted nothing") == 1
@@ -285,7 +342,8 @@ def test_restore_into_wider_model_lists_every_difference(tmp_path):
         "\n"
         "  opt/0/trace/w\n"
         "      saved nothing, wanted float32[16, 1]\n\n"
-        "    fix: the model, and the optimizer, that the run was trained with; or another folder, for a run of this one."
+        "    fix: the model, and the optimizer, that the run was trained with; or another folder, "
+        "for a run of this one."
     )
 
 
@@ -304,11 +362,20 @@ def test_invalid_checkpoint_options_are_refused(options, text):
     assert str(raised.value) == text
 
 
-# which are kept -------------------------------------------------------------------------------------------------------
+# which are kept -----------------------------------------------------------------------------------
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("keep, left", [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9]), (100, list(range(1, 10))), (None, list(range(1, 10)))])
+@pytest.mark.parametrize(
+    "keep, left",
+    [
+        (1, [9]),
+        (2, [8, 9]),
+        (4, [6, 7, 8, 9]),
+        (100, list(range(1, 10))),
+        (None, list(range(1, 10))),
+    ],
+)
 def test_the_newest_are_kept(keep, left, tmp_path):
     fit(epochs=3, checkpoint=Checkpoint(tmp_path, every=1, keep=keep))
     assert steps_on_disk(tmp_path) == left
@@ -322,7 +389,9 @@ def test_how_often_and_the_last_step_always(every, left, tmp_path):
 
 
 class Scripted:
-    """Evaluation results as written down: the metric reads the data, and the data changes from one evaluation to the next."""
+    """Evaluation results as written down: the metric reads the data, and the data changes from one
+    evaluation to the next.
+    """
 
     def __init__(self, scores):
         self.scores = iter(scores)
@@ -339,7 +408,9 @@ def loss_and_score(model, batch):
 def scored(scores, path, **options):
     config = Checkpoint(path, **{"best": "eval_score", "keep": 1, **options})
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
-    return fit(data, loss=loss_and_score, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config)
+    return fit(
+        data, loss=loss_and_score, epochs=len(scores), eval_data=Scripted(scores), checkpoint=config
+    )
 
 
 @pytest.mark.sampled(quick=4)
@@ -370,7 +441,14 @@ def test_the_best_survives_a_resumed_run(tmp_path):
     scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max")
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
     config = Checkpoint(tmp_path, best="eval_score", mode="max", keep=1)
-    result = fit(data, loss=loss_and_score, epochs=6, eval_data=Scripted([0.1, 0.2]), checkpoint=config, resume=True)
+    result = fit(
+        data,
+        loss=loss_and_score,
+        epochs=6,
+        eval_data=Scripted([0.1, 0.2]),
+        checkpoint=config,
+        resume=True,
+    )
     assert steps_on_disk(tmp_path) == [6, 18], "step 6, of the first run, is still the best"
     assert int(result.trainer.restore(tmp_path, step="best").step) == 6
 
@@ -379,20 +457,30 @@ def test_the_best_survives_a_resumed_run(tmp_path):
 def test_the_best_and_any_other_can_be_loaded(tmp_path):
     result = scored([0.5, 0.75, 0.25, 0.5], tmp_path, mode="max", keep=2)
     trainer = result.trainer
-    steps = {which: int(trainer.restore(tmp_path, step=which).step) for which in ("best", "latest", 9)}
+    steps = {
+        which: int(trainer.restore(tmp_path, step=which).step) for which in ("best", "latest", 9)
+    }
     assert steps == {"best": 6, "latest": 12, 9: 9}
     assert same(trainer.restore(tmp_path), result.state)
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
     trainer = fit(epochs=1, checkpoint=tmp_path).trainer
-    for which, text in (("best", "does not rank checkpoints"), (7, "there is no checkpoint of step 7 in .*\n    fix: 3\\.")):
+    for which, text in (
+        ("best", "does not rank checkpoints"),
+        (7, "there is no checkpoint of step 7 in .*\n    fix: 3\\."),
+    ):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(tmp_path, step=which)
-    for path, text in ((tmp_path / "none", "there is no such folder"), (None, "there is no such folder")):
+    for path, text in (
+        (tmp_path / "none", "there is no such folder"),
+        (None, "there is no such folder"),
+    ):
         with pytest.raises(CheckpointError, match=text):
             trainer.restore(path)
-    with pytest.raises(OptionError, match=r"checkpoint=5 is an int\.\n    fix: a folder, or an spmd\.Checkpoint\."):
+    with pytest.raises(
+        OptionError, match=r"checkpoint=5 is an int\.\n    fix: a folder, or an spmd\.Checkpoint\."
+    ):
         fit(epochs=1, checkpoint=5)
 
 
@@ -404,7 +492,8 @@ def test_restore_of_a_file_names_the_run_that_it_is_in(name, tmp_path):
         trainer.restore(tmp_path / name)
     file = tmp_path / name
     assert str(raised.value) == (
-        f"checkpoint={short_repr(str(file))}: {file} is a file, and not the folder of a run.\n    fix: {tmp_path}, which it is in."
+        f"checkpoint={short_repr(str(file))}: {file} is a file, and not the folder of a run.\n    "
+        f"fix: {tmp_path}, which it is in."
     )
     assert int(trainer.restore(tmp_path).step) == 3
 
@@ -416,7 +505,8 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
         trainer.restore(file)
     assert (
         str(raised.value)
-        == f"checkpoint={short_repr(str(file))}: {file} is a file.\n    fix: the folder of a run, which fit(checkpoint=...) was given."
+        == f"checkpoint={short_repr(str(file))}: {file} is a file.\n    fix: the folder of a run, "
+        "which fit(checkpoint=...) was given."
     )
 
 
@@ -424,7 +514,15 @@ def test_restore_of_a_file_that_is_in_no_run(tmp_path):
 def test_resume_records_changed_options(tmp_path, capsys):
     fit(epochs=1, checkpoint=tmp_path, mesh={"data": 8})
     four = spmd.make_mesh("data=4", devices=jax.devices()[:4])
-    fit(epochs=2, checkpoint=tmp_path, mesh=four, resume=True, accumulate=2, layout="fsdp", progress=True)
+    fit(
+        epochs=2,
+        checkpoint=tmp_path,
+        mesh=four,
+        resume=True,
+        accumulate=2,
+        layout="fsdp",
+        progress=True,
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["changed"] for line in records if line.get("event") == "resumed"] == [
         ["mesh was data=8, is data=4", "accumulate was 1, is 2", "the layout has changed"]
@@ -434,7 +532,9 @@ def test_resume_records_changed_options(tmp_path, capsys):
 
 @pytest.mark.system
 def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
-    """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save of step 8."""
+    """Saves every 2 steps, epochs of 3: evaluated at 2, 3, 4, 6, 8, 9, 10, 12; the best is the save
+    of step 8.
+    """
     scores = [0.1, 0.9, 0.2, 0.3, 0.7, 0.8, 0.4, 0.5]
     data = {**numbers(96), "score": np.zeros(96, np.float32)}
     config = Checkpoint(tmp_path, every=2, keep=1, best="eval_score", mode="max")
@@ -446,17 +546,24 @@ def test_every_checkpoint_that_could_be_the_best_is_evaluated(tmp_path):
 def test_a_best_metric_that_is_not_there(tmp_path):
     with pytest.raises(OptionError) as raised:
         scored([0.5], tmp_path, best="eval_scores")
-    assert str(raised.value) == 'Checkpoint: there is no metric "eval_scores".\n    fix: did you mean "eval_score"?'
+    assert (
+        str(raised.value)
+        == 'Checkpoint: there is no metric "eval_scores".\n    fix: did you mean "eval_score"?'
+    )
 
 
-# beside the arrays ----------------------------------------------------------------------------------------------------
+# beside the arrays --------------------------------------------------------------------------------
 
 
 def test_the_layout_stands_beside(tmp_path):
     fit(steps=1, checkpoint=tmp_path, layout="fsdp")
     text = spmd.Layout.load("fsdp").to_toml()
     assert (tmp_path / "layout.toml").read_text() == text
-    assert spmd.Layout.load(tmp_path / "layout.toml") == spmd.Layout.load("fsdp") != spmd.Layout.load("data_parallel")
+    assert (
+        spmd.Layout.load(tmp_path / "layout.toml")
+        == spmd.Layout.load("fsdp")
+        != spmd.Layout.load("data_parallel")
+    )
     store = opened(tmp_path)
     meta = store.meta(1)
     store.close()
@@ -466,13 +573,17 @@ def test_the_layout_stands_beside(tmp_path):
     json.dumps(meta)
 
 
-# asynchronous saving --------------------------------------------------------------------------------------------------
+# asynchronous saving ------------------------------------------------------------------------------
 
 
 @pytest.mark.system
 def test_steps_that_follow_do_not_change_what_is_being_saved(tmp_path):
-    """The state is donated to the next step while it is still being written: 16 MiB, so that this takes a while."""
-    trainer = spmd.Trainer(linear(500_000), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1))
+    """The state is donated to the next step while it is still being written: 16 MiB, so that this
+    takes a while.
+    """
+    trainer = spmd.Trainer(
+        linear(500_000), loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.1)
+    )
     batch = {"x": np.ones((8, 500_000), np.float32), "y": np.ones((8, 1), np.float32)}
     state, copies = trainer.init(), {}
     store = opened(tmp_path, keep=100)
@@ -506,44 +617,68 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     state, _ = trained("8 devices, replicated")
     store = opened(tmp_path)
     store.save(state, 2, {}, {})
-    monkeypatch.setattr(store._manager, "check_for_errors", lambda: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(CheckpointError, match=rf"a checkpoint could not be written to {tmp_path}: OSError: no space left"):
+    monkeypatch.setattr(
+        store._manager, "check_for_errors", lambda: (_ for _ in ()).throw(OSError("no space left"))
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=rf"a checkpoint could not be written to {tmp_path}: OSError: no space left",
+    ):
         store.close()
 
 
-# what a user may forget ------------------------------------------------------------------------------------------------
+# what a user may forget ---------------------------------------------------------------------------
 
 
 def test_resume_refuses_another_seed(tmp_path):
-    batches = [{"x": np.ones((8, 1), np.float32) * n, "y": np.ones((8, 1), np.float32)} for n in range(4)]
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "checkpoint": tmp_path}
+    batches = [
+        {"x": np.ones((8, 1), np.float32) * n, "y": np.ones((8, 1), np.float32)} for n in range(4)
+    ]
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.sgd(0.1),
+        "checkpoint": tmp_path,
+    }
     spmd.fit(linear(1), batches, steps=2, **options)
     with pytest.raises(spmd.errors.CheckpointError, match="saved 0, now 7"):
         spmd.fit(linear(1), batches, epochs=1, resume=True, seed=7, **options)
-    result = spmd.fit(linear(1), batches, epochs=1, resume=True, **options)  # the folder was released
+    # the folder was released
+    result = spmd.fit(linear(1), batches, epochs=1, resume=True, **options)
     assert int(result.state.step) == 4
 
 
 def test_best_without_an_evaluation(tmp_path):
-    with pytest.raises(OptionError, match=r"Checkpoint\(best=...\) is 'eval_loss', but there is nothing to evaluate"):
+    with pytest.raises(
+        OptionError,
+        match=r"Checkpoint\(best=...\) is 'eval_loss', but there is nothing to evaluate",
+    ):
         fit(epochs=1, checkpoint=spmd.Checkpoint(tmp_path, best="eval_loss"))
     with pytest.raises(OptionError, match="eval_every is 2, but there is nothing to evaluate"):
         fit(epochs=1, eval_every=2)
 
 
 def test_best_of_data_whose_length_is_not_known(tmp_path):
-    """The last step of an epoch is known to be the last, so its checkpoint is judged by the evaluation of that epoch."""
+    """The last step of an epoch is known to be the last, so its checkpoint is judged by the
+    evaluation of that epoch.
+    """
 
     def batches():
         for n in range(3):
             yield {"x": np.full((8, 1), n, np.float32), "y": np.ones((8, 1), np.float32)}
 
     spmd.fit(
-        linear(1), batches, loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(-0.1), epochs=2, eval_data=list(batches()),
+        linear(1),
+        batches,
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(-0.1),
+        epochs=2,
+        eval_data=list(batches()),
         checkpoint=spmd.Checkpoint(tmp_path, every=3, keep=1, best="eval_loss"),
-    )  # fmt: skip
+    )
     store = opened(tmp_path)
-    assert store.steps() == [3, 6], "step 6 is the newest; step 3 the best, as the rate drives the loss up"
+    assert store.steps() == [3, 6], (
+        "step 6 is the newest; step 3 the best, as the rate drives the loss up"
+    )
     store.close()
 
 
@@ -583,6 +718,11 @@ def test_early_stopping_of_a_resumed_run_stops_where_the_undisturbed_one_does(tm
 def test_resume_in_an_empty_folder_says_that_a_new_run_begins(tmp_path, caplog):
     for resume, said in ((False, 0), (True, 1), (True, 0)):
         caplog.clear()
-        fit_net(steps=1, checkpoint=tmp_path / ("new" if resume else "other"), resume=resume, progress=False)
+        fit_net(
+            steps=1,
+            checkpoint=tmp_path / ("new" if resume else "other"),
+            resume=resume,
+            progress=False,
+        )
         lines = [message for message in caplog.messages if "holds no run to resume" in message]
         assert lines == [f"{tmp_path / 'new'} holds no run to resume: a new one begins"] * said

@@ -36,7 +36,9 @@ def clock(monkeypatch):
 
 
 def launched(monkeypatch, *times):
-    """As in the process of a launcher's attempt: its start, start and end of each attempt, and the start of this one."""
+    """As in the process of a launcher's attempt: its start, start and end of each attempt, and the
+    start of this one.
+    """
     monkeypatch.setenv("SPMD_TIMES", " ".join(map(str, times)))
     monkeypatch.setenv("SPMD_ATTEMPT", str(len(times) // 2 - 1))
     monkeypatch.setattr(time_account, "_accounts", 0)
@@ -45,7 +47,11 @@ def launched(monkeypatch, *times):
 def spent(account):
     """Phases with time, which add up to all of it."""
     goodput = account.goodput if isinstance(account, TimeAccount) else account
-    assert sum(goodput.values()) == goodput.seconds == sum(sum(each.values()) for each in goodput.timeline.bins)
+    assert (
+        sum(goodput.values())
+        == goodput.seconds
+        == sum(sum(each.values()) for each in goodput.timeline.bins)
+    )
     return {phase: seconds for phase, seconds in goodput.items() if seconds}
 
 
@@ -54,7 +60,7 @@ def trained(account, clock, seconds):
         clock.now += seconds
 
 
-# The account -----------------------------------------------------------------------------------------------------------
+# The account --------------------------------------------------------------------------------------
 
 
 def test_time_of_nested_phases_counts_once(clock):
@@ -68,7 +74,12 @@ def test_time_of_nested_phases_counts_once(clock):
                 clock.now += 16.0
             clock.now += 32.0
         clock.now += 64.0
-    assert spent(account) == {"starting": 2.0, "training": 68.0, "evaluating": 40.0, "compiling": 16.0}
+    assert spent(account) == {
+        "starting": 2.0,
+        "training": 68.0,
+        "evaluating": 40.0,
+        "compiling": 16.0,
+    }
 
 
 def test_record_has_goodput_and_rates(clock):
@@ -98,7 +109,11 @@ def test_profiling_is_no_training_and_in_no_rate(clock):
             clock.now += 60.0
         clock.now += 20.0
         rates = account.rates(201, 32 * 201)
-        assert (rates["steps_per_second"], rates["samples_per_second"], rates["goodput"]) == (5.0, 160.0, 0.4)
+        assert (rates["steps_per_second"], rates["samples_per_second"], rates["goodput"]) == (
+            5.0,
+            160.0,
+            0.4,
+        )
         with account("profiling"):
             clock.now += 5.0
         clock.now += 10.0
@@ -143,10 +158,12 @@ def test_time_of_a_call_is_measured_where_the_host_waited_for_it(clock):
     assert account.goodput["waiting for data"] == 3.0
 
 
-# Over attempts -----------------------------------------------------------------------------------------------------------
+# Over attempts ------------------------------------------------------------------------------------
 
 
-def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(clock, tmp_path, monkeypatch):
+def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(
+    clock, tmp_path, monkeypatch
+):
     launched(monkeypatch, 1000.0, 1001.0)
     clock.now = 1004.0
     first = TimeAccount.open(tmp_path)
@@ -162,11 +179,18 @@ def test_restart_continues_the_account_and_counts_lost_steps_as_repeated(clock, 
     second.resume(pace)
     trained(second, clock, 8.0)
     second.close()
-    parts = {"starting": 4.0 + 2.0, "training": 60.0 + 8.0, "repeated": 16.0, "evaluating": 3.0, "down": 7.0}
+    parts = {
+        "starting": 4.0 + 2.0,
+        "training": 60.0 + 8.0,
+        "repeated": 16.0,
+        "evaluating": 3.0,
+        "down": 7.0,
+    }
     assert spent(second) == parts and second.goodput.seconds == 100.0
     assert second.goodput.timeline.attempts == [1001.0, 1090.0]
     assert repr(second.goodput) == (
-        "goodput 68.0 % of 1 min 40 s in 2 attempts: repeated 16.0 %, down 7.0 %, starting 6.0 %, evaluating 3.0 %"
+        "goodput 68.0 % of 1 min 40 s in 2 attempts: repeated 16.0 %, down 7.0 %, starting 6.0 %, "
+        "evaluating 3.0 %"
     )
     assert json.loads((tmp_path / "goodput.json").read_text())["totals"] == parts
 
@@ -203,7 +227,11 @@ def test_attempt_that_left_no_record_is_counted(clock, tmp_path, monkeypatch):
 
 
 def test_resume_by_hand_begins_anew_and_a_requeued_job_does_not(clock, tmp_path, monkeypatch):
-    for begin, restarts, expected in ((1000.0, "0", {}), (2000.0, "0", {}), (3000.0, "1", {"training": 10.0, "down": 990.0})):
+    for begin, restarts, expected in (
+        (1000.0, "0", {}),
+        (2000.0, "0", {}),
+        (3000.0, "1", {"training": 10.0, "down": 990.0}),
+    ):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         clock.now = begin
         account = TimeAccount.open(tmp_path)
@@ -216,12 +244,15 @@ def test_resume_by_hand_begins_anew_and_a_requeued_job_does_not(clock, tmp_path,
 def test_first_run_of_a_process_begins_with_it(clock, tmp_path, monkeypatch):
     monkeypatch.setattr(time_account, "_accounts", 0)
     monkeypatch.setattr(time_account, "_process_start", lambda at: at - 7.0)
-    assert spent(TimeAccount.open(None)) == {"starting": 7.0} and spent(TimeAccount.open(None)) == {}
+    assert (
+        spent(TimeAccount.open(None)) == {"starting": 7.0} and spent(TimeAccount.open(None)) == {}
+    )
 
 
 def test_start_of_the_process(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # another test may have imported it
+    # another test may have imported it
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     at = time_account.now()
     assert at - 1e7 < time_account._process_start(at) < at
     monkeypatch.setenv("SPMD_TIMES", "")  # it waits for calls from a notebook
@@ -277,7 +308,10 @@ def test_training_after_a_save_that_a_kill_ends_is_repeated(clock, tmp_path, mon
 HUGE = f'{{"launched": null, "phase": "training", "began": 1{"0" * 400}}}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}', HUGE])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"phase": "no phase"}', "null", "[" * 100_000, '{"launched": "x"}', HUGE],
+)
 def test_damaged_account_is_left_out(clock, tmp_path, monkeypatch, text):
     (tmp_path / "goodput.json").write_text(text)
     monkeypatch.setenv("SPMD_ATTEMPT", "1")
@@ -317,10 +351,13 @@ def test_account_that_cannot_be_written_is_a_warning(clock, tmp_path, caplog):
     assert "goodput.json cannot be written" in caplog.text and len(caplog.records) == 1
     (tmp_path / "missing").mkdir()  # as a full disk that has room again
     account.close()
-    assert sorted(path.name for path in (tmp_path / "missing").iterdir()) == ["goodput.html", "goodput.json"]
+    assert sorted(path.name for path in (tmp_path / "missing").iterdir()) == [
+        "goodput.html",
+        "goodput.json",
+    ]
 
 
-# The timeline ------------------------------------------------------------------------------------------------------------
+# The timeline -------------------------------------------------------------------------------------
 
 
 def test_timeline_stays_small_and_exact():
@@ -332,7 +369,10 @@ def test_timeline_stays_small_and_exact():
     timeline.repeat(250.0)
     assert timeline.totals == {"saving": 500.0, "training": 750.0, "repeated": 250.0}
     newest = [each for each in timeline.bins if each.get("repeated")]
-    assert newest == timeline.bins[-len(newest) :] and sum(each["repeated"] for each in newest) == 250.0
+    assert (
+        newest == timeline.bins[-len(newest) :]
+        and sum(each["repeated"] for each in newest) == 250.0
+    )
     timeline.charge("down", 1e9)
     assert len(timeline.bins) <= BINS and timeline.totals["down"] == 1e9 - 1500.0
     assert vars(Timeline.from_json(json.loads(json.dumps(timeline.to_json())))) == vars(timeline)
@@ -349,31 +389,59 @@ def test_clock_that_goes_backwards_charges_nothing():
 def test_drawing_covers_the_time_once():
     timeline = Timeline(0.0)
     timeline.attempts = [0.0, 60.0]
-    for phase, until in (("starting", 4.0), ("training", 40.0), ("saving", 41.0), ("training", 50.0), ("down", 60.0), ("training", 96.0)):
+    for phase, until in (
+        ("starting", 4.0),
+        ("training", 40.0),
+        ("saving", 41.0),
+        ("training", 50.0),
+        ("down", 60.0),
+        ("training", 96.0),
+    ):
         timeline.charge(phase, until)
     page = Goodput(timeline).page("A run & its time")
-    assert "<title>A run &amp; its time</title>" in page and "prefers" not in page and "http" not in page.replace("http://www.w3.org", "")
-    boxes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="([\d.]+)" fill="var\(--(\w)\)"', page)
+    assert (
+        "<title>A run &amp; its time</title>" in page
+        and "prefers" not in page
+        and "http" not in page.replace("http://www.w3.org", "")
+    )
+    boxes = re.findall(
+        r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="([\d.]+)" fill="var\(--(\w)\)"',
+        page,
+    )
     strip = [
-        (float(x), float(x) + float(width), float(width) * float(height), colour) for x, width, height, colour in boxes if width != "11.00"
+        (float(x), float(x) + float(width), float(width) * float(height), colour)
+        for x, width, height, colour in boxes
+        if width != "11.00"
     ]
-    assert min(x for x, *_ in strip) == 4.0 and max(end for _, end, *_ in strip) == pytest.approx(956.0, abs=0.01)  # two digits each
-    areas = {phase: sum(area for *_, area, colour in strip if colour == PHASES[phase][0]) / (952.0 * 120.0) for phase in PHASES}
+    # two digits each
+    assert min(x for x, *_ in strip) == 4.0 and max(end for _, end, *_ in strip) == pytest.approx(
+        956.0, abs=0.01
+    )
+    areas = {
+        phase: sum(area for *_, area, colour in strip if colour == PHASES[phase][0])
+        / (952.0 * 120.0)
+        for phase in PHASES
+    }
     shares = {phase: Goodput(timeline).share(phase) for phase in PHASES}
-    assert areas == pytest.approx(shares, abs=3e-4)  # widths and heights have two digits: 5e-6 for each of some 100 boxes
+    # widths and heights have two digits: 5e-6 for each of some 100 boxes
+    assert areas == pytest.approx(shares, abs=3e-4)
     assert page.count("attempt 1<") == page.count("attempt 2<") == 1
 
 
 def test_phases_are_the_keys():
     goodput = Goodput(Timeline(0.0))
-    assert list(goodput) == list(PHASES) and len(goodput) == len(PHASES) and goodput.share("training") == 0.0
+    assert (
+        list(goodput) == list(PHASES)
+        and len(goodput) == len(PHASES)
+        and goodput.share("training") == 0.0
+    )
     with pytest.raises(KeyError, match='no phase "sleeping"'):
         goodput["sleeping"]
     colours = [colour for colour, _ in PHASES.values()]
     assert len(set(colours)) == len(colours)
 
 
-# In a run ----------------------------------------------------------------------------------------------------------------
+# In a run -----------------------------------------------------------------------------------------
 
 
 class Slow:
@@ -401,14 +469,24 @@ def test_run_divides_its_time(clock, tmp_path):
             saved.append(info.step)
             clock.now += 0.25
 
-    result = fit(epochs=2, checkpoint=tmp_path / "run", eval_data=Slow(clock, 16.0), callbacks=[callback, Saves()], log_every=1)
+    result = fit(
+        epochs=2,
+        checkpoint=tmp_path / "run",
+        eval_data=Slow(clock, 16.0),
+        callbacks=[callback, Saves()],
+        log_every=1,
+    )
     assert saved == [3, 6]
     assert spent(result.goodput) == {"training": 6 * 4.0 + 2 * 0.25, "evaluating": 2 * 3 * 16.0}
-    assert result.samples_per_second == 4 * 32 / (result.goodput["training"] - 2 * 4.0), "without the first two steps"
+    assert result.samples_per_second == 4 * 32 / (result.goodput["training"] - 2 * 4.0), (
+        "without the first two steps"
+    )
     assert (tmp_path / "run" / "goodput.html").read_text().count("<svg") == 1
     stored = json.loads((tmp_path / "run" / "goodput.json").read_text())
     assert stored["totals"]["evaluating"] == 96.0 and stored["phase"] == "down"
-    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    last = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ][-1]
     assert last["step"] == 6
 
 
@@ -428,7 +506,9 @@ def test_compiling_counts_where_a_program_is_compiled(clock, monkeypatch):
 
 
 def test_result_and_display_say_it(clock, capsys):
-    result = fit(epochs=1, callbacks=[lambda info: setattr(clock, "now", clock.now + 3.0)], progress=True)
+    result = fit(
+        epochs=1, callbacks=[lambda info: setattr(clock, "now", clock.now + 3.0)], progress=True
+    )
     assert repr(result.goodput) == "goodput 100.0 % of 9 s"
     assert capsys.readouterr().err.splitlines()[-1] == "goodput 100.0 % of 9 s"
     assert "<svg" in result.goodput._repr_html_()
@@ -455,8 +535,15 @@ def test_records_of_a_run_have_them(tmp_path):
 @pytest.mark.system
 def test_replicas_are_checked_at_an_interval_of_steps(monkeypatch):
     seen = []
-    monkeypatch.setattr("spmd.run.callbacks.check_replicas", lambda state, when: seen.append((int(np.asarray(state.step)), when)))
+    monkeypatch.setattr(
+        "spmd.run.callbacks.check_replicas",
+        lambda state, when: seen.append((int(np.asarray(state.step)), when)),
+    )
     fit_net(labelled(80), epochs=2, callbacks=[spmd.callbacks.CheckReplicas(every=3)])
-    assert seen and [step for step, _ in seen] == list(range(3, 3 * len(seen) + 1, 3)) and seen[0][1] == "after step 3"
+    assert (
+        seen
+        and [step for step, _ in seen] == list(range(3, 3 * len(seen) + 1, 3))
+        and seen[0][1] == "after step 3"
+    )
     with pytest.raises(spmd.SpmdError, match="CheckReplicas: every=0"):
         spmd.callbacks.CheckReplicas(every=0)

@@ -20,7 +20,9 @@ from tests.compare import assert_close
 def added(steps, *, constants=lambda before: {"seconds": 2.0 * before}, at_once=1):
     """A history of steps whose sums and counts are known, and these."""
     rng = np.random.default_rng(0)
-    packed = np.stack([rng.normal(size=(steps, 2)), rng.integers(1, 50, (steps, 2))], axis=1).astype(np.float32)
+    packed = np.stack(
+        [rng.normal(size=(steps, 2)), rng.integers(1, 50, (steps, 2))], axis=1
+    ).astype(np.float32)
     history = History(("loss", "accuracy"), constants)
     for first in range(0, steps, at_once):
         history.add_steps(first + 1, packed[first : first + at_once])
@@ -42,7 +44,11 @@ def test_history_is_flat_over_a_million_steps():
             retained[first] = len(pickle.dumps(history))
     early, late = retained.values()
     assert late - early < 1_000_000, "1.3 bytes a step, for the means of windows"
-    assert len(history) == 1_000_000 and len(history["loss"]) < 102_000 and len(list(history.rows())) == len(history["loss"])
+    assert (
+        len(history) == 1_000_000
+        and len(history["loss"]) < 102_000
+        and len(list(history.rows())) == len(history["loss"])
+    )
 
 
 def test_history_keeps_no_buffer_of_a_step():
@@ -59,7 +65,9 @@ def test_history_keeps_no_buffer_of_a_step():
 def test_history_keeps_every_step_of_a_run_that_is_not_long():
     history, packed = added(2500, at_once=100)
     np.testing.assert_array_equal(history["loss"], packed[:, 0, 0] / packed[:, 1, 0])
-    assert [row["step"] for row in history.rows()] == list(range(1, 2501)) and not any("steps" in row for row in history.rows())
+    assert [row["step"] for row in history.rows()] == list(range(1, 2501)) and not any(
+        "steps" in row for row in history.rows()
+    )
     assert history["seconds"] == [2.0 * step for step in range(2500)]
 
 
@@ -85,7 +93,11 @@ def test_history_averages_old_steps_exactly(small, at_once):
 def test_history_of_a_long_run_is_pickled(small):
     history, _ = added(103)
     again = pickle.loads(pickle.dumps(history))
-    assert list(again.rows()) == list(history.rows()) and again.names == history.names == ("loss", "accuracy", "seconds")
+    assert list(again.rows()) == list(history.rows()) and again.names == history.names == (
+        "loss",
+        "accuracy",
+        "seconds",
+    )
     assert "103 steps" in repr(again) and "<svg" in again._repr_html_()
 
 
@@ -104,24 +116,38 @@ def test_history_file_is_continued_by_a_resumed_run(tmp_path):
     uninterrupted = fit(epochs=4, progress=False)
     fit(steps=7, checkpoint=spmd.Checkpoint(tmp_path, every=3), progress=False)
     path = tmp_path / module.FILE
-    with path.open("ab") as stream:  # steps that a killed attempt had made after its last checkpoint, and a half-written one
+    # steps that a killed attempt had made after its last checkpoint, and a half-written one
+    with path.open("ab") as stream:
         lost = np.ones(3, module._row(1, 1))
         lost["step"] = 8, 9, 10
         stream.write(lost.tobytes() + b"half")
     rest = fit(epochs=4, checkpoint=tmp_path, resume=True, progress=False)
-    assert len(rest.history) == 5 and History.read(tmp_path)["loss"] == uninterrupted.history["loss"]
+    assert (
+        len(rest.history) == 5 and History.read(tmp_path)["loss"] == uninterrupted.history["loss"]
+    )
 
 
 @pytest.mark.system
 def test_history_file_of_other_metrics_is_put_aside(tmp_path):
     fit(steps=4, checkpoint=tmp_path, progress=False)
-    fit(steps=6, checkpoint=tmp_path, resume=True, metrics={"error": spmd.metrics.mean_absolute_error}, progress=False)
-    assert [row["step"] for row in History.read(tmp_path).rows()] == [5, 6] and "error" in History.read(tmp_path)
+    fit(
+        steps=6,
+        checkpoint=tmp_path,
+        resume=True,
+        metrics={"error": spmd.metrics.mean_absolute_error},
+        progress=False,
+    )
+    assert [row["step"] for row in History.read(tmp_path).rows()] == [
+        5,
+        6,
+    ] and "error" in History.read(tmp_path)
     assert (tmp_path / "history-before-5.bin").exists()
 
 
 @pytest.mark.parametrize(
-    "left", [b"", b'{"names": ["lo', b'{"names": ["error"], "known": []}\n' + bytes(48)], ids=["none", "half", "others"]
+    "left",
+    [b"", b'{"names": ["lo', b'{"names": ["error"], "known": []}\n' + bytes(48)],
+    ids=["none", "half", "others"],
 )
 def test_history_file_of_a_run_that_starts_again_leaves_nothing(left, tmp_path):
     """None of its steps are part of the new run, as with a file of the same metrics."""
@@ -130,11 +156,15 @@ def test_history_file_of_a_run_that_starts_again_leaves_nothing(left, tmp_path):
     history.write_to(tmp_path, 0)
     history.add_steps(1, np.ones((3, 2, 1), np.float32))
     history.close()
-    assert [path.name for path in tmp_path.iterdir()] == [module.FILE] and History.read(tmp_path)["loss"] == [1.0] * 3
+    assert [path.name for path in tmp_path.iterdir()] == [module.FILE] and History.read(tmp_path)[
+        "loss"
+    ] == [1.0] * 3
 
 
 def test_history_file_after_a_write_in_part(tmp_path, monkeypatch):
-    """A disk takes a part of the rows and then none; there is room again later, and every row is right."""
+    """A disk takes a part of the rows and then none; there is room again later, and every row is
+    right.
+    """
     room, write = [100], os.pwrite
 
     def part(file, content, offset):
@@ -151,7 +181,8 @@ def test_history_file_after_a_write_in_part(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as raised:
         history.flush()
     assert str(raised.value) == (
-        f"the file {tmp_path}/history.bin cannot be written: No space left on device.\n    fix: free some disk space, or another path."
+        f"the file {tmp_path}/history.bin cannot be written: No space left on device.\n    fix: "
+        "free some disk space, or another path."
     )
     assert len(History.read(tmp_path)) < 10
     room[0] = 10**6
@@ -183,10 +214,16 @@ def test_history_file_that_is_none_is_refused(tmp_path, content):
 
 
 def test_history_draws_what_was_counted():
-    """Limits of skipped updates are of those steps alone, and of a run without any there are none."""
+    """Limits of skipped updates are of those steps alone, and of a run without any there are
+    none.
+    """
     history = History(("loss", "loss_limit", "skips_left"))
-    history.add_steps(1, np.array([[[4.0, 5.0, 0.0], [1, 1, 0]], [[3.0, 0.0, 0.0], [1, 0, 0]]], np.float32))
+    history.add_steps(
+        1, np.array([[[4.0, 5.0, 0.0], [1, 1, 0]], [[3.0, 0.0, 0.0], [1, 0, 0]]], np.float32)
+    )
     assert repr(history) == "History of 2 steps and 0 evaluations  loss █▁ 3  loss_limit ▁ 5"
     page = history._repr_html_()
-    assert page.count("<svg") == 2 and "skips_left" not in page and "nothing was measured" not in page
+    assert (
+        page.count("<svg") == 2 and "skips_left" not in page and "nothing was measured" not in page
+    )
     assert history.curves() == {"loss": {1: 4.0, 2: 3.0}, "loss_limit": {1: 5.0}}

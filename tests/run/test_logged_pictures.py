@@ -1,4 +1,6 @@
-"""Pictures from callbacks: files in the run's folder, records that name them, and TensorBoard, which shows them and histograms."""
+"""Pictures from callbacks: files in the run's folder, records that name them, and TensorBoard,
+which shows them and histograms.
+"""
 
 import struct
 import zlib
@@ -25,7 +27,9 @@ def decoded(content):
     while at < len(content):
         (length,) = struct.unpack(">I", content[at : at + 4])
         kind, body = content[at + 4 : at + 8], content[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        assert struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0] == zlib.crc32(
+            kind + body
+        )
         chunks[kind], at = body, at + 12 + length
     width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
     rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
@@ -42,7 +46,10 @@ def test_png_has_the_array(shape):
 def test_pillow_reads_the_png(tmp_path):
     image = pytest.importorskip("PIL.Image")
     path = tmp_path / write_picture(tmp_path, "a_b-c", 7, GRADIENT)
-    assert path == tmp_path / "pictures" / "a_b-c-00000007.png" and (np.asarray(image.open(path)) == GRADIENT).all()
+    assert (
+        path == tmp_path / "pictures" / "a_b-c-00000007.png"
+        and (np.asarray(image.open(path)) == GRADIENT).all()
+    )
 
 
 @pytest.mark.sampled(quick=3)
@@ -55,7 +62,11 @@ def test_kinds_of_pictures(kind, tmp_path):
         picture = jnp.asarray(GRADIENT)
     else:
         picture = tmp_path / f"given.{kind}"
-        picture.write_bytes(png(GRADIENT) if kind == "png" else b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>')
+        picture.write_bytes(
+            png(GRADIENT)
+            if kind == "png"
+            else b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
+        )
     content = (tmp_path / write_picture(tmp_path, "it", 1, picture)).read_bytes()
     assert (b"<svg" in content) if kind == "svg" else content.startswith(MAGIC)
 
@@ -76,10 +87,14 @@ def test_what_is_no_picture_is_refused(picture, why, tmp_path):
         write_picture(tmp_path, "it", 1, picture)
 
 
-@pytest.mark.parametrize("content", [MAGIC, MAGIC + b"\0" * 40, png(GRADIENT)[:32]], ids=["magic", "zeros", "cut off"])
+@pytest.mark.parametrize(
+    "content", [MAGIC, MAGIC + b"\0" * 40, png(GRADIENT)[:32]], ids=["magic", "zeros", "cut off"]
+)
 def test_damaged_png_is_refused(content, tmp_path):
     (tmp_path / "it.png").write_bytes(content)
-    with pytest.raises(OptionError, match=r"log_picture\(.it.\): .*it\.png is a damaged PNG file: it has no header"):
+    with pytest.raises(
+        OptionError, match=r"log_picture\(.it.\): .*it\.png is a damaged PNG file: it has no header"
+    ):
         write_picture(tmp_path, "it", 1, tmp_path / "it.png")
 
 
@@ -95,8 +110,14 @@ def test_second_picture_of_a_name_and_step_has_a_number(tmp_path):
         info.log_picture("it", GRADIENT)
 
     fit(steps=2, callbacks=[twice], checkpoint=tmp_path)
-    found = [record["pictures"] for record in json_records(tmp_path / "metrics.jsonl") if "pictures" in record]
-    assert [list(names) for names in found] == [["it"], ["it_2"]] * 2 and len({*map(str, found)}) == 4
+    found = [
+        record["pictures"]
+        for record in json_records(tmp_path / "metrics.jsonl")
+        if "pictures" in record
+    ]
+    assert [list(names) for names in found] == [["it"], ["it_2"]] * 2 and len(
+        {*map(str, found)}
+    ) == 4
     for pictures, rows in zip(found, [2, 5] * 2, strict=True):
         (path,) = pictures.values()
         assert (decoded((tmp_path / path).read_bytes()) == GRADIENT[:rows]).all()
@@ -113,7 +134,12 @@ def draw(info):
 
 def test_run_without_a_folder_says_once_that_it_has_no_pictures(caplog):
     assert int(fit(steps=3, callbacks=[draw]).state.step) == 3
-    assert caplog.text.count('log_picture("colours"): the run has no folder to keep pictures in: none is logged.') == 1
+    assert (
+        caplog.text.count(
+            'log_picture("colours"): the run has no folder to keep pictures in: none is logged.'
+        )
+        == 1
+    )
 
 
 def events(folder):
@@ -141,16 +167,34 @@ def test_tensorboard_shows_histograms_and_pictures(tmp_path, monkeypatch):
         "log_every": 1,
     }
     for steps in (3, 4):
-        fit(numbers(), steps=steps, loggers=[spmd.loggers.TensorBoard(tmp_path / f"board{steps}")], **options)
+        fit(
+            numbers(),
+            steps=steps,
+            loggers=[spmd.loggers.TensorBoard(tmp_path / f"board{steps}")],
+            **options,
+        )
     first, resumed = events(tmp_path / "board3"), events(tmp_path / "board4")
     values = {value.tag: (event.step, value) for event in first for value in event.summary.value}
     step, image = values["pictures/colours"]
-    assert step == 2 and (image.image.height, image.image.width, image.image.colorspace) == (5, 7, 3)
+    assert step == 2 and (image.image.height, image.image.width, image.image.colorspace) == (
+        5,
+        7,
+        3,
+    )
     assert (decoded(image.image.encoded_image_string) == GRADIENT).all()
-    records = [record for record in json_records(tmp_path / "run" / "metrics.jsonl") if "histograms" in record]
+    records = [
+        record
+        for record in json_records(tmp_path / "run" / "metrics.jsonl")
+        if "histograms" in record
+    ]
     for name, fields in records[0]["histograms"].items():
         entry, (step, value) = spmd.loggers.Histogram(**fields), values[name]
-        assert step == 2 and list(value.histo.bucket) == entry.counts and list(value.histo.bucket_limit) == entry.edges[1:]
+        assert (
+            step == 2
+            and list(value.histo.bucket) == entry.counts
+            and list(value.histo.bucket_limit) == entry.edges[1:]
+        )
     assert records[0]["step"] == 2 and not any(event.HasField("session_log") for event in first)
-    assert [event.step for event in resumed if event.HasField("session_log")] == [4]  # what an interrupted run has from here on is dropped
+    # what an interrupted run has from here on is dropped
+    assert [event.step for event in resumed if event.HasField("session_log")] == [4]
     assert {event.step for event in resumed if event.summary.value} == {4}

@@ -1,4 +1,6 @@
-"""Checkpoints of loops that users write: `Trainer.save`, and loops and runs that continue from them."""
+"""Checkpoints of loops that users write: `Trainer.save`, and loops and runs that continue from
+them.
+"""
 
 import dataclasses
 import functools
@@ -14,11 +16,21 @@ import spmd
 from spmd.errors import CheckpointError, OptionError
 from tests.compare import assert_close
 
-OPTIONS = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2), "metrics": {"accuracy": spmd.metrics.accuracy}}
+OPTIONS = {
+    "loss": spmd.losses.cross_entropy,
+    "optimizer": optax.adam(1e-2),
+    "metrics": {"accuracy": spmd.metrics.accuracy},
+}
 DATA = labelled(80)
 KINDS = {
     "arrays": (DATA, {"batch_size": 32}),
-    "list": ([{name: leaf[first : first + 32] for name, leaf in DATA.items()} for first in range(0, 80, 32)], {}),
+    "list": (
+        [
+            {name: leaf[first : first + 32] for name, leaf in DATA.items()}
+            for first in range(0, 80, 32)
+        ],
+        {},
+    ),
 }
 
 
@@ -52,28 +64,42 @@ def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
     for step in range(4):
         state, _ = trainer.step(state, batch(step))
         trainer.save(state, spmd.Checkpoint(tmp_path, keep=1))
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["4"] and not (tmp_path / "owner.json").exists()
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["4"] and not (
+        tmp_path / "owner.json"
+    ).exists()
     assert same(host(state), trainer.restore(tmp_path))
     other = spmd.Trainer(lambda: Net(nnx.Rngs(1)), mesh="data=8", layout=layout, **OPTIONS)
-    assert same(train(other, other.restore(tmp_path), 6), undisturbed(layout)) and not same(state, undisturbed(layout))
+    assert same(train(other, other.restore(tmp_path), 6), undisturbed(layout)) and not same(
+        state, undisturbed(layout)
+    )
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("mesh", ["data=4", "data=2"])
 def test_saved_fsdp_loop_is_restored_on_other_devices(mesh, tmp_path):
-    trainer, fewer = trainer_on("data=8", "fsdp"), trainer_on(spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh[-1])]), "fsdp")
+    trainer, fewer = (
+        trainer_on("data=8", "fsdp"),
+        trainer_on(spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh[-1])]), "fsdp"),
+    )
     state = train(trainer, trainer.init(), 4)
     trainer.save(state, tmp_path)
     restored = fewer.restore(tmp_path)
-    assert same(restored, host(state)) and len(restored.params["up"]["kernel"].sharding.device_set) == int(mesh[-1])
-    expected = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), host(state), fewer.abstract_state)
+    assert same(restored, host(state)) and len(
+        restored.params["up"]["kernel"].sharding.device_set
+    ) == int(mesh[-1])
+    expected = jax.tree.map(
+        lambda leaf, like: jax.device_put(leaf, like.sharding), host(state), fewer.abstract_state
+    )
     assert same(train(fewer, restored, 6), train(fewer, expected, 6))
 
 
 @functools.cache
 def all_steps(kind):
     data, options = KINDS[kind]
-    return [(info.step, info.metrics["loss"], host(info.state)) for info in trainer_on("data=8", "fsdp").steps(data, epochs=3, **options)]
+    return [
+        (info.step, info.metrics["loss"], host(info.state))
+        for info in trainer_on("data=8", "fsdp").steps(data, epochs=3, **options)
+    ]
 
 
 @pytest.mark.sampled(system=5)
@@ -82,15 +108,29 @@ def all_steps(kind):
 def test_steps_resume_at_their_position(kind, stop, tmp_path):
     trainer, (data, options) = trainer_on("data=8", "fsdp"), KINDS[kind]
     reference = all_steps(kind)
-    for info in trainer.steps(data, epochs=3, resume=tmp_path, **options):  # of an empty folder: from the beginning
+    # of an empty folder: from the beginning
+    for info in trainer.steps(data, epochs=3, resume=tmp_path, **options):
         if info.step == stop:
             trainer.save(info, tmp_path)
             break
-    rest = [(info.step, info.metrics["loss"], host(info.state)) for info in trainer.steps(data, epochs=3, resume=tmp_path, **options)]
-    assert [entry[:2] for entry in rest] == [entry[:2] for entry in reference[stop:]] and len(reference) == 9
+    rest = [
+        (info.step, info.metrics["loss"], host(info.state))
+        for info in trainer.steps(data, epochs=3, resume=tmp_path, **options)
+    ]
+    assert [entry[:2] for entry in rest] == [entry[:2] for entry in reference[stop:]] and len(
+        reference
+    ) == 9
     assert same(rest[-1][2], reference[-1][2])
     fitted = spmd.fit(
-        lambda: Net(nnx.Rngs(0)), data, mesh="data=8", layout="fsdp", epochs=3, checkpoint=tmp_path, resume=True, **options, **OPTIONS
+        lambda: Net(nnx.Rngs(0)),
+        data,
+        mesh="data=8",
+        layout="fsdp",
+        epochs=3,
+        checkpoint=tmp_path,
+        resume=True,
+        **options,
+        **OPTIONS,
     )
     assert same(fitted.state, reference[-1][2])
 
@@ -115,7 +155,15 @@ def test_state_alone_has_no_position(tmp_path):
     with pytest.raises(CheckpointError, match=r"step 2 .* is a state alone") as raised:
         next(trainer.steps(DATA, batch_size=32, resume=tmp_path))
     assert "state=trainer.restore(folder)" in raised.value.fix
-    fit = functools.partial(spmd.fit, lambda: Net(nnx.Rngs(0)), DATA, batch_size=32, mesh="data=8", checkpoint=tmp_path, **OPTIONS)
+    fit = functools.partial(
+        spmd.fit,
+        lambda: Net(nnx.Rngs(0)),
+        DATA,
+        batch_size=32,
+        mesh="data=8",
+        checkpoint=tmp_path,
+        **OPTIONS,
+    )
     with pytest.raises(CheckpointError, match=r"step 2 .* is a state alone") as raised:
         fit(resume=True, steps=4)
     assert 'resume="changed_data"' in raised.value.fix
@@ -126,7 +174,10 @@ def test_state_alone_has_no_position(tmp_path):
 
 @pytest.mark.system
 def test_save_never_mixes_runs(tmp_path):
-    trainer, other = trainer_on("data=8"), spmd.Trainer(lambda: Net(nnx.Rngs(0)), mesh="data=8", **OPTIONS)
+    trainer, other = (
+        trainer_on("data=8"),
+        spmd.Trainer(lambda: Net(nnx.Rngs(0)), mesh="data=8", **OPTIONS),
+    )
     state = train(trainer, trainer.init(), 1)
     trainer.save(state, tmp_path)
     trainer.save(state, tmp_path)  # of the same state: it is there already
@@ -156,8 +207,12 @@ def test_save_refuses_consumed_states_and_options_of_fit(tmp_path):
     with pytest.raises(OptionError, match="every has no effect"):
         trainer.save(trainer.init(), spmd.Checkpoint(tmp_path, every=2))
     with pytest.raises(OptionError, match='no metric "eval_loss"') as raised:
-        trainer.save(trainer.init(), spmd.Checkpoint(tmp_path, best="eval_loss"), metrics={"eval_los": 1.0})
-    assert raised.value.fix == 'did you mean "eval_los"?' and not (tmp_path / "checkpoints").exists()
+        trainer.save(
+            trainer.init(), spmd.Checkpoint(tmp_path, best="eval_loss"), metrics={"eval_los": 1.0}
+        )
+    assert (
+        raised.value.fix == 'did you mean "eval_los"?' and not (tmp_path / "checkpoints").exists()
+    )
     with pytest.raises(CheckpointError, match="no folder"):
         trainer.save(trainer.init(), None)
 
@@ -170,7 +225,10 @@ def test_save_ranks_checkpoints(tmp_path):
         state = train(trainer, state, int(state.step) + 1)
         trainer.save(state, config, metrics={"eval_loss": value})
     trainer.save(state, config, metrics={"eval_loss": 2.0})
-    assert int(trainer.restore(tmp_path, step="best").step) == 2 and int(trainer.restore(tmp_path).step) == 3
+    assert (
+        int(trainer.restore(tmp_path, step="best").step) == 2
+        and int(trainer.restore(tmp_path).step) == 3
+    )
 
 
 @pytest.mark.system
@@ -179,7 +237,10 @@ def test_loop_continues_after_a_failed_save(tmp_path, monkeypatch):
     state = train(trainer, trainer.init(), 1)
     trainer.save(state, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("spmd.run.checkpoint.write_manifest", lambda folder: (_ for _ in ()).throw(OSError("disk on fire")))
+        patch.setattr(
+            "spmd.run.checkpoint.write_manifest",
+            lambda folder: (_ for _ in ()).throw(OSError("disk on fire")),
+        )
         state = train(trainer, state, 2)
         with pytest.raises(CheckpointError, match="could not be written"):
             trainer.save(state, tmp_path)
@@ -197,10 +258,19 @@ def test_predict_after_restore(tmp_path):
     restored = other.restore(tmp_path)
     with pytest.raises(OptionError, match="batch size is not known") as raised:
         other.predict(restored, DATA["x"])
-    assert raised.value.fix == "trainer.prepare(batch) first, with arrays like a batch of training, or with their shapes."
+    assert (
+        raised.value.fix
+        == "trainer.prepare(batch) first, with arrays like a batch of training, or with their "
+        "shapes."
+    )
     other.evaluate(restored, DATA, batch_size=16)
     assert_close(other.predict(restored, DATA["x"]), expected)
-    other.prepare({name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype) for name, leaf in DATA.items()})
+    other.prepare(
+        {
+            name: jax.ShapeDtypeStruct((32, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in DATA.items()
+        }
+    )
     assert (other.predict(restored, DATA["x"]) == expected).all()
 
 
@@ -208,14 +278,20 @@ def test_step_is_saved_once_with_all_that_belongs_to_it(tmp_path):
     trainer = trainer_on("data=8")
     info = next(trainer.steps(DATA, batch_size=32))
     trainer.save(info.state, tmp_path)
-    with pytest.raises(CheckpointError, match=r"step 1 is saved in .* already, with other metrics or another position"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 1 is saved in .* already, with other metrics or another position",
+    ):
         trainer.save(info, tmp_path)
     ranked = spmd.Checkpoint(tmp_path / "ranked", best="accuracy", mode="max", keep=1)
     trainer.save(info, ranked, metrics={"accuracy": np.float32(0.5)})
     trainer.save(info, ranked, metrics={"accuracy": 0.5})
     with pytest.raises(CheckpointError, match="already, with other metrics"):
         trainer.save(info, ranked, metrics={"accuracy": 0.6})
-    with pytest.raises(CheckpointError, match='keeps the best checkpoint by "accuracy", which this save would not rank'):
+    with pytest.raises(
+        CheckpointError,
+        match='keeps the best checkpoint by "accuracy", which this save would not rank',
+    ):
         trainer.save(info, tmp_path / "ranked")
     assert trainer.restore(tmp_path / "ranked", step="best").step == 1
 
@@ -223,7 +299,10 @@ def test_step_is_saved_once_with_all_that_belongs_to_it(tmp_path):
 @pytest.mark.system
 def test_best_of_a_loop_is_read_while_it_continues(tmp_path):
     """Not a number ranks last."""
-    trainer, config = trainer_on("data=8"), spmd.Checkpoint(tmp_path, best="accuracy", mode="max", keep=1)
+    trainer, config = (
+        trainer_on("data=8"),
+        spmd.Checkpoint(tmp_path, best="accuracy", mode="max", keep=1),
+    )
     state = trainer.init()
     for value in (float("nan"), 0.5, 0.25):
         state = train(trainer, state, int(state.step) + 1)
@@ -232,16 +311,22 @@ def test_best_of_a_loop_is_read_while_it_continues(tmp_path):
     assert int(trainer.restore(tmp_path, step="best").step) == 2
 
 
-@pytest.mark.parametrize("metrics", [{"accuracy": "high"}, {"accuracy": np.ones(2)}, [1.0], {"loss": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "metrics", [{"accuracy": "high"}, {"accuracy": np.ones(2)}, [1.0], {"loss": 1.0}], ids=str
+)
 def test_metrics_that_cannot_rank_are_refused(metrics, tmp_path):
     best = None if "loss" in metrics else "accuracy"
     with pytest.raises(OptionError, match=r"not a number|not a dict|no effect"):
-        trainer_on("data=8").save(trainer_on("data=8").init(), spmd.Checkpoint(tmp_path, best=best), metrics=metrics)
+        trainer_on("data=8").save(
+            trainer_on("data=8").init(), spmd.Checkpoint(tmp_path, best=best), metrics=metrics
+        )
 
 
 @pytest.mark.system
 def test_states_of_other_trainers_are_refused(tmp_path):
-    states = [trainer_on(*kind).init() for kind in (("data=8", "fsdp"), ("data=8", "parameter_server"))]
+    states = [
+        trainer_on(*kind).init() for kind in (("data=8", "fsdp"), ("data=8", "parameter_server"))
+    ]
     four = trainer_on(spmd.make_mesh("data=4", devices=jax.devices()[:4]))
     for state in [*states, four.init()]:
         with pytest.raises(OptionError, match="this state is not of this trainer"):
@@ -270,7 +355,12 @@ def test_epoch_of_assigned_rows_is_resumed(tmp_path):
     """Of an asynchronous parameter server an epoch has more rounds than batches."""
     server = spmd.ParameterServer(mode="asynchronous", compute_time="lognormal(1.0, 0.8)")
     layout = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server)
-    trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), mesh="data=8", layout=layout, **{**OPTIONS, "optimizer": optax.sgd(0.05)})
+    trainer = spmd.Trainer(
+        lambda: Net(nnx.Rngs(0)),
+        mesh="data=8",
+        layout=layout,
+        **{**OPTIONS, "optimizer": optax.sgd(0.05)},
+    )
     data, wanted = labelled(128), []
     for info in trainer.steps(data, batch_size=32, epochs=1):
         wanted.append(host(info.state))
@@ -278,6 +368,9 @@ def test_epoch_of_assigned_rows_is_resumed(tmp_path):
             trainer.save(info, tmp_path / str(info.step))
     assert len(wanted) > 5
     for stop in (4, len(wanted)):
-        rest = [host(info.state) for info in trainer.steps(data, batch_size=32, epochs=1, resume=tmp_path / str(stop))]
+        rest = [
+            host(info.state)
+            for info in trainer.steps(data, batch_size=32, epochs=1, resume=tmp_path / str(stop))
+        ]
         assert len(rest) == len(wanted) - stop and (not rest or same(rest[-1], wanted[-1]))
     assert trainer.restore(tmp_path / str(len(wanted))).step == len(wanted)

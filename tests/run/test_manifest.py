@@ -1,4 +1,6 @@
-"""Damaged checkpoints are detected, moved aside and reported, and the run resumes from the newest undamaged one."""
+"""Damaged checkpoints are detected, moved aside and reported, and the run resumes from the newest
+undamaged one.
+"""
 
 import json
 import logging
@@ -13,9 +15,14 @@ from spmd.errors import CheckpointError
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.manifest import MANIFEST_FILE, find_damage, manifest_files, write_manifest
 
-MODEL = spmd.FunctionalModel(lambda key: {"w": np.ones((64, 8), np.float32)}, lambda params, x: x @ params["w"])
+MODEL = spmd.FunctionalModel(
+    lambda key: {"w": np.ones((64, 8), np.float32)}, lambda params, x: x @ params["w"]
+)
 RANDOM = np.random.default_rng(0)
-DATA = {"x": RANDOM.normal(size=(64, 64)).astype("float32"), "y": RANDOM.normal(size=(64, 8)).astype("float32")}
+DATA = {
+    "x": RANDOM.normal(size=(64, 64)).astype("float32"),
+    "y": RANDOM.normal(size=(64, 8)).astype("float32"),
+}
 
 
 def fit(folder, steps=6, **options):
@@ -54,7 +61,9 @@ def test_a_checkpoint_is_as_its_manifest_says(saved):
     for step in (2, 4, 6):
         folder = saved / "checkpoints" / str(step)
         assert find_damage(folder) is None and len(manifest_files(folder)) > 10
-        assert set(json.loads((folder / MANIFEST_FILE).read_text())["files"]) == set(manifest_files(folder))
+        assert set(json.loads((folder / MANIFEST_FILE).read_text())["files"]) == set(
+            manifest_files(folder)
+        )
         assert all(find_damage(folder, part, 3) is None for part in range(3))
 
 
@@ -76,12 +85,19 @@ def overwritten(path, random):
     path.write_bytes(other if other != data else b"\0" * len(data) + b"x")
 
 
-HARM = {"flipped": flipped, "cut off": cut_off, "deleted": lambda path, random: path.unlink(), "overwritten": overwritten}
+HARM = {
+    "flipped": flipped,
+    "cut off": cut_off,
+    "deleted": lambda path, random: path.unlink(),
+    "overwritten": overwritten,
+}
 
 
 @pytest.mark.system
 def test_all_of_200_damaged_files_are_detected(run):
-    """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest itself is one of the files."""
+    """Bits flipped, files cut off, deleted or overwritten, each in a fresh copy; the manifest
+    itself is one of the files.
+    """
     random, detected = np.random.default_rng(7), 0
     folder = newest(run)
     names = [*manifest_files(folder), MANIFEST_FILE]
@@ -93,7 +109,8 @@ def test_all_of_200_damaged_files_are_detected(run):
             kind, before = "deleted", b""
         HARM[kind](path, random)
         damage = find_damage(folder)
-        if damage is None and path.name == MANIFEST_FILE:  # white space of JSON, or its case, that says the same
+        # white space of JSON, or its case, that says the same
+        if damage is None and path.name == MANIFEST_FILE:
             assert json.loads(path.read_bytes())["files"] == json.loads(before)["files"]
             damage = "says the same"
         assert damage is not None, f"{kind}: {path}"
@@ -107,7 +124,10 @@ def test_all_of_200_damaged_files_are_detected(run):
 @pytest.mark.parametrize("kind", [*HARM, "empty folder", "no manifest", "a file more", "a link"])
 def test_resume_skips_damaged_step(run, saved, kind, caplog):
     folder = newest(run)
-    data = max((folder / name for name in manifest_files(folder) if name.startswith("state/")), key=lambda path: path.stat().st_size)
+    data = max(
+        (folder / name for name in manifest_files(folder) if name.startswith("state/")),
+        key=lambda path: path.stat().st_size,
+    )
     if kind in HARM:
         HARM[kind](data, np.random.default_rng(3))
     elif kind == "empty folder":
@@ -121,7 +141,9 @@ def test_resume_skips_damaged_step(run, saved, kind, caplog):
         data.symlink_to(run / "elsewhere")
     with caplog.at_level(logging.WARNING, logger="spmd"):
         result = fit(run, steps=8, resume=True)
-    lines = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()
+    ]
     step = 99 if kind == "empty folder" else 6
     assert (
         len(lines) == 1
@@ -130,7 +152,9 @@ def test_resume_skips_damaged_step(run, saved, kind, caplog):
     )
     assert (run / "damaged" / str(step)).is_dir() and int(result.state.step) == 8
     again = fit(shutil.copytree(saved, run.parent / "other"), steps=8, resume=True)
-    assert np.array_equal(np.asarray(result.state.params["w"]), np.asarray(again.state.params["w"])), "what was lost was trained again"
+    assert np.array_equal(
+        np.asarray(result.state.params["w"]), np.asarray(again.state.params["w"])
+    ), "what was lost was trained again"
 
 
 def test_resume_with_only_damaged_checkpoints_is_refused(run):
@@ -142,7 +166,8 @@ def test_resume_with_only_damaged_checkpoints_is_refused(run):
         fit(run, steps=2, resume=True)
     assert str(raised.value) == (
         f"every checkpoint in {run} is damaged\n3 problems:\n\n"
-        "  step 6\n      it has no manifest\n\n  step 4\n      it has no manifest\n\n  step 2\n      it has no manifest\n\n"
+        "  step 6\n      it has no manifest\n\n  step 4\n      it has no manifest\n\n  step 2\n    "
+        "  it has no manifest\n\n"
         f"    fix: use another copy of the folder, or remove {run}/checkpoints to start at step 0."
     )
     assert sorted(run.rglob("*")) == before
@@ -154,10 +179,15 @@ def test_restore_of_a_damaged_step_is_refused(run):
     flipped(newest(run) / "meta" / "metadata", np.random.default_rng(0))
     trainer = spmd.Trainer(MODEL, loss=spmd.losses.mean_squared_error, optimizer=optax.adam(0.01))
     with pytest.raises(
-        CheckpointError, match=r"step 6 in \S+ is damaged: meta/metadata is not what was written\.\n    fix: another: 2, 4\."
+        CheckpointError,
+        match=r"step 6 in \S+ is damaged: meta/metadata is not what was written\.\n    fix: "
+        r"another: "
+        r"2, 4\.",
     ):
         trainer.restore(run)
-    assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), "restore moves nothing aside"
+    assert int(trainer.restore(run, step=4).step) == 4 and newest(run).is_dir(), (
+        "restore moves nothing aside"
+    )
 
 
 def test_format_2_checkpoints_without_manifest_are_read(run):
@@ -175,7 +205,10 @@ def test_save_refuses_a_full_disk_before_writing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=7000))
     with pytest.raises(
-        CheckpointError, match=r"a checkpoint of 6\.0 KiB does not fit in \S+: 6\.8 KiB are free, 1\.2 times its size is needed"
+        CheckpointError,
+        match=r"a checkpoint of 6\.0 KiB does not fit in \S+: 6\.8 KiB are free, 1\.2 times its "
+        r"size "
+        r"is needed",
     ):
         fit(tmp_path / "full")
     assert CheckpointStore(spmd.Checkpoint(tmp_path / "full")).steps() == []
@@ -186,9 +219,13 @@ def test_a_manifest_that_cannot_be_written_is_no_checkpoint(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("spmd.run.checkpoint.write_manifest", fails)
-    with pytest.raises(CheckpointError, match=r"a checkpoint could not be written to .*No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"a checkpoint could not be written to .*No space left on device"
+    ):
         fit(tmp_path / "run")
-    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    assert not [
+        path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()
+    ]
 
 
 def test_an_empty_folder_can_be_sealed(tmp_path):

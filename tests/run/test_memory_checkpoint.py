@@ -1,4 +1,6 @@
-"""Checkpoints in memory of a run in one process: what is resumed, what is damaged, no room, and what is left."""
+"""Checkpoints in memory of a run in one process: what is resumed, what is damaged, no room, and
+what is left.
+"""
 
 import collections
 import contextlib
@@ -31,7 +33,9 @@ class Killed(BaseException):
 def none_left_out(monkeypatch):
     """Each checkpoint in memory is written before training continues."""
     save = MemoryCheckpoints.save
-    monkeypatch.setattr(MemoryCheckpoints, "save", lambda memory, *given: (save(memory, *given), memory.wait()))
+    monkeypatch.setattr(
+        MemoryCheckpoints, "save", lambda memory, *given: (save(memory, *given), memory.wait())
+    )
 
 
 @pytest.fixture
@@ -54,7 +58,10 @@ def killed(monkeypatch, none_left_out):
 
 
 def checkpoint(tmp_path, **options):
-    return spmd.Checkpoint(tmp_path / "run", **{"every": 5, "memory_every": 2, "memory_folder": tmp_path / "memory", **options})
+    return spmd.Checkpoint(
+        tmp_path / "run",
+        **{"every": 5, "memory_every": 2, "memory_folder": tmp_path / "memory", **options},
+    )
 
 
 def start_and_kill(tmp_path, killed, train=fit, step=9, **options):
@@ -80,7 +87,10 @@ def test_killed_run_resumes_from_memory_with_the_same_bits(tmp_path, killed, tra
     result = train(steps=20, checkpoint=checkpoint(tmp_path), resume=True)
     assert same(result.state, reference.state)
     (resumed,) = records(tmp_path, "resumed")
-    assert (resumed["step"], resumed["source"]) == (8, "memory (process 0: own host), 3 steps after the newest checkpoint on disk")
+    assert (resumed["step"], resumed["source"]) == (
+        8,
+        "memory (process 0: own host), 3 steps after the newest checkpoint on disk",
+    )
     assert History.read(tmp_path / "run")["loss"] == reference.history["loss"]
     (counts,) = records(tmp_path, "memory")
     assert counts["saved"] == 6 and counts["skipped"] == counts["bytes_sent"] == 0
@@ -94,7 +104,9 @@ def test_each_shard_is_in_memory_once(tmp_path, killed, layout):
     elements = collections.Counter()
     for path, bounds in piece.shards:
         elements[path] += math.prod(last - first for first, last in bounds)
-    assert elements == {path: math.prod(parse_shape(text)) for path, text in piece.meta["arrays"].items()}
+    assert elements == {
+        path: math.prod(parse_shape(text)) for path, text in piece.meta["arrays"].items()
+    }
     store = CheckpointStore(spmd.Checkpoint(tmp_path / "run"))
     store.close()
     assert piece.meta["arrays"] == store.meta(5)["arrays"]
@@ -107,7 +119,9 @@ def test_state_in_memory_that_is_older_than_the_disk_is_not_used(tmp_path, kille
         if path.name == "10.0":
             path.unlink()
     fit(steps=20, checkpoint=checkpoint(tmp_path), resume=True)
-    assert [(record["step"], "source" in record) for record in records(tmp_path, "resumed")] == [(10, False)]
+    assert [(record["step"], "source" in record) for record in records(tmp_path, "resumed")] == [
+        (10, False)
+    ]
 
 
 @pytest.mark.system
@@ -158,7 +172,10 @@ def test_deleted_memory_is_replaced_by_the_disk(tmp_path, killed):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"mesh": spmd.make_mesh("data=4", devices=jax.devices()[:4])}, "step 8: the mesh was data=8, is data=4"),
+        (
+            {"mesh": spmd.make_mesh("data=4", devices=jax.devices()[:4])},
+            "step 8: the mesh was data=8, is data=4",
+        ),
         ({"layout": "fsdp"}, "step 8: the layout has changed"),
     ],
 )
@@ -170,11 +187,16 @@ def test_state_of_another_mesh_or_layout_is_not_used(tmp_path, killed, options, 
 
 
 @pytest.mark.system
-def test_state_that_is_not_read_and_a_start_at_step_0_are_said(tmp_path, killed, caplog, monkeypatch):
+def test_state_that_is_not_read_and_a_start_at_step_0_are_said(
+    tmp_path, killed, caplog, monkeypatch
+):
     start_and_kill(tmp_path, killed)
     monkeypatch.setenv("SPMD_MEMORY_FOLDER", str(tmp_path / "memory"))
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path / "run", every=5), resume=True)
-    assert "step 8 of this run is in memory, and is not used: Checkpoint has no memory_every" in caplog.text
+    assert (
+        "step 8 of this run is in memory, and is not used: Checkpoint has no memory_every"
+        in caplog.text
+    )
     caplog.clear()
     fit(steps=7, checkpoint=spmd.Checkpoint(tmp_path / "run", every=5), resume=True)
     assert "is not used" not in caplog.text, "the save at step 6 has forgotten it"
@@ -183,7 +205,9 @@ def test_state_that_is_not_read_and_a_start_at_step_0_are_said(tmp_path, killed,
     caplog.clear()
     result = fit(steps=1, checkpoint=checkpoint(tmp_path), resume=True)
     assert (
-        f"the run in {tmp_path / 'run'} has no checkpoint: training starts again at step 0" in caplog.text and int(result.state.step) == 1
+        f"the run in {tmp_path / 'run'} has no checkpoint: training starts again at step 0"
+        in caplog.text
+        and int(result.state.step) == 1
     )
 
 
@@ -192,7 +216,11 @@ def test_new_run_in_the_folder_does_not_find_an_earlier_ones_memory(tmp_path, ki
     start_and_kill(tmp_path, killed, step=4)
     assert pieces(tmp_path)
     seen = []
-    fit(steps=3, checkpoint=checkpoint(tmp_path), callbacks=[spmd.callbacks.Each(lambda info: seen.append(info.step), every=1)])
+    fit(
+        steps=3,
+        checkpoint=checkpoint(tmp_path),
+        callbacks=[spmd.callbacks.Each(lambda info: seen.append(info.step), every=1)],
+    )
     assert seen == [1, 2, 3]
 
 
@@ -205,15 +233,24 @@ def test_changed_data_is_an_error_as_with_a_checkpoint_on_disk(tmp_path, killed)
 
 def test_training_continues_without_room(tmp_path, monkeypatch, caplog):
     """It is said once, and counted."""
-    monkeypatch.setattr(MemoryFolder, "lacks_room", lambda folder, size, keeping: f"no room for {size}")
+    monkeypatch.setattr(
+        MemoryFolder, "lacks_room", lambda folder, size, keeping: f"no room for {size}"
+    )
     result = fit(steps=8, checkpoint=checkpoint(tmp_path))
-    assert int(result.state.step) == 8 and caplog.text.count("training continues without checkpoints in memory: no room for") == 1
+    assert (
+        int(result.state.step) == 8
+        and caplog.text.count("training continues without checkpoints in memory: no room for") == 1
+    )
     (counts,) = records(tmp_path, "memory")
     assert counts["saved"] == 0 and counts["skipped"] == 4
 
 
 def test_write_that_fails_is_counted_and_stops_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(memory_checkpoint, "write_piece", lambda *given: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(
+        memory_checkpoint,
+        "write_piece",
+        lambda *given: (_ for _ in ()).throw(OSError("no space left")),
+    )
     assert int(fit(steps=8, checkpoint=checkpoint(tmp_path)).state.step) == 8
     assert "a checkpoint could not be written to memory: OSError: no space left" in caplog.text
     assert records(tmp_path, "memory")[0]["failed"] >= 1
@@ -233,9 +270,15 @@ def test_folder_that_was_removed_by_hand_is_created_again(tmp_path, none_left_ou
 
 
 def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(MemoryFolder, "__init__", lambda *given: (_ for _ in ()).throw(PermissionError("of another user")))
+    monkeypatch.setattr(
+        MemoryFolder,
+        "__init__",
+        lambda *given: (_ for _ in ()).throw(PermissionError("of another user")),
+    )
     assert int(fit(steps=8, checkpoint=checkpoint(tmp_path)).state.step) == 8
-    assert "there are no checkpoints in memory: " in caplog.text and "of another user" in caplog.text
+    assert (
+        "there are no checkpoints in memory: " in caplog.text and "of another user" in caplog.text
+    )
 
 
 @pytest.mark.system
@@ -265,7 +308,9 @@ def test_at_most_two_steps_are_in_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("signalled", [True, False])
 def test_run_that_a_signal_ends_does_not_wait_for_memory(tmp_path, monkeypatch, signalled):
     waited = []
-    monkeypatch.setattr(MemoryCheckpoints, "wait", lambda memory: waited.append(memory._closed.is_set()))
+    monkeypatch.setattr(
+        MemoryCheckpoints, "wait", lambda memory: waited.append(memory._closed.is_set())
+    )
 
     def end(info):
         if info.step == 3 and signalled:

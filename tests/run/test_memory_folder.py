@@ -11,7 +11,13 @@ import pytest
 
 from spmd.errors import OptionError
 from spmd.run import memory_folder
-from spmd.run.memory_folder import MemoryFolder, is_memory_folder, memory_base, remove_unused, run_id
+from spmd.run.memory_folder import (
+    MemoryFolder,
+    is_memory_folder,
+    memory_base,
+    remove_unused,
+    run_id,
+)
 
 
 @pytest.fixture
@@ -33,7 +39,9 @@ def test_base(monkeypatch, tmp_path):
     assert memory_base(None).as_posix() == "/c"
     monkeypatch.delenv("SPMD_MEMORY_FOLDER")
     monkeypatch.setattr(memory_folder, "DEFAULT_BASE", tmp_path / "absent")
-    with pytest.raises(OptionError, match=r"memory_every needs .*/absent, which this machine does not have"):
+    with pytest.raises(
+        OptionError, match=r"memory_every needs .*/absent, which this machine does not have"
+    ):
         memory_base(None)
 
 
@@ -73,14 +81,24 @@ def test_pieces_and_keep_only(tmp_path, run):
         (folder.path / name).touch()
     assert sorted(folder.pieces().values()) == [(20, 0), (20, 1), (24, 0), (28, 0)]
     folder.keep_only({20, 28})
-    assert {path.name for path in folder.path.iterdir()} == {"20.0", "20.1.3", "28.0", "x.0", "20", "run.json", "lock"}
+    assert {path.name for path in folder.path.iterdir()} == {
+        "20.0",
+        "20.1.3",
+        "28.0",
+        "x.0",
+        "20",
+        "run.json",
+        "lock",
+    }
 
 
 def test_room_is_that_of_the_file_system_and_of_the_memory(tmp_path, run, monkeypatch):
     folder = opened(tmp_path, run)
     (folder.path / "20.0").write_bytes(bytes(1000))
     (folder.path / "24.0").write_bytes(bytes(5000))
-    monkeypatch.setattr(os, "statvfs", lambda path: namedtuple("Info", "f_bavail f_frsize")(10, 1000))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: namedtuple("Info", "f_bavail f_frsize")(10, 1000)
+    )
     monkeypatch.setattr(memory_folder, "in_memory", lambda path: False)
     assert folder.lacks_room(10_000, {24}) == "", "11000 bytes with step 20, which will be removed"
     why = f"10.7 KiB are free in its file system ({folder.path}), 1.1 times 9.9 KiB are needed"
@@ -92,7 +110,9 @@ def test_room_is_that_of_the_file_system_and_of_the_memory(tmp_path, run, monkey
 
 def test_available_memory_is_known_here():
     assert 0 < memory_folder.available_memory() < 1 << 50
-    assert memory_folder.in_memory(memory_folder.DEFAULT_BASE) and not memory_folder.in_memory(memory_folder.Path("/proc"))
+    assert memory_folder.in_memory(memory_folder.DEFAULT_BASE) and not memory_folder.in_memory(
+        memory_folder.Path("/proc")
+    )
 
 
 def test_used_folder_is_not_removed(tmp_path, run):
@@ -118,8 +138,9 @@ def test_folder_that_is_removed_before_it_is_locked_is_created_again(tmp_path, r
 
 
 def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
-    """Of another run in the same folder, of a run whose folder is gone, and an old one. One in use stays, and so do a recent one, and that
-    of a run whose folder may only be unmounted here."""
+    """Of another run in the same folder, of a run whose folder is gone, and an old one. One in use
+    stays, and so do a recent one, and that of a run whose folder may only be unmounted here.
+    """
     replaced = opened(tmp_path, run)
     replaced.close()
     names = {name: tmp_path / name for name in ("gone", "old", "recent", "used", "mount/unmounted")}
@@ -135,33 +156,53 @@ def test_stale_folders_are_removed_by_the_next_run(tmp_path, run):
     for path in folders["old"].path.iterdir():
         os.utime(path, (old, old))
     now = opened(tmp_path, run, keep=False)
-    assert not replaced.path.exists() and not folders["gone"].path.exists() and not folders["old"].path.exists()
+    assert (
+        not replaced.path.exists()
+        and not folders["gone"].path.exists()
+        and not folders["old"].path.exists()
+    )
     assert folders["recent"].path.exists() and folders["used"].path.exists() and now.path.exists()
     assert folders["mount/unmounted"].path.exists()
 
 
 VERSIONS = {
     2: ("0::{path}\n", ".", ("memory.max", "memory.current", "memory.stat"), ""),
-    1: ("5:devices:/\n4:cpu,memory:{path}\n0::/\n", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"), "total_"),
+    1: (
+        "5:devices:/\n4:cpu,memory:{path}\n0::/\n",
+        "memory",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
+        "total_",
+    ),
 }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", ["/", "/job_7/step_0", "/kubepods/pod8/seen/by/the/host/only"])
 def test_memory_left_is_that_of_the_cgroup_without_the_cache_of_files(tmp_path, version, path):
-    """The limit is that of the job above the process, as under SLURM, or of a container, which sees its own group as the root."""
+    """The limit is that of the job above the process, as under SLURM, or of a container, which sees
+    its own group as the root.
+    """
     text, folder, names, prefix = VERSIONS[version]
-    limited, inside = tmp_path / folder / ("job_7" if "job" in path else "."), tmp_path / folder / "job_7" / "step_0"
+    limited, inside = (
+        tmp_path / folder / ("job_7" if "job" in path else "."),
+        tmp_path / folder / "job_7" / "step_0",
+    )
     inside.mkdir(parents=True)
     for group, limit in [(inside, "max" if version == 2 else 1 << 63), (limited, 1000)]:
         counted = f"anon 300\n{prefix}inactive_file 400\n{prefix}active_file 150"
         for name, content in zip(names, (limit, 900, counted), strict=True):
             (group / name).write_text(f"{content}\n")
-    assert min(memory_folder._left_in_cgroups(text.format(path=path), tmp_path)) == 1000 - 900 + 400 + 150
+    assert (
+        min(memory_folder._left_in_cgroups(text.format(path=path), tmp_path))
+        == 1000 - 900 + 400 + 150
+    )
 
 
 def test_memory_left_is_unknown_without_cgroups(tmp_path):
-    assert memory_folder._left_in_cgroups("0::/a\n", tmp_path) == [] and memory_folder._left_in_cgroups("", tmp_path) == []
+    assert (
+        memory_folder._left_in_cgroups("0::/a\n", tmp_path) == []
+        and memory_folder._left_in_cgroups("", tmp_path) == []
+    )
 
 
 def test_only_folders_of_this_module_are_memory_folders(tmp_path, run):
@@ -173,7 +214,11 @@ def test_only_folders_of_this_module_are_memory_folders(tmp_path, run):
 
 def test_host_is_that_of_the_storage(tmp_path, run):
     first, second = opened(tmp_path, run), opened(tmp_path, run)
-    assert first.host == second.host != MemoryFolder(tmp_path / "other", run, run_id(run, keep=True)).host
+    assert (
+        first.host
+        == second.host
+        != MemoryFolder(tmp_path / "other", run, run_id(run, keep=True)).host
+    )
 
 
 def test_remove(tmp_path, run):

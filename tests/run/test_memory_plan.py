@@ -1,4 +1,6 @@
-"""Who writes which shard to memory, who gets a copy, which step is complete, and what a host lacks."""
+"""Who writes which shard to memory, who gets a copy, which step is complete, and what a host
+lacks.
+"""
 
 import itertools
 import random
@@ -16,7 +18,12 @@ def test_each_host_writes_each_shard_once_and_sends_what_is_nowhere_else():
     """Two hosts of two processes; the halves of `a` are on one host each, `b` is on all."""
     holders = {HALVES[0]: {0, 1}, HALVES[1]: {2, 3}, REPLICATED: {0, 1, 2, 3}}
     plans = [plan_writes(holders, DESCRIBED, [[0, 1], [2, 3]], rank) for rank in range(4)]
-    assert [plan.write for plan in plans] == [(HALVES[0],), (REPLICATED,), (HALVES[1],), (REPLICATED,)]
+    assert [plan.write for plan in plans] == [
+        (HALVES[0],),
+        (REPLICATED,),
+        (HALVES[1],),
+        (REPLICATED,),
+    ]
     assert [plan.send for plan in plans] == [(HALVES[0],), (), (HALVES[1],), ()]
     assert [plan.receiver for plan in plans] == [2, 3, 0, 1]
     assert {plan.host_bytes for plan in plans} == {16 + 400 + 16}
@@ -51,7 +58,9 @@ def test_any_one_host_may_be_lost():
             assert rank not in hosts[target] and set(plan.send) <= set(plan.write)
             held[target] |= set(plan.send)
         for lost in range(len(hosts)):
-            assert set().union(*(keys for number, keys in enumerate(held) if number != lost)) == set(keys)
+            assert set().union(
+                *(keys for number, keys in enumerate(held) if number != lost)
+            ) == set(keys)
 
 
 def found(host, step, rank, *keys, start="s", name=None):
@@ -62,9 +71,13 @@ def test_complete_steps_need_every_shard_of_one_start():
     needed = set(HALVES)
     both = [found(0, 20, 0, HALVES[0]), found(1, 20, 1, HALVES[1])]
     assert complete_steps(both, needed) == [(20, "s")]
-    assert complete_steps([*both, found(0, 24, 0, HALVES[0])], needed) == [(20, "s")], "24 lacks a half"
+    assert complete_steps([*both, found(0, 24, 0, HALVES[0])], needed) == [(20, "s")], (
+        "24 lacks a half"
+    )
     assert complete_steps([*both, found(0, 24, 0, *HALVES)], needed) == [(24, "s"), (20, "s")]
-    assert complete_steps([both[0], found(1, 20, 1, HALVES[1], start="t")], needed) == [], "two starts of the run"
+    assert complete_steps([both[0], found(1, 20, 1, HALVES[1], start="t")], needed) == [], (
+        "two starts of the run"
+    )
     assert complete_steps([found(1, 20, 1, *HALVES)], needed) == [], "nothing of process 0"
 
 
@@ -77,4 +90,7 @@ def test_shipments_complete_every_host():
     without_meta = [found(0, 20, 0, HALVES[0]), found(1, 20, 1, HALVES[1])]
     assert plan_shipments(without_meta, needs) == [Shipment(0, 1, "20.0", ())]
     swapped = [found(0, 20, 0), found(0, 20, 1, HALVES[1]), found(1, 20, 0, HALVES[0])]
-    assert plan_shipments(swapped, needs) == [Shipment(1, 0, "20.0", (HALVES[0],)), Shipment(0, 1, "20.1", (HALVES[1],))]
+    assert plan_shipments(swapped, needs) == [
+        Shipment(1, 0, "20.0", (HALVES[0],)),
+        Shipment(0, 1, "20.1", (HALVES[1],)),
+    ]

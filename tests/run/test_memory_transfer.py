@@ -24,16 +24,31 @@ def process(folder, address=""):
     """What of a process's checkpoints in memory sends and receives."""
     folder.mkdir()
     memory = object.__new__(MemoryCheckpoints)
-    memory.arrays, memory.described, memory.held, memory._closed = {"w": SENT}, DESCRIBED, set(), threading.Event()
-    memory.folder = SimpleNamespace(lacks_room=lambda size, keeping: "", piece=lambda step, rank, sender=None: folder / f"{step}.{rank}")
+    memory.arrays, memory.described, memory.held, memory._closed = (
+        {"w": SENT},
+        DESCRIBED,
+        set(),
+        threading.Event(),
+    )
+    memory.folder = SimpleNamespace(
+        lacks_room=lambda size, keeping: "",
+        piece=lambda step, rank, sender=None: folder / f"{step}.{rank}",
+    )
     memory.job = SimpleNamespace(addresses=[address])
     return memory
 
 
 def relay(listener, receiver, replacement):
-    """Pass the lines of a transfer on, and other bytes if there are any: of someone between the hosts who does not know the token."""
+    """Pass the lines of a transfer on, and other bytes if there are any: of someone between the
+    hosts who does not know the token.
+    """
     connection, _ = listener.accept()
-    with connection, socket.create_connection(("127.0.0.1", int(receiver.address.rpartition(":")[2]))) as forward:
+    with (
+        connection,
+        socket.create_connection(
+            ("127.0.0.1", int(receiver.address.rpartition(":")[2]))
+        ) as forward,
+    ):
         sender, target = connection.makefile("rb"), forward.makefile("rb")
         connection.sendall(target.readline())
         forward.sendall(sender.readline())
@@ -48,19 +63,37 @@ def test_piece_that_was_changed_on_the_way_is_refused(tmp_path, monkeypatch, cha
     """With checksums that fit what it holds then: they are in the header."""
     monkeypatch.setattr(memory_checkpoint, "job_token", lambda: "secret")
     target = process(tmp_path / "target")
-    receiver, listener = Receiver("127.0.0.1", "secret", target._receive), socket.create_server(("127.0.0.1", 0))
+    receiver, listener = (
+        Receiver("127.0.0.1", "secret", target._receive),
+        socket.create_server(("127.0.0.1", 0)),
+    )
     source = process(tmp_path / "source", f"127.0.0.1:{listener.getsockname()[1]}")
     path = tmp_path / "source" / "3.0"
     piece = write_piece(path, Piece(3, "start", 0, META, {KEY: ""}), lambda key: SENT)
-    other = Piece(3, "start", 0, META, {KEY: hashlib.sha256(OTHER.tobytes()).hexdigest()}).header() + OTHER.tobytes()
-    thread = threading.Thread(target=relay, args=(listener, receiver, other if changed else bytes(len(other))), daemon=True)
+    other = (
+        Piece(3, "start", 0, META, {KEY: hashlib.sha256(OTHER.tobytes()).hexdigest()}).header()
+        + OTHER.tobytes()
+    )
+    thread = threading.Thread(
+        target=relay,
+        args=(listener, receiver, other if changed else bytes(len(other))),
+        daemon=True,
+    )
     thread.start()
-    with pytest.raises(TransferError, match="the header was changed on the way") if changed else contextlib.nullcontext():
+    with (
+        pytest.raises(TransferError, match="the header was changed on the way")
+        if changed
+        else contextlib.nullcontext()
+    ):
         source.ship(0, piece, path, [KEY])
     thread.join(60)
     receiver.close()
     listener.close()
-    stored = [array for file in (tmp_path / "target").iterdir() for _, array in read_shards(file, read_header(file), [KEY])]
+    stored = [
+        array
+        for file in (tmp_path / "target").iterdir()
+        for _, array in read_shards(file, read_header(file), [KEY])
+    ]
     assert [array.tobytes() for array in stored] == ([] if changed else [SENT.tobytes()])
 
 

@@ -1,4 +1,6 @@
-"""Several processes agree on whether a checkpoint is written to memory, with a thread for each and a dict as the service."""
+"""Several processes agree on whether a checkpoint is written to memory, with a thread for each and
+a dict as the service.
+"""
 
 import collections
 import itertools
@@ -28,7 +30,11 @@ def texts(monkeypatch):
         return stored[path]
 
     def read_dir(path):
-        return {name.removeprefix(path): text for name, text in list(stored.items()) if name.startswith(path)}
+        return {
+            name.removeprefix(path): text
+            for name, text in list(stored.items())
+            if name.startswith(path)
+        }
 
     monkeypatch.setattr(coordination, "is_initialized", lambda: True)
     monkeypatch.setattr(coordination, "put", stored.__setitem__)
@@ -41,9 +47,17 @@ def texts(monkeypatch):
 def process(rank, held=(20,), why=""):
     """What of a process's checkpoints in memory votes."""
     memory = object.__new__(MemoryCheckpoints)
-    memory.job, memory.plan = SimpleNamespace(rank=rank, start="start", names=["host"] * SIZE), SimpleNamespace(host_bytes=0)
+    memory.job, memory.plan = (
+        SimpleNamespace(rank=rank, start="start", names=["host"] * SIZE),
+        SimpleNamespace(host_bytes=0),
+    )
     memory.folder = SimpleNamespace(create=lambda: None, lacks_room=lambda size, keeping: why)
-    memory.held, memory._logged, memory._published, memory._closed = set(held), set(), collections.deque(), threading.Event()
+    memory.held, memory._logged, memory._published, memory._closed = (
+        set(held),
+        set(),
+        collections.deque(),
+        threading.Event(),
+    )
     memory._publishing = threading.Lock()
     return memory
 
@@ -94,7 +108,9 @@ def test_closed_process_waits_for_nothing(texts, rank):
 
 
 def test_vote_outlives_those_on_later_steps(texts):
-    """A process that trains fast is busy with many steps before process 0 has looked at its vote."""
+    """A process that trains fast is busy with many steps before process 0 has looked at its
+    vote.
+    """
     first, *others = (process(rank) for rank in range(SIZE))
     with ThreadPoolExecutor(SIZE) as pool:
         voted = [pool.submit(memory._agree, 28) for memory in others]

@@ -1,4 +1,6 @@
-"""One owner per run folder: who is refused, who takes over, and what each finds. Time is a fake; other machines are names in the file."""
+"""One owner per run folder: who is refused, who takes over, and what each finds. Time is a fake;
+other machines are names in the file.
+"""
 
 import contextlib
 import dataclasses
@@ -63,7 +65,13 @@ ELSEWHERE = {"machine": "another boot pid:[1]", "host": "node7", "process": 12}
 def test_file_names_host_process_and_time(tmp_path):
     ownership = own(tmp_path)
     written = recorded(tmp_path)
-    assert written.process == os.getpid() and written.host and written.since.endswith("UTC") and written.machine and written.born
+    assert (
+        written.process == os.getpid()
+        and written.host
+        and written.since.endswith("UTC")
+        and written.machine
+        and written.born
+    )
     ownership.release()
     assert not (tmp_path / OWNER_FILE).exists()
     ownership.release()
@@ -74,7 +82,8 @@ def test_second_owner_in_the_same_thread_is_refused(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         own(tmp_path)
     assert str(raised.value) == (
-        f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread started has not ended; this call is "
+        f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run that this thread "
+        "started has not ended; this call is "
         "inside it, as in a callback, or it was not closed.\n"
         "    fix: use another folder for this run, or call it after the first has returned."
     )
@@ -108,7 +117,8 @@ def test_error_for_second_owner_names_the_thread(tmp_path):
         with pytest.raises(CheckpointError) as raised:
             own(tmp_path)
         assert str(raised.value) == (
-            f'{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its thread "trainer-1" has not ended.\n'
+            f"{tmp_path} is in use by this same process ({recorded(tmp_path)}): a run in its "
+            'thread "trainer-1" has not ended.\n'
             "    fix: use another folder, or resume=True after that run has returned."
         )
         ownership.check()
@@ -144,8 +154,12 @@ def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         born = owner._start_time(process.pid)
         left_by(tmp_path, process=process.pid, born=born)
-        with pytest.raises(CheckpointError, match=f"belongs to another run: process {process.pid} on"):
-            left_by_file = json.loads((tmp_path / OWNER_FILE).read_text()) | {"file": inode(tmp_path)}
+        with pytest.raises(
+            CheckpointError, match=f"belongs to another run: process {process.pid} on"
+        ):
+            left_by_file = json.loads((tmp_path / OWNER_FILE).read_text()) | {
+                "file": inode(tmp_path)
+            }
             (tmp_path / OWNER_FILE).write_text(json.dumps(left_by_file))
             own(tmp_path)
         process.kill()
@@ -190,14 +204,22 @@ def test_owner_elsewhere_without_heartbeat_is_replaced(tmp_path, caplog):
     left_by(tmp_path, **ELSEWHERE)
     with caplog.at_level(logging.WARNING, logger="spmd"):
         ownership = own(tmp_path)
-    assert TAKEOVER_SECONDS <= ownership.waited <= TAKEOVER_SECONDS + HEARTBEAT_SECONDS and recorded(tmp_path).process == os.getpid()
+    assert (
+        TAKEOVER_SECONDS <= ownership.waited <= TAKEOVER_SECONDS + HEARTBEAT_SECONDS
+        and recorded(tmp_path).process == os.getpid()
+    )
     assert "belonged to process 12 on node7" in caplog.text
     ownership.release()
 
 
 def test_remote_owner_is_replaced_once_it_releases(tmp_path):
     left_by(tmp_path, **ELSEWHERE)
-    ownership = own(tmp_path, lambda now: (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None)
+    ownership = own(
+        tmp_path,
+        lambda now: (
+            (tmp_path / OWNER_FILE).unlink(missing_ok=True) if now == HEARTBEAT_SECONDS else None
+        ),
+    )
     assert ownership.waited == HEARTBEAT_SECONDS
     ownership.release()
 
@@ -219,10 +241,14 @@ def test_of_two_who_wait_one_takes_over(tmp_path):
 
 def test_owner_that_slept_through_a_takeover_finds_it(tmp_path):
     ownership = own(tmp_path)
-    text = json.dumps(dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE)))
+    text = json.dumps(
+        dataclasses.asdict(dataclasses.replace(recorded(tmp_path), token="another", **ELSEWHERE))
+    )
     (tmp_path / OWNER_FILE).write_text(text)
     ownership.beat()
-    with pytest.raises(CheckpointError, match="no longer belongs to this run, but to process 12 on node7"):
+    with pytest.raises(
+        CheckpointError, match="no longer belongs to this run, but to process 12 on node7"
+    ):
         ownership.check()
     ownership.release()
     assert (tmp_path / OWNER_FILE).read_text() == text
@@ -261,7 +287,9 @@ def test_start_that_was_killed_while_it_wrote_is_replaced_at_once(before, tmp_pa
     (tmp_path / OWNER_FILE).touch()
     ownership = own(tmp_path)
     length = (tmp_path / OWNER_FILE).stat().st_size
-    text = json.dumps(json.loads((tmp_path / OWNER_FILE).read_text()) | {"host": "another.host.with.a.long.name"}).encode()
+    text = json.dumps(
+        json.loads((tmp_path / OWNER_FILE).read_text()) | {"host": "another.host.with.a.long.name"}
+    ).encode()
     ownership.release()
     for count in range(length):
         (tmp_path / OWNER_FILE).write_bytes(b"" if before == "no file" else text)
@@ -318,7 +346,8 @@ def test_file_that_cannot_be_read_is_what_the_error_names(tmp_path, monkeypatch)
     with pytest.raises(CheckpointError) as raised:
         ownership.check()
     assert str(raised.value) == (
-        f"{tmp_path}/{OWNER_FILE}, which says whose the folder is, cannot be read in 5 attempts: Input/output error.\n"
+        f"{tmp_path}/{OWNER_FILE}, which says whose the folder is, cannot be read in 5 attempts: "
+        "Input/output error.\n"
         "    fix: see whether the disk of that folder works."
     )
     ownership.release()
@@ -327,7 +356,11 @@ def test_file_that_cannot_be_read_is_what_the_error_names(tmp_path, monkeypatch)
 
 def test_first_read_of_the_file_is_tried_again(tmp_path, monkeypatch):
     read, failures = os.pread, [OSError(errno.EIO, "Input/output error")]
-    monkeypatch.setattr(os, "pread", lambda *given: read(*given) if not failures else (_ for _ in ()).throw(failures.pop()))
+    monkeypatch.setattr(
+        os,
+        "pread",
+        lambda *given: read(*given) if not failures else (_ for _ in ()).throw(failures.pop()),
+    )
     ownership = own(tmp_path)
     assert not failures and recorded(tmp_path).process == os.getpid()
     ownership.release()
@@ -344,5 +377,7 @@ def test_file_that_cannot_be_read_is_watched_like_one_of_another_machine(text, t
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_file_that_is_none_is_an_error(make, tmp_path):
     make(tmp_path / OWNER_FILE)
-    with pytest.raises(CheckpointError, match=rf"the file {tmp_path}/{OWNER_FILE} cannot be written: "):
+    with pytest.raises(
+        CheckpointError, match=rf"the file {tmp_path}/{OWNER_FILE} cannot be written: "
+    ):
         own(tmp_path)

@@ -1,4 +1,6 @@
-"""A piece of a state in a file: what was written is read, and everything else is refused before it is used."""
+"""A piece of a state in a file: what was written is read, and everything else is refused before it
+is used.
+"""
 
 import hashlib
 import io
@@ -10,7 +12,15 @@ import pytest
 
 from spmd.checksummed_files import DamagedFileError
 from spmd.run import piece_file
-from spmd.run.piece_file import MAGIC, Piece, parts, read_header, read_shards, receive_piece, write_piece
+from spmd.run.piece_file import (
+    MAGIC,
+    Piece,
+    parts,
+    read_header,
+    read_shards,
+    receive_piece,
+    write_piece,
+)
 
 ARRAYS = {"params/w": "float32[8, 3]", "opt/m": "bfloat16[5]", "step": "int32[]"}
 CONTENTS = {
@@ -30,7 +40,10 @@ def written(tmp_path):
 
 
 def equal(shards):
-    return all(array.dtype == CONTENTS[key].dtype and np.array_equal(array, CONTENTS[key]) for key, array in shards.items())
+    return all(
+        array.dtype == CONTENTS[key].dtype and np.array_equal(array, CONTENTS[key])
+        for key, array in shards.items()
+    )
 
 
 def test_written_shards_are_read(written):
@@ -44,7 +57,11 @@ def test_written_shards_are_read(written):
 
 def test_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(KeyError):
-        write_piece(tmp_path / "7.1", Piece(7, "", 1, {"step": 7, "arrays": ARRAYS}, {("step", ()): ""}), {}.__getitem__)
+        write_piece(
+            tmp_path / "7.1",
+            Piece(7, "", 1, {"step": 7, "arrays": ARRAYS}, {("step", ()): ""}),
+            {}.__getitem__,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -64,7 +81,15 @@ def test_every_flipped_bit_is_found(written):
 def _covered(piece, size):
     """The bytes of prefix, header and shards."""
     length = len(
-        json.dumps({"step": 7, "start": "a start", "rank": 1, "meta": piece.meta, "shards": [[*key, d] for key, d in piece.shards.items()]})
+        json.dumps(
+            {
+                "step": 7,
+                "start": "a start",
+                "rank": 1,
+                "meta": piece.meta,
+                "shards": [[*key, d] for key, d in piece.shards.items()],
+            }
+        )
     )
     begin, covered = len(piece.header()), set(range(piece_file.PREFIX + length))
     for key, at in piece.offsets().items():
@@ -83,7 +108,14 @@ def test_truncated_file_is_refused(written, left):
 
 def forged(path, size=None, **changes):
     """A file whose header has a right checksum, and says something else."""
-    fields = {"step": 7, "start": "", "rank": 1, "meta": {"step": 7, "arrays": ARRAYS}, "shards": [["step", [], "0" * 64]], **changes}
+    fields = {
+        "step": 7,
+        "start": "",
+        "rank": 1,
+        "meta": {"step": 7, "arrays": ARRAYS},
+        "shards": [["step", [], "0" * 64]],
+        **changes,
+    }
     text = json.dumps(fields).encode()
     header = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
     header = header.ljust(-(-len(header) // 64) * 64, b"\0")

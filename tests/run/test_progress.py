@@ -50,7 +50,9 @@ HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
 def test_an_update_after_no_time_keeps_the_rate(console):
-    """Many steps may end at once, as those of a call of a sweep: their number over the time since the last redraw is no speed."""
+    """Many steps may end at once, as those of a call of a sweep: their number over the time since
+    the last redraw is no speed.
+    """
     display = make_progress("auto")
     display.start(0, 40)
     display.begin(Pace(0, 1000.0))
@@ -65,7 +67,9 @@ def rates_shown(console):
 
 
 def test_nothing_compiled_counts_in_the_rate(console):
-    """Without a pace to begin at, the first update begins the measurement: it came after a program was compiled."""
+    """Without a pace to begin at, the first update begins the measurement: it came after a program
+    was compiled.
+    """
     display = make_progress("auto")
     display.start(0, 40)
     display.update(1, 0, {"loss": 0.5}, Pace(32, 100.0))
@@ -82,18 +86,27 @@ def test_the_last_update_shows_the_rate_of_the_whole_run(console):
     display.update(30, 0, {"loss": 0.5}, Pace(960, 30.0, waited=15.0))
     display.update(40, 0, {"loss": 0.5}, Pace(1280, 40.0, waited=20.0), last=True)
     display.close()
-    assert rates_shown(console)[-1] == "32" and "50% waiting for data" in console.file.getvalue().rpartition("40/40")[2]
+    assert (
+        rates_shown(console)[-1] == "32"
+        and "50% waiting for data" in console.file.getvalue().rpartition("40/40")[2]
+    )
 
 
 def test_the_last_line_has_the_rate_of_the_result(capfd):
     result = fit(epochs=4, progress=True)
-    assert re.findall(r"([\d,]+) samples/s", capfd.readouterr().err)[-1] == f"{result.samples_per_second:,.0f}"
+    assert (
+        re.findall(r"([\d,]+) samples/s", capfd.readouterr().err)[-1]
+        == f"{result.samples_per_second:,.0f}"
+    )
 
 
 def test_a_narrow_terminal_wraps_between_words_and_splits_no_path(console):
     console.width = 40
     path = "/home/ada/experiments-of-november/runs/digits-with-a-long-name"
-    make_progress("auto").say(f"interrupted after step 7: the checkpoint is in {path}, and fit(..., resume=True) resumes from it.")
+    make_progress("auto").say(
+        f"interrupted after step 7: the checkpoint is in {path}, and fit(..., resume=True) resumes "
+        "from it."
+    )
     assert console.file.getvalue().splitlines() == [
         "interrupted after step 7: the checkpoint",
         "is in",
@@ -107,14 +120,19 @@ def test_resumed_run_says_so_without_a_terminal(tmp_path, caplog):
     fit(steps=2, checkpoint=tmp_path)
     assert "resumed" not in caplog.text
     fit(steps=3, checkpoint=tmp_path, resume=True)
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records if "resumed" in record.getMessage()]
+    lines = [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if "resumed" in record.getMessage()
+    ]
     assert lines == [("INFO", f"resumed from step 2 of {tmp_path}")]
 
 
 def test_info_is_shown_where_warnings_are(caplog, capfd, monkeypatch):
     logger = logging.getLogger("spmd")
     log_info("100 % seen")
-    monkeypatch.setattr(logger, "hasHandlers", lambda: False)  # as in a script where nothing has set up logging
+    # as in a script where nothing has set up logging
+    monkeypatch.setattr(logger, "hasHandlers", lambda: False)
     log_info("printed")
     for level in (logging.WARNING, logging.ERROR):  # which the user has chosen
         monkeypatch.setattr(logger, "level", level)
@@ -138,7 +156,15 @@ def test_a_terminal_shows_a_bar(console, monkeypatch):
     display.say("step 20: eval_loss 0.5")
     display.close()
     text = console.file.getvalue()
-    for part in ("20/40", "epoch 2", "loss 0.1235", "accuracy 0.5", "64 samples/s", "step 20: eval_loss 0.5", "━"):
+    for part in (
+        "20/40",
+        "epoch 2",
+        "loss 0.1235",
+        "accuracy 0.5",
+        "64 samples/s",
+        "step 20: eval_loss 0.5",
+        "━",
+    ):
         assert part in text, text
     assert text.count(HIDE) == text.count(SHOW) == 1  # hidden, and back
 
@@ -152,7 +178,10 @@ def test_a_bar_always_shows_the_step_and_the_time_left(width, monkeypatch):
     display.start(0, 12000)
     for step in (57, 570, 5700):
         display.update(
-            step, 30, {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5}, Pace(64 * step, float(step))
+            step,
+            30,
+            {"loss": 1.2761234, "accuracy": 0.71881234, "eval_loss": 0.08728, "eval_accuracy": 0.5},
+            Pace(64 * step, float(step)),
         )
     display.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", made.file.getvalue())
@@ -193,7 +222,8 @@ def test_a_display_without_a_reader_ends_no_run(monkeypatch):
 
 def wait_for(console, text):
     """Wait until a thread has shown this text."""
-    given_up = time.monotonic() + 120  # a bound of a wait that the text ends, however fast or slow the machine is
+    # a bound of a wait that the text ends, however fast or slow the machine is
+    given_up = time.monotonic() + 120
     while text not in console.file.getvalue():
         assert time.monotonic() < given_up, console.file.getvalue()
         time.sleep(0.001)
@@ -262,12 +292,16 @@ def test_metrics_are_not_read_as_markup(console):
     display.say("[red] stays [/red]")
     display.update(1, 0, {"[bold]x": 1.0}, Pace(32, 1.0))
     display.close()
-    assert "[red] stays [/red]" in console.file.getvalue() and "[bold]x 1" in console.file.getvalue()
+    assert (
+        "[red] stays [/red]" in console.file.getvalue() and "[bold]x 1" in console.file.getvalue()
+    )
 
 
 def test_what_can_be_asked_for():
     assert not isinstance(make_progress(True), NoProgress)
-    assert isinstance(make_progress(False), NoProgress) and isinstance(make_progress("auto"), NoProgress)
+    assert isinstance(make_progress(False), NoProgress) and isinstance(
+        make_progress("auto"), NoProgress
+    )
     with pytest.raises(OptionError) as raised:
         make_progress("yes")
     assert str(raised.value) == "progress='yes'.\n    fix: True, False or \"auto\"."
@@ -284,7 +318,10 @@ def test_a_notebook_is_where_cells_run_not_where_its_kernel_was_imported(monkeyp
     import IPython
 
     assert isinstance(make_progress("auto"), NoProgress)
-    for shell, painted in ((type("Terminal", (), {})(), False), (type("Cells", (), {"kernel": None})(), True)):
+    for shell, painted in (
+        (type("Terminal", (), {})(), False),
+        (type("Cells", (), {"kernel": None})(), True),
+    ):
         monkeypatch.setattr(IPython, "get_ipython", lambda shell=shell: shell)
         assert isinstance(make_progress("auto"), NoProgress) != painted
 
@@ -305,7 +342,9 @@ def test_a_notebook_shows_evaluations_as_points_of_the_curve(monkeypatch, capsys
         display.evaluated(step, {"eval_loss": 3.0 / step, "eval_accuracy": 0.75})
     display.close()
     last = shown[-1]
-    assert "20/40" in last["text/plain"] and "eval_loss 0.15  eval_accuracy 0.75" in last["text/plain"]
+    assert (
+        "20/40" in last["text/plain"] and "eval_loss 0.15  eval_accuracy 0.75" in last["text/plain"]
+    )
     assert last["text/html"].count("<circle") == 2 and last["text/html"].count("<polyline") == 1
     assert capsys.readouterr().out == ""
 
@@ -314,9 +353,13 @@ def test_the_compiled_first_step_is_in_no_rate(monkeypatch, capfd):
     """A clock by which the first call takes 1,001 seconds, and each after it one."""
 
     def pace(self):
-        return Pace(self._run.samples, 1000.0 + self._run.samples / 32 if self._run.samples else 0.0)
+        return Pace(
+            self._run.samples, 1000.0 + self._run.samples / 32 if self._run.samples else 0.0
+        )
 
     monkeypatch.setattr("spmd.run.step_metrics.StepMetrics.pace", pace)
     result = fit(epochs=8, progress=True)
-    assert result.samples_per_second == 32, "the 22 calls after the first two, of 32 rows and one second each"
+    assert result.samples_per_second == 32, (
+        "the 22 calls after the first two, of 32 rows and one second each"
+    )
     assert re.findall(r"([\d,]+) samples/s", capfd.readouterr().err)[-1] == "32"

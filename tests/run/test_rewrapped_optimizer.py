@@ -1,4 +1,6 @@
-"""A run resumes with other wrappers around its optimizer: what is inside keeps its state, and new wrappers start new."""
+"""A run resumes with other wrappers around its optimizer: what is inside keeps its state, and new
+wrappers start new.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,10 @@ WRAPPED = {
     "spikes": (skip_spikes(ADAM, window=4), lambda opt: opt.inner),
     "both": (skip_spikes(average_weights(ADAM, decay=0.8), window=4), lambda opt: opt.inner.inner),
     "scaled": (scale_loss(skip_spikes(ADAM, window=4), 2.0**10), lambda opt: opt.inner.inner),
-    "two steps": (optax.MultiSteps(ADAM, 2).gradient_transformation(), lambda opt: opt.inner_opt_state),
+    "two steps": (
+        optax.MultiSteps(ADAM, 2).gradient_transformation(),
+        lambda opt: opt.inner_opt_state,
+    ),
     "finite": (optax.apply_if_finite(ADAM, 3), lambda opt: opt.inner_state),
 }
 
@@ -31,7 +36,13 @@ def precision(name):
 
 
 def trainer(name, **options):
-    given = {"loss": spmd.losses.mean_squared_error, "layout": "fsdp", "mesh": "data=8", "precision": precision(name), **options}
+    given = {
+        "loss": spmd.losses.mean_squared_error,
+        "layout": "fsdp",
+        "mesh": "data=8",
+        "precision": precision(name),
+        **options,
+    }
     return spmd.Trainer(linear(), optimizer=WRAPPED[name][0], **given)
 
 
@@ -43,7 +54,13 @@ def runs(tmp_path_factory):
     def run(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("run")
-            result = fit(optimizer=WRAPPED[name][0], layout="fsdp", steps=4, checkpoint=folder, precision=precision(name))
+            result = fit(
+                optimizer=WRAPPED[name][0],
+                layout="fsdp",
+                steps=4,
+                checkpoint=folder,
+                precision=precision(name),
+            )
             made[name] = folder, host(result.state)
         return made[name]
 
@@ -52,16 +69,27 @@ def runs(tmp_path_factory):
 
 @pytest.mark.sampled(quick=28, system=3)
 @pytest.mark.parametrize("after", WRAPPED)
-@pytest.mark.parametrize("before", ["none", "both", "scaled", pytest.param("two steps", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "before", ["none", "both", "scaled", pytest.param("two steps", marks=pytest.mark.system)]
+)
 def test_state_inside_of_other_wrappers_is_restored(runs, before, after, caplog):
     folder, saved = runs(before)
     now = trainer(after)
     state = now.restore(folder)
-    assert same(WRAPPED[after][1](state.opt), WRAPPED[before][1](saved.opt)) and same(state.params, saved.params)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, now.abstract_state)
-    old, new = ({type(part).__name__: part for part in spmd.tree.nodes(opt) if hasattr(part, "_fields")} for opt in (saved.opt, state.opt))
+    assert same(WRAPPED[after][1](state.opt), WRAPPED[before][1](saved.opt)) and same(
+        state.params, saved.params
+    )
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, now.abstract_state
+    )
+    old, new = (
+        {type(part).__name__: part for part in spmd.tree.nodes(opt) if hasattr(part, "_fields")}
+        for opt in (saved.opt, state.opt)
+    )
     first = host(WRAPPED[after][0].init(state.params))
-    fresh = {type(part).__name__: part for part in spmd.tree.nodes(first) if hasattr(part, "_fields")}
+    fresh = {
+        type(part).__name__: part for part in spmd.tree.nodes(first) if hasattr(part, "_fields")
+    }
     for kind in new:
         fields = {name for name in new[kind]._fields if not name.startswith("inner")}
         if kind in ("ScaleByAdamState", "EmptyState"):
@@ -69,15 +97,21 @@ def test_state_inside_of_other_wrappers_is_restored(runs, before, after, caplog)
         like = old.get(kind, fresh[kind])
         assert all(same(getattr(new[kind], field), getattr(like, field)) for field in fields), kind
     said = " ".join(record.message for record in caplog.records)
-    assert ("starts new" in said) == bool(new.keys() - old.keys()) and ("is dropped" in said) == bool(old.keys() - new.keys())
+    assert ("starts new" in said) == bool(new.keys() - old.keys()) and (
+        "is dropped" in said
+    ) == bool(old.keys() - new.keys())
 
 
 @pytest.mark.system
 def test_run_with_wrappers_for_some_steps_matches_one_without(tmp_path):
     plain = fit(layout="fsdp", steps=8)
     fit(layout="fsdp", steps=4, checkpoint=tmp_path)
-    rest = fit(optimizer=WRAPPED["both"][0], layout="fsdp", steps=6, checkpoint=tmp_path, resume=True)
-    assert int(rest.state.opt.counted) == 2 and int(rest.state.opt.inner.updates) == 2, "updates since"
+    rest = fit(
+        optimizer=WRAPPED["both"][0], layout="fsdp", steps=6, checkpoint=tmp_path, resume=True
+    )
+    assert int(rest.state.opt.counted) == 2 and int(rest.state.opt.inner.updates) == 2, (
+        "updates since"
+    )
     last = fit(layout="fsdp", steps=8, checkpoint=tmp_path, resume=True)
     assert same(last.state, plain.state)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -90,35 +124,66 @@ def test_run_with_wrappers_for_some_steps_matches_one_without(tmp_path):
 
 def test_arrays_of_new_wrappers_are_not_those_of_the_parameters(runs):
     state = trainer("average").restore(runs("none")[0])
-    average = {leaf.unsafe_buffer_pointer() for shard in state.opt.average["w"].addressable_shards for leaf in [shard.data]}
-    assert average.isdisjoint(shard.data.unsafe_buffer_pointer() for shard in state.params["w"].addressable_shards)
+    average = {
+        leaf.unsafe_buffer_pointer()
+        for shard in state.opt.average["w"].addressable_shards
+        for leaf in [shard.data]
+    }
+    assert average.isdisjoint(
+        shard.data.unsafe_buffer_pointer() for shard in state.params["w"].addressable_shards
+    )
     np.testing.assert_array_equal(state.opt.average["w"], state.params["w"])
 
 
 @pytest.mark.system
 def test_wrappers_change_with_the_layout(runs):
     folder, saved = runs("none")
-    for layout in ("parameter_server", dataclasses.replace(spmd.Layout.load("fsdp"), memory=spmd.Memory(optimizer="host"))):
+    for layout in (
+        "parameter_server",
+        dataclasses.replace(spmd.Layout.load("fsdp"), memory=spmd.Memory(optimizer="host")),
+    ):
         now = trainer("both", layout=layout)
         state = now.restore(folder)
         assert same(now.placed.unpacked(state.params), saved.params)
         assert same(now.placed.unpacked(state.opt.inner.inner[0].mu), saved.opt[0].mu)
-        assert same(now.placed.unpacked(state.opt.inner.average), saved.params) and int(state.opt.counted) == 0
+        assert (
+            same(now.placed.unpacked(state.opt.inner.average), saved.params)
+            and int(state.opt.counted) == 0
+        )
 
 
 def test_another_optimizer_inside_is_refused(runs):
-    other = spmd.Trainer(linear(), loss=spmd.losses.mean_squared_error, optimizer=average_weights(optax.sgd(0.1, momentum=0.9)))
+    other = spmd.Trainer(
+        linear(),
+        loss=spmd.losses.mean_squared_error,
+        optimizer=average_weights(optax.sgd(0.1, momentum=0.9)),
+    )
     with pytest.raises(CheckpointError) as raised:
         other.restore(runs("none")[0])
     text = str(raised.value)
-    assert "opt/inner/0/trace/w\n      saved nothing, wanted float32[8, 1]" in text and "opt/inner/0/mu/w" in text
+    assert (
+        "opt/inner/0/trace/w\n      saved nothing, wanted float32[8, 1]" in text
+        and "opt/inner/0/mu/w" in text
+    )
     assert "average/w" not in text and 'only="params"' in raised.value.fix
 
 
 def test_only_entire_wrappers_are_known():
     state = {"opt/inner/0/mu/w", "opt/updates", "opt/average/w"}
     assert wrappers_of(state).prefixes == {"average_weights": "opt/"}
-    assert wrappers_of(state - {"opt/updates"}).prefixes == {} == wrappers_of(state | {"opt/more"}).prefixes
-    nested = {path.replace("opt/", "opt/inner/") for path in state} | {"opt/inner/updates", "opt/updates", "opt/average/w"}
-    assert wrappers_of(nested).prefixes == {"average_weights": "opt/"}, "the outer one of two of a kind"
-    assert wrappers_of(["opt/updates", "opt/average/w"]).inside == "opt/inner/", "an optimizer without arrays, such as sgd"
+    assert (
+        wrappers_of(state - {"opt/updates"}).prefixes
+        == {}
+        == wrappers_of(state | {"opt/more"}).prefixes
+    )
+    nested = {path.replace("opt/", "opt/inner/") for path in state} | {
+        "opt/inner/updates",
+        "opt/updates",
+        "opt/average/w",
+    }
+    assert wrappers_of(nested).prefixes == {"average_weights": "opt/"}, (
+        "the outer one of two of a kind"
+    )
+    assert wrappers_of(["opt/updates", "opt/average/w"]).inside == "opt/inner/", (
+        "an optimizer without arrays, such as sgd"
+    )

@@ -1,4 +1,6 @@
-"""Saving: a thread writes a copy of the state while training continues; training waits where devices have no memory for the copy."""
+"""Saving: a thread writes a copy of the state while training continues; training waits where
+devices have no memory for the copy.
+"""
 
 import dataclasses
 import errno
@@ -59,14 +61,20 @@ def copied(monkeypatch):
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("room", [COPIED, WAITED_FOR], ids=["copied", "waited for"])
 def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, copied, monkeypatch):
-    """Steps donate the state that is being saved; each checkpoint holds the state of its own step, whichever thread hands it over."""
+    """Steps donate the state that is being saved; each checkpoint holds the state of its own step,
+    whichever thread hands it over.
+    """
     if not room:
         monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: False)
     seen = {}
     run = fit(
         epochs=3,
         checkpoint=spmd.Checkpoint(tmp_path, every=1, keep=100),
-        callbacks=[spmd.callbacks.Each(lambda info: seen.update({info.step: jax.device_get(info.state.params)}), every=1)],
+        callbacks=[
+            spmd.callbacks.Each(
+                lambda info: seen.update({info.step: jax.device_get(info.state.params)}), every=1
+            )
+        ],
     )
     store = CheckpointStore(spmd.Checkpoint(tmp_path, keep=100))
     assert store.steps() == list(range(1, int(run.state.step) + 1))
@@ -80,8 +88,14 @@ def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, copied, monkeypa
 
 def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeypatch):
     """And again at the end; training does not continue as if the checkpoint existed."""
-    monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(CheckpointError, match=r"could not be written to .*: OSError: no space left"):
+    monkeypatch.setattr(
+        CheckpointStore,
+        "_write",
+        lambda self, *given: (_ for _ in ()).throw(OSError("no space left")),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"could not be written to .*: OSError: no space left"
+    ):
         fit(steps=5, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert not [entry for entry in (tmp_path / "checkpoints").iterdir()]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
@@ -105,16 +119,22 @@ try:
 finally:
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     print("left:", left, flush=True)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.system
 def test_process_ends_soon_after_a_failed_save(tmp_path):
     """The threads that Orbax starts would wait for one another for five minutes."""
     command = [sys.executable, "-c", FAILING, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT)
-    assert done.returncode and "CheckpointError: a checkpoint could not be written to" in done.stderr
-    assert done.stdout.splitlines()[-1] == "left: []", "threads that the end of the process waits for"
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT
+    )
+    assert (
+        done.returncode and "CheckpointError: a checkpoint could not be written to" in done.stderr
+    )
+    assert done.stdout.splitlines()[-1] == "left: []", (
+        "threads that the end of the process waits for"
+    )
 
 
 @pytest.mark.parametrize("name", ["lr[0.1]", "a*", "what?", "back\\slash"])
@@ -122,7 +142,10 @@ def test_folder_that_orbax_reads_as_a_pattern_is_refused(name, tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be read again") as raised:
         fit(steps=1, checkpoint=tmp_path / name / "run")
     other = re.search('such as "(.*)" in place of', raised.value.fix)[1]
-    assert int(fit(steps=1, checkpoint=Path(other) / "run").trainer.restore(Path(other) / "run").step) == 1
+    assert (
+        int(fit(steps=1, checkpoint=Path(other) / "run").trainer.restore(Path(other) / "run").step)
+        == 1
+    )
 
 
 def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
@@ -132,7 +155,9 @@ def test_arrays_that_were_not_merged_are_a_failed_save(tmp_path, monkeypatch):
 
 
 def test_newest_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeypatch):
-    """And so are the folders that hold it; a loss of power in between leaves one of the two in full."""
+    """And so are the folders that hold it; a loss of power in between leaves one of the two in
+    full.
+    """
     events, sync, remove = [], os.fsync, shutil.rmtree
 
     def synced(file):
@@ -141,7 +166,11 @@ def test_newest_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(
-        shutil, "rmtree", lambda path, *args, **options: events.append(("gone", str(path))) or remove(path, *args, **options)
+        shutil,
+        "rmtree",
+        lambda path, *args, **options: (
+            events.append(("gone", str(path))) or remove(path, *args, **options)
+        ),
     )
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1))
     gone = events.index(("gone", str(tmp_path / "checkpoints" / ".removed-2")))
@@ -158,14 +187,19 @@ def test_old_checkpoint_that_cannot_be_removed_is_no_failed_save(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(retention.shutil, "rmtree", fails)
         fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1))
-    assert "the old checkpoint" in caplog.text and "could not be removed: Input/output error" in caplog.text
+    assert (
+        "the old checkpoint" in caplog.text
+        and "could not be removed: Input/output error" in caplog.text
+    )
     assert (tmp_path / "checkpoints" / ".removed-2").is_dir()
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2, keep=1), resume=True)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
 
 
 def test_next_owner_removes_leftovers_though_nothing_is_left_to_train(tmp_path):
-    """Of a checkpoint that was being removed, and of one that was being written, when a process was killed."""
+    """Of a checkpoint that was being removed, and of one that was being written, when a process was
+    killed.
+    """
     config = spmd.Checkpoint(tmp_path, every=4)
     trained = fit(steps=4, checkpoint=config)
     checkpoints = tmp_path / "checkpoints"
@@ -199,13 +233,17 @@ def test_a_state_can_be_rescued_after_a_save_that_has_failed(tmp_path, monkeypat
 def test_where_there_was_room_once_there_is_room(tmp_path, copied, monkeypatch):
     """A copy lifts the peak that is asked for: one answer, the first, holds for all saves."""
     asked = []
-    monkeypatch.setattr(checkpoint, "fits_on_devices", lambda state: not asked.append(None) and len(asked) == 1)
+    monkeypatch.setattr(
+        checkpoint, "fits_on_devices", lambda state: not asked.append(None) and len(asked) == 1
+    )
     fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2))
     assert len(asked) == 1 and copied == [True] * 3
 
 
 def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
-    """From the second save on: the first finds out whether there is room. What the watchdog sees the host wait for is the step, no save."""
+    """From the second save on: the first finds out whether there is room. What the watchdog sees
+    the host wait for is the step, no save.
+    """
     events, read, copy = [], StepMetrics.read_oldest, device_snapshot.StateCopier.__call__
 
     def noted(self):
@@ -216,17 +254,38 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     guarded = watchdog.ClusterWatchdog(0, 1, StallTimeouts(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
     monkeypatch.setattr(StepMetrics, "read_oldest", noted)
-    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: events.append("copy") or copy(self, state))
-    fit(steps=6, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)])
+    monkeypatch.setattr(
+        device_snapshot.StateCopier,
+        "__call__",
+        lambda self, state: events.append("copy") or copy(self, state),
+    )
+    fit(
+        steps=6,
+        checkpoint=spmd.Checkpoint(tmp_path, every=2),
+        callbacks=[spmd.callbacks.Each(lambda info: info.state, every=2)],
+    )
     seen = [entry if entry == "copy" else entry[:2] for entry in events]
-    assert seen == [*[("read", 1), ("read", 2), "copy"], *[("read", 3), "copy", ("read", 4)], *[("read", 5), "copy", ("read", 6)]]
-    assert {phase for _, _, phase in (entry for entry in events if entry != "copy")} <= {"compile", "step"}
+    assert seen == [
+        *[("read", 1), ("read", 2), "copy"],
+        *[("read", 3), "copy", ("read", 4)],
+        *[("read", 5), "copy", ("read", 6)],
+    ]
+    assert {phase for _, _, phase in (entry for entry in events if entry != "copy")} <= {
+        "compile",
+        "step",
+    }
 
 
 def test_devices_copy_after_an_evaluation_which_may_want_the_room(tmp_path, monkeypatch):
     events, measure, copy = [], Evaluator.evaluate, device_snapshot.StateCopier.__call__
-    monkeypatch.setattr(Evaluator, "evaluate", lambda self: events.append("evaluation") or measure(self))
-    monkeypatch.setattr(device_snapshot.StateCopier, "__call__", lambda self, state: events.append("copy") or copy(self, state))
+    monkeypatch.setattr(
+        Evaluator, "evaluate", lambda self: events.append("evaluation") or measure(self)
+    )
+    monkeypatch.setattr(
+        device_snapshot.StateCopier,
+        "__call__",
+        lambda self, state: events.append("copy") or copy(self, state),
+    )
     fit(steps=4, checkpoint=spmd.Checkpoint(tmp_path, every=2), eval_data=numbers(8), eval_every=2)
     assert events[:4] == ["evaluation", "copy", "evaluation", "copy"]
 
@@ -256,19 +315,32 @@ def test_unsaved_copy_is_dropped(error, tmp_path):
 
 
 def test_what_has_diverged_is_not_saved_because_a_save_has_failed(tmp_path, monkeypatch):
-    """The copy starts before the step's metrics are read; the failure of the previous save is raised after that."""
-    monkeypatch.setattr(CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup")))
+    """The copy starts before the step's metrics are read; the failure of the previous save is
+    raised after that.
+    """
+    monkeypatch.setattr(
+        CheckpointStore, "_write", lambda self, *given: (_ for _ in ()).throw(OSError("a hiccup"))
+    )
     data = numbers(256)
     data["x"][96:128] = np.nan  # what the fourth step reads
     with pytest.raises(DivergedError, match=r"step 4: .* There is no checkpoint"):
-        fit(data, steps=8, shuffle=False, checkpoint=spmd.Checkpoint(tmp_path, every=2), callbacks=[spmd.callbacks.TerminateOnNaN()])
+        fit(
+            data,
+            steps=8,
+            shuffle=False,
+            checkpoint=spmd.Checkpoint(tmp_path, every=2),
+            callbacks=[spmd.callbacks.TerminateOnNaN()],
+        )
     assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
 def test_only_the_copy_that_is_saved_is_written(tmp_path):
     """The next copy replaces one that was not saved."""
     run = fit(steps=1)
-    states = {step: dataclasses.replace(run.state, params={"w": run.state.params["w"] + step}) for step in range(1, 6)}
+    states = {
+        step: dataclasses.replace(run.state, params={"w": run.state.params["w"] + step})
+        for step in range(1, 6)
+    }
     store = CheckpointStore(spmd.Checkpoint(tmp_path))
     for step in (1, 2, 4):
         store.copy(states[step - (step > 1)], step - (step > 1))
@@ -279,12 +351,16 @@ def test_only_the_copy_that_is_saved_is_written(tmp_path):
     store.close()
     again = CheckpointStore(spmd.Checkpoint(tmp_path))
     assert again.steps() == [2, 4]
-    assert all(same(again.restore(step, run.trainer.abstract_state)[0], states[step]) for step in (2, 4))
+    assert all(
+        same(again.restore(step, run.trainer.abstract_state)[0], states[step]) for step in (2, 4)
+    )
     again.close()
 
 
 def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
-    """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the next copy."""
+    """Orbax has the bytes in the host's memory by then. On CPU devices the memory is kept for the
+    next copy.
+    """
     writing, go, copied_leaves = threading.Event(), threading.Event(), []
     call, sealed = device_snapshot.StateCopier.__call__, checkpoint.write_manifest
 
@@ -305,7 +381,8 @@ def test_copy_is_released_while_the_disk_is_written(tmp_path, monkeypatch):
     store.save(state, 1, {}, {})
     assert writing.wait(120)
     until = time.monotonic() + 60
-    while gc.collect() >= 0 and any(ref() for ref in copied_leaves) and time.monotonic() < until:  # Orbax may be about to return
+    # Orbax may be about to return
+    while gc.collect() >= 0 and any(ref() for ref in copied_leaves) and time.monotonic() < until:
         time.sleep(0.01)
     alive = sum(ref() is not None for ref in copied_leaves)
     go.set()
@@ -348,14 +425,19 @@ class Array:
     """One that lies on some devices, `size` bytes on each."""
 
     def __init__(self, devices, size):
-        self.addressable_shards = [SimpleNamespace(device=device, data=np.zeros(size, np.uint8)) for device in devices]
+        self.addressable_shards = [
+            SimpleNamespace(device=device, data=np.zeros(size, np.uint8)) for device in devices
+        ]
 
 
 def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_ever_held():
     def room(*arrays):
         return device_snapshot.fits_on_devices(dict(enumerate(arrays)))
 
-    wide, narrow = Device(bytes_limit=1000, peak_bytes_in_use=100), Device(bytes_limit=1000, peak_bytes_in_use=700)
+    wide, narrow = (
+        Device(bytes_limit=1000, peak_bytes_in_use=100),
+        Device(bytes_limit=1000, peak_bytes_in_use=700),
+    )
     assert room(Array([wide, narrow], 200), Array([wide], 500))
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300

@@ -1,4 +1,6 @@
-"""Two processes and one run folder: reading changes nothing, and a second writer is refused without harm to the first."""
+"""Two processes and one run folder: reading changes nothing, and a second writer is refused without
+harm to the first.
+"""
 
 import contextlib
 import threading
@@ -20,7 +22,9 @@ def trainer():
 
 @contextlib.contextmanager
 def half_written(folder, monkeypatch):
-    """A run with a checkpoint of step 2, and one of step 3 that is begun and not finished before the block ends."""
+    """A run with a checkpoint of step 2, and one of step 3 that is begun and not finished before
+    the block ends.
+    """
     state = fit(steps=2, checkpoint=folder).state
     later = fit(steps=3).state
     begun, finish, write_manifest = threading.Event(), threading.Event(), checkpoint.write_manifest
@@ -59,7 +63,9 @@ def test_restore_leaves_an_unfinished_save_alone(tmp_path, monkeypatch):
 def test_second_fit_is_refused_and_leaves_an_unfinished_save_alone(resume, tmp_path, monkeypatch):
     with half_written(tmp_path, monkeypatch):
         before = entries(tmp_path)
-        with pytest.raises(CheckpointError, match=r"is in use by this same process \(process \d+ on "):
+        with pytest.raises(
+            CheckpointError, match=r"is in use by this same process \(process \d+ on "
+        ):
             fit(steps=8, checkpoint=tmp_path, resume=resume)
         assert entries(tmp_path) == before
 
@@ -74,8 +80,12 @@ def test_fit_inside_a_fit_on_the_same_folder_is_refused(tmp_path):
 
 
 def test_fit_interrupted_while_it_saves_releases_the_folder(tmp_path, monkeypatch):
-    """A second Ctrl-C, while the save after the first is running. The traceback keeps the run alive, as in a notebook."""
-    monkeypatch.setattr(CheckpointStore, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt))
+    """A second Ctrl-C, while the save after the first is running. The traceback keeps the run
+    alive, as in a notebook.
+    """
+    monkeypatch.setattr(
+        CheckpointStore, "wait", lambda store: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     kept = []
     try:
         fit(checkpoint=tmp_path, callbacks=[Fail("on_step", 1, RuntimeError("mine"))])
@@ -110,13 +120,21 @@ def test_reader_of_a_folder_that_cannot_be_written(tmp_path):
 @pytest.mark.slow
 def test_two_processes_with_resume(tmp_path):
     """The second is refused, the first ends as if there were no second."""
-    with started(timeout=120, checkpoint=str(tmp_path), every=2, resume=True, epochs=100_000) as first:
+    with started(
+        timeout=120, checkpoint=str(tmp_path), every=2, resume=True, epochs=100_000
+    ) as first:
         for line in first.stdout:
             if line.strip() == "checkpoint 4":
                 break
-        with started(timeout=120, checkpoint=str(tmp_path), every=2, resume=True, epochs=100_000) as second:
+        with started(
+            timeout=120, checkpoint=str(tmp_path), every=2, resume=True, epochs=100_000
+        ) as second:
             out, errors = second.communicate(timeout=120)
-        assert second.returncode != 0 and f"belongs to another run: process {first.pid} on " in errors and "step" not in out
+        assert (
+            second.returncode != 0
+            and f"belongs to another run: process {first.pid} on " in errors
+            and "step" not in out
+        )
         first.terminate()
         out, errors = first.communicate(timeout=120)
     assert first.returncode == 143, errors

@@ -1,6 +1,8 @@
-"""Trackers: one run over all attempts, no step doubled or missing, and no failure that stops training.
+"""Trackers: one run over all attempts, no step doubled or missing, and no failure that stops
+training.
 
-The tests of wandb, MLflow and trackio run where these are installed: `pip install '.[wandb,mlflow,trackio]'`.
+The tests of wandb, MLflow and trackio run where these are installed: `pip install
+'.[wandb,mlflow,trackio]'`.
 """
 
 import contextlib
@@ -33,11 +35,18 @@ from tests.processes import environment
 
 
 class Fake(Tracker):
-    """A tracker whose server is a dict: {run id: {"config", "points": [(step, name, value)], "files", "ends"}}."""
+    """A tracker whose server is a dict: {run id: {"config", "points": [(step, name, value)],
+    "files", "ends"}}.
+    """
 
     def __init__(self, server=None, broken="", error=None, wait=None, **options):
         super().__init__(**options)
-        self.server, self.broken, self.error, self.wait = {} if server is None else server, broken, error, wait
+        self.server, self.broken, self.error, self.wait = (
+            {} if server is None else server,
+            broken,
+            error,
+            wait,
+        )
         self.calls = []
 
     def _call(self, name):
@@ -59,7 +68,9 @@ class Fake(Tracker):
 
     def last_steps(self):
         self._call("last_steps")
-        return {name: step for step, name, _ in sorted(self.run["points"], key=lambda point: point[0])}
+        return {
+            name: step for step, name, _ in sorted(self.run["points"], key=lambda point: point[0])
+        }
 
     def log(self, step, metrics):
         self._call("log")
@@ -86,9 +97,18 @@ class Fake(Tracker):
 
 
 def train(folder, server, steps, **options):
-    """A run with a record at every step, an evaluation at every third, and a checkpoint at every fourth."""
-    options = {"loggers": [Fake(server)], "resume": True, "checkpoint": spmd.Checkpoint(folder, every=4, keep=9), **options}
-    return fit(numbers(160), steps=steps, log_every=1, eval_data=numbers(40, 1), eval_every=3, **options)
+    """A run with a record at every step, an evaluation at every third, and a checkpoint at every
+    fourth.
+    """
+    options = {
+        "loggers": [Fake(server)],
+        "resume": True,
+        "checkpoint": spmd.Checkpoint(folder, every=4, keep=9),
+        **options,
+    }
+    return fit(
+        numbers(160), steps=steps, log_every=1, eval_data=numbers(40, 1), eval_every=3, **options
+    )
 
 
 def steps_of(server, name="loss"):
@@ -99,23 +119,56 @@ def steps_of(server, name="loss"):
 
 def warned(caplog):
     messages = [record.getMessage() for record in caplog.records]
-    return [text for text in messages if "tracker" in text.lower() and "holds no run to resume" not in text]
+    return [
+        text
+        for text in messages
+        if "tracker" in text.lower() and "holds no run to resume" not in text
+    ]
 
 
 def test_tracker_knows_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for command in (["init", "-q"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first"]):
+    for command in (
+        ["init", "-q"],
+        [
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "commit",
+            "-q",
+            "--allow-empty",
+            "-m",
+            "first",
+        ],
+    ):
         subprocess.run(["git", *command], check=True, timeout=30)
     server = {}
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "plan.html").write_text("a report")  # of `spmd plan ... --save run/plan.html`
+    # of `spmd plan ... --save run/plan.html`
+    (tmp_path / "run" / "plan.html").write_text("a report")
     fit(steps=2, loggers=[Fake(server, checkpoints=True)], checkpoint=tmp_path / "run")
     (run,) = server.values()
     config = run["config"]
     assert tomllib.loads(config["layout"])["gradients"] == {"reduction": "all_reduce"}
-    expected = {"mesh": "data=8", "batch_size": 32, "steps": 2, "precision": "float32", "seed": 0, "parameters": 8, "devices": 8}
+    expected = {
+        "mesh": "data=8",
+        "batch_size": 32,
+        "steps": 2,
+        "precision": "float32",
+        "seed": 0,
+        "parameters": 8,
+        "devices": 8,
+    }
     assert {name: config[name] for name in expected} == expected
-    assert {"jax_version", "jaxlib_version", "flax_version", "optax_version", "device_kind", "processes"} <= config.keys()
+    assert {
+        "jax_version",
+        "jaxlib_version",
+        "flax_version",
+        "optax_version",
+        "device_kind",
+        "processes",
+    } <= config.keys()
     assert len(config["git_commit"]) == 40 and config["git_dirty"] is False
     assert {"layout.toml", "metrics.jsonl", "plan.html"} <= run["files"].keys()
     assert run["files"]["checkpoints"] == (tmp_path / "run" / "checkpoints").resolve()
@@ -125,7 +178,11 @@ def test_tracker_knows_the_run(tmp_path, monkeypatch):
 def test_git_state_says_whether_files_differ(tmp_path):
     assert git_state(tmp_path) == {}
     (tmp_path / "a").write_text("1")
-    for command in (["init", "-q"], ["add", "a"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "first"]):
+    for command in (
+        ["init", "-q"],
+        ["add", "a"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "first"],
+    ):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True, timeout=30)
     (tmp_path / "b").write_text("not tracked")
     assert git_state(tmp_path)["git_dirty"] is False
@@ -138,7 +195,12 @@ def test_resumed_run_is_one_run(tmp_path):
     server = {}
     train(tmp_path, server, 4)
     train(tmp_path, server, 7)
-    assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7] and steps_of(server, "eval_loss") == [3, 4, 6, 7]
+    assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7] and steps_of(server, "eval_loss") == [
+        3,
+        4,
+        6,
+        7,
+    ]
     assert [run["ends"] for run in server.values()] == [["finished", "finished"]]
 
 
@@ -194,7 +256,16 @@ def test_new_run_without_a_tracker_is_another_run(tmp_path):
     train(tmp_path, server, 8)
     first, second = server.values()
     assert {step for step, *_ in first["points"]} == {1, 2, 3}
-    assert [step for step, name, _ in second["points"] if name == "loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [step for step, name, _ in second["points"] if name == "loss"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
 
 
 @pytest.mark.system
@@ -204,10 +275,16 @@ def test_copy_of_a_folder_is_another_run_and_a_renamed_one_is_not(tmp_path, capl
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     train(tmp_path / "a", server, 5)
     train(tmp_path / "b", server, 6)
-    assert len(server) == 2 and f"{tmp_path / 'b'} was copied from {tmp_path / 'a'}, whose run is another" in caplog.text
+    assert (
+        len(server) == 2
+        and f"{tmp_path / 'b'} was copied from {tmp_path / 'a'}, whose run is another"
+        in caplog.text
+    )
     shutil.move(tmp_path / "b", tmp_path / "c")
     train(tmp_path / "c", server, 8)
-    losses = [[step for step, name, _ in run["points"] if name == "loss"] for run in server.values()]
+    losses = [
+        [step for step, name, _ in run["points"] if name == "loss"] for run in server.values()
+    ]
     assert losses == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
@@ -227,7 +304,9 @@ def test_run_without_folder(tmp_path):
 
 
 @pytest.mark.sampled(quick=12)
-@pytest.mark.parametrize("error", [OSError("no route"), SystemExit(3)], ids=["OSError", "SystemExit"])
+@pytest.mark.parametrize(
+    "error", [OSError("no route"), SystemExit(3)], ids=["OSError", "SystemExit"]
+)
 @pytest.mark.parametrize("broken", ["where", "open", "last_steps", "log", "add_file", "finish"])
 def test_tracker_that_fails_never_stops_training(broken, error, tmp_path, caplog):
     if broken == "where" and isinstance(error, SystemExit):
@@ -236,7 +315,9 @@ def test_tracker_that_fails_never_stops_training(broken, error, tmp_path, caplog
     result = train(tmp_path, None, 3, loggers=[bad, Fake(healthy)])
     assert int(result.state.step) == 3 and steps_of(healthy) == [1, 2, 3]
     why = f"{type(error).__name__}: {error}"
-    assert warned(caplog) == [f"the tracker Fake is switched off: {why}. Training continues without it."]
+    assert warned(caplog) == [
+        f"the tracker Fake is switched off: {why}. Training continues without it."
+    ]
     assert bad.calls.count(broken) == 1
 
 
@@ -248,7 +329,9 @@ def test_tracker_that_hangs_never_stops_training(broken, tmp_path, caplog):
     assert int(train(tmp_path, None, 3, loggers=[bad]).state.step) == 3
     released.set()
     (text,) = warned(caplog)
-    assert text.startswith("the tracker Fake is switched off: TimeoutError: it has not finished within 0.05 seconds.")
+    assert text.startswith(
+        "the tracker Fake is switched off: TimeoutError: it has not finished within 0.05 seconds."
+    )
 
 
 def test_tracker_that_hangs_does_not_use_up_the_grace_period(tmp_path, caplog, monkeypatch):
@@ -256,7 +339,11 @@ def test_tracker_that_hangs_does_not_use_up_the_grace_period(tmp_path, caplog, m
     released = threading.Event()
     with pytest.raises(SystemExit):
         train(
-            tmp_path, None, 9, loggers=[Fake(broken="open", wait=released)], callbacks=[lambda info: os.kill(os.getpid(), signal.SIGTERM)]
+            tmp_path,
+            None,
+            9,
+            loggers=[Fake(broken="open", wait=released)],
+            callbacks=[lambda info: os.kill(os.getpid(), signal.SIGTERM)],
         )
     released.set()
     assert "it has not finished within 0.05 seconds" in warned(caplog)[0]
@@ -282,11 +369,14 @@ def test_file_is_missing_but_the_run_is_closed(tmp_path, caplog):
 
 
 def test_close_while_the_thread_switches_the_tracker_off():
-    """`close` of another thread does not wait for a tracker that is off, and drops the queue that ends the thread."""
+    """`close` of another thread does not wait for a tracker that is off, and drops the queue that
+    ends the thread.
+    """
     log = Fake(broken="log", error=OSError("full"))
     log.begin(RunFacts())
 
-    class Closing(logging.Handler):  # as late as the warning: the tracker is off, its thread not yet ended
+    # as late as the warning: the tracker is off, its thread not yet ended
+    class Closing(logging.Handler):
         def emit(self, record):
             closing = threading.Thread(target=log.close)
             closing.start()
@@ -318,11 +408,24 @@ def test_status_says_whether_the_run_failed():
 
 def test_numbers_are_written_with_names_that_trackers_accept():
     log = Fake()
-    log.write({"step": 1, "loss@end": 1, "fine": float("inf"), "event": "resumed", "flag": True, "blocks/0 b-c.d": 0.5})
+    log.write(
+        {
+            "step": 1,
+            "loss@end": 1,
+            "fine": float("inf"),
+            "event": "resumed",
+            "flag": True,
+            "blocks/0 b-c.d": 0.5,
+        }
+    )
     log.write({"step": 1, "event": "resumed"})
     log.close()
     log.close()
-    assert log.run["points"] == [(1, "loss_end", 1.0), (1, "fine", float("inf")), (1, "blocks/0 b-c.d", 0.5)]
+    assert log.run["points"] == [
+        (1, "loss_end", 1.0),
+        (1, "fine", float("inf")),
+        (1, "blocks/0 b-c.d", 0.5),
+    ]
     assert log.calls.count("log") == 1 and log.run["ends"] == ["finished"]
 
 
@@ -335,7 +438,8 @@ def test_names_that_differ_in_special_characters_remain_different(caplog):
     assert len(set(names)) == 3 and names[0] == "loss_end" and names[:3] == names[3:]
     assert [value for *_, value in log.run["points"]] == 2 * [1.0, 2.0, 3.0]
     assert [text.partition(",")[0] for text in warned(caplog)] == [
-        f'the tracker Fake calls "{name}" {new}' for name, new in zip(["loss_end", "loss!end"], names[1:3], strict=True)
+        f'the tracker Fake calls "{name}" {new}'
+        for name, new in zip(["loss_end", "loss!end"], names[1:3], strict=True)
     ]
 
 
@@ -348,7 +452,9 @@ def test_trackers_that_hang_are_waited_for_together(tmp_path, caplog, monkeypatc
         clock[0] += seconds
 
     released = threading.Event()
-    trackers_of_run = [Fake(broken="open", wait=released, seconds=seconds) for seconds in (20.0, 30.0, 10.0)]
+    trackers_of_run = [
+        Fake(broken="open", wait=released, seconds=seconds) for seconds in (20.0, 30.0, 10.0)
+    ]
     for log in trackers_of_run:
         log.begin(RunFacts())
     monkeypatch.setattr(trackers.time, "monotonic", lambda: clock[0])
@@ -359,11 +465,17 @@ def test_trackers_that_hang_are_waited_for_together(tmp_path, caplog, monkeypatc
     assert sum(waited) == 30 and len(warned(caplog)) == 3
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "stopped"), (signal.SIGTERM, "stopped")], ids=str)
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, "stopped"), (signal.SIGTERM, "stopped")], ids=str
+)
 def test_status_of_a_run_that_a_signal_ends(number, status):
     server = {}
     with pytest.raises(SystemExit) if number == signal.SIGTERM else contextlib.nullcontext():
-        fit(steps=9, loggers=[Fake(server)], callbacks=[lambda info: info.step == 3 and os.kill(os.getpid(), number)])
+        fit(
+            steps=9,
+            loggers=[Fake(server)],
+            callbacks=[lambda info: info.step == 3 and os.kill(os.getpid(), number)],
+        )
     assert [run["ends"] for run in server.values()] == [[status]]
 
 
@@ -379,14 +491,23 @@ def test_pictures_and_histograms_of_a_resumed_run_are_written_once(tmp_path):
     (run,) = server.values()
     written = [point for point in run["points"] if point[1] in ("histograms", "pictures/square")]
     assert [(step, name) for step, name, _ in written] == [
-        *[(2, "pictures/square"), (3, "histograms"), (4, "pictures/square"), (6, "histograms"), (6, "pictures/square")]
+        *[
+            (2, "pictures/square"),
+            (3, "histograms"),
+            (4, "pictures/square"),
+            (6, "histograms"),
+            (6, "pictures/square"),
+        ]
     ]
     assert written[1][2].keys() == {"parameters/w", "gradients/w"} and size(written[0][2]) == (3, 2)
     shutil.rmtree(tmp_path / "checkpoints" / "7")  # as after a kill: the run resumes from step 4
     run["points"] = [point for point in run["points"] if point[0] <= 3]  # the rest had not arrived
     train(tmp_path, server, 9, **options)
     again = [point for point in run["points"] if point[1] in ("histograms", "pictures/square")]
-    assert again[: len(written)] == written and [step for step, *_ in again[len(written) :]] == [8, 9]
+    assert again[: len(written)] == written and [step for step, *_ in again[len(written) :]] == [
+        8,
+        9,
+    ]
 
 
 @pytest.mark.system
@@ -399,11 +520,16 @@ def test_what_a_tracker_cannot_show_is_said_once(tmp_path, caplog):
             raise ImportError("no module that draws")
 
     server = {}
-    options = {"callbacks": [spmd.callbacks.Each(draw, every=4)], "watch": 2, "loggers": [Plain({}), Unable(server)]}
+    options = {
+        "callbacks": [spmd.callbacks.Each(draw, every=4)],
+        "watch": 2,
+        "loggers": [Plain({}), Unable(server)],
+    }
     train(tmp_path, None, 7, **options)
     assert sorted(warned(caplog)) == [
         "the tracker Plain has no histograms; they are in metrics.jsonl.",
-        f"the tracker Plain has no pictures, such as {tmp_path / 'pictures' / 'square-00000004.png'}.",
+        "the tracker Plain has no pictures, such as "
+        f"{tmp_path / 'pictures' / 'square-00000004.png'}.",
         "the tracker Unable does not show pictures/square: ImportError: no module that draws.",
     ]
     assert steps_of(server) == [1, 2, 3, 4, 5, 6, 7]
@@ -416,9 +542,17 @@ def test_damaged_id_makes_another_run(tmp_path, caplog):
     (tmp_path / ID_FILE).write_bytes((tmp_path / ID_FILE).read_bytes().replace(b'"id"', b'"ib"'))
     train(tmp_path, server, 5)
     first, second = server.values()
-    assert [steps[0] for steps in second["points"] if steps[1] == "loss"] == [1, 2, 3, 4, 5] and len(first["ends"]) == 1
+    assert [steps[0] for steps in second["points"] if steps[1] == "loss"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and len(first["ends"]) == 1
     (text,) = warned(caplog)
-    assert "its contents do not match its checksum. Trackers show this attempt as another run." in text
+    assert (
+        "its contents do not match its checksum. Trackers show this attempt as another run." in text
+    )
 
 
 @pytest.mark.system
@@ -444,7 +578,9 @@ def test_users_logger_gets_the_facts_of_the_run(tmp_path):
         def begin(self, facts):
             raise ZeroDivisionError("division by zero")
 
-    with pytest.raises(CallbackError, match=r"^logger Bad\.begin raises ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        CallbackError, match=r"^logger Bad\.begin raises ZeroDivisionError: division by zero"
+    ):
         fit(steps=2, loggers=[Bad()])
 
 
@@ -463,16 +599,25 @@ def test_folder_without_trackers_has_no_id(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, -1.0, "long", True, None])
 def test_seconds_are_checked(seconds):
-    with pytest.raises(OptionError, match=r"^Fake: seconds=.*\n    fix: a number above 0, such as 60\."):
+    with pytest.raises(
+        OptionError, match=r"^Fake: seconds=.*\n    fix: a number above 0, such as 60\."
+    ):
         Fake(seconds=seconds)
 
 
-@pytest.mark.parametrize(("name", "module"), [("MLflow", "mlflow"), ("Trackio", "trackio"), ("Wandb", "wandb"), ("Comet", "comet_ml")])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("MLflow", "mlflow"), ("Trackio", "trackio"), ("Wandb", "wandb"), ("Comet", "comet_ml")],
+)
 def test_extra_is_named_when_it_is_missing(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError) as raised:
         getattr(spmd.loggers, name)("digits")
-    assert str(raised.value) == f"{module} is not installed.\n    fix: in the checkout of spmd: pip install '.[{name.lower()}]'."
+    assert (
+        str(raised.value)
+        == f"{module} is not installed.\n    fix: in the checkout of spmd: pip install "
+        f"'.[{name.lower()}]'."
+    )
 
 
 @pytest.mark.parametrize(
@@ -482,7 +627,11 @@ def test_extra_is_named_when_it_is_missing(name, module, monkeypatch):
         ({"WANDB_API_KEY": "k" * 40}, "", "online"),
         ({"WANDB_API_KEY": "k" * 40, "WANDB_MODE": "offline"}, "", "offline"),
         ({}, "machine api.wandb.ai login user password k", "online"),
-        ({"WANDB_BASE_URL": "https://wandb.example"}, "machine api.wandb.ai login user password k", "offline"),
+        (
+            {"WANDB_BASE_URL": "https://wandb.example"},
+            "machine api.wandb.ai login user password k",
+            "offline",
+        ),
     ],
 )
 def test_wandb_is_offline_without_a_key(environment, lines, mode, monkeypatch, tmp_path):
@@ -492,38 +641,68 @@ def test_wandb_is_offline_without_a_key(environment, lines, mode, monkeypatch, t
         monkeypatch.setenv(name, value)
     (tmp_path / ".netrc").write_text(lines)
     (tmp_path / ".netrc").chmod(0o600)
-    monkeypatch.setitem(sys.modules, "wandb", logging)  # any module: construction calls nothing of it
+    # any module: construction calls nothing of it
+    monkeypatch.setitem(sys.modules, "wandb", logging)
     facts = RunFacts(folder=tmp_path / "run", id="0123456789")
-    places = {"offline": f"offline in {tmp_path}/run/wandb; wandb sync uploads it", "online": "online"}
-    assert spmd.loggers.Wandb("digits").where(facts) == f"wandb: run run-01234567 of project digits, {places[mode]}"
+    places = {
+        "offline": f"offline in {tmp_path}/run/wandb; wandb sync uploads it",
+        "online": "online",
+    }
+    assert (
+        spmd.loggers.Wandb("digits").where(facts)
+        == f"wandb: run run-01234567 of project digits, {places[mode]}"
+    )
 
 
 # The trackers themselves, in processes of their own.
 
 JOB = Path(__file__).with_name("tracker_job.py")
 WATCHED = {"gradients/w": [70, 140, 210], "parameters/w": [70, 140, 210]}
-STEPS, KILL = 240, 231  # wandb has written a part of them to its file; the checkpoint is that of step 200, so 30 steps are made twice
+# wandb has written a part of them to its file; the checkpoint is that of step 200, so 30 steps are
+# made twice
+STEPS, KILL = 240, 231
 
 
 def run_job(tmp_path, kind, *, kill=0, interrupt=0, steps=STEPS, seconds=60, server=None):
-    """One attempt, in the folder of the test, which also holds every store; reaped, with a bound."""
-    offline = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
-    homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    """One attempt, in the folder of the test, which also holds every store; reaped, with a
+    bound.
+    """
+    offline = {
+        "WANDB_MODE": "offline",
+        "HF_HUB_OFFLINE": "1",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }
+    homes = {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_DATA_HOME": str(tmp_path / "data"),
+    }
     variables = environment(**offline, **homes, COMET_DISABLE_AUTO_LOGGING=1)
     variables.pop("MLFLOW_TRACKING_URI", None)
     variables |= {} if server is None else server
     options = json.dumps(
-        {"kind": kind, "folder": str(tmp_path / "run"), "kill": kill, "interrupt": interrupt, "steps": steps, "seconds": seconds}
+        {
+            "kind": kind,
+            "folder": str(tmp_path / "run"),
+            "kill": kill,
+            "interrupt": interrupt,
+            "steps": steps,
+            "seconds": seconds,
+        }
     )
     command = [sys.executable, str(JOB), options]
-    return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240
+    )
 
 
 def read_back(tmp_path, kind):
     """(runs, {metric: steps}, names of files) by the tracker's API."""
     variables = environment(TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE=1, HOME=tmp_path)
     command = [sys.executable, str(JOB), json.dumps({"read": kind})]
-    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -532,7 +711,9 @@ def read_back(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["MLflow", "Trackio", "Wandb", "Comet"])
 def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     module = {"Comet": "comet_ml"}.get(kind, kind.lower())
-    pytest.importorskip(module, reason=f"{module} is not installed: pip install '.[{kind.lower()}]'")
+    pytest.importorskip(
+        module, reason=f"{module} is not installed: pip install '.[{kind.lower()}]'"
+    )
     killed = run_job(tmp_path, kind, kill=KILL)
     assert killed.returncode == -9, killed.stderr
     resumed = run_job(tmp_path, kind)
@@ -543,8 +724,12 @@ def test_run_that_is_killed_and_resumed_is_one_run(kind, tmp_path):
     assert stored["steps"]["loss"] == list(range(1, STEPS + 1))
     assert stored["steps"]["eval_loss"] == list(range(60, STEPS + 1, 60))
     assert stored["pictures"] == [70, 140, 210]
-    assert {name: [step for step, *_ in found] for name, found in stored["histograms"].items()} == WATCHED
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        name: [step for step, *_ in found] for name, found in stored["histograms"].items()
+    } == WATCHED
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     written = {record["step"]: record["histograms"] for record in records if "histograms" in record}
     for name, found in stored["histograms"].items():
         for step, edges, counts in found if kind != "Comet" else ():  # whose bins are others
@@ -575,24 +760,35 @@ def test_comet_continues_an_experiment_whose_archives_are_complete(tmp_path):
     stored = read_back(tmp_path, "Comet")
     assert len(stored["runs"]) == 1 and len(list((tmp_path / "run" / "comet").glob("*.zip"))) == 2
     assert stored["steps"]["loss"] == list(range(1, 151)) and stored["pictures"] == [70, 140]
-    assert {name: [step for (step,) in found] for name, found in stored["histograms"].items()} == {name: [70, 140] for name in WATCHED}
+    assert {name: [step for (step,) in found] for name, found in stored["histograms"].items()} == {
+        name: [70, 140] for name in WATCHED
+    }
 
 
 SERVERS = {  # on a port where nothing listens
     "MLflow": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
     "Trackio": {"TRACKIO_SERVER_URL": "http://127.0.0.1:9/?write_token=secret"},
-    "Wandb": {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
+    "Wandb": {
+        "WANDB_MODE": "online",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_API_KEY": "0" * 40,
+    },
 }
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", SERVERS)
 def test_server_that_is_not_there_never_stops_training(kind, tmp_path):
-    pytest.importorskip(kind.lower(), reason=f"{kind.lower()} is not installed: pip install '.[{kind.lower()}]'")
+    pytest.importorskip(
+        kind.lower(), reason=f"{kind.lower()} is not installed: pip install '.[{kind.lower()}]'"
+    )
     result = run_job(tmp_path, kind, steps=12, seconds=2, server=SERVERS[kind])
     assert result.returncode == 0 and "done 12" in result.stdout, result.stderr
     assert result.stderr.count(f"the tracker {kind} is switched off: ") == 1
-    assert f"{kind.lower()}: run run-" in result.stderr.lower() and "secret" not in result.stdout + result.stderr
+    assert (
+        f"{kind.lower()}: run run-" in result.stderr.lower()
+        and "secret" not in result.stdout + result.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Tokens per second, model FLOPs utilization, memory and waiting for data, in log records and in the display."""
+"""Tokens per second, model FLOPs utilization, memory and waiting for data, in log records and in
+the display.
+"""
 
 import dataclasses
 import io
@@ -42,7 +44,9 @@ def model():
     def init(key):
         return {"embed": jnp.full((VOCABULARY, 8), 0.1), "head": jnp.full((8, VOCABULARY), 0.1)}
 
-    return spmd.FunctionalModel(init, lambda params, tokens: params["embed"][tokens] @ params["head"])
+    return spmd.FunctionalModel(
+        init, lambda params, tokens: params["embed"][tokens] @ params["head"]
+    )
 
 
 def text(rows=16):
@@ -51,7 +55,13 @@ def text(rows=16):
 
 def trained(log, data=None, **options):
     data = {"tokens": text(), "targets": text()} if data is None else data
-    given = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1), "batch_size": 8, "steps": 12, "log_every": 2}
+    given = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.sgd(0.1),
+        "batch_size": 8,
+        "steps": 12,
+        "log_every": 2,
+    }
     return spmd.fit(model(), data, loggers=[log], **{**given, **options})
 
 
@@ -63,7 +73,9 @@ def test_records_have_tokens_per_second():
     assert records
     for record in records:
         rounding = 0.05 * LENGTH + 0.05 + 1e-6  # of both rates, which records round to one decimal
-        assert record["tokens_per_second"] == pytest.approx(LENGTH * record["samples_per_second"], abs=rounding)
+        assert record["tokens_per_second"] == pytest.approx(
+            LENGTH * record["samples_per_second"], abs=rounding
+        )
         assert "mfu" not in record and "peak_memory" not in record  # of a CPU
 
 
@@ -74,28 +86,53 @@ def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(monkeypatch, preci
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: h100)
     monkeypatch.setattr(step_metrics, "peak_memory", lambda: 7)
     works, log = [], Memory()
-    monkeypatch.setattr(spmd.api, "LoopConfig", lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts))
+    monkeypatch.setattr(
+        spmd.api,
+        "LoopConfig",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+    )
     trained(log, layout="fsdp", mesh={"data": 8}, precision=precision)
     (work,) = works
-    flops = 3 * 2 * LENGTH * 8 * VOCABULARY  # a backward pass takes twice as many as the forward pass
+    # a backward pass takes twice as many as the forward pass
+    flops = 3 * 2 * LENGTH * 8 * VOCABULARY
     seconds = flops / (8 * h100.flops[precision])
     assert work.seconds == (seconds, seconds), "nothing is computed again"
-    assert work.rates(1 / seconds) == {"tokens_per_second": pytest.approx(LENGTH / seconds, rel=1e-9), "mfu": 1.0, "hfu": 1.0}
+    assert work.rates(1 / seconds) == {
+        "tokens_per_second": pytest.approx(LENGTH / seconds, rel=1e-9),
+        "mfu": 1.0,
+        "hfu": 1.0,
+    }
     last = log.records[-1]
-    assert last["mfu"] == pytest.approx(last["samples_per_second"] * seconds, abs=1e-4) and last["peak_memory"] == 7
+    assert (
+        last["mfu"] == pytest.approx(last["samples_per_second"] * seconds, abs=1e-4)
+        and last["peak_memory"] == 7
+    )
 
 
 def test_the_peak_is_that_of_the_dtype_of_the_products(monkeypatch):
     h100, works = target.load("h100"), []
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: h100)
-    monkeypatch.setattr(spmd.api, "LoopConfig", lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts))
+    monkeypatch.setattr(
+        spmd.api,
+        "LoopConfig",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+    )
 
     def apply(params, tokens):
-        return (params["embed"].astype("bfloat16")[tokens] @ params["head"].astype("bfloat16")).astype("float32")
+        return (
+            params["embed"].astype("bfloat16")[tokens] @ params["head"].astype("bfloat16")
+        ).astype("float32")
 
     casting = spmd.FunctionalModel(model().init, apply)
     data = {"tokens": text(), "targets": text()}
-    spmd.fit(casting, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
+    spmd.fit(
+        casting,
+        data,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.1),
+        batch_size=8,
+        steps=1,
+    )
     assert works[0].seconds.model == 3 * 2 * LENGTH * 8 * VOCABULARY / (8 * h100.flops["bfloat16"])
 
 
@@ -125,29 +162,54 @@ def test_hfu_counts_what_is_computed_again(monkeypatch, resident):
     slow = dataclasses.replace(target.load("h100"), flops={"float32": 1e6, "vector": 1e6})
     works, log = [], Memory()
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: slow)
-    monkeypatch.setattr(spmd.api, "LoopConfig", lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts))
+    monkeypatch.setattr(
+        spmd.api,
+        "LoopConfig",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+    )
     layout = spmd.Layout(name="fsdp", mesh={"data": 8}, remat=spmd.Remat("nothing", ("layers/*",)))
     data = {"x": np.ones((64, 32), "float32"), "y": np.zeros((64, 32), "float32")}
-    given = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(1e-3), "steps": 8, "layout": layout, "batch_size": 16}
-    spmd.fit(deep, spmd.data.resident(data, steps_per_call=4) if resident else data, log_every=2, loggers=[log], **given)
+    given = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.sgd(1e-3),
+        "steps": 8,
+        "layout": layout,
+        "batch_size": 16,
+    }
+    spmd.fit(
+        deep,
+        spmd.data.resident(data, steps_per_call=4) if resident else data,
+        log_every=2,
+        loggers=[log],
+        **given,
+    )
     (work,) = works
     if resident:
-        assert work.seconds.executed == 0 < work.seconds.model and "hfu" not in log.records[-1], "no program of one step was compiled"
+        assert work.seconds.executed == 0 < work.seconds.model and "hfu" not in log.records[-1], (
+            "no program of one step was compiled"
+        )
         return
     forward = 4 * 2 * 2 * 32 * 64 / (8 * slow.flops["float32"])
     assert work.seconds.model == 3 * forward and 3 * forward < work.seconds.executed <= 4 * forward
     assert log.records[-1]["hfu"] > log.records[-1]["mfu"] > 0
     before = compilations()
-    assert work.measure() == work.seconds and compilations() - before == type(before)(0, 0, 0.0), "reads the program that trains"
+    assert work.measure() == work.seconds and compilations() - before == type(before)(0, 0, 0.0), (
+        "reads the program that trains"
+    )
 
 
 def test_a_program_that_cannot_be_read_has_no_hfu(monkeypatch, caplog):
-    slow, log = dataclasses.replace(target.load("h100"), flops={"float32": 1e6, "vector": 1e6}), Memory()
+    slow, log = (
+        dataclasses.replace(target.load("h100"), flops={"float32": 1e6, "vector": 1e6}),
+        Memory(),
+    )
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: slow)
     monkeypatch.setattr(spmd.api, "parse", lambda text: {}["a line"])
     trained(log, layout="fsdp", mesh={"data": 8})
     assert log.records[-1]["mfu"] > 0 and "hfu" not in log.records[-1]
-    assert [record.message for record in caplog.records] == ["HFU is not known: the compiled step cannot be read: KeyError: 'a line'"]
+    assert [record.message for record in caplog.records] == [
+        "HFU is not known: the compiled step cannot be read: KeyError: 'a line'"
+    ]
 
 
 def test_without_a_peak_there_is_no_mfu():
@@ -155,7 +217,11 @@ def test_without_a_peak_there_is_no_mfu():
     assert Work().rates(2.0) == {}
 
 
-TOKENS, IMAGES, LABELS = np.zeros((8, 5), "int32"), np.zeros((8, 5), "float32"), np.zeros(8, "int32")
+TOKENS, IMAGES, LABELS = (
+    np.zeros((8, 5), "int32"),
+    np.zeros((8, 5), "float32"),
+    np.zeros(8, "int32"),
+)
 BATCHES = {
     "a dict of tokens and targets": ({"tokens": TOKENS, "targets": TOKENS}, 5),
     "a dict of tokens and labels": ({"input_ids": TOKENS, "label": LABELS}, 5),
@@ -189,15 +255,23 @@ def test_the_display_shows_them(monkeypatch):
     for step, waited in ((10, 0.5), (20, 4.5)):
         display.update(step, 0, {"loss": 1.0}, Pace(32 * step, float(step), waited), work)
     display.close()
-    first, second = dict.fromkeys(line for line in re.findall(r"epoch 1[^\r\n\x1b]*", made.file.getvalue()))
-    assert "3,200 tokens/s  MFU 32.0%  HFU 40.0%" in first and "waiting" not in first and "samples/s" not in first
+    first, second = dict.fromkeys(
+        line for line in re.findall(r"epoch 1[^\r\n\x1b]*", made.file.getvalue())
+    )
+    assert (
+        "3,200 tokens/s  MFU 32.0%  HFU 40.0%" in first
+        and "waiting" not in first
+        and "samples/s" not in first
+    )
     assert "3,200 tokens/s  MFU 32.0%" in second
     assert "40% waiting for data  3.0 GiB per device" in second
 
 
 def test_no_metric_may_have_the_name_of_a_rate():
     assert {*RATES} <= {*RESERVED}
-    with pytest.raises(spmd.SpmdError, match=r'metric "mfu" must be a function .*, under another name'):
+    with pytest.raises(
+        spmd.SpmdError, match=r'metric "mfu" must be a function .*, under another name'
+    ):
         trained(Memory(), metrics={"mfu": spmd.metrics.accuracy})
 
 

@@ -56,7 +56,11 @@ def labelled(count=80, seed=0):
 
 
 def options(**more):
-    shared = {"loss": spmd.losses.cross_entropy, "metrics": {"accuracy": spmd.metrics.accuracy}, "batch_size": 32}
+    shared = {
+        "loss": spmd.losses.cross_entropy,
+        "metrics": {"accuracy": spmd.metrics.accuracy},
+        "batch_size": 32,
+    }
     return {**shared, "eval_data": labelled(50, 1), "epochs": 2, **more}
 
 

@@ -1,4 +1,6 @@
-"""A sweep that is killed again and again, each time while it writes a checkpoint, ends in the same table when it is resumed."""
+"""A sweep that is killed again and again, each time while it writes a checkpoint, ends in the same
+table when it is resumed.
+"""
 
 import signal
 import subprocess
@@ -29,7 +31,11 @@ def test_killed_sweep_resumes_to_the_same_table(tmp_path):
         return (folder / "chunks" / chunk / "done.json").exists()
 
     def committed(chunk):
-        return {path.name for path in (folder / "chunks" / chunk / "checkpoints").iterdir() if path.name.isdigit()}
+        return {
+            path.name
+            for path in (folder / "chunks" / chunk / "checkpoints").iterdir()
+            if path.name.isdigit()
+        }
 
     sweep_in_process(folder, "0-0", 9, ends=-signal.SIGKILL)
     assert committed("0-0") == {"6"} and not finished("0-0")

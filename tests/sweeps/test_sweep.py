@@ -38,7 +38,8 @@ def alone(kind, tried):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trial_is_what_fit_trains_alone(kind):
     swept = sweep(kind, space={**RATES, "seed": range(6)}, keep=6, mesh="net=8")
-    assert swept.programs == 2 if kind == "statistics and dropout" else swept.programs >= 1  # a short batch cannot be padded there
+    # a short batch cannot be padded there
+    assert swept.programs == 2 if kind == "statistics and dropout" else swept.programs >= 1
     assert len({tried.values["learning_rate"] for tried in swept.trials}) == 6
     for tried in swept.trials[::3] if kind == "plain" else swept.trials[3:4]:
         single = alone(kind, tried)
@@ -47,11 +48,18 @@ def test_a_trial_is_what_fit_trains_alone(kind):
         assert single.evaluate(labelled(50, 1)) == pytest.approx(
             {name.removeprefix("eval_"): value for name, value in tried.metrics.items()}, rel=1e-5
         )
-    assert relative_difference(swept.trials[0].result().state.params, swept.trials[1].result().state.params) > 1e-6
+    assert (
+        relative_difference(
+            swept.trials[0].result().state.params, swept.trials[1].result().state.params
+        )
+        > 1e-6
+    )
 
 
 def test_evaluations_of_trials_are_of_all_rows(caplog):
-    """A ratio of counts of all rows, as numpy has it; a median is named, since its mean over batches is not that of all rows."""
+    """A ratio of counts of all rows, as numpy has it; a median is named, since its mean over
+    batches is not that of all rows.
+    """
 
     def found(model, batch):
         hits = (model(batch["x"]).argmax(-1) == batch["y"]) & (batch["y"] == 1)
@@ -60,20 +68,35 @@ def test_evaluations_of_trials_are_of_all_rows(caplog):
     def median(model, batch):
         return jnp.median(model(batch["x"]))
 
-    how = {"space": {"learning_rate": [1e-2]}, "search": "grid", "trials": None, "epochs": 1, "eval_data": labelled(60, 1)}
+    how = {
+        "space": {"learning_rate": [1e-2]},
+        "search": "grid",
+        "trials": None,
+        "epochs": 1,
+        "eval_data": labelled(60, 1),
+    }
     mesh = spmd.make_mesh("net=1", devices=jax.devices()[:1])
-    (tried,) = sweep("plain", **how, mesh=mesh, metrics={"found": found, "median": median}, batch_size=20).trials
+    (tried,) = sweep(
+        "plain", **how, mesh=mesh, metrics={"found": found, "median": median}, batch_size=20
+    ).trials
     data, model = labelled(60, 1), tried.result().model
     guess = np.asarray(model(data["x"])).argmax(-1)
-    assert tried.metrics["eval_found"] == pytest.approx(float((guess == data["y"])[data["y"] == 1].mean()), rel=1e-5)
-    assert [line.split('"')[1] for line in caplog.messages if "the mean over batches" in line] == ["median"]
+    assert tried.metrics["eval_found"] == pytest.approx(
+        float((guess == data["y"])[data["y"] == 1].mean()), rel=1e-5
+    )
+    assert [line.split('"')[1] for line in caplog.messages if "the mean over batches" in line] == [
+        "median"
+    ]
 
 
 @pytest.mark.system
 def test_abreast_they_are_equal_up_to_rounding():
     mesh = spmd.make_mesh("net=2", devices=jax.devices()[:2])
     exact, abreast = (sweep(keep=6, mesh=mesh, epochs=1, exact=exact) for exact in (True, False))
-    mine, its = ([swept.trials[number].result().state.params for number in (0, 5)] for swept in (exact, abreast))
+    mine, its = (
+        [swept.trials[number].result().state.params for number in (0, 5)]
+        for swept in (exact, abreast)
+    )
     assert close(mine, its, 1e-4) and relative_difference(mine[0], its[1]) > 1e-4
 
 
@@ -87,7 +110,9 @@ def test_what_runs_beside_a_trial_does_not_matter():
         sweep(keep=6, mesh="net=4,data=2"),
         sweep(keep=6, mesh="net=8", steps_per_call=1),
     ):
-        assert [tried.values for tried in other.trials] == [tried.values for tried in uninterrupted.trials]
+        assert [tried.values for tried in other.trials] == [
+            tried.values for tried in uninterrupted.trials
+        ]
         for mine, its in zip(uninterrupted.trials, other.trials, strict=True):
             assert_close(mine.score, its.score)
         for number in some:
@@ -107,7 +132,11 @@ def test_shapes_make_groups_and_floats_do_not():
 def test_diverged_trial_is_reported_and_changes_no_other():
     rates = [1e-3, 1e38, 1e-2]
     swept = sweep(
-        space={"learning_rate": rates}, search="grid", trials=None, keep=3, optimizer=lambda learning_rate: optax.sgd(learning_rate)
+        space={"learning_rate": rates},
+        search="grid",
+        trials=None,
+        keep=3,
+        optimizer=lambda learning_rate: optax.sgd(learning_rate),
     )
     fine = sweep(
         space={"learning_rate": [1e-3, 1e-2, 1e-2]},
@@ -120,7 +149,9 @@ def test_diverged_trial_is_reported_and_changes_no_other():
     assert swept.trials[1].ended.startswith("diverged at step ") and np.isnan(swept.trials[1].score)
     for number in (0, 2):
         mine, its = swept.trials[number], fine.trials[number]
-        assert mine.ended == "done" and close(mine.result().state.params, its.result().state.params, 0)
+        assert mine.ended == "done" and close(
+            mine.result().state.params, its.result().state.params, 0
+        )
     assert {tried.number for tried in swept.best} == {0, 2}
     with pytest.raises(OptionError, match="the arrays of trial 1 were not kept"):
         swept.trials[1].result()
@@ -131,14 +162,25 @@ def test_diverged_trial_is_reported_and_changes_no_other():
 def test_trial_that_skips_updates_diverges_where_fit_ends():
     data = labelled()
     data["x"][17] = np.nan  # in one step of each epoch
-    how = {"space": {"learning_rate": [1e-2]}, "search": "grid", "shuffle": False, "eval_data": None}
+    how = {
+        "space": {"learning_rate": [1e-2]},
+        "search": "grid",
+        "shuffle": False,
+        "eval_data": None,
+    }
 
     def skipping(max_in_a_row):
-        how["optimizer"] = lambda learning_rate: skip_spikes(optax.sgd(learning_rate), max_in_a_row=max_in_a_row)
+        how["optimizer"] = lambda learning_rate: skip_spikes(
+            optax.sgd(learning_rate), max_in_a_row=max_in_a_row
+        )
         return spmd.sweep(MODELS["plain"], data, **options(**how)).trials[0]
 
     patient, strict = skipping(2), skipping(1)
-    assert patient.ended == "done" and np.isnan(patient.history["loss"]).sum() > 0 and np.isfinite(patient.score)
+    assert (
+        patient.ended == "done"
+        and np.isnan(patient.history["loss"]).sum() > 0
+        and np.isfinite(patient.score)
+    )
     first = int(np.argmax(patient.history["skipped"])) + 1
     assert strict.ended == f"diverged at step {first}" and np.isnan(strict.score)
 
@@ -150,7 +192,9 @@ def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
     assert spmd.Halving(factor=3).plan(9, 9) == [(9, 1), (3, 3), (1, 9)]
     assert sorted(len(tried.history) for tried in halved.trials) == [1] * 6 + [3] * 2 + [9]
     (winner,) = halved.best
-    assert winner.ended == "done" and close(winner.result().state.params, uninterrupted.trials[winner.number].result().state.params)
+    assert winner.ended == "done" and close(
+        winner.result().state.params, uninterrupted.trials[winner.number].result().state.params
+    )
     for tried in halved.trials:
         losses = uninterrupted.trials[tried.number].history["loss"]
         assert relative_difference(tried.history["loss"], losses[: len(tried.history)]) <= 1e-6
@@ -159,7 +203,7 @@ def test_halving_drops_the_worse_and_leaves_the_others_as_they_were():
     assert {tried.number for tried in halved.trials if len(tried.history) > 1} == set(kept)
 
 
-# interrupted and resumed ---------------------------------------------------------------------------------------------------
+# interrupted and resumed --------------------------------------------------------------------------
 
 
 class StoppedError(Exception):
@@ -168,7 +212,9 @@ class StoppedError(Exception):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "search", [pytest.param("random", marks=pytest.mark.slow), spmd.Halving(factor=2, rungs=2)], ids=["random", "halving"]
+    "search",
+    [pytest.param("random", marks=pytest.mark.slow), spmd.Halving(factor=2, rungs=2)],
+    ids=["random", "halving"],
 )
 def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatch):
     more = {"search": search, "trials": 4, "at_once": 2, "keep": 1, "steps_per_call": 1}
@@ -192,7 +238,9 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
     assert swept is not None and len(calls) > 12
     assert swept.to_csv() == uninterrupted.to_csv()
     for mine, its in zip(swept.best, uninterrupted.best, strict=True):
-        assert mine.number == its.number and close(mine.result().state.params, its.result().state.params)
+        assert mine.number == its.number and close(
+            mine.result().state.params, its.result().state.params
+        )
     monkeypatch.undo()
     again = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=2), resume=True)
     assert again.to_csv() == uninterrupted.to_csv() and close(
@@ -202,7 +250,11 @@ def test_stopped_anywhere_it_ends_in_the_same_table(search, tmp_path, monkeypatc
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("number", "error"), [(signal.SIGTERM, SystemExit), pytest.param(signal.SIGINT, KeyboardInterrupt, marks=pytest.mark.system)]
+    ("number", "error"),
+    [
+        (signal.SIGTERM, SystemExit),
+        pytest.param(signal.SIGINT, KeyboardInterrupt, marks=pytest.mark.system),
+    ],
 )
 def test_signal_ends_a_sweep_after_a_save(number, error, tmp_path, monkeypatch):
     more, calls, steps = {"trials": 2, "keep": 1, "steps_per_call": 1}, [], VmappedTrials.steps
@@ -219,9 +271,14 @@ def test_signal_ends_a_sweep_after_a_save(number, error, tmp_path, monkeypatch):
         sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=50))
     assert error is not SystemExit or ended.value.code == 143
     done = len(calls)
-    assert [path.name for path in (tmp_path / "chunks" / "0-0" / "checkpoints").glob("[0-9]*")] == [str(done)] and done < 5
+    assert [path.name for path in (tmp_path / "chunks" / "0-0" / "checkpoints").glob("[0-9]*")] == [
+        str(done)
+    ] and done < 5
     resumed = sweep(**more, checkpoint=spmd.Checkpoint(tmp_path, every=50), resume=True)
-    assert len(calls) == len(uninterrupted.trials[0].history) and resumed.to_csv() == uninterrupted.to_csv()
+    assert (
+        len(calls) == len(uninterrupted.trials[0].history)
+        and resumed.to_csv() == uninterrupted.to_csv()
+    )
 
 
 @pytest.mark.system
@@ -229,28 +286,48 @@ def test_best_trials_are_runs_that_can_be_resumed(tmp_path):
     swept = sweep(keep=2, checkpoint=tmp_path)
     tried = swept.best[0]
     folder = tmp_path / "best" / f"trial-{tried.number:04d}"
-    assert {path.name for path in (tmp_path / "best").iterdir()} == {f"trial-{tried.number:04d}" for tried in swept.best}
+    assert {path.name for path in (tmp_path / "best").iterdir()} == {
+        f"trial-{tried.number:04d}" for tried in swept.best
+    }
     assert close(tried.result().trainer.restore(folder).params, tried.result().state.params, 0)
     rate = tried.values["learning_rate"]
     shared = {name: value for name, value in options(epochs=3).items() if name != "eval_data"}
-    on = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=adam(rate), mesh="data=8", checkpoint=folder, resume=True, **shared)
-    uninterrupted = spmd.fit(lambda: MODELS["plain"](), labelled(), optimizer=adam(rate), mesh="data=8", **shared)
-    assert int(on.state.step) == 9 and len(on.history) == 3 and close(on.state.params, uninterrupted.state.params)
+    on = spmd.fit(
+        lambda: MODELS["plain"](),
+        labelled(),
+        optimizer=adam(rate),
+        mesh="data=8",
+        checkpoint=folder,
+        resume=True,
+        **shared,
+    )
+    uninterrupted = spmd.fit(
+        lambda: MODELS["plain"](), labelled(), optimizer=adam(rate), mesh="data=8", **shared
+    )
+    assert (
+        int(on.state.step) == 9
+        and len(on.history) == 3
+        and close(on.state.params, uninterrupted.state.params)
+    )
     with pytest.raises(CheckpointError, match="already holds a sweep"):
         sweep(keep=2, checkpoint=tmp_path)
     with pytest.raises(CheckpointError, match=r"it was another(.|\n)*trials"):
         sweep(keep=2, trials=7, checkpoint=tmp_path, resume=True)
 
 
-# the table ------------------------------------------------------------------------------------------------------------------
+# the table ----------------------------------------------------------------------------------------
 
 
 def test_the_table_has_every_trial_the_best_first():
     swept = sweep(space={**RATES, "width": [4, 8]}, epochs=1)
     rows = swept.rows()
-    assert [row["eval_loss"] for row in rows] == sorted(row["eval_loss"] for row in rows) and len(rows) == 6
+    assert [row["eval_loss"] for row in rows] == sorted(row["eval_loss"] for row in rows) and len(
+        rows
+    ) == 6
     head, *lines = swept.to_csv().splitlines()
-    assert head == "trial,learning_rate,width,eval_loss,eval_accuracy,steps,ended" and len(lines) == 6
+    assert (
+        head == "trial,learning_rate,width,eval_loss,eval_accuracy,steps,ended" and len(lines) == 6
+    )
     assert len(str(swept).splitlines()) == 7
     assert swept._repr_html_().count("<tr>") == 7
     assert swept.best[0].number == rows[0]["trial"]
@@ -280,8 +357,13 @@ def test_progress_ends_at_the_last_step(monkeypatch, tmp_path):
 def test_the_best_answer_together():
     swept = sweep(space={**RATES, "seed": range(9)}, keep=2, epochs=1)
     together, test = swept.ensemble(), labelled(50, 1)
-    assert together.names == tuple(f"trial {tried.number}" for tried in swept.best) and len(swept.ensemble(top=1)) == 1
-    both = np.stack([np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in swept.best])
+    assert (
+        together.names == tuple(f"trial {tried.number}" for tried in swept.best)
+        and len(swept.ensemble(top=1)) == 1
+    )
+    both = np.stack(
+        [np.asarray(jax.nn.softmax(tried.result().predict(test["x"]))) for tried in swept.best]
+    )
     assert np.allclose(together.predict(test["x"]), both.mean(0), atol=1e-6)
     for top in (0, 3):
         with pytest.raises(OptionError, match=f"top={top}, and the arrays of 2 trials were kept"):
@@ -292,7 +374,9 @@ def test_the_best_answer_together():
 def test_the_largest_may_be_the_best():
     swept = sweep(score="eval_accuracy", mode="max", epochs=1)
     assert (
-        swept.best[0].score == max(tried.score for tried in swept.trials) == max(tried.metrics["eval_accuracy"] for tried in swept.trials)
+        swept.best[0].score
+        == max(tried.score for tried in swept.trials)
+        == max(tried.metrics["eval_accuracy"] for tried in swept.trials)
     )
 
 
@@ -310,7 +394,10 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", stop)
     with pytest.raises(StoppedError):
         sweep(keep=3, checkpoint=tmp_path, epochs=1)
-    assert len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")]) == 1
+    assert (
+        len([place for place in (tmp_path / "best").iterdir() if not place.name.startswith(".")])
+        == 1
+    )
     swept = sweep(keep=3, checkpoint=tmp_path, epochs=1, resume=True)
     uninterrupted = sweep(keep=3, epochs=1)
     assert swept.to_csv() == uninterrupted.to_csv()
@@ -322,7 +409,12 @@ def test_killed_while_the_best_are_kept_nothing_is_lost(tmp_path, monkeypatch):
 
 @pytest.mark.system
 def test_a_chunk_that_is_damaged_is_done_again(tmp_path, monkeypatch):
-    more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
+    more = {
+        "search": spmd.Halving(factor=2, rungs=2),
+        "trials": 4,
+        "checkpoint": tmp_path,
+        "epochs": 2,
+    }
     monkeypatch.setattr(SweepRunner, "_sweep", lambda *given: (_ for _ in ()).throw(StoppedError))
     with pytest.raises(StoppedError):
         sweep(**more)

@@ -35,8 +35,15 @@ def test_a_changed_byte_of_a_finished_chunk_is_noticed(tmp_path, caplog, name):
     file, rng = storage.place(0, 0) / name, random.Random(0)
     raw, sound = file.read_bytes(), finished(tmp_path)
     assert sound == (HISTORY.tobytes(), HISTORY.shape, str(EVALUATIONS))
-    others = [raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :] for at in range(0, len(raw), 3)]
-    others += [raw[:at] + b"%d" % ((int(raw[at : at + 1]) + 1) % 10) + raw[at + 1 :] for at in range(len(raw)) if raw[at] in b"0123456789"]
+    others = [
+        raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :]
+        for at in range(0, len(raw), 3)
+    ]
+    others += [
+        raw[:at] + b"%d" % ((int(raw[at : at + 1]) + 1) % 10) + raw[at + 1 :]
+        for at in range(len(raw))
+        if raw[at] in b"0123456789"
+    ]
     others += [raw[:length] for length in (0, 1, len(raw) // 2, len(raw) - 1)] + [raw * 2]
     for other in others:
         file.write_bytes(other)
@@ -54,17 +61,27 @@ def test_a_changed_byte_of_what_a_sweep_was_is_refused(tmp_path):
     raw = file.read_bytes()
     for at in range(0, len(raw), 3):
         file.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        with pytest.raises(CheckpointError, match=r"sweep\.json is damaged, so what the sweep was is not known"):
+        with pytest.raises(
+            CheckpointError, match=r"sweep\.json is damaged, so what the sweep was is not known"
+        ):
             SweepStore(tmp_path, {"trials": "2", "score": "loss min"}, resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path):
     """As it is where another process has begun one: the file names that process, which lives."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, owned(tmp_path):
-        file, other = tmp_path / OWNER_FILE, {"process": process.pid, "born": owner._start_time(process.pid), "token": "another"}
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process,
+        owned(tmp_path),
+    ):
+        file, other = (
+            tmp_path / OWNER_FILE,
+            {"process": process.pid, "born": owner._start_time(process.pid), "token": "another"},
+        )
         file.write_text(json.dumps(json.loads(file.read_text()) | other))
-        with pytest.raises(CheckpointError, match=rf"belongs to another run: process {process.pid} on "):
+        with pytest.raises(
+            CheckpointError, match=rf"belongs to another run: process {process.pid} on "
+        ):
             sweep(trials=2, checkpoint=tmp_path, resume=resume)
         assert [path.name for path in tmp_path.iterdir()] == [OWNER_FILE]
         process.kill()
@@ -72,7 +89,9 @@ def test_second_sweep_on_a_folder_is_refused_and_writes_nothing(resume, tmp_path
 
 @pytest.mark.system
 def test_sweep_releases_its_folder_however_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         sweep(trials=2, checkpoint=tmp_path)
     assert not (tmp_path / OWNER_FILE).exists()
@@ -92,7 +111,11 @@ def test_sweep_that_was_taken_over_writes_no_result(tmp_path):
 def edited(file):
     """One digit is another."""
     raw = file.read_bytes()
-    at = next(at for at in range(len(raw) - 1, 0, -1) if raw[at - 1 : at + 1].isdigit() and at < len(raw) - 80)
+    at = next(
+        at
+        for at in range(len(raw) - 1, 0, -1)
+        if raw[at - 1 : at + 1].isdigit() and at < len(raw) - 80
+    )
     file.write_bytes(raw[:at] + b"%d" % ((raw[at] - ord("0") + 1) % 10) + raw[at + 1 :])
 
 
@@ -100,7 +123,12 @@ def edited(file):
 @pytest.mark.parametrize("rung", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, caplog, rung):
     """In a rung whose trials begin with states that the end has cleared away, too."""
-    more = {"search": spmd.Halving(factor=2, rungs=2), "trials": 4, "checkpoint": tmp_path, "epochs": 2}
+    more = {
+        "search": spmd.Halving(factor=2, rungs=2),
+        "trials": 4,
+        "checkpoint": tmp_path,
+        "epochs": 2,
+    }
     complete = sweep(**more).to_csv()
     edited(tmp_path / "chunks" / f"{rung}-0" / "done.json")
     with caplog.at_level(logging.WARNING, "spmd"):
@@ -111,7 +139,9 @@ def test_a_finished_sweep_with_a_changed_digit_ends_in_the_same_table(tmp_path, 
 @pytest.mark.system
 def test_measurements_that_are_damaged_are_made_again(tmp_path, caplog, monkeypatch):
     more = {"trials": 2, "checkpoint": tmp_path, "epochs": 2}
-    monkeypatch.setattr(SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        SweepStore, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         sweep(**more)
     monkeypatch.undo()

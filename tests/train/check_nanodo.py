@@ -1,9 +1,11 @@
-"""Train google-deepmind/nanodo's model, unchanged, under layouts, and compare each step's loss with a loop on one device.
+"""Train google-deepmind/nanodo's model, unchanged, under layouts, and compare each step's loss with
+a loop on one device.
 
     python tests/train/check_nanodo.py CHECKOUT
 
-Its kernels name the mesh axis "data" (its FSDP), and it carries no other names. CHECKOUT is a clone of
-https://github.com/google-deepmind/nanodo. Prints, for each layout, the largest relative difference of the losses of 10 steps.
+Its kernels name the mesh axis "data" (its FSDP), and it carries no other names. CHECKOUT is a clone
+of https://github.com/google-deepmind/nanodo. Prints, for each layout, the largest relative
+difference of the losses of 10 steps.
 """
 
 import sys
@@ -30,7 +32,12 @@ TENSOR_PARALLEL = spmd.Layout(
         spmd.Rule("embed/embedding", ("model", None)),
     ),
 )
-LAYOUTS = {"data_parallel": "data_parallel", "zero1": "zero1", "fsdp": "fsdp", "tensor parallel": TENSOR_PARALLEL}
+LAYOUTS = {
+    "data_parallel": "data_parallel",
+    "zero1": "zero1",
+    "fsdp": "fsdp",
+    "tensor parallel": TENSOR_PARALLEL,
+}
 
 
 def main() -> None:
@@ -42,7 +49,9 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, 128, (ROWS, 33)).astype("int32")
     data, optimizer = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, optax.adamw(1e-3)
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optimizer}
-    trainers = {name: spmd.Trainer(model, layout=layout, **options) for name, layout in LAYOUTS.items()}
+    trainers = {
+        name: spmd.Trainer(model, layout=layout, **options) for name, layout in LAYOUTS.items()
+    }
     wanted = plain_losses(model, trainers["data_parallel"].init(data).params, data, optimizer)
     worst = 0.0
     for name, trainer in trainers.items():
@@ -53,7 +62,10 @@ def main() -> None:
         difference = max(abs(mine / other - 1) for mine, other in zip(found, wanted, strict=True))
         worst = max(worst, difference)
         kernel = state.params["blocks_0"]["Mlp_0"]["Dense_0"]["kernel"].sharding.spec
-        print(f"{name:16} loss {found[0]:.4f} to {found[-1]:.4f}, differs by {difference:.1e}; a kernel is sharded as {kernel}")
+        print(
+            f"{name:16} loss {found[0]:.4f} to {found[-1]:.4f}, differs by {difference:.1e}; a "
+            f"kernel is sharded as {kernel}"
+        )
     if worst > 1e-5:
         raise SystemExit("more than 1e-5")
 

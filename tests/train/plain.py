@@ -1,7 +1,9 @@
-"""The plain loop on one device that every layout is held against: `nnx`, `jax.value_and_grad` and `optax`, nothing of ours.
+"""The plain loop on one device that every layout is held against: `nnx`, `jax.value_and_grad` and
+`optax`, nothing of ours.
 
-The optimizer clips by global norm and carries momentum: the norm is right only if it is taken over global arrays, and the layout
-shards the moments. It is not Adam, which divides each gradient by its own size and so makes rounding noise as large as any gradient.
+The optimizer clips by global norm and carries momentum: the norm is right only if it is taken over
+global arrays, and the layout shards the moments. It is not Adam, which divides each gradient by its
+own size and so makes rounding noise as large as any gradient.
 """
 
 import functools
@@ -20,7 +22,9 @@ MODELS = {
     "cnn": lambda: digits_cnn.CNN(channels=8, width=32, rngs=nnx.Rngs(0)),
     "lstm": lambda: char_lstm.CharLSTM(vocab=128, width=32, rngs=nnx.Rngs(0)),
     "tiles": lambda: spatial_cnn.Net(channels=8, rngs=nnx.Rngs(0)),
-    "gpt": lambda: gpt.GPT(vocab=128, width=32, depth=2, heads=4, length=LENGTH, dropout=0.0, rngs=nnx.Rngs(0)),
+    "gpt": lambda: gpt.GPT(
+        vocab=128, width=32, depth=2, heads=4, length=LENGTH, dropout=0.0, rngs=nnx.Rngs(0)
+    ),
 }
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
@@ -30,13 +34,22 @@ def batches(name):
     if name == "cnn":
         digits = load_digits()
         rows = [random.permutation(len(digits.target))[:ROWS] for _ in range(STEPS)]
-        return [{"image": (digits.images[r] / 16).astype("float32")[..., None], "label": digits.target[r].astype("int32")} for r in rows]
+        return [
+            {
+                "image": (digits.images[r] / 16).astype("float32")[..., None],
+                "label": digits.target[r].astype("int32"),
+            }
+            for r in rows
+        ]
     if name == "tiles":
 
         def images():
             return random.normal(size=(ROWS, 16, 16, 3)).astype("float32")
 
-        return [{"image": images(), "label": random.integers(0, 2, ROWS).astype("int32")} for _ in range(STEPS)]
+        return [
+            {"image": images(), "label": random.integers(0, 2, ROWS).astype("int32")}
+            for _ in range(STEPS)
+        ]
     tokens = [random.integers(0, 128, (ROWS, LENGTH + 1)).astype("int32") for _ in range(STEPS)]
     return [{"tokens": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
 
@@ -51,7 +64,11 @@ def reference(name):
 
     def loss(params, rest, batch):
         model = nnx.merge(graphdef, params, rest)
-        inputs, labels = (batch["tokens"], batch["targets"]) if "tokens" in batch else (batch["image"], batch["label"])
+        inputs, labels = (
+            (batch["tokens"], batch["targets"])
+            if "tokens" in batch
+            else (batch["image"], batch["label"])
+        )
         value = optax.softmax_cross_entropy_with_integer_labels(model(inputs), labels).mean()
         return value, nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2])
 
@@ -82,4 +99,5 @@ def equal(state, losses, name, tolerance=1e-5):
     assert_close(losses, wanted[: len(losses)], tolerance)
     ours = leaves(state.params) | leaves(state.stats)
     assert ours.keys() >= params.keys()
-    assert_close(ours, {path: (params | stats)[path] for path in ours}, tolerance)  # the rest are counts of random numbers
+    # the rest are counts of random numbers
+    assert_close(ours, {path: (params | stats)[path] for path in ours}, tolerance)

@@ -30,7 +30,9 @@ def data(rows=ROWS, seed=0):
 
 
 def served(codec="exact", error_feedback=False, weights="exact", **server):
-    gradients = spmd.Gradients("parameter_server", codec, error_feedback=error_feedback, weights=weights)
+    gradients = spmd.Gradients(
+        "parameter_server", codec, error_feedback=error_feedback, weights=weights
+    )
     return spmd.Layout(gradients=gradients, parameter_server=spmd.ParameterServer(**server))
 
 
@@ -38,7 +40,9 @@ ALL_REDUCE = spmd.Layout(gradients=spmd.Gradients("all_reduce"))
 
 
 def unfused(optimizer=MOMENTUM):
-    """The same on gradients that are computed before the update; fused with it, as servers never do, their mean is rounded otherwise."""
+    """The same on gradients that are computed before the update; fused with it, as servers never
+    do, their mean is rounded otherwise.
+    """
 
     def update(grads, *rest, **named):
         return optimizer.update(jax.lax.optimization_barrier(grads), *rest, **named)
@@ -49,7 +53,14 @@ def unfused(optimizer=MOMENTUM):
 def trainer_of(layout, workers=8, optimizer=MOMENTUM, **options):
     mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
     loss = options.pop("loss", spmd.losses.cross_entropy)
-    return spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optimizer, mesh=mesh, layout=layout, **options)
+    return spmd.Trainer(
+        lambda: MLP(nnx.Rngs(0)),
+        loss=loss,
+        optimizer=optimizer,
+        mesh=mesh,
+        layout=layout,
+        **options,
+    )
 
 
 def train(trainer, steps=4):
@@ -62,11 +73,16 @@ def train(trainer, steps=4):
 
 
 def params_of(trainer, state):
-    return {path: np.asarray(leaf) for path, leaf in flatten(nnx.to_pure_dict(nnx.state(trainer.rebuild(state)))).items()}
+    return {
+        path: np.asarray(leaf)
+        for path, leaf in flatten(nnx.to_pure_dict(nnx.state(trainer.rebuild(state)))).items()
+    }
 
 
 def equal(left, right):
-    return left[0] == right[0] and all(np.array_equal(left[1][path], right[1][path]) for path in left[1])
+    return left[0] == right[0] and all(
+        np.array_equal(left[1][path], right[1][path]) for path in left[1]
+    )
 
 
 def far(left, right):

@@ -21,7 +21,9 @@ class Average(nnx.Variable):
 
 
 class Net(nnx.Module):
-    """A number of calls, an average of weights, a centre that the loss reads, a power iteration, and BatchNorm behind all of them."""
+    """A number of calls, an average of weights, a centre that the loss reads, a power iteration,
+    and BatchNorm behind all of them.
+    """
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -39,7 +41,9 @@ def loss(model, batch):
     """One value for each row."""
     kernel = jax.lax.stop_gradient(model.layer.kernel[...])
     seen = model.layer(batch["x"])
-    targets = jax.nn.softmax((jax.lax.stop_gradient(seen) - model.centre[...]) / 0.5 + batch["x"] @ model.teacher[...])
+    targets = jax.nn.softmax(
+        (jax.lax.stop_gradient(seen) - model.centre[...]) / 0.5 + batch["x"] @ model.teacher[...]
+    )
     vector = kernel.T @ (kernel @ model.vector[...])
     model.calls[...] += 1
     model.times[...] += 1
@@ -48,7 +52,9 @@ def loss(model, batch):
     model.vector[...] = vector / jnp.linalg.norm(vector)
     model.key[...] = jax.random.split(model.key[...])[0]
     model.norm(seen)  # its average is kept, and its result, which depends on all rows, is not used
-    return -(targets * jax.nn.log_softmax(seen / jnp.linalg.norm(kernel @ model.vector[...]))).sum(1)
+    return -(targets * jax.nn.log_softmax(seen / jnp.linalg.norm(kernel @ model.vector[...]))).sum(
+        1
+    )
 
 
 def batches():
@@ -62,7 +68,9 @@ def reference():
     model = Net()
     optimizer, losses = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), []
     for batch in batches():
-        value, gradients = nnx.value_and_grad(lambda model, batch: loss(model, batch).mean())(model, batch)
+        value, gradients = nnx.value_and_grad(lambda model, batch: loss(model, batch).mean())(
+            model, batch
+        )
         optimizer.update(model, gradients)
         losses.append(float(value))
     return losses, model
@@ -81,11 +89,25 @@ def reference():
         (8, 1, served(workers=32)),
         (8, 2, served(workers=16)),
     ],
-    ids=["one device", "2 parts", "4 parts", "8 workers", "8 workers of 2", "8 workers of 4", "server of 32", "server of 16, of 2 each"],
+    ids=[
+        "one device",
+        "2 parts",
+        "4 parts",
+        "8 workers",
+        "8 workers of 2",
+        "8 workers of 4",
+        "server of 32",
+        "server of 16, of 2 each",
+    ],
 )
 def test_statistics_are_those_of_the_full_batch(devices, accumulate, layout):
     mesh = spmd.make_mesh(f"data={devices}", devices=jax.devices()[:devices])
-    options = {"loss": loss, "optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": None, "progress": False}
+    options = {
+        "loss": loss,
+        "optimizer": optax.sgd(0.1, momentum=0.9),
+        "batch_size": None,
+        "progress": False,
+    }
     options |= {} if layout is None else {"layout": layout}
     result = spmd.fit(lambda: Net(), batches(), mesh=mesh, accumulate=accumulate, **options)
     losses, model = reference()
@@ -94,6 +116,12 @@ def test_statistics_are_those_of_the_full_batch(devices, accumulate, layout):
         assert getattr(result.model, name)[...] == getattr(model, name)[...] == STEPS
     assert jnp.array_equal(*(jax.random.key_data(each.key[...]) for each in (result.model, model)))
     for name in ("teacher", "centre", "vector"):
-        assert_close(np.asarray(getattr(result.model, name)[...]), np.asarray(getattr(model, name)[...]), 1e-6)
+        assert_close(
+            np.asarray(getattr(result.model, name)[...]),
+            np.asarray(getattr(model, name)[...]),
+            1e-6,
+        )
     assert_close(np.asarray(result.model.norm.mean[...]), np.asarray(model.norm.mean[...]), 1e-6)
-    assert_close(np.asarray(result.model.layer.kernel[...]), np.asarray(model.layer.kernel[...]), 1e-6)
+    assert_close(
+        np.asarray(result.model.layer.kernel[...]), np.asarray(model.layer.kernel[...]), 1e-6
+    )

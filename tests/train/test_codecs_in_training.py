@@ -1,4 +1,6 @@
-"""Codecs inside a training step: the right gradients are compressed, and nothing else in the step changes."""
+"""Codecs inside a training step: the right gradients are compressed, and nothing else in the step
+changes.
+"""
 
 import dataclasses
 
@@ -26,7 +28,10 @@ TENSOR_PARALLEL = (
 
 class MLP(nnx.Module):
     def __init__(self, rngs):
-        self.hidden, self.out = nnx.Linear(FEATURES, 32, rngs=rngs), nnx.Linear(32, CLASSES, rngs=rngs)
+        self.hidden, self.out = (
+            nnx.Linear(FEATURES, 32, rngs=rngs),
+            nnx.Linear(32, CLASSES, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(nnx.relu(self.hidden(x)))
@@ -42,9 +47,19 @@ def layout(codec="exact", options=(), reduction="all_reduce", params=(), **more)
 
 
 def trainer_of(chosen, mesh="data=8", optimizer=None, **options):
-    mesh = spmd.make_mesh(mesh, devices=jax.devices()[: np.prod([int(part.split("=")[1]) for part in mesh.split(",")])])
+    mesh = spmd.make_mesh(
+        mesh,
+        devices=jax.devices()[: np.prod([int(part.split("=")[1]) for part in mesh.split(",")])],
+    )
     loss, optimizer = spmd.losses.cross_entropy, optimizer or optax.sgd(0.5)
-    return spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optimizer, mesh=mesh, layout=chosen, **options)
+    return spmd.Trainer(
+        lambda: MLP(nnx.Rngs(0)),
+        loss=loss,
+        optimizer=optimizer,
+        mesh=mesh,
+        layout=chosen,
+        **options,
+    )
 
 
 def train(trainer, steps=20, rows=ROWS):
@@ -60,9 +75,13 @@ def host(tree):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("rows", [pytest.param(ROWS, marks=pytest.mark.slow), ROWS - 5], ids=["full", "short"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(ROWS, marks=pytest.mark.slow), ROWS - 5], ids=["full", "short"]
+)
 def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
-    """A short batch of 27 rows: workers 0 to 5 have 4 rows, worker 6 has 3, worker 7 has none; the mean is over rows."""
+    """A short batch of 27 rows: workers 0 to 5 have 4 rows, worker 6 has 3, worker 7 has none; the
+    mean is over rows.
+    """
     trainer, workers = trainer_of(layout("int8", {"block": 16})), 8
     state, batch = trainer.init(), data(ROWS)
     before = jax.tree.map(np.asarray, jax.device_get(state.params))
@@ -77,7 +96,10 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     rows_per_worker = ROWS // workers
     grads = []
     for worker in range(workers):
-        x, y = (batch[name][worker * rows_per_worker : min((worker + 1) * rows_per_worker, rows)] for name in "xy")
+        x, y = (
+            batch[name][worker * rows_per_worker : min((worker + 1) * rows_per_worker, rows)]
+            for name in "xy"
+        )
         zero = jax.tree.map(jnp.zeros_like, before)
         gradient = jax.grad(loss_sum)(before, x, y) if len(x) else zero
         grads.append(jax.tree.map(lambda g: np.asarray(g) * workers / rows, gradient))
@@ -85,7 +107,11 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     widths = {path: -(-leaf.size // workers) for path, leaf in flatten(before).items()}
     table = [
         np.concatenate(
-            [np.pad(leaf.ravel(), (0, widths[p] * workers - leaf.size)).reshape(workers, -1) for p, leaf in flatten(g).items()], 1
+            [
+                np.pad(leaf.ravel(), (0, widths[p] * workers - leaf.size)).reshape(workers, -1)
+                for p, leaf in flatten(g).items()
+            ],
+            1,
         )
         for g in grads
     ]
@@ -100,7 +126,9 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
 
     means = []
     for owner in range(workers):
-        parts = [t[owner] if worker == owner else rounded(t)[owner] for worker, t in enumerate(table)]
+        parts = [
+            t[owner] if worker == owner else rounded(t)[owner] for worker, t in enumerate(table)
+        ]
         means.append(rounded(np.mean(np.stack(parts), 0, dtype=np.float32)[None])[0])
     columns = np.split(np.stack(means), ends, axis=1)
     wanted = {
@@ -110,12 +138,16 @@ def test_one_step_is_the_codec_applied_by_hand_to_each_workers_gradient(rows):
     for path, leaf in host(state.params).items():
         np.testing.assert_allclose(leaf, wanted[path], rtol=0, atol=2e-6, err_msg=path)
     exact, _ = trainer_of(layout()).step(trainer_of(layout()).init(), batch)
-    assert max(np.abs(host(exact.params)[path] - wanted[path]).max() for path in wanted) > 1e-4, "int8 is not exact"
+    assert max(np.abs(host(exact.params)[path] - wanted[path]).max() for path in wanted) > 1e-4, (
+        "int8 is not exact"
+    )
 
 
 WITH = {
     "accumulation": {"accumulate": 4},
-    "clipping and momentum": {"optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))},
+    "clipping and momentum": {
+        "optimizer": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))
+    },
     "adamw": {"optimizer": optax.adamw(0.02)},
     "bfloat16": {"precision": "bfloat16"},
 }
@@ -129,29 +161,48 @@ def test_a_codec_combines_with_everything_else_of_a_step(options, mesh):
     _, exact = train(trainer_of(layout(params=params), mesh, **options))
     _, ours = train(trainer_of(layout("int8", error_feedback=True, params=params), mesh, **options))
     assert exact[-1] < 0.8 * exact[0]
-    # int8 is lossy, so the two runs part; what must hold to rounding is the identity below. This only says that both learn alike:
-    # a gradient of the wrong scale, or without its mean, ends tens of per cent away
+    # int8 is lossy, so the two runs part; what must hold to rounding is the identity below. This
+    # only says that both learn alike: a gradient of the wrong scale, or without its mean, ends tens
+    # of per cent away
     np.testing.assert_allclose(ours, exact, rtol=0.03)
     assert ours[1:] != exact[1:]
 
 
 @pytest.mark.sampled(quick=6)
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"precision": "bfloat16"}], ids=["plain", "accumulation", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 4}, {"precision": "bfloat16"}],
+    ids=["plain", "accumulation", "bfloat16"],
+)
 def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(options, mesh):
-    """At fixed parameters, over five steps, to 1e-6: the gradients are read as optax was given them."""
+    """At fixed parameters, over five steps, to 1e-6: the gradients are read as optax was given
+    them.
+    """
     params, seen = TENSOR_PARALLEL if "model" in mesh else (), {}
-    for name, chosen in {"exact": layout(params=params), "int8": layout("int8", error_feedback=True, params=params)}.items():
-        trainer = trainer_of(chosen, mesh, optax.chain(optax.trace(0.0), optax.scale(0.0)), **options)
+    for name, chosen in {
+        "exact": layout(params=params),
+        "int8": layout("int8", error_feedback=True, params=params),
+    }.items():
+        trainer = trainer_of(
+            chosen, mesh, optax.chain(optax.trace(0.0), optax.scale(0.0)), **options
+        )
         state, total = trainer.init(), None
         for number in range(5):
             state, _ = trainer.step(state, data(seed=number))
-            trace = {path: leaf.astype(np.float64) for path, leaf in host(state.opt[0].trace).items()}
+            trace = {
+                path: leaf.astype(np.float64) for path, leaf in host(state.opt[0].trace).items()
+            }
             total = trace if total is None else {path: total[path] + trace[path] for path in trace}
         seen[name] = total
     for path, true in seen["exact"].items():
-        # five biases over eight workers would not get smaller, so they are sent exactly and leave no residual
-        kept = np.asarray(state.exchange[path]["residual"], np.float64).mean(0) if path in state.exchange else 0.0
+        # five biases over eight workers would not get smaller, so they are sent exactly and leave
+        # no residual
+        kept = (
+            np.asarray(state.exchange[path]["residual"], np.float64).mean(0)
+            if path in state.exchange
+            else 0.0
+        )
 
         def far(total, true=true):
             return np.linalg.norm(total - true) / np.linalg.norm(true)
@@ -164,12 +215,19 @@ def test_what_the_optimizer_sees_and_what_is_kept_add_up_to_the_true_gradients(o
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["clipping and momentum", "adamw"])
 def test_optimizer_gets_the_decoded_mean_gradient(name):
-    """One step by hand on the gradients that were captured equals one step of the trainer, on a mesh that shards them."""
-    chosen, optimizer = layout("int8", error_feedback=True, params=TENSOR_PARALLEL), WITH[name]["optimizer"]
+    """One step by hand on the gradients that were captured equals one step of the trainer, on a
+    mesh that shards them.
+    """
+    chosen, optimizer = (
+        layout("int8", error_feedback=True, params=TENSOR_PARALLEL),
+        WITH[name]["optimizer"],
+    )
     capture = trainer_of(chosen, "data=4,model=2", optax.chain(optax.trace(0.0), optax.scale(0.0)))
     params = jax.device_get(capture.init().params)
     state, _ = capture.step(capture.init(), data())
-    updates, _ = optimizer.update(jax.device_get(state.opt[0].trace), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.device_get(state.opt[0].trace), optimizer.init(params), params
+    )
     wanted = host(optax.apply_updates(params, updates))
     trainer = trainer_of(chosen, "data=4,model=2", optimizer)
     trained = host(trainer.step(trainer.init(), data())[0].params)
@@ -179,13 +237,18 @@ def test_optimizer_gets_the_decoded_mean_gradient(name):
 
 
 def test_reduce_scatter_computes_the_same_mean_as_all_reduce():
-    """The owner's sum is of the same rounded rows; all-reduce rounds once more, on the way back, and that is all that differs."""
+    """The owner's sum is of the same rounded rows; all-reduce rounds once more, on the way back,
+    and that is all that differs.
+    """
     seen = {}
     for reduction, shard in (("all_reduce", None), ("reduce_scatter", "data")):
-        chosen = dataclasses.replace(layout("bfloat16", reduction=reduction), optimizer=spmd.OptimizerState(shard))
+        chosen = dataclasses.replace(
+            layout("bfloat16", reduction=reduction), optimizer=spmd.OptimizerState(shard)
+        )
         trainer = trainer_of(chosen, optimizer=optax.chain(optax.trace(0.0), optax.scale(0.0)))
         seen[reduction] = host(trainer.step(trainer.init(), data())[0].opt[0].trace)
-    # sharded on dim 0, each worker owns the same elements in both (its own part of a sum is not rounded)
+    # sharded on dim 0, each worker owns the same elements in both (its own part of a sum is not
+    # rounded)
     alike = [path for path, leaf in seen["all_reduce"].items() if leaf.shape[0] % 8 == 0]
     assert alike == ["hidden/bias", "out/kernel"]
     for path in alike:
@@ -196,12 +259,16 @@ def test_reduce_scatter_computes_the_same_mean_as_all_reduce():
 
 @pytest.mark.system
 def test_each_worker_keeps_its_own_residual_on_its_own_device():
-    state, _ = train(trainer_of(layout("int8", error_feedback=True, params=TENSOR_PARALLEL), "data=4,model=2"), 2)
+    state, _ = train(
+        trainer_of(layout("int8", error_feedback=True, params=TENSOR_PARALLEL), "data=4,model=2"), 2
+    )
     residual = state.exchange["hidden/kernel"]["residual"]
     assert residual.shape == (4, FEATURES, 32) and residual.dtype == jnp.float32
     assert {shard.data.shape for shard in residual.addressable_shards} == {(1, FEATURES, 16)}
     residuals = np.asarray(residual)
-    assert all(not np.array_equal(residuals[0], residuals[n]) and residuals[n].any() for n in (1, 2, 3))
+    assert all(
+        not np.array_equal(residuals[0], residuals[n]) and residuals[n].any() for n in (1, 2, 3)
+    )
 
 
 @pytest.mark.system
@@ -213,14 +280,19 @@ def test_parameters_stay_equal_on_all_workers():
 
 @pytest.mark.system
 def test_rules_choose_the_codec_by_path():
-    rules = (spmd.GradientRule("**/bias", "exact"), spmd.GradientRule("out/kernel", "power_sgd", {"rank": 1, "min_compression": 1}))
+    rules = (
+        spmd.GradientRule("**/bias", "exact"),
+        spmd.GradientRule("out/kernel", "power_sgd", {"rank": 1, "min_compression": 1}),
+    )
     chosen = layout("int8", error_feedback=True, rules=rules)
     state, _ = train(trainer_of(chosen), 1)
     assert set(state.exchange) == {"hidden/kernel", "out/kernel"}
     assert set(state.exchange["out/kernel"]) == {"residual", "codec"}
     trainer = trainer_of(chosen)
     trainer.prepare(data())
-    assert {op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("reduce_gradients")} == {"exact", "int8", "power_sgd"}
+    assert {
+        op.where.split("/")[1] for op in trainer.wire.ops if op.where.startswith("reduce_gradients")
+    } == {"exact", "int8", "power_sgd"}
 
 
 @pytest.mark.system
@@ -248,12 +320,26 @@ def test_weights_sent_as_bfloat16_are_kept_as_float32():
 @pytest.mark.system
 @pytest.mark.parametrize("weights", ["exact", "bfloat16"])
 def test_zero1_spreads_its_updates(weights):
-    """Exactly: as a plain all-reduce, but for a rounding more (the update is rounded before it is added); as bfloat16: close."""
+    """Exactly: as a plain all-reduce, but for a rounding more (the update is rounded before it is
+    added); as bfloat16: close.
+    """
     zero1 = spmd.Layout.load("zero1")
-    zero1 = dataclasses.replace(zero1, gradients=dataclasses.replace(zero1.gradients, weights=weights))
+    zero1 = dataclasses.replace(
+        zero1, gradients=dataclasses.replace(zero1.gradients, weights=weights)
+    )
     optimizer = optax.sgd(0.2, momentum=0.9)
-    (replicated, _), (spread, _) = train(trainer_of(layout(), optimizer=optimizer), 3), train(trainer_of(zero1, optimizer=optimizer), 3)
-    far = np.max([np.abs(a - b).max() for a, b in zip(host(replicated.params).values(), host(spread.params).values(), strict=True)])
+    (replicated, _), (spread, _) = (
+        train(trainer_of(layout(), optimizer=optimizer), 3),
+        train(trainer_of(zero1, optimizer=optimizer), 3),
+    )
+    far = np.max(
+        [
+            np.abs(a - b).max()
+            for a, b in zip(
+                host(replicated.params).values(), host(spread.params).values(), strict=True
+            )
+        ]
+    )
     assert far < 1e-6 if weights == "exact" else 1e-5 < far < 1e-2
     for leaf in jax.tree.leaves(spread.params):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
@@ -262,7 +348,10 @@ def test_zero1_spreads_its_updates(weights):
 @pytest.mark.system
 def test_a_step_with_a_nan_costs_that_step_and_no_more():
     """The optimizer skips it; a residual that had taken the NaN up would spoil every step after."""
-    for chosen in (layout("int8", error_feedback=True), layout("power_sgd", {"rank": 1, "min_compression": 1}, error_feedback=True)):
+    for chosen in (
+        layout("int8", error_feedback=True),
+        layout("power_sgd", {"rank": 1, "min_compression": 1}, error_feedback=True),
+    ):
         trainer = trainer_of(chosen, optimizer=optax.apply_if_finite(optax.sgd(0.5), 5))
         state, losses = trainer.init(), []
         for number in range(12):
@@ -271,26 +360,36 @@ def test_a_step_with_a_nan_costs_that_step_and_no_more():
                 batch["x"][3, 2] = np.nan
             state, metrics = trainer.step(state, batch)
             losses.append(metrics["loss"])
-        assert np.isnan(losses[1]) and np.isfinite(losses[2:]).all() and losses[-1] < 0.8 * losses[0]
+        assert (
+            np.isnan(losses[1]) and np.isfinite(losses[2:]).all() and losses[-1] < 0.8 * losses[0]
+        )
         assert all(np.isfinite(leaf).all() for leaf in host(state).values())
 
 
 SKIPPING = {
     "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.5), 5),
-    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.5), 1, should_skip_update_fn=optax.skip_not_finite),
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.sgd(0.5), 1, should_skip_update_fn=optax.skip_not_finite
+    ),
 }
 
 
 @pytest.mark.sampled(quick=4)
-@pytest.mark.parametrize("codec, options", [("top_k", {"keep": 0.1}), ("power_sgd", {"rank": 1, "min_compression": 1})])
+@pytest.mark.parametrize(
+    "codec, options", [("top_k", {"keep": 0.1}), ("power_sgd", {"rank": 1, "min_compression": 1})]
+)
 @pytest.mark.parametrize("skipping", SKIPPING)
 def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skipping, codec, options):
-    """The NaN is in the gradient of `bad` alone; that of `good` was sent like any other, and no part of it was applied."""
+    """The NaN is in the gradient of `bad` alone; that of `good` was sent like any other, and no
+    part of it was applied.
+    """
 
     def init(key):
         return {"bad": jnp.ones((16, 8)), "good": jnp.ones((16, 8))}
 
-    model = spmd.FunctionalModel(init, lambda p, batch: jnp.tanh(batch["x"] @ p["good"]) + batch["z"] @ p["bad"])
+    model = spmd.FunctionalModel(
+        init, lambda p, batch: jnp.tanh(batch["x"] @ p["good"]) + batch["z"] @ p["bad"]
+    )
 
     def loss(m, batch):
         return (m(batch) ** 2).sum(1)
@@ -311,7 +410,9 @@ def test_a_step_that_the_optimizer_skips_takes_nothing_from_what_is_kept(skippin
         assert all(np.isfinite(leaf).all() for leaf in after.values())
         watched = [path for path in before if path.startswith(("params", "exchange"))]
         assert "exchange/good/residual" in watched
-        assert [np.array_equal(before[path], after[path]) for path in watched] == [number == 2] * len(watched)
+        assert [np.array_equal(before[path], after[path]) for path in watched] == [
+            number == 2
+        ] * len(watched)
 
 
 @pytest.mark.system
@@ -320,7 +421,8 @@ def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
 
     def model():
         return spmd.FunctionalModel(
-            lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))}, lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"]))
+            lambda key: {"large": jnp.zeros((8, 8)), "small": jnp.zeros((8, 3))},
+            lambda p, x: (x @ p["large"], 1e-4 * (x @ p["small"])),
         )
 
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -329,19 +431,32 @@ def test_a_small_gradient_beside_a_large_one_keeps_its_own_scale():
         return sum(((out - batch[:, : out.shape[1]]) ** 2).mean(1) for out in m(batch))
 
     small = {}
-    for name, chosen in {"exact": layout(), "one": layout("int8"), "separate": layout("int8", bucket_bytes=1)}.items():
+    for name, chosen in {
+        "exact": layout(),
+        "one": layout("int8"),
+        "separate": layout("int8", bucket_bytes=1),
+    }.items():
         trainer = spmd.Trainer(model(), loss=loss, optimizer=optax.sgd(1.0), layout=chosen)
         state, _ = trainer.step(trainer.init(), x)
         small[name] = np.asarray(state.params["small"])
     assert np.array_equal(small["one"], small["separate"])
-    np.testing.assert_allclose(small["one"], small["exact"], rtol=0, atol=np.abs(small["exact"]).max() / 100)
+    np.testing.assert_allclose(
+        small["one"], small["exact"], rtol=0, atol=np.abs(small["exact"]).max() / 100
+    )
     assert not np.array_equal(small["one"], small["exact"])
 
 
 def test_a_gradient_that_float32_does_not_hold_is_refused():
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.ones((8, 8), jnp.complex64)}, lambda p, x: jnp.abs(x @ p["w"]))
-    trainer = spmd.Trainer(model, loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout("int8"))
-    with pytest.raises(spmd.SpmdError, match=r"codec int8 computes in float32, which cannot represent a gradient of complex64"):
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.ones((8, 8), jnp.complex64)}, lambda p, x: jnp.abs(x @ p["w"])
+    )
+    trainer = spmd.Trainer(
+        model, loss=lambda m, b: m(b).sum(1), optimizer=optax.sgd(0.1), layout=layout("int8")
+    )
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"codec int8 computes in float32, which cannot represent a gradient of complex64",
+    ):
         trainer.prepare(np.ones((8, 8), np.float32))
 
 
@@ -349,7 +464,10 @@ def test_a_metric_may_not_take_the_name_of_one_of_the_steps_own():
     def loss(m, b):
         return (spmd.losses.cross_entropy(m, b), {"wire_bytes": jnp.float32(5)})
 
-    with pytest.raises(spmd.SpmdError, match='the loss also returns a metric "wire_bytes", which is the name of another'):
+    with pytest.raises(
+        spmd.SpmdError,
+        match='the loss also returns a metric "wire_bytes", which is the name of another',
+    ):
         spmd.Trainer(lambda: MLP(nnx.Rngs(0)), loss=loss, optimizer=optax.sgd(0.1)).prepare(data())
 
 
@@ -361,13 +479,20 @@ def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_released():
     assert trainer._last[0]() is None
 
 
-# checkpoints ----------------------------------------------------------------------------------------------------------
+# checkpoints --------------------------------------------------------------------------------------
 
 
 def fit(chosen, path=None, mesh="data=8", **options):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh.split("=")[1])])
-    options = {"batch_size": 24, "optimizer": optax.sgd(0.2, momentum=0.9), "loss": spmd.losses.cross_entropy, **options}
-    return spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), mesh=mesh, layout=chosen, checkpoint=path, **options)
+    options = {
+        "batch_size": 24,
+        "optimizer": optax.sgd(0.2, momentum=0.9),
+        "loss": spmd.losses.cross_entropy,
+        **options,
+    }
+    return spmd.fit(
+        lambda: MLP(nnx.Rngs(0)), data(96), mesh=mesh, layout=chosen, checkpoint=path, **options
+    )
 
 
 POWER = ("power_sgd", {"rank": 1, "min_compression": 1})
@@ -382,7 +507,9 @@ def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
     fit(chosen, tmp_path, steps=3)
     rest = fit(chosen, tmp_path, steps=8, resume=True)
     never_stopped, resumed = host(uninterrupted.state), host(rest.state)
-    assert never_stopped.keys() == resumed.keys() and any("residual" in path for path in never_stopped)
+    assert never_stopped.keys() == resumed.keys() and any(
+        "residual" in path for path in never_stopped
+    )
     assert all(never_stopped[path].tobytes() == resumed[path].tobytes() for path in never_stopped)
     assert any(leaf.any() for path, leaf in never_stopped.items() if "residual" in path)
 
@@ -391,12 +518,18 @@ def test_stopped_and_resumed_is_never_stopped(codec, tmp_path):
 def test_residuals_for_another_number_of_workers_keep_their_mean(before, now):
     mesh = spmd.make_mesh("data=2", devices=jax.devices()[:2])
     at = jax.NamedSharding(mesh, jax.P())
-    residual = jax.device_put(np.random.default_rng(0).normal(size=(before, 3, 5)).astype(np.float32), at)
-    resplit = resplit_residuals(residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at))
+    residual = jax.device_put(
+        np.random.default_rng(0).normal(size=(before, 3, 5)).astype(np.float32), at
+    )
+    resplit = resplit_residuals(
+        residual, jax.ShapeDtypeStruct((now, 3, 5), jnp.float32, sharding=at)
+    )
     assert resplit.shape == (now, 3, 5)
     np.testing.assert_allclose(np.asarray(resplit).mean(0), np.asarray(residual).mean(0), atol=1e-6)
     if now < before and before % now == 0:
-        np.testing.assert_allclose(np.asarray(resplit)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(resplit)[0], np.asarray(residual)[: before // now].mean(0), atol=1e-6
+        )
 
 
 @pytest.mark.system
@@ -411,7 +544,9 @@ def test_resume_over_fewer_workers_keeps_residuals(tmp_path):
     for path, entry in first.state.exchange.items():
         resumed, saved = np.asarray(state.exchange[path]["residual"]), np.asarray(entry["residual"])
         np.testing.assert_allclose(resumed.mean(0), saved.mean(0), atol=1e-7)
-        assert resumed.shape[0] == 4 and len(state.exchange[path]["residual"].addressable_shards) == 4
+        assert (
+            resumed.shape[0] == 4 and len(state.exchange[path]["residual"].addressable_shards) == 4
+        )
     rest = fit(chosen, tmp_path, "data=4", steps=6, resume=True)
     assert int(rest.state.step) == 6
 
@@ -447,7 +582,10 @@ def test_a_rule_that_changes_leaves_the_other_residuals_alone(tmp_path):
     store.close()
     assert notes == ["1 residuals were dropped"]
     assert state.exchange.keys() == first.state.exchange.keys() - {"out/kernel"}
-    assert all(np.array_equal(entry["residual"], first.state.exchange[path]["residual"]) for path, entry in state.exchange.items())
+    assert all(
+        np.array_equal(entry["residual"], first.state.exchange[path]["residual"])
+        for path, entry in state.exchange.items()
+    )
 
 
 @pytest.mark.system
@@ -461,7 +599,13 @@ def test_restore_says_what_it_left(tmp_path, caplog):
 def test_a_model_that_does_not_fit_is_still_refused(tmp_path):
     fit(layout("int8", error_feedback=True), tmp_path, steps=2)
     with pytest.raises(CheckpointError, match="opt/0/trace/hidden/kernel"):
-        fit(layout("int8", error_feedback=True), tmp_path, steps=3, resume=True, optimizer=optax.sgd(0.2))
+        fit(
+            layout("int8", error_feedback=True),
+            tmp_path,
+            steps=3,
+            resume=True,
+            optimizer=optax.sgd(0.2),
+        )
 
 
 @pytest.mark.system
@@ -476,7 +620,11 @@ def test_many_steps_in_one_call_carry_the_residuals():
         "mesh": "data=8",
     }
     single_steps = spmd.fit(lambda: MLP(nnx.Rngs(0)), data(96), **options)
-    two = spmd.fit(lambda: MLP(nnx.Rngs(0)), spmd.data.resident(data(96), steps_per_call=4), **options)
-    for (path, a), b in zip(host(single_steps.state).items(), host(two.state).values(), strict=True):
+    two = spmd.fit(
+        lambda: MLP(nnx.Rngs(0)), spmd.data.resident(data(96), steps_per_call=4), **options
+    )
+    for (path, a), b in zip(
+        host(single_steps.state).items(), host(two.state).values(), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5, err_msg=path)
     assert np.asarray(two.state.exchange["out/kernel"]["residual"]).any()

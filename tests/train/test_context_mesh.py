@@ -1,4 +1,6 @@
-"""A mesh that is set with `jax.set_mesh` around the library: it is the default, and the layout says where arrays are."""
+"""A mesh that is set with `jax.set_mesh` around the library: it is the default, and the layout says
+where arrays are.
+"""
 
 import functools
 import types
@@ -19,7 +21,9 @@ from spmd.mesh import _names_explicit_axes, outside_of_mesh
 ROWS = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
 DATA = {"x": ROWS, "label": (np.arange(32) % 10).astype("int32")}
 OPTIONS = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(1e-2)}
-TYPES = pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+TYPES = pytest.mark.parametrize(
+    "types", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"]
+)
 
 
 class Net(nnx.Module):
@@ -27,7 +31,10 @@ class Net(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
-        self.hidden, self.out = nnx.Linear(16, 64, kernel_init=kernel, rngs=rngs), nnx.Linear(64, 10, rngs=rngs)
+        self.hidden, self.out = (
+            nnx.Linear(16, 64, kernel_init=kernel, rngs=rngs),
+            nnx.Linear(64, 10, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(nnx.relu(self.hidden(x)))
@@ -39,7 +46,9 @@ def a_mesh(types, **sizes):
 
 
 def losses(model, **options):
-    return spmd.fit(model, DATA, batch_size=16, steps=4, progress=False, **OPTIONS, **options).history["loss"]
+    return spmd.fit(
+        model, DATA, batch_size=16, steps=4, progress=False, **OPTIONS, **options
+    ).history["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +86,26 @@ def test_an_own_loop(expected, types):
 
 def test_it_is_the_default_mesh():
     with jax.set_mesh(a_mesh(AxisType.Explicit, data=2, model=4)):
-        trainer = spmd.Trainer(lambda: Net(nnx.Rngs(0)), layout=spmd.Layout(axes={"data": "model"}), **OPTIONS)
-        assert dict(trainer.mesh.shape) == {"data": 2, "model": 4} and trainer.mesh.axis_types == (AxisType.Auto,) * 2
-        assert trainer.init().params["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "model")
+        trainer = spmd.Trainer(
+            lambda: Net(nnx.Rngs(0)), layout=spmd.Layout(axes={"data": "model"}), **OPTIONS
+        )
+        assert (
+            dict(trainer.mesh.shape) == {"data": 2, "model": 4}
+            and trainer.mesh.axis_types == (AxisType.Auto,) * 2
+        )
+        assert trainer.init().params["hidden"]["kernel"].sharding.spec == PartitionSpec(
+            None, "model"
+        )
         other = spmd.Trainer(lambda: Net(nnx.Rngs(0)), layout="fsdp", mesh="data=8", **OPTIONS)
         assert dict(other.mesh.shape) == {"data": 8}  # of two, the one that is given
 
 
 @pytest.mark.system
 def test_a_plan_is_for_its_target():
-    batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
+    batch = {
+        "x": jax.ShapeDtypeStruct((16, 16), "float32"),
+        "label": jax.ShapeDtypeStruct((16,), "int32"),
+    }
     with jax.set_mesh(a_mesh(AxisType.Explicit, data=2, model=4)):
         plan = spmd.plan(lambda: Net(nnx.Rngs(0)), batch, target="4xcpu", layout="fsdp", **OPTIONS)
     assert plan.cluster.count == 4
@@ -103,16 +122,26 @@ def test_an_error_leaves_the_mesh_set():
 def test_a_sweep_has_axes_of_its_own():
     with jax.set_mesh(a_mesh(AxisType.Explicit)):
         found = spmd.sweep(
-            lambda: Net(nnx.Rngs(0)), DATA, space={"learning_rate": [1e-2, 1e-3]}, loss=spmd.losses.cross_entropy, optimizer=optax.adam,
-            search="grid", batch_size=16, steps=2, progress=False,
-        )  # fmt: skip
+            lambda: Net(nnx.Rngs(0)),
+            DATA,
+            space={"learning_rate": [1e-2, 1e-3]},
+            loss=spmd.losses.cross_entropy,
+            optimizer=optax.adam,
+            search="grid",
+            batch_size=16,
+            steps=2,
+            progress=False,
+        )
     assert len(found.trials) == 2
 
 
 @pytest.mark.system
 @TYPES
 def test_an_ensemble(types):
-    one, two = (spmd.fit(lambda seed=seed: Net(nnx.Rngs(seed)), DATA, batch_size=16, steps=1, **OPTIONS) for seed in (0, 1))
+    one, two = (
+        spmd.fit(lambda seed=seed: Net(nnx.Rngs(seed)), DATA, batch_size=16, steps=1, **OPTIONS)
+        for seed in (0, 1)
+    )
     outside = spmd.Ensemble([one, two]).predict(ROWS)
     with jax.set_mesh(a_mesh(types)):
         np.testing.assert_array_equal(spmd.Ensemble([one, two]).predict(ROWS), outside)
@@ -120,7 +149,10 @@ def test_an_ensemble(types):
 
 @pytest.mark.system
 def test_changes_of_a_plan():
-    batch = {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "label": jax.ShapeDtypeStruct((16,), "int32")}
+    batch = {
+        "x": jax.ShapeDtypeStruct((16, 16), "float32"),
+        "label": jax.ShapeDtypeStruct((16,), "int32"),
+    }
     plan = spmd.plan(lambda: Net(nnx.Rngs(0)), batch, target="8xcpu", **OPTIONS)
     with jax.set_mesh(a_mesh(AxisType.Explicit)):
         assert "context mesh" not in str(plan.changes())
@@ -139,16 +171,28 @@ def weighted_loss(weights):
 
 
 def with_metric(weights):
-    return {"metrics": {"weighted": functools.partial(lambda scale, model, batch: (model(batch["x"]) * scale).sum(-1), weights)}}
+    return {
+        "metrics": {
+            "weighted": functools.partial(
+                lambda scale, model, batch: (model(batch["x"]) * scale).sum(-1), weights
+            )
+        }
+    }
 
 
 CLOSED = {  # arguments that use an array of ten numbers, and what an error calls it
-    "the loss": (weighted_loss, "weights float32[10], in weighted_loss.<locals>.loss (test_context_mesh.py:"),
+    "the loss": (
+        weighted_loss,
+        "weights float32[10], in weighted_loss.<locals>.loss (test_context_mesh.py:",
+    ),
     "a schedule": (
         lambda table: {"optimizer": optax.sgd(lambda count: table[count])},
         "table float32[10], in <lambda>.<locals>.<lam",
     ),
-    "a rate": (lambda table: {"optimizer": optax.sgd(table[0])}, "step_size float32[], in scale.<locals>.update_fn ("),
+    "a rate": (
+        lambda table: {"optimizer": optax.sgd(table[0])},
+        "step_size float32[], in scale.<locals>.update_fn (",
+    ),
     "a metric": (with_metric, "argument 1 float32[10], in with_metric.<locals>.<lambda>"),
 }
 
@@ -160,7 +204,15 @@ def test_arrays_with_explicit_axes_are_named(make, named):
 
     def fit(arguments):
         given = {**OPTIONS, **arguments, "eval_data": DATA}
-        return spmd.fit(lambda: Net(nnx.Rngs(0)), DATA, batch_size=16, steps=2, progress=False, mesh="data=8", **given)
+        return spmd.fit(
+            lambda: Net(nnx.Rngs(0)),
+            DATA,
+            batch_size=16,
+            steps=2,
+            progress=False,
+            mesh="data=8",
+            **given,
+        )
 
     with jax.set_mesh(a_mesh(AxisType.Explicit)):
         table = jnp.linspace(0.1, 0.2, 10)
@@ -170,7 +222,10 @@ def test_arrays_with_explicit_axes_are_named(make, named):
     assert named in str(raised.value)
     with pytest.raises(MeshError) as again:  # no mesh is set now
         fit(arguments)
-    assert str(again.value) == str(raised.value) and "jax.numpy.asarray(numpy.asarray(array))" in raised.value.fix
+    assert (
+        str(again.value) == str(raised.value)
+        and "jax.numpy.asarray(numpy.asarray(array))" in raised.value.fix
+    )
     fit(make(jnp.asarray(np.asarray(table))))
 
 
@@ -183,7 +238,15 @@ def test_other_errors_are_as_they_are():
         return spmd.losses.cross_entropy(model, batch) * np.asarray(table).sum()  # a number
 
     def fit(**options):
-        return spmd.fit(lambda: Net(nnx.Rngs(0)), DATA, batch_size=16, steps=1, loss=loss, optimizer=optax.sgd(0.1), **options)
+        return spmd.fit(
+            lambda: Net(nnx.Rngs(0)),
+            DATA,
+            batch_size=16,
+            steps=1,
+            loss=loss,
+            optimizer=optax.sgd(0.1),
+            **options,
+        )
 
     assert int(fit().state.step) == 1
     with pytest.raises(spmd.errors.LayoutError):
@@ -206,9 +269,12 @@ def test_arrays_are_found_inside_of_what_functions_hold():
         return scale
 
     assert [line.partition(" (")[0] for line in closed_over([loss])] == [
-        "scale.weights['kernel'][0] float32[3], in test_arrays_are_found_inside_of_what_functions_hold.<locals>.loss"
+        "scale.weights['kernel'][0] float32[3], in "
+        "test_arrays_are_found_inside_of_what_functions_hold.<locals>.loss"
     ]
-    assert closed_over([teacher, {"model": array}, jax.jit(lambda x: x)]) == [], "what no function holds is copied to the mesh"
+    assert closed_over([teacher, {"model": array}, jax.jit(lambda x: x)]) == [], (
+        "what no function holds is copied to the mesh"
+    )
     assert len(closed_over([jax.jit(lambda x: x + array)])) == 1
 
 
@@ -245,7 +311,9 @@ def test_few_objects_are_looked_at():
     assert len(closed_over([loss])) == 1, "what comes after a large container is found"
     assert 0 < len(set(looked)) <= MOST_PARTS
     looked.clear()
-    closed_over([[[Counted() for _ in range(MOST_PARTS)] for _ in range(2 + MOST_OBJECTS // MOST_PARTS)]])
+    closed_over(
+        [[[Counted() for _ in range(MOST_PARTS)] for _ in range(2 + MOST_OBJECTS // MOST_PARTS)]]
+    )
     assert 0 < len(set(looked)) <= MOST_OBJECTS
 
 
@@ -267,7 +335,15 @@ def test_an_object_that_cannot_be_looked_at_is_passed_over():
 
 
 def fit_with(loss, data=DATA):
-    return spmd.fit(lambda: Net(nnx.Rngs(0)), data, batch_size=16, steps=1, progress=False, loss=loss, optimizer=optax.sgd(0.1))
+    return spmd.fit(
+        lambda: Net(nnx.Rngs(0)),
+        data,
+        batch_size=16,
+        steps=1,
+        progress=False,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+    )
 
 
 @pytest.mark.system
@@ -291,7 +367,14 @@ def test_an_error_of_another_kind_is_not_about_arrays_it_names(monkeypatch):
         return spmd.losses.cross_entropy(model, batch) * np.asarray(table).sum()
 
     with pytest.raises(Exception, match="disk broke") as raised:
-        spmd.fit(lambda: Net(nnx.Rngs(0)), batches(), steps=4, progress=False, loss=good, optimizer=optax.sgd(0.1))
+        spmd.fit(
+            lambda: Net(nnx.Rngs(0)),
+            batches(),
+            steps=4,
+            progress=False,
+            loss=good,
+            optimizer=optax.sgd(0.1),
+        )
     assert not isinstance(raised.value, MeshError)
 
 
@@ -300,12 +383,25 @@ def test_an_error_of_another_kind_is_not_about_arrays_it_names(monkeypatch):
     [
         (
             ValueError(
-                "Got one mesh: AbstractMesh('data': 8, axis_types=(Auto,)) and another: AbstractMesh('a': 8, axis_types=(Explicit,))"
+                "Got one mesh: AbstractMesh('data': 8, axis_types=(Auto,)) and another: "
+                "AbstractMesh('a': 8, axis_types=(Explicit,))"
             ),
             True,
         ),
-        (ValueError("aval f32[8@data,8]({Explicit: ('data',)}). Please enter your `jit` into a mesh context via `jax.set_mesh`."), True),
-        (TypeError("The input carry c has type float32[8,8] but the output carry component has type float32[8@data,8]."), True),
+        (
+            ValueError(
+                "aval f32[8@data,8]({Explicit: ('data',)}). Please enter your `jit` into a mesh "
+                "context via `jax.set_mesh`."
+            ),
+            True,
+        ),
+        (
+            TypeError(
+                "The input carry c has type float32[8,8] but the output carry component has type "
+                "float32[8@data,8]."
+            ),
+            True,
+        ),
         (ValueError("AbstractMesh('data': 8, axis_types=(Auto,))"), False),
         (ValueError("Explicit is better than implicit: me@example.org"), False),
         (TypeError("mul got incompatible shapes for broadcasting: (16,), (3,)."), False),

@@ -1,4 +1,6 @@
-"""Parameters that are not trained, and adapters: in the step, its program, its state and its checkpoints."""
+"""Parameters that are not trained, and adapters: in the step, its program, its state and its
+checkpoints.
+"""
 
 import dataclasses
 import re
@@ -30,22 +32,43 @@ ALL_REDUCE = spmd.Gradients("all_reduce")
 
 def fsdp(gather="layer", **gradients):
     layout = spmd.Layout.load("fsdp")
-    return dataclasses.replace(layout, gradients=dataclasses.replace(layout.gradients, gather=gather, **gradients))
+    return dataclasses.replace(
+        layout, gradients=dataclasses.replace(layout.gradients, gather=gather, **gradients)
+    )
 
 
 LAYOUTS = {
     "one device": ONE,
     "fsdp": {"mesh": "data=8", "layout": fsdp()},
     "fsdp, gathered in full": {"mesh": "data=8", "layout": fsdp("full")},
-    "fsdp by XLA": {"mesh": "data=8", "layout": dataclasses.replace(fsdp(), gradients=spmd.Gradients())},
-    "int8 with error feedback": {"mesh": "data=8", "layout": fsdp(codec="int8", error_feedback=True)},
-    "tensor parallel": {"mesh": "data=4,model=2", "layout": spmd.Layout(axes=AXES, gradients=ALL_REDUCE)},
-    "pipeline": {"mesh": "data=4,stage=2", "layout": spmd.Layout(pipeline=spmd.Pipeline("stage"), gradients=ALL_REDUCE)},
+    "fsdp by XLA": {
+        "mesh": "data=8",
+        "layout": dataclasses.replace(fsdp(), gradients=spmd.Gradients()),
+    },
+    "int8 with error feedback": {
+        "mesh": "data=8",
+        "layout": fsdp(codec="int8", error_feedback=True),
+    },
+    "tensor parallel": {
+        "mesh": "data=4,model=2",
+        "layout": spmd.Layout(axes=AXES, gradients=ALL_REDUCE),
+    },
+    "pipeline": {
+        "mesh": "data=4,stage=2",
+        "layout": spmd.Layout(pipeline=spmd.Pipeline("stage"), gradients=ALL_REDUCE),
+    },
     "circular": {
         "mesh": "data=4,stage=2",
-        "layout": spmd.Layout(pipeline=spmd.Pipeline("stage", schedule="circular", groups=2), gradients=ALL_REDUCE),
+        "layout": spmd.Layout(
+            pipeline=spmd.Pipeline("stage", schedule="circular", groups=2), gradients=ALL_REDUCE
+        ),
     },
-    "1f1b": {"mesh": "data=4,stage=2", "layout": spmd.Layout(pipeline=spmd.Pipeline("stage", schedule="1f1b"), gradients=ALL_REDUCE)},
+    "1f1b": {
+        "mesh": "data=4,stage=2",
+        "layout": spmd.Layout(
+            pipeline=spmd.Pipeline("stage", schedule="1f1b"), gradients=ALL_REDUCE
+        ),
+    },
     "parameter server": {"mesh": "data=8", "layout": spmd.Layout.load("parameter_server")},
 }
 
@@ -57,7 +80,9 @@ class Net(nnx.Module):
         rngs = rngs or nnx.Rngs(0)
         self.first = nnx.Linear(WIDTH, width, rngs=rngs)
         layers = [nnx.Linear(width, width, rngs=rngs, kernel_init=NAMED) for _ in range(LAYERS)]
-        self.blocks, self.stack = (nnx.List(layers), None) if blocks else (None, spmd.nn.LayerStack(layers))
+        self.blocks, self.stack = (
+            (nnx.List(layers), None) if blocks else (None, spmd.nn.LayerStack(layers))
+        )
         self.head = nnx.Linear(width, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -73,7 +98,10 @@ def loss(model, batch):
 
 def batch(number=0):
     rng = np.random.default_rng(number)
-    return {"x": rng.normal(size=(16, WIDTH)).astype(np.float32), "y": rng.normal(size=(16, 4)).astype(np.float32)}
+    return {
+        "x": rng.normal(size=(16, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=(16, 4)).astype(np.float32),
+    }
 
 
 def made(**options):
@@ -86,7 +114,9 @@ def trainer_of(name, train=ALL, adapters=(), model=None, optimizer=None, **optio
     chosen = LAYOUTS[name]
     layout = dataclasses.replace(chosen["layout"], train=train, adapters=adapters)
     model, optimizer = model or (lambda: Net()), optimizer or optax.adam(1e-2)
-    return spmd.Trainer(model, loss=loss, optimizer=optimizer, mesh=chosen["mesh"], layout=layout, **options)
+    return spmd.Trainer(
+        model, loss=loss, optimizer=optimizer, mesh=chosen["mesh"], layout=layout, **options
+    )
 
 
 def train(trainer, steps=3, state=None):
@@ -114,7 +144,9 @@ def only_head(optimizer):
     """The optimizer for the head, and nothing for the rest."""
 
     def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "head" if path[0].key == "head" else "rest", params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "head" if path[0].key == "head" else "rest", params
+        )
 
     return optax.multi_transform({"head": optimizer, "rest": optax.set_to_zero()}, labels)
 
@@ -122,9 +154,16 @@ def only_head(optimizer):
 @pytest.mark.sampled(system=4)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "parameter server"])
 def test_included_parameters_train_as_with_multi_transform(name):
-    trainer, everything = trainer_of(name, HEAD), trainer_of(name, optimizer=only_head(optax.adam(1e-2)))
+    trainer, everything = (
+        trainer_of(name, HEAD),
+        trainer_of(name, optimizer=only_head(optax.adam(1e-2))),
+    )
     (state, last), (reference, expected) = train(trainer), train(everything)
-    theirs = {path: leaf for path, leaf in trained_arrays(everything, reference).items() if path.startswith("head/")}
+    theirs = {
+        path: leaf
+        for path, leaf in trained_arrays(everything, reference).items()
+        if path.startswith("head/")
+    }
     assert_equal(trained_arrays(trainer, state), theirs)
     assert last == expected
     assert not np.array_equal(theirs["head/kernel"], made().head.kernel.get_value())
@@ -141,28 +180,44 @@ def test_included_parameters_train_as_in_a_loop_by_hand():
     @jax.jit
     def step(params, opt, rows):
         grads = jax.grad(lambda params: loss(nnx.merge(graphdef, params), rows).sum())(params)
-        updates, opt = optimizer.update(jax.tree.map(lambda g: g / len(rows["x"]), grads), opt, params)
+        updates, opt = optimizer.update(
+            jax.tree.map(lambda g: g / len(rows["x"]), grads), opt, params
+        )
         return optax.apply_updates(params, updates), opt
 
     for number in range(3):
         params, opt = step(params, opt, batch(number))
-    assert_equal(arrays(state.params), {path: leaf for path, leaf in arrays(params).items() if path.startswith("head/")})
+    assert_equal(
+        arrays(state.params),
+        {path: leaf for path, leaf in arrays(params).items() if path.startswith("head/")},
+    )
 
 
 FLOAT_LAYOUTS = [name for name in LAYOUTS if "int8" not in name]
 STACKS_AND_LISTS = [(name, False) for name in FLOAT_LAYOUTS]
-STACKS_AND_LISTS += [(name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis]  # a pipeline is made of a stack
+# a pipeline is made of a stack
+STACKS_AND_LISTS += [
+    (name, True) for name in FLOAT_LAYOUTS if not LAYOUTS[name]["layout"].pipeline.axis
+]
 
 
 @pytest.mark.sampled(quick=45, system=8)
 @pytest.mark.parametrize("kept", [None, "int8", "nf4"])
 @pytest.mark.parametrize(("name", "blocks"), STACKS_AND_LISTS)
 def test_adapters_train_alike_under_every_layout(name, kept, blocks):
-    how = {"train": Train(frozen=kept, block=4 if kept else 64), "adapters": ADAPTERS, "model": lambda: Net(blocks)}
-    (state, last), (reference, expected) = (train(trainer_of(one, **how)) for one in (name, "one device"))
+    how = {
+        "train": Train(frozen=kept, block=4 if kept else 64),
+        "adapters": ADAPTERS,
+        "model": lambda: Net(blocks),
+    }
+    (state, last), (reference, expected) = (
+        train(trainer_of(one, **how)) for one in (name, "one device")
+    )
     assert abs(last - expected) < 2e-6
     ours, theirs = trained_arrays(trainer_of(name, **how), state), arrays(reference.params)
-    assert ours.keys() == theirs.keys() and all(path.endswith(("lora_a", "lora_b")) for path in ours)
+    assert ours.keys() == theirs.keys() and all(
+        path.endswith(("lora_a", "lora_b")) for path in ours
+    )
     for path in ours:
         np.testing.assert_allclose(ours[path], theirs[path], rtol=0, atol=1e-4, err_msg=path)
 
@@ -180,8 +235,12 @@ def test_quantized_weights_compute_with_their_values(kept):
     for path, leaf in arrays(state.params).items():
         np.testing.assert_allclose(leaf, arrays(reference.params)[path], rtol=1e-6, atol=1e-6)
     rebuilt = trainer.rebuild(state)
-    np.testing.assert_array_equal(rebuilt.stack.layers.kernel.get_value(), model.stack.layers.kernel.get_value())
-    assert trainer.evaluate(state, batch())["loss"] == pytest.approx(exact.evaluate(reference, batch())["loss"], abs=1e-6)
+    np.testing.assert_array_equal(
+        rebuilt.stack.layers.kernel.get_value(), model.stack.layers.kernel.get_value()
+    )
+    assert trainer.evaluate(state, batch())["loss"] == pytest.approx(
+        exact.evaluate(reference, batch())["loss"], abs=1e-6
+    )
 
 
 @pytest.mark.system
@@ -193,7 +252,8 @@ def test_merged_weights_compute_what_adapters_do():
     assert type(merged.stack.layers) is nnx.Linear
     np.testing.assert_allclose(merged(x), adapted(x), rtol=0, atol=1e-6)
     np.testing.assert_allclose(trainer.predict(state, x), adapted(x), rtol=0, atol=1e-6)
-    assert np.abs(adapted(x) - made()(x)).max() > 1e-3  # a thousand times what merged weights may differ by: adapters do something
+    # a thousand times what merged weights may differ by: adapters do something
+    assert np.abs(adapted(x) - made()(x)).max() > 1e-3
 
 
 @pytest.mark.system
@@ -220,16 +280,24 @@ def test_handed_over_weights_are_not_copied():
 
 @pytest.mark.system
 def test_adapters_follow_the_seed():
-    first, same, other = (trainer_of("one device", Train(), ADAPTERS, seed=seed).init().params for seed in (1, 1, 2))
+    first, same, other = (
+        trainer_of("one device", Train(), ADAPTERS, seed=seed).init().params for seed in (1, 1, 2)
+    )
     assert_equal(arrays(first), arrays(same))
-    assert not np.array_equal(arrays(first)["stack/layers/lora_a"], arrays(other)["stack/layers/lora_a"])
+    assert not np.array_equal(
+        arrays(first)["stack/layers/lora_a"], arrays(other)["stack/layers/lora_a"]
+    )
 
 
 def reduced_bytes(program):
     """Bytes of the results of all collectives that reduce, in a compiled program."""
-    lines = re.findall(r"= (.*?) (?:all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", program.as_text())
+    lines = re.findall(
+        r"= (.*?) (?:all-reduce|reduce-scatter|all-to-all)(?:-start)?\(", program.as_text()
+    )
     arrays = [dims for line in lines for dims in re.findall(r"f32\[([\d,]*)\]", line)]
-    return 4 * sum(int(np.prod([int(dim) for dim in dims.split(",") if dim] or [1])) for dims in arrays)
+    return 4 * sum(
+        int(np.prod([int(dim) for dim in dims.split(",") if dim] or [1])) for dims in arrays
+    )
 
 
 @pytest.mark.system
@@ -247,7 +315,9 @@ def test_only_trained_parameters_have_gradients_moments_and_bytes_on_the_wire(na
     assert sent == {"metrics": metrics, "reduce_gradients": kernel + bias}
     if name != "tensor parallel":  # where activations are reduced, too
         assert reduced_bytes(program.compile()) == kernel // 8 + bias + metrics
-        assert reduced_bytes(trainer_of(name).prepare(batch())[0].compile()) > 4 * (kernel // 8 + bias)
+        assert reduced_bytes(trainer_of(name).prepare(batch())[0].compile()) > 4 * (
+            kernel // 8 + bias
+        )
 
 
 def test_residuals_are_those_of_trained_parameters():
@@ -258,12 +328,18 @@ def test_residuals_are_those_of_trained_parameters():
 @pytest.mark.system
 @pytest.mark.parametrize(("kept", "blocks"), [(None, False), ("int8", True)])
 def test_workers_that_train_adapters_alone_send_nothing_else(kept, blocks):
-    """DiLoCo (arXiv:2311.08105, algorithm 1) against a loop over its workers on one device, in which frozen weights are constants."""
+    """DiLoCo (arXiv:2311.08105, algorithm 1) against a loop over its workers on one device, in
+    which frozen weights are constants.
+    """
     workers, every, inner, outer = 8, 2, optax.adam(1e-2), optax.sgd(0.7, 0.9, nesterov=True)
     server = spmd.ParameterServer(mode="local", every=every, outer_rate=0.7, outer_momentum=0.9)
     layout = spmd.Layout(gradients=spmd.Gradients("parameter_server"), parameter_server=server)
-    layout = dataclasses.replace(layout, train=Train(frozen=kept, block=4 if kept else 64), adapters=ADAPTERS)
-    trainer = spmd.Trainer(lambda: Net(blocks), loss=loss, optimizer=inner, mesh="data=8", layout=layout)
+    layout = dataclasses.replace(
+        layout, train=Train(frozen=kept, block=4 if kept else 64), adapters=ADAPTERS
+    )
+    trainer = spmd.Trainer(
+        lambda: Net(blocks), loss=loss, optimizer=inner, mesh="data=8", layout=layout
+    )
     state = trainer.init()
     frozen, start = arrays(state.frozen), trained_arrays(trainer, state)
     graphdef, params = nnx.split(trainer.rebuild(state), nnx.Param)
@@ -271,7 +347,10 @@ def test_workers_that_train_adapters_alone_send_nothing_else(kept, blocks):
     @jax.jit
     def local_step(adapters, opt, rows):
         def mean_loss(adapters):
-            merged = {path: adapters.get(path, leaf) for path, leaf in flatten(nnx.to_pure_dict(params)).items()}
+            merged = {
+                path: adapters.get(path, leaf)
+                for path, leaf in flatten(nnx.to_pure_dict(params)).items()
+            }
             leaves = jax.tree.unflatten(jax.tree.structure(params), list(merged.values()))
             return loss(nnx.merge(graphdef, leaves), rows).mean()
 
@@ -284,21 +363,30 @@ def test_workers_that_train_adapters_alone_send_nothing_else(kept, blocks):
         state, metrics = trainer.step(state, batch(number))
         sent.append(metrics["wire_bytes"] - trainer.wire.bytes(where="metrics"))
         for worker in range(workers):
-            rows = {name: value[2 * worker : 2 * worker + 2] for name, value in batch(number).items()}
+            rows = {
+                name: value[2 * worker : 2 * worker + 2] for name, value in batch(number).items()
+            }
             local[worker], opts[worker] = local_step(local[worker], opts[worker], rows)
         if (number + 1) % every == 0:
-            delta = jax.tree.map(lambda read, *each: read - sum(each) / workers, synchronized, *local)
+            delta = jax.tree.map(
+                lambda read, *each: read - sum(each) / workers, synchronized, *local
+            )
             updates, momentum = outer.update(delta, momentum)
             synchronized = optax.apply_updates(synchronized, updates)
             local = [synchronized] * workers
     ours = trained_arrays(trainer, state)
-    assert ours.keys() == start.keys() and all(path.rpartition("/")[2].startswith("lora_") for path in ours)
+    assert ours.keys() == start.keys() and all(
+        path.rpartition("/")[2].startswith("lora_") for path in ours
+    )
     for path, value in ours.items():
         np.testing.assert_allclose(value, synchronized[path], rtol=0, atol=1e-6, err_msg=path)
         assert np.abs(value - start[path]).max() > 1e-3, path
     assert_equal(arrays(state.frozen), frozen)
     assert state.exchange.keys() == flatten(state.params).keys()
-    adapters = sum(4 * (workers - 1) * leaf.size // workers for leaf in jax.tree.leaves(trainer.abstract_state.params))
+    adapters = sum(
+        4 * (workers - 1) * leaf.size // workers
+        for leaf in jax.tree.leaves(trainer.abstract_state.params)
+    )
     assert sent == [0, 2 * adapters, 0, 2 * adapters]  # there and back
 
 
@@ -309,7 +397,9 @@ def test_memory_is_that_of_codes_and_one_layer(name):
     layer, model = 4 * width * width, lambda: Net(width=width)
 
     def memory(kept):
-        program, _ = trainer_of(name, Train(frozen=kept, block=16 if kept else 64), ADAPTERS, model=model).prepare(batch())
+        program, _ = trainer_of(
+            name, Train(frozen=kept, block=16 if kept else 64), ADAPTERS, model=model
+        ).prepare(batch())
         analysis = program.compile().memory_analysis()
         return analysis.argument_size_in_bytes / layer, analysis.temp_size_in_bytes / layer
 
@@ -318,7 +408,8 @@ def test_memory_is_that_of_codes_and_one_layer(name):
         arguments, temporaries = memory(kept)
         others = 0.3 + 1.5 / shards  # adapters with their moments, and the other layers
         assert arguments < LAYERS * share / shards + others
-        assert temporaries < 2.5  # a layer's values, and codes of two layers; with all layers it would be more than 4
+        # a layer's values, and codes of two layers; with all layers it would be more than 4
+        assert temporaries < 2.5
     assert memory(None)[0] > LAYERS / shards
 
 
@@ -327,24 +418,43 @@ def test_gradients_of_a_list_of_blocks_do_without_frozen_ones():
     trainer = trainer_of("fsdp", Train(), ADAPTERS, model=lambda: Net(blocks=True))
     program, _ = trainer.prepare(batch())
     assert {"blocks/0/kernel", "blocks/3/lora_a"} <= program.sync.layerwise
-    mixed = trainer_of("fsdp, gathered in full", Train(include="{blocks/3,head}/**"), model=lambda: Net(blocks=True))
-    reference = trainer_of("one device", Train(include="{blocks/3,head}/**"), model=lambda: Net(blocks=True))
+    mixed = trainer_of(
+        "fsdp, gathered in full",
+        Train(include="{blocks/3,head}/**"),
+        model=lambda: Net(blocks=True),
+    )
+    reference = trainer_of(
+        "one device", Train(include="{blocks/3,head}/**"), model=lambda: Net(blocks=True)
+    )
     ours, theirs = arrays(train(mixed)[0].params), arrays(train(reference)[0].params)
     for path in ours:
         np.testing.assert_allclose(ours[path], theirs[path], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "accumulate": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "accumulate": 2}],
+)
 def test_accumulation_and_precision(options):
-    how = {"train": Train(frozen="bfloat16" if "precision" in options else "int8", block=64), "adapters": ADAPTERS}
-    how["train"] = dataclasses.replace(how["train"], block=4 if how["train"].frozen == "int8" else 64)
-    (state, last), (_, expected) = (train(trainer_of(name, **how, **options)) for name in ("fsdp", "one device"))
+    how = {
+        "train": Train(frozen="bfloat16" if "precision" in options else "int8", block=64),
+        "adapters": ADAPTERS,
+    }
+    how["train"] = dataclasses.replace(
+        how["train"], block=4 if how["train"].frozen == "int8" else 64
+    )
+    (state, last), (_, expected) = (
+        train(trainer_of(name, **how, **options)) for name in ("fsdp", "one device")
+    )
     assert abs(last - expected) < (2e-2 if "precision" in options else 1e-5)
     assert isinstance(state, State)
     if "precision" in options:
         dtypes = {path: leaf.dtype.name for path, leaf in flatten(state.frozen).items()}
-        assert dtypes["stack/layers/kernel"] == "bfloat16" and dtypes["stack/layers/bias"] == dtypes["head/bias"] == "float32"
+        assert (
+            dtypes["stack/layers/kernel"] == "bfloat16"
+            and dtypes["stack/layers/bias"] == dtypes["head/bias"] == "float32"
+        )
 
 
 @pytest.mark.system
@@ -355,22 +465,31 @@ def test_loss_may_read_a_quantized_kernel_itself():
 
     layout = dataclasses.replace(fsdp(), train=Train(frozen="int8", block=4), adapters=ADAPTERS)
     how = {"optimizer": optax.adam(1e-2), "mesh": "data=8", "layout": layout}
-    (_, ours), (_, theirs) = (train(spmd.Trainer(lambda: Net(), loss=one, **how)) for one in (by_hand, loss))
+    (_, ours), (_, theirs) = (
+        train(spmd.Trainer(lambda: Net(), loss=one, **how)) for one in (by_hand, loss)
+    )
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
 @pytest.mark.system
 def test_plan_has_a_line_for_frozen_parameters():
     layout = dataclasses.replace(fsdp(), train=Train(frozen="nf4", block=4), adapters=ADAPTERS)
-    plan = spmd.plan(lambda: Net(), batch(), loss=loss, optimizer=optax.adam(1e-2), target="8xcpu", layout=layout)
+    plan = spmd.plan(
+        lambda: Net(), batch(), loss=loss, optimizer=optax.adam(1e-2), target="8xcpu", layout=layout
+    )
     state = trainer_of("fsdp", layout.train, ADAPTERS).init()
-    on_device = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)) for tree in (state.params, state.frozen)]
-    assert [plan.memory.parameters, plan.memory.frozen] == on_device and plan.memory.per_device["frozen"] == on_device[1]
+    on_device = [
+        sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+        for tree in (state.params, state.frozen)
+    ]
+    assert [plan.memory.parameters, plan.memory.frozen] == on_device and plan.memory.per_device[
+        "frozen"
+    ] == on_device[1]
     assert "frozen parameters" in str(plan)
     assert "it is not trained" in str(plan.explain("stack/layers/kernel/codes"))
-    assert "frozen/stack/layers/kernel/codes  int8" not in str(plan.placements()) and "frozen/stack/layers/kernel/codes" in str(
+    assert "frozen/stack/layers/kernel/codes  int8" not in str(
         plan.placements()
-    )
+    ) and "frozen/stack/layers/kernel/codes" in str(plan.placements())
 
 
 @pytest.mark.system
@@ -380,8 +499,12 @@ def test_exported_model_computes_the_same(kept, tmp_path):
     state, _ = train(trainer)
     x = batch()["x"]
     spmd.export(trainer, state, tmp_path / "exact")
-    np.testing.assert_allclose(spmd.load_exported(tmp_path / "exact")(x), trainer.predict(state, x), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        spmd.load_exported(tmp_path / "exact")(x), trainer.predict(state, x), rtol=1e-6, atol=1e-6
+    )
     report = spmd.export(trainer, state, tmp_path / "int8", weights="int8", check=batch())
     low = {stored.path for stored in report.arrays if stored.int8}
-    assert ("frozen/stack/layers/kernel" in low) == (kept is None) and "params/stack/layers/lora_a" in low
+    assert ("frozen/stack/layers/kernel" in low) == (
+        kept is None
+    ) and "params/stack/layers/lora_a" in low
     assert not any(path.endswith(("/codes", "/scales")) for path in low)

@@ -1,4 +1,6 @@
-"""A step that sees rows in parts trains with the loss of the full batch, as plain JAX does, or is refused with a fix that works."""
+"""A step that sees rows in parts trains with the loss of the full batch, as plain JAX does, or is
+refused with a fix that works.
+"""
 
 import contextlib
 import dataclasses
@@ -35,7 +37,8 @@ def data(seed=0):
 
 
 MODEL = spmd.FunctionalModel(
-    lambda key: {"w": jax.random.normal(key, (FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)}, lambda params, x: x @ params["w"] + params["b"]
+    lambda key: {"w": jax.random.normal(key, (FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)},
+    lambda params, x: x @ params["w"] + params["b"],
 )
 
 
@@ -85,7 +88,10 @@ def root_mean_square(model, batch):
 
 def with_metrics(model, batch):
     guess, right = model(batch["x"]).argmax(-1) == 1, batch["y"] == 1
-    return token_mean(model, batch), {"f1": 2 * (guess & right).sum() / (guess.sum() + right.sum()), "largest": model(batch["x"]).max()}
+    return token_mean(model, batch), {
+        "f1": 2 * (guess & right).sum() / (guess.sum() + right.sum()),
+        "largest": model(batch["x"]).max(),
+    }
 
 
 def trainer_of(loss, model=MODEL, layout="data_parallel", mesh="data=8", reduction=None, **options):
@@ -93,7 +99,9 @@ def trainer_of(loss, model=MODEL, layout="data_parallel", mesh="data=8", reducti
     if reduction is not None:
         layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    return spmd.Trainer(model, loss=loss, optimizer=optax.sgd(0.5), mesh=mesh, layout=layout, **options)
+    return spmd.Trainer(
+        model, loss=loss, optimizer=optax.sgd(0.5), mesh=mesh, layout=layout, **options
+    )
 
 
 def trained(trainer, steps=3):
@@ -112,7 +120,11 @@ def plainly(loss, params, steps=3):
 
         def value(params, batch):
             returned = loss(lambda x: MODEL.apply(params, x), batch)
-            found, extra = returned if isinstance(returned, tuple) and isinstance(returned[1], dict) else (returned, {})
+            found, extra = (
+                returned
+                if isinstance(returned, tuple) and isinstance(returned[1], dict)
+                else (returned, {})
+            )
             return jnp.mean(found), extra
 
         (found, extra), grads = jax.value_and_grad(value, has_aux=True)(params, data(seed))
@@ -125,10 +137,14 @@ def check(loss, **options):
     """A trainer's losses, parameters and metrics are those of plain JAX."""
     trainer = trainer_of(loss, **options)
     losses, params, metrics = trained(trainer)
-    right, weights, extra = plainly(loss, jax.device_get(trainer_of(loss, mesh="data=1").init(data()).params))
+    right, weights, extra = plainly(
+        loss, jax.device_get(trainer_of(loss, mesh="data=1").init(data()).params)
+    )
     np.testing.assert_allclose(losses, right, rtol=2e-5)
     if jax.tree.map(np.shape, params) == jax.tree.map(np.shape, weights):  # servers pack them
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, weights)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), params, weights
+        )
     for name, metric in extra.items():
         np.testing.assert_allclose(metrics[name], metric, rtol=1e-5)
     return trainer
@@ -151,10 +167,14 @@ JOINING = {
 @pytest.mark.parametrize("case", JOINING)
 def test_workers_train_as_plain_jax_does(case):
     trainer = check(JOINING[case])
-    assert [note for note in trainer.notes() if note.startswith("the loss is that of the full batch")]
+    assert [
+        note for note in trainer.notes() if note.startswith("the loss is that of the full batch")
+    ]
 
 
-SERVERS = dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8))
+SERVERS = dataclasses.replace(
+    spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8)
+)
 WAYS = {
     "fsdp": {"layout": "fsdp"},
     "zero1": {"layout": "zero1"},
@@ -174,8 +194,13 @@ def test_sums_that_weights_do_not_change_are_exact_everywhere(loss, way):
 
 @pytest.mark.parametrize(("codec", "error"), [("int8", 1e-2), ("bfloat16", 4e-3)])
 def test_codecs_get_the_gradients_of_the_full_batch(codec, error):
-    """Up to what they round: an entry of a gradient, and so of an update, by this part of the largest one."""
-    layout = dataclasses.replace(spmd.Layout.load("data_parallel"), gradients=spmd.Gradients("all_reduce", codec, error_feedback=True))
+    """Up to what they round: an entry of a gradient, and so of an update, by this part of the
+    largest one.
+    """
+    layout = dataclasses.replace(
+        spmd.Layout.load("data_parallel"),
+        gradients=spmd.Gradients("all_reduce", codec, error_feedback=True),
+    )
     trainer = trainer_of(token_mean, layout=layout)
     start = jax.device_get(trainer.init(data()).params)
     (first, *_), params, _ = trained(trainer, 1)
@@ -188,10 +213,16 @@ def test_codecs_get_the_gradients_of_the_full_batch(codec, error):
 
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("loss", [contrastive, root_mean_square])
-@pytest.mark.parametrize(("mesh", "accumulate", "seen"), [("data=1", 4, "in 4 microbatches"), ("data=2", 2, "by 2 workers, in 2 microb")])
-def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(loss, mesh, accumulate, seen):
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "seen"),
+    [("data=1", 4, "in 4 microbatches"), ("data=2", 2, "by 2 workers, in 2 microb")],
+)
+def test_microbatches_of_a_loss_that_joins_rows_are_refused_with_a_fix(
+    loss, mesh, accumulate, seen
+):
     wanted = (
-        rf"^the loss joins rows with .* at test_full_batch.py:\d+, which depends on the weights, and .* sees the 32 rows of a batch {seen}"
+        r"^the loss joins rows with .* at test_full_batch.py:\d+, which depends on the weights, "
+        rf"and .* sees the 32 rows of a batch {seen}"
     )
     with pytest.raises(LossError, match=wanted) as raised:
         trainer_of(loss, mesh=mesh, accumulate=accumulate).prepare(data())
@@ -216,19 +247,34 @@ def test_loss_for_one_number_of_rows_is_left_to_xla(layout):
         np.testing.assert_allclose(params[name], weight, rtol=0, atol=1e-5, err_msg=name)
     assert trainer.resolved.layout.gradients.reduction == "compiler"
     note = next(note for note in trainer.notes() if "mean over rows" in note)
-    assert "Incompatible shapes" in note and "So XLA sees all rows and places the collectives" in note and "returns (sum, count)" in note
+    assert (
+        "Incompatible shapes" in note
+        and "So XLA sees all rows and places the collectives" in note
+        and "returns (sum, count)" in note
+    )
 
 
 @pytest.mark.parametrize("layout", ["data_parallel_bf16", "parameter_server", "gathered by layer"])
 def test_loss_for_one_number_of_rows_is_refused_where_workers_compute_gradients(layout):
-    with pytest.raises(LossError, match=r"not known to be a mean over rows, and .* sees the 32 rows of a batch by 8 workers") as raised:
-        trainer_of(all_rows_at_once, layout=BY_LAYER if layout == "gathered by layer" else layout).prepare(data())
-    assert type(raised.value) is LossError and '[gradients] reduction = "compiler"' in raised.value.fix
+    with pytest.raises(
+        LossError,
+        match=r"not known to be a mean over rows, and .* sees the 32 rows of a batch by 8 workers",
+    ) as raised:
+        trainer_of(
+            all_rows_at_once, layout=BY_LAYER if layout == "gathered by layer" else layout
+        ).prepare(data())
+    assert (
+        type(raised.value) is LossError and '[gradients] reduction = "compiler"' in raised.value.fix
+    )
 
 
 class Block(nnx.Module):
     def __init__(self, rngs, joins=False):
-        self.up, self.down, self.joins = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs), joins
+        self.up, self.down, self.joins = (
+            nnx.Linear(WIDTH, 32, rngs=rngs),
+            nnx.Linear(32, WIDTH, rngs=rngs),
+            joins,
+        )
 
     def __call__(self, x):
         x = x - x.mean(0) if self.joins else x
@@ -240,7 +286,10 @@ class Layered(nnx.Module):
 
     def __init__(self, body):
         rngs = nnx.Rngs(0)
-        self.embed, self.head = nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+        self.embed, self.head = (
+            nnx.Linear(FEATURES, WIDTH, rngs=rngs),
+            nnx.Linear(WIDTH, CLASSES, rngs=rngs),
+        )
         self.body = body(rngs)
 
     def __call__(self, x):
@@ -274,7 +323,10 @@ def class_mean(model, batch):
 
 
 BY_LAYER = dataclasses.replace(
-    spmd.Layout.load("fsdp"), params=(), default=spmd.Default("shard:data"), gradients=spmd.Gradients("reduce_scatter", gather="layer")
+    spmd.Layout.load("fsdp"),
+    params=(),
+    default=spmd.Default("shard:data"),
+    gradients=spmd.Gradients("reduce_scatter", gather="layer"),
 )
 STACKS = {
     "layers are gathered one by one": (stack, BY_LAYER, "data=8"),
@@ -288,7 +340,10 @@ STACKS = {
 class Normed(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.hidden, self.norm = nnx.Linear(FEATURES, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.hidden, self.norm = (
+            nnx.Linear(FEATURES, WIDTH, rngs=rngs),
+            nnx.BatchNorm(WIDTH, rngs=rngs),
+        )
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
     def __call__(self, x):
@@ -300,7 +355,9 @@ def train_plainly(make, loss, steps=3):
     graph, params, rest = nnx.split(make(), nnx.Param, ...)
     losses = []
     for seed in range(steps):
-        value, grads = jax.value_and_grad(lambda params, batch: loss(nnx.merge(graph, params, rest, copy=True), batch))(params, data(seed))
+        value, grads = jax.value_and_grad(
+            lambda params, batch: loss(nnx.merge(graph, params, rest, copy=True), batch)
+        )(params, data(seed))
         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
         losses.append(value)
     return losses
@@ -314,7 +371,9 @@ def test_batch_statistics_beside_a_loss_that_joins_rows_are_those_of_the_full_ba
 
 
 def test_batch_statistics_of_microbatches_beside_such_a_loss_are_refused_with_a_fix():
-    with pytest.raises(LossError, match="such as BatchNorm averages over the rows of each part") as raised:
+    with pytest.raises(
+        LossError, match="such as BatchNorm averages over the rows of each part"
+    ) as raised:
         trained(trainer_of(class_mean, lambda: Normed(), accumulate=2))
     assert "accumulate=1" in raised.value.fix and "(sum, count)" in raised.value.fix
 
@@ -323,14 +382,21 @@ def test_batch_statistics_of_microbatches_beside_such_a_loss_are_refused_with_a_
 def test_batch_statistics_of_microbatches_are_noted(accumulate):
     trainer = trainer_of(PER_ROW, lambda: Normed(), mesh="data=2", accumulate=accumulate)
     trainer.prepare(data())
-    said = [note for note in trainer.notes() if "BatchNorm averages over the 16 rows of a microbatch, not over the 32 of the batch" in note]
+    said = [
+        note
+        for note in trainer.notes()
+        if "BatchNorm averages over the 16 rows of a microbatch, not over the 32 of the batch"
+        in note
+    ]
     assert len(said) == accumulate - 1
 
 
 @pytest.mark.sampled(quick=8)
 @pytest.mark.parametrize("case", STACKS)
 def test_layers_that_a_layout_computes_in_its_own_way_train_as_plain_jax_does(case):
-    """With a loss that divides by a number of all rows: layers are row by row, so workers share that number alone."""
+    """With a loss that divides by a number of all rows: layers are row by row, so workers share
+    that number alone.
+    """
     body, layout, mesh = STACKS[case]
     trainer = trainer_of(class_mean, lambda: Layered(body), layout, mesh)
     losses, _, _ = trained(trainer)
@@ -370,7 +436,9 @@ def test_a_recurrent_stack_with_dropout_needs_no_other_rows():
     class Net(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0, dropout=1)
-            self.stack = RNNStack([nnx.GRUCell(CLASSES, CLASSES, rngs=rngs) for _ in range(2)], dropout=0.5, rngs=rngs)
+            self.stack = RNNStack(
+                [nnx.GRUCell(CLASSES, CLASSES, rngs=rngs) for _ in range(2)], dropout=0.5, rngs=rngs
+            )
 
         def __call__(self, x):
             return self.stack(x)
@@ -384,11 +452,17 @@ def test_a_recurrent_stack_with_dropout_needs_no_other_rows():
 
 def test_microbatches_of_sums_in_a_loop_are_refused():
     def loss(model, batch):
-        weights = jax.lax.scan(lambda w, _: (w / w.sum(), None), batch["mask"].sum(1), None, length=2)[0]
+        weights = jax.lax.scan(
+            lambda w, _: (w / w.sum(), None), batch["mask"].sum(1), None, length=2
+        )[0]
         return (CE(model(batch["x"]), batch["y"]) * weights).sum()
 
     check(loss)
-    with pytest.raises(LossError, match=r"joins rows with a sum over rows for div at .*, in a loop or a branch, and .* in 4 microbatches"):
+    with pytest.raises(
+        LossError,
+        match=r"joins rows with a sum over rows for div at .*, in a loop or a branch, and .* in 4 "
+        r"microbatches",
+    ):
         trainer_of(loss, mesh="data=1", accumulate=4).prepare(data())
 
 
@@ -396,7 +470,9 @@ def test_microbatches_share_sums_of_what_is_recomputed():
     def loss(model, batch):
         @jax.checkpoint
         def mean(x):
-            return (CE(model(x), batch["y"]) * batch["mask"][:, 0]).sum() / batch["mask"][:, 0].sum()
+            return (CE(model(x), batch["y"]) * batch["mask"][:, 0]).sum() / batch["mask"][
+                :, 0
+            ].sum()
 
         return mean(batch["x"])
 
@@ -406,7 +482,10 @@ def test_microbatches_share_sums_of_what_is_recomputed():
 
 @pytest.mark.parametrize("layout", ["diloco", "parameter_server_async"])
 def test_workers_with_weights_of_their_own_share_nothing_that_depends_on_them(layout):
-    with pytest.raises(LossError, match=r"joins rows with a sum over rows for sqrt at .* workers have weights of their own"):
+    with pytest.raises(
+        LossError,
+        match=r"joins rows with a sum over rows for sqrt at .* workers have weights of their own",
+    ):
         trainer_of(root_mean_square, layout=layout).prepare(data())
 
 
@@ -415,9 +494,19 @@ def test_resident_data_are_batches_of_the_full_loss(steps_per_call):
     rows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *(data(seed) for seed in range(3)))
     resident = spmd.data.resident(rows, steps_per_call=steps_per_call)
     result = spmd.fit(
-        MODEL, resident, loss=token_mean, optimizer=optax.sgd(0.5), mesh="data=8", batch_size=ROWS, shuffle=False, epochs=1, progress=False
+        MODEL,
+        resident,
+        loss=token_mean,
+        optimizer=optax.sgd(0.5),
+        mesh="data=8",
+        batch_size=ROWS,
+        shuffle=False,
+        epochs=1,
+        progress=False,
     )
-    right, _, _ = plainly(token_mean, jax.device_get(trainer_of(token_mean, mesh="data=1").init(data()).params))
+    right, _, _ = plainly(
+        token_mean, jax.device_get(trainer_of(token_mean, mesh="data=1").init(data()).params)
+    )
     np.testing.assert_allclose(result.history["loss"], right, rtol=2e-5)
 
 
@@ -439,7 +528,9 @@ def test_trials_of_a_sweep_have_the_loss_of_the_full_batch():
     for trial in found.trials:
         params, losses = MODEL.init(jax.random.key(0)), []
         for _ in range(2):
-            value, grads = jax.value_and_grad(lambda p: token_mean(lambda x: MODEL.apply(p, x), data()))(params)
+            value, grads = jax.value_and_grad(
+                lambda p: token_mean(lambda x: MODEL.apply(p, x), data())
+            )(params)
             params = jax.tree.map(lambda p, g: p - trial.values["rate"] * g, params, grads)
             losses.append(value)
         np.testing.assert_allclose(trial.history["loss"], losses, rtol=2e-5)
@@ -449,7 +540,10 @@ def test_a_loss_that_is_meant_for_parts_is_one():
     trainer = trainer_of(spmd.losses.of_parts(normalised))
     assert trainer.prepare(data())[0].reading.mean
     _, metrics = trainer.step(trainer.init(), data())
-    assert abs(metrics["loss"] - plainly(normalised, jax.device_get(trainer.init().params), 1)[0][0]) > 1e-3
+    assert (
+        abs(metrics["loss"] - plainly(normalised, jax.device_get(trainer.init().params), 1)[0][0])
+        > 1e-3
+    )
 
 
 def test_a_draw_with_as_many_entries_as_a_worker_has_rows_is_one_for_all():
@@ -470,17 +564,23 @@ def test_a_draw_with_as_many_entries_as_a_worker_has_rows_is_one_for_all():
 
 def loss_key(state):
     """The key that the loss gets in the first step."""
-    step = jax.random.fold_in(jax.random.wrap_key_data(jax.device_get(state.key), impl="threefry2x32"), 0)
+    step = jax.random.fold_in(
+        jax.random.wrap_key_data(jax.device_get(state.key), impl="threefry2x32"), 0
+    )
     return jax.random.split(jax.random.fold_in(step, 0))[1]
 
 
 DRAWS = {
     "for all rows": lambda rng, rows: jax.random.uniform(rng, (rows,)),
-    "with a key for each row": lambda rng, rows: jax.vmap(jax.random.uniform)(jax.random.split(rng, rows)),
-    "with a key for each row's number": lambda rng, rows: jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(rng, n)))(
-        jnp.arange(rows)
+    "with a key for each row": lambda rng, rows: jax.vmap(jax.random.uniform)(
+        jax.random.split(rng, rows)
     ),
-    "with a key for each row, one after the other": lambda rng, rows: jax.lax.map(jax.random.uniform, jax.random.split(rng, rows)),
+    "with a key for each row's number": lambda rng, rows: jax.vmap(
+        lambda n: jax.random.uniform(jax.random.fold_in(rng, n))
+    )(jnp.arange(rows)),
+    "with a key for each row, one after the other": lambda rng, rows: jax.lax.map(
+        jax.random.uniform, jax.random.split(rng, rows)
+    ),
     "of a beta distribution": lambda rng, rows: jax.random.beta(rng, 1.5, 1.0, (rows,)),
 }
 
@@ -503,11 +603,13 @@ def test_rows_draw_what_plain_jax_draws(draw):
     assert len(set(found)) == ROWS
 
 
-# statistics ---------------------------------------------------------------------------------------------------------------
+# statistics ---------------------------------------------------------------------------------------
 
 
 class Counting(nnx.Module):
-    """Statistics of all kinds: averages of sums and of means, a counter of rows, a maximum, a choice by load."""
+    """Statistics of all kinds: averages of sums and of means, a counter of rows, a maximum, a
+    choice by load.
+    """
 
     def __init__(self, rngs):
         self.out = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
@@ -542,7 +644,9 @@ def stats_plainly(steps):
 
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_statistics_are_those_of_the_whole_batch(layout):
-    trainer = trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), layout)
+    trainer = trainer_of(
+        spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), layout
+    )
     state = trainer.init(data())
     for seed in range(3):
         state, _ = trainer.step(state, data(seed))
@@ -553,8 +657,14 @@ def test_statistics_are_those_of_the_whole_batch(layout):
 
 
 def test_microbatches_of_statistics_that_are_no_means_are_refused():
-    with pytest.raises(SpmdError, match=r"for sign at test_full_batch.py:\d+, .* in 2 microbatches") as raised:
-        trainer_of(spmd.losses.cross_entropy.on(inputs="x", targets="y"), lambda: Counting(nnx.Rngs(0)), accumulate=2).prepare(data())
+    with pytest.raises(
+        SpmdError, match=r"for sign at test_full_batch.py:\d+, .* in 2 microbatches"
+    ) as raised:
+        trainer_of(
+            spmd.losses.cross_entropy.on(inputs="x", targets="y"),
+            lambda: Counting(nnx.Rngs(0)),
+            accumulate=2,
+        ).prepare(data())
     assert "accumulate=1" in raised.value.fix
 
 
@@ -562,8 +672,15 @@ class Net(nnx.Module):
     def __init__(self, dropout=0.0, norm=False, experts=False, dtype=None, rngs=None):
         self.hidden = nnx.Linear(FEATURES, 8, dtype=dtype, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs) if norm else None
-        self.experts = spmd.nn.MixtureOfExperts(8, 16, 4, k=1, capacity_factor=1.0, rngs=rngs) if experts else None
-        self.drop, self.out = nnx.Dropout(dropout, rngs=rngs), nnx.Linear(8, CLASSES, dtype=dtype, rngs=rngs)
+        self.experts = (
+            spmd.nn.MixtureOfExperts(8, 16, 4, k=1, capacity_factor=1.0, rngs=rngs)
+            if experts
+            else None
+        )
+        self.drop, self.out = (
+            nnx.Dropout(dropout, rngs=rngs),
+            nnx.Linear(8, CLASSES, dtype=dtype, rngs=rngs),
+        )
 
     def __call__(self, x):
         x = nnx.relu(self.hidden(x))
@@ -573,7 +690,9 @@ class Net(nnx.Module):
 
 
 def looked_up(model, batch):
-    return -jax.nn.log_softmax(model(batch["x"]).astype("float32"))[jnp.arange(len(batch["y"])), batch["y"]].mean()
+    return -jax.nn.log_softmax(model(batch["x"]).astype("float32"))[
+        jnp.arange(len(batch["y"])), batch["y"]
+    ].mean()
 
 
 KINDS = {
@@ -591,7 +710,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_share_nothing_of_a_mean_over_rows(kind):
     model, options = KINDS[kind]
-    program, _ = trainer_of(looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options).prepare(data())
+    program, _ = trainer_of(
+        looked_up, lambda: Net(**model, rngs=nnx.Rngs(0)), mesh="data=4", **options
+    ).prepare(data())
     assert program.reading.mean, program.reading
 
 
@@ -602,12 +723,14 @@ def test_shipped_loss_is_proved_for(name):
 
 
 def test_loss_is_read_only_where_rows_are_seen_in_parts(monkeypatch):
-    monkeypatch.setattr(compiled_step, "read_objective", lambda *args: pytest.fail("nothing is seen in parts"))
+    monkeypatch.setattr(
+        compiled_step, "read_objective", lambda *args: pytest.fail("nothing is seen in parts")
+    )
     for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
         assert trainer.prepare(data())[0].reading.mean
 
 
-# targets that do not count, and that are no class ----------------------------------------------------------------------
+# targets that do not count, and that are no class -------------------------------------------------
 
 
 class PerToken(nnx.Module):
@@ -621,14 +744,24 @@ class PerToken(nnx.Module):
 def token_batch(ignore=None):
     batch = data()
     targets = np.roll(batch["tokens"], 1, axis=1)
-    targets = targets if ignore is None else np.where(batch["mask"] > 0, targets, ignore).astype("int32")
-    return {"tokens": batch["tokens"], "targets": targets, **({"mask": batch["mask"]} if ignore is None else {})}
+    targets = (
+        targets if ignore is None else np.where(batch["mask"] > 0, targets, ignore).astype("int32")
+    )
+    return {
+        "tokens": batch["tokens"],
+        "targets": targets,
+        **({"mask": batch["mask"]} if ignore is None else {}),
+    }
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("ignore", [None, -100])
 def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
-    loss = spmd.losses.cross_entropy.on(mask="mask") if ignore is None else spmd.losses.cross_entropy.on(ignore=ignore)
+    loss = (
+        spmd.losses.cross_entropy.on(mask="mask")
+        if ignore is None
+        else spmd.losses.cross_entropy.on(ignore=ignore)
+    )
     right = spmd.metrics.accuracy.on(mask=loss.mask, ignore=loss.ignore)
     plain, batch = token_batch(), token_batch(ignore)
     logits = np.asarray(PerToken(nnx.Rngs(0))(plain["tokens"]))
@@ -642,18 +775,28 @@ def test_cross_entropy_leaves_out_tokens_that_do_not_count(ignore):
 
 
 @pytest.mark.parametrize("where", ["loss", "metric"])
-@pytest.mark.parametrize(("value", "said"), [(np.nan, "nan"), (0.5, "0.5"), (2, "2"), (-np.inf, "-inf")])
+@pytest.mark.parametrize(
+    ("value", "said"), [(np.nan, "nan"), (0.5, "0.5"), (2, "2"), (-np.inf, "-inf")]
+)
 def test_step_refuses_masks_that_are_not_0_and_1(value, said, where):
     masked = spmd.losses.cross_entropy.on(mask="mask"), spmd.metrics.accuracy.on(mask="mask")
-    loss, right = (masked[0], spmd.metrics.accuracy) if where == "loss" else (spmd.losses.cross_entropy, masked[1])
-    trainer, batch = trainer_of(loss, lambda: PerToken(nnx.Rngs(0)), metrics={"right": right}), token_batch()
+    loss, right = (
+        (masked[0], spmd.metrics.accuracy)
+        if where == "loss"
+        else (spmd.losses.cross_entropy, masked[1])
+    )
+    trainer, batch = (
+        trainer_of(loss, lambda: PerToken(nnx.Rngs(0)), metrics={"right": right}),
+        token_batch(),
+    )
     batch["mask"] = batch["mask"].astype("float32")
     batch["mask"][3, 2] = batch["mask"][5, 1] = value
     with pytest.raises(spmd.errors.DataError) as raised:
         trainer.step(trainer.init(), batch)
     name = masked[0].name if where == "loss" else masked[1].name
     assert str(raised.value).startswith(
-        f'{name}: 2 of the {batch["mask"].size} entries of the mask "mask", float32{list(batch["mask"].shape)}, are neither 0 nor 1, '
+        f'{name}: 2 of the {batch["mask"].size} entries of the mask "mask", '
+        f"float32{list(batch['mask'].shape)}, are neither 0 nor 1, "
         f"such as {said}.\n    fix: a mask of bool, or of 0 and 1."
     ), raised.value
 
@@ -661,35 +804,55 @@ def test_step_refuses_masks_that_are_not_0_and_1(value, said, where):
 def test_loss_is_nan_where_mask_of_later_batch_is_not_0_and_1():
     loss = spmd.losses.cross_entropy.on(mask="mask")
     trainer, batch = trainer_of(loss, lambda: PerToken(nnx.Rngs(0))), token_batch()
-    state, metrics = trainer.step(trainer.init(), {**batch, "mask": batch["mask"].astype("float32")})
+    state, metrics = trainer.step(
+        trainer.init(), {**batch, "mask": batch["mask"].astype("float32")}
+    )
     assert np.isfinite(metrics["loss"])
-    assert np.isnan(trainer.step(state, {**batch, "mask": np.where(batch["mask"] > 0, 1.0, 0.5).astype("float32")})[1]["loss"])
+    assert np.isnan(
+        trainer.step(
+            state, {**batch, "mask": np.where(batch["mask"] > 0, 1.0, 0.5).astype("float32")}
+        )[1]["loss"]
+    )
 
 
 @pytest.mark.parametrize("ignore", ["-100", -100.0, True])
 def test_on_refuses_ignore_that_is_no_whole_number(ignore):
-    with pytest.raises(spmd.errors.OptionError, match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a whole number"):
+    with pytest.raises(
+        spmd.errors.OptionError,
+        match=r"^spmd.losses.cross_entropy.on\(ignore=.*\): a target is a whole number",
+    ):
         spmd.losses.cross_entropy.on(ignore=ignore)
 
 
 @pytest.mark.sampled(quick=4)
 @pytest.mark.parametrize(
-    ("dtype", "ignore", "fits"), [("uint8", -100, False), ("uint8", 255, True), ("int8", -100, True), ("int8", 200, False)]
+    ("dtype", "ignore", "fits"),
+    [("uint8", -100, False), ("uint8", 255, True), ("int8", -100, True), ("int8", 200, False)],
 )
 def test_step_refuses_ignore_that_targets_cannot_hold(dtype, ignore, fits):
     trainer = trainer_of(spmd.losses.cross_entropy.on(ignore=ignore), lambda: PerToken(nnx.Rngs(0)))
     batch = {
-        name: value.astype(dtype if name == "targets" else value.dtype) for name, value in token_batch(ignore if fits else None).items()
+        name: value.astype(dtype if name == "targets" else value.dtype)
+        for name, value in token_batch(ignore if fits else None).items()
     }
     limits = np.iinfo(dtype)
-    words = rf"ignore={ignore}\): the targets are {dtype}\[.*\], from {limits.min} to {limits.max}, so none can be {ignore}"
+    words = (
+        rf"ignore={ignore}\): the targets are {dtype}\[.*\], from {limits.min} to {limits.max}, so "
+        rf"none can be {ignore}"
+    )
     with contextlib.nullcontext() if fits else pytest.raises(spmd.errors.LossError, match=words):
         assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])
 
 
-@pytest.mark.parametrize(("value", "range_"), [(7, "targets from 0 to 7"), (-100, r"targets from -100 to 2(.|\n)*on\(ignore=-100\)")])
+@pytest.mark.parametrize(
+    ("value", "range_"),
+    [(7, "targets from 0 to 7"), (-100, r"targets from -100 to 2(.|\n)*on\(ignore=-100\)")],
+)
 def test_step_refuses_targets_that_are_no_class(value, range_):
-    trainer, batch = trainer_of(spmd.losses.cross_entropy, lambda: PerToken(nnx.Rngs(0))), token_batch()
+    trainer, batch = (
+        trainer_of(spmd.losses.cross_entropy, lambda: PerToken(nnx.Rngs(0))),
+        token_batch(),
+    )
     batch["targets"][3, 2] = value
     with pytest.raises(spmd.errors.DataError, match=range_):
         trainer.step(trainer.init(), {name: batch[name] for name in ("tokens", "targets")})
@@ -710,5 +873,9 @@ def test_step_takes_whole_numbers_as_targets(value, words):
     trainer, batch = trainer_of(spmd.losses.cross_entropy), data()
     batch = {"x": batch["x"], "y": batch["y"].astype("float32")}
     batch["y"][3] = value
-    with contextlib.nullcontext() if words is None else pytest.raises(spmd.errors.DataError, match=words):
+    with (
+        contextlib.nullcontext()
+        if words is None
+        else pytest.raises(spmd.errors.DataError, match=words)
+    ):
         assert np.isfinite(trainer.step(trainer.init(), batch)[1]["loss"])

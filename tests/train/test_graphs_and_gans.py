@@ -1,4 +1,6 @@
-"""Batches of padded graphs, and two networks with two optimizers, train on several devices as in plain JAX loops."""
+"""Batches of padded graphs, and two networks with two optimizers, train on several devices as in
+plain JAX loops.
+"""
 
 from typing import Any, NamedTuple
 
@@ -33,7 +35,10 @@ def padded(seed):
     n_node, n_edge = random.integers(2, 5, GRAPHS - 1), random.integers(3, 7, GRAPHS - 1)
     ends = np.full((2, EDGES), NODES - 1, np.int32)
     ends[:, : n_edge.sum()] = random.integers(0, n_node.sum(), (2, n_edge.sum()))
-    sizes = [np.append(part, size - part.sum()).astype("int32") for part, size in ((n_node, NODES), (n_edge, EDGES))]
+    sizes = [
+        np.append(part, size - part.sum()).astype("int32")
+        for part, size in ((n_node, NODES), (n_edge, EDGES))
+    ]
     nodes = random.normal(size=(NODES, 4)).astype("float32")
     return Graphs(nodes, None, *ends, *sizes, random.normal(size=(GRAPHS, 1)).astype("float32"))
 
@@ -60,20 +65,30 @@ def squared_error(model, batch):
 
 
 def stacked(first, count=16):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(padded(seed) for seed in range(first, first + count)))
+    return jax.tree.map(
+        lambda *leaves: np.stack(leaves), *(padded(seed) for seed in range(first, first + count))
+    )
 
 
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
 def test_padded_graphs_are_rows(layout):
-    trainer = spmd.Trainer(lambda: Messages(), loss=squared_error, optimizer=optax.adam(0.05), mesh="data=8", layout=layout)
+    trainer = spmd.Trainer(
+        lambda: Messages(),
+        loss=squared_error,
+        optimizer=optax.adam(0.05),
+        mesh="data=8",
+        layout=layout,
+    )
     state, losses = trainer.init(), []
     graph, params = nnx.split(Messages())
     moments, right = optax.adam(0.05).init(params), []
     for step in range(4):
         state, metrics = trainer.step(state, stacked(16 * step))
         losses.append(metrics["loss"])
-        value, grads = jax.value_and_grad(lambda params, batch: squared_error(nnx.merge(graph, params), batch))(params, stacked(16 * step))
+        value, grads = jax.value_and_grad(
+            lambda params, batch: squared_error(nnx.merge(graph, params), batch)
+        )(params, stacked(16 * step))
         updates, moments = optax.adam(0.05).update(grads, moments)
         params = optax.apply_updates(params, updates)
         right.append(value)
@@ -81,7 +96,9 @@ def test_padded_graphs_are_rows(layout):
 
 
 def test_graphs_that_are_no_rows_are_refused_with_the_way_to_stack_them():
-    trainer = spmd.Trainer(lambda: Messages(), loss=squared_error, optimizer=optax.adam(0.05), mesh="data=8")
+    trainer = spmd.Trainer(
+        lambda: Messages(), loss=squared_error, optimizer=optax.adam(0.05), mesh="data=8"
+    )
     with pytest.raises(DataError, match="one row for each padded batch of graphs"):
         trainer.step(trainer.init(), padded(0))
 
@@ -99,7 +116,9 @@ def constant(module):
 
 def of_critic(model, batch):
     fake = jax.lax.stop_gradient(model.generator(batch["noise"]))
-    return jax.nn.softplus(-model.critic(batch["x"])[:, 0]) + jax.nn.softplus(model.critic(fake)[:, 0])
+    return jax.nn.softplus(-model.critic(batch["x"])[:, 0]) + jax.nn.softplus(
+        model.critic(fake)[:, 0]
+    )
 
 
 def of_generator(model, batch):
@@ -107,14 +126,23 @@ def of_generator(model, batch):
 
 
 def labels(params):
-    return jax.tree.map_with_path(lambda path, leaf: "critic" if "critic" in jax.tree_util.keystr(path) else "generator", params)
+    return jax.tree.map_with_path(
+        lambda path, leaf: "critic" if "critic" in jax.tree_util.keystr(path) else "generator",
+        params,
+    )
 
 
 def test_two_networks_with_two_optimizers_train_as_in_a_plain_loop():
-    """The plain loop has a gradient for each network, of its own loss, and an optimizer for each."""
+    """The plain loop has a gradient for each network, of its own loss, and an optimizer for
+    each.
+    """
     random = np.random.default_rng(0)
     batches = [
-        {"x": random.normal(size=(16, 6)).astype("float32"), "noise": random.normal(size=(16, 4)).astype("float32")} for _ in range(4)
+        {
+            "x": random.normal(size=(16, 6)).astype("float32"),
+            "noise": random.normal(size=(16, 4)).astype("float32"),
+        }
+        for _ in range(4)
     ]
     optimizers = {"critic": optax.adam(4e-3), "generator": optax.adam(1e-3)}
     trainer = spmd.Trainer(
@@ -131,7 +159,11 @@ def test_two_networks_with_two_optimizers_train_as_in_a_plain_loop():
         state, _ = trainer.step(state, batch)
         after = {}
         for name, loss in (("critic", of_critic), ("generator", of_generator)):
-            grads = jax.grad(lambda own, name=name, loss=loss: loss(nnx.merge(graph, params | {name: own}), batch).mean())(params[name])
+            grads = jax.grad(
+                lambda own, name=name, loss=loss: loss(
+                    nnx.merge(graph, params | {name: own}), batch
+                ).mean()
+            )(params[name])
             updates, moments[name] = optimizers[name].update(grads, moments[name])
             after[name] = optax.apply_updates(params[name], updates)
         params = after

@@ -37,7 +37,9 @@ def equals_numpy(histogram, x):
     finite, edges = x[np.isfinite(x)].astype(np.float64), histogram.edges
     assert len(histogram.counts) <= BINS
     inside = finite[finite < edges[-1]]  # numpy's last bin has its upper edge
-    assert np.histogram(inside, edges)[0].tolist() == histogram.counts and len(inside) == len(finite)
+    assert np.histogram(inside, edges)[0].tolist() == histogram.counts and len(inside) == len(
+        finite
+    )
     assert (histogram.nan, histogram.inf) == (np.isnan(x).sum(), np.isinf(x).sum())
 
 
@@ -55,17 +57,37 @@ def test_counts_equal_those_of_numpy(name, dtype):
 
 def test_width_is_as_fine_as_64_bins_allow():
     histogram = histogram_of(jnp.asarray(VALUES["normal"], jnp.float32))
-    assert BINS // 2 <= len(histogram.counts) and np.log2(histogram.width) % 1 == 0 and histogram.low % histogram.width == 0
+    assert (
+        BINS // 2 <= len(histogram.counts)
+        and np.log2(histogram.width) % 1 == 0
+        and histogram.low % histogram.width == 0
+    )
 
 
 @pytest.mark.sampled(quick=5)
-@pytest.mark.parametrize("spec", [(), ("data",), (None, "data", "model"), ("model", None, "data"), (("data", "model"),)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [(), ("data",), (None, "data", "model"), ("model", None, "data"), (("data", "model"),)],
+    ids=str,
+)
 def test_layers_of_a_sharded_stack_are_counted_where_they_are(spec):
     mesh = spmd.make_mesh("data=4,model=2")
-    stack = RANDOM.normal(size=(8, 8, 16)).astype(np.float32) * np.arange(8, dtype=np.float32)[:, None, None]
+    stack = (
+        RANDOM.normal(size=(8, 8, 16)).astype(np.float32)
+        * np.arange(8, dtype=np.float32)[:, None, None]
+    )
     placed = jax.device_put(stack, NamedSharding(mesh, PartitionSpec(*spec)))
-    count = jax.jit(lambda x: count_tree({"x": x}, {"x": 8}), out_shardings=NamedSharding(mesh, PartitionSpec())).lower(placed).compile()
-    gathered = [line for line in count.as_text().splitlines() if "all-gather" in line and "[8,8,16]" in line]
+    count = (
+        jax.jit(
+            lambda x: count_tree({"x": x}, {"x": 8}),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )
+        .lower(placed)
+        .compile()
+    )
+    gathered = [
+        line for line in count.as_text().splitlines() if "all-gather" in line and "[8,8,16]" in line
+    ]
     histograms = read_counts("parameters", count(placed), {"x": 8})
     assert list(histograms) == [f"parameters/x/{layer}" for layer in range(8)] and not gathered
     for layer, histogram in enumerate(histograms.values()):
@@ -75,5 +97,7 @@ def test_layers_of_a_sharded_stack_are_counted_where_they_are(spec):
 def test_arrays_whose_counts_would_overflow_are_refused():
     shape = jax.ShapeDtypeStruct((2**17, 2**15), jnp.float32)
     check_countable({"stack": shape}, {"stack": 2**17})
-    with pytest.raises(OptionError, match=r"watch: table float32\[131072, 32768\] has 4,294,967,296 elements"):
+    with pytest.raises(
+        OptionError, match=r"watch: table float32\[131072, 32768\] has 4,294,967,296 elements"
+    ):
         check_countable({"table": shape}, {})

@@ -1,4 +1,6 @@
-"""`[memory] optimizer = "host"`: moments in pinned memory of the host, with the same bits as on the devices."""
+"""`[memory] optimizer = "host"`: moments in pinned memory of the host, with the same bits as on the
+devices.
+"""
 
 import dataclasses
 
@@ -15,7 +17,10 @@ from spmd.tree import flatten
 pytestmark = pytest.mark.optimized  # two programs are compared to the last bit
 ROWS, WIDTH = 16, 16
 RNG = np.random.default_rng(0)
-DATA = {"x": RNG.normal(size=(64, WIDTH)).astype(np.float32), "y": RNG.integers(0, 4, 64).astype(np.int32)}
+DATA = {
+    "x": RNG.normal(size=(64, WIDTH)).astype(np.float32),
+    "y": RNG.integers(0, 4, 64).astype(np.int32),
+}
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
@@ -30,7 +35,9 @@ def layout_of(name, optimizer, **changes):
 
 def trainer_of(layout, **options):
     options = {"mesh": "data=8"} | options
-    return spmd.Trainer(net, loss=spmd.losses.cross_entropy, optimizer=OPTIMIZER, layout=layout, **options)
+    return spmd.Trainer(
+        net, loss=spmd.losses.cross_entropy, optimizer=OPTIMIZER, layout=layout, **options
+    )
 
 
 def kinds(tree):
@@ -51,7 +58,10 @@ def equal(one, other):
 def train(trainer, steps=3):
     state = trainer.init()
     for number in range(steps):
-        state, _ = trainer.step(state, {name: array[number * ROWS : (number + 1) * ROWS] for name, array in DATA.items()})
+        state, _ = trainer.step(
+            state,
+            {name: array[number * ROWS : (number + 1) * ROWS] for name, array in DATA.items()},
+        )
     return state
 
 
@@ -73,10 +83,17 @@ def test_moments_on_the_host_train_to_the_same_bits(name):
         trainer = trainer_of(layout_of(name, memory, **LAYOUTS[name]), mesh=mesh)
         states[memory] = train(trainer)
     equal(states["host"], states["device"])
-    moments = {path: kind for path, kind in kinds(states["host"].opt).items() if "/mu/" in path or "/nu/" in path}
+    moments = {
+        path: kind
+        for path, kind in kinds(states["host"].opt).items()
+        if "/mu/" in path or "/nu/" in path
+    }
     assert len(moments) == 8 and set(moments.values()) == {"pinned_host"}
     others = kinds(states["host"]).values()
-    assert set(kinds(states["device"]).values()) == {"device"} and list(others).count("pinned_host") == 8
+    assert (
+        set(kinds(states["device"]).values()) == {"device"}
+        and list(others).count("pinned_host") == 8
+    )
 
 
 @pytest.mark.sampled(system=2)
@@ -124,4 +141,7 @@ def test_reductions_that_update_on_workers_are_refused(name, golden):
 def test_note_on_cpus():
     trainer = trainer_of(layout_of("fsdp", "host"))
     trainer.prepare({name: array[:ROWS] for name, array in DATA.items()})
-    assert "note: [memory] optimizer: on cpu, devices and host have one memory, so nothing is moved." in trainer.notes()
+    assert (
+        "note: [memory] optimizer: on cpu, devices and host have one memory, so nothing is moved."
+        in trainer.notes()
+    )

@@ -1,4 +1,6 @@
-"""Training starts from the weights that it is given, whatever kind of model has them; and from a checkpoint's under another optimizer."""
+"""Training starts from the weights that it is given, whatever kind of model has them; and from a
+checkpoint's under another optimizer.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,21 @@ class Linen(linen.Module):
 class Boxed(linen.Module):
     @linen.compact
     def __call__(self, x):
-        return linen.Dense(2, kernel_init=linen.with_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp")))(x)
+        return linen.Dense(
+            2,
+            kernel_init=linen.with_partitioning(
+                linen.initializers.lecun_normal(), ("embed", "mlp")
+            ),
+        )(x)
 
 
 class Nnx(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.norm, self.out = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+        self.up, self.norm, self.out = (
+            nnx.Linear(4, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Linear(8, 2, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(self.norm(self.up(x)))
@@ -40,13 +51,19 @@ MODELS = {
     "linen with names": Boxed,
     "nnx": lambda: lambda: Nnx(nnx.Rngs(0)),
     "functional": lambda: spmd.FunctionalModel(
-        lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ jnp.asarray(params["w"])
+        lambda key: {"w": jax.random.normal(key, (4, 2))},
+        lambda params, x: x @ jnp.asarray(params["w"]),
     ),
 }
 
 
 def fit(model, steps=2, optimizer=None, **options):
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optimizer or optax.adam(0.01), "batch_size": 16, **options}
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optimizer or optax.adam(0.01),
+        "batch_size": 16,
+        **options,
+    }
     return spmd.fit(model, DATA, steps=steps, **options)
 
 
@@ -56,7 +73,9 @@ def values(tree):
 
 def same(left, right):
     left, right = values(left), values(right)
-    return left.keys() == right.keys() and all(np.array_equal(left[path], right[path]) for path in left)
+    return left.keys() == right.keys() and all(
+        np.array_equal(left[path], right[path]) for path in left
+    )
 
 
 def kinds(*fast):
@@ -70,19 +89,27 @@ def test_fit_starts_from_the_model_of_a_result(kind):
     result = fit(MODELS[kind](), seed=1)
     before = jax.device_get((result.state.params, result.state.stats))
     again = fit(result.model, optimizer=optax.sgd(0.0), seed=2, steps=1)
-    assert same(again.state.params, before[0]) and not same(fit(MODELS[kind](), optimizer=optax.sgd(0.0), seed=2).state.params, before[0])
-    assert same(result.state.params, before[0]) and same(result.state.stats, before[1]), "what is given is copied"
+    assert same(again.state.params, before[0]) and not same(
+        fit(MODELS[kind](), optimizer=optax.sgd(0.0), seed=2).state.params, before[0]
+    )
+    assert same(result.state.params, before[0]) and same(result.state.stats, before[1]), (
+        "what is given is copied"
+    )
     assert int(again.state.step) == 1
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("data_parallel", marks=pytest.mark.slow)])
 def test_training_given_linen_weights_equals_the_uninterrupted_run(layout):
-    """Batch statistics are given too: without momentum nothing else carries over from step to step."""
+    """Batch statistics are given too: without momentum nothing else carries over from step to
+    step.
+    """
     options = {"optimizer": optax.sgd(0.1), "layout": layout, "shuffle": False}
     uninterrupted, half = fit(Linen(), steps=4, **options), fit(Linen(), steps=2, **options)
     rest = fit(half.model, steps=2, **options)
-    assert same(rest.state.params, uninterrupted.state.params) and same(rest.state.stats, uninterrupted.state.stats)
+    assert same(rest.state.params, uninterrupted.state.params) and same(
+        rest.state.stats, uninterrupted.state.stats
+    )
 
 
 @pytest.mark.system
@@ -94,7 +121,9 @@ def test_linen_module_bound_to_numpy_arrays():
 
 
 def test_functional_model_bound_to_weights():
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((4, 2))}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((4, 2))}, lambda params, x: x @ params["w"]
+    )
     weights = {"w": np.full((4, 2), 0.5, np.float64)}
     result = fit(model.bind(weights), optimizer=optax.sgd(0.0), steps=1)
     assert same(result.state.params, {"w": np.full((4, 2), 0.5, np.float32)})
@@ -122,22 +151,32 @@ def test_bind_of_other_shapes_than_init_makes_is_a_table(stateful):
     def init(key):
         return (params, state) if stateful else params
 
-    model = spmd.FunctionalModel(init, lambda params, *inputs: inputs[-1] @ params["w"], stateful=stateful)
-    arrays = {"w": np.zeros((2, 4), np.float32)}, *([{"mean": np.zeros((1, 4), np.float32)}] if stateful else [])
+    model = spmd.FunctionalModel(
+        init, lambda params, *inputs: inputs[-1] @ params["w"], stateful=stateful
+    )
+    arrays = (
+        {"w": np.zeros((2, 4), np.float32)},
+        *([{"mean": np.zeros((1, 4), np.float32)}] if stateful else []),
+    )
     with pytest.raises(ModelError) as raised:
         model.bind(*arrays)
     assert str(raised.value) == (
-        f"bind: the arrays that are given are not of the shapes that init makes\n{2 + stateful} problems:\n\n"
+        f"bind: the arrays that are given are not of the shapes that init makes\n{2 + stateful} "
+        "problems:\n\n"
         "  params/b\n      given nothing, init makes float32[2]\n\n"
         "  params/w\n      given float32[2, 4], init makes float32[4, 2]\n\n"
-        + "  state/mean\n      given float32[1, 4], init makes float32[4]\n\n" * stateful
-        + "    fix: arrays of the shapes that init makes; or a FunctionalModel whose init makes these."
+        + "  state/mean\n      given float32[1, 4], init makes float32[4]\n\n"
+        * stateful
+        + "    fix: arrays of the shapes that init makes; or a FunctionalModel whose init makes "
+        "these."
     )
     model.bind(*((params, state) if stateful else (params,)))
 
 
 def test_bind_needs_no_init_that_can_be_traced():
-    model = spmd.FunctionalModel(lambda key: {"w": np.zeros(int(key))}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": np.zeros(int(key))}, lambda params, x: x @ params["w"]
+    )
     assert model.bind({"w": np.ones((4, 2))})(np.ones((1, 4))).shape == (1, 2)
 
 
@@ -158,13 +197,20 @@ def test_restore_of_params_under_another_optimizer(kind, tmp_path):
         str(raised.value)
         .partition("\n\n    fix: ")[2]
         .startswith(
-            'parameters and batch statistics fit. Trainer.restore(folder, only="params") puts them into a new state of this optimizer,'
+            'parameters and batch statistics fit. Trainer.restore(folder, only="params") puts them '
+            "into a new state of this optimizer,"
         )
     )
     state = other.restore(tmp_path, only="params")
-    assert same(state.params, saved.params) and same(state.stats, saved.stats) and int(state.step) == 0
+    assert (
+        same(state.params, saved.params) and same(state.stats, saved.stats) and int(state.step) == 0
+    )
     fresh = other.init()
-    assert same(state.opt, jax.tree.map(jnp.zeros_like, fresh.opt)) and same(state.key, fresh.key) and same(state.rngs, fresh.rngs)
+    assert (
+        same(state.opt, jax.tree.map(jnp.zeros_like, fresh.opt))
+        and same(state.key, fresh.key)
+        and same(state.rngs, fresh.rngs)
+    )
     state, _ = other.step(state, {name: leaf[:16] for name, leaf in DATA.items()})
     assert int(state.step) == 1 and not same(state.params, saved.params)
     assert int(fit(other.rebuild(state), steps=1).state.step) == 1
@@ -196,7 +242,9 @@ def test_restore_of_params_of_another_model_is_a_table(tmp_path):
 
     with pytest.raises(CheckpointError) as raised:
         trainer(wider, optax.sgd(0.1)).restore(tmp_path, only="params")
-    assert str(raised.value).startswith(f"the checkpoint of step 2 in {tmp_path} does not fit this model\n")
+    assert str(raised.value).startswith(
+        f"the checkpoint of step 2 in {tmp_path} does not fit this model\n"
+    )
     assert "opt/" not in str(raised.value) and "stats/norm/mean" in str(raised.value)
 
 
@@ -212,7 +260,11 @@ def test_restore_of_another_model_does_not_offer_its_params(tmp_path):
 def test_resume_under_another_optimizer_offers_the_params(tmp_path):
     model = MODELS["nnx"]()
     fit(model, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match=r'fix: parameters and batch statistics fit\. Trainer\.restore\(folder, only="params"\)'):
+    with pytest.raises(
+        CheckpointError,
+        match=r"fix: parameters and batch statistics fit\. Trainer\.restore\(folder, "
+        r'only="params"\)',
+    ):
         fit(model, checkpoint=tmp_path, resume=True, optimizer=optax.sgd(0.1))
 
 
@@ -223,39 +275,79 @@ class OtherHead(Nnx):
 
 
 def other_head(**options):
-    return spmd.Trainer(lambda: OtherHead(nnx.Rngs(3)), loss=spmd.losses.mean_squared_error, optimizer=optax.sgd(0.1), **options)
+    return spmd.Trainer(
+        lambda: OtherHead(nnx.Rngs(3)),
+        loss=spmd.losses.mean_squared_error,
+        optimizer=optax.sgd(0.1),
+        **options,
+    )
 
 
 def test_restore_of_a_part_keeps_the_new_head(tmp_path, caplog):
-    """The error about another head offers a pattern; with it all but the head are those of the checkpoint."""
+    """The error about another head offers a pattern; with it all but the head are those of the
+    checkpoint.
+    """
     saved = fit(MODELS["nnx"](), checkpoint=tmp_path).state
     other = other_head(layout="fsdp")
-    with pytest.raises(CheckpointError, match=r"6 arrays of the model fit\. Trainer\.restore\(folder, only=") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"6 arrays of the model fit\. Trainer\.restore\(folder, only="
+    ) as raised:
         other.restore(tmp_path)
     pattern = raised.value.fix.partition('only="')[2].partition('"')[0]
     state, fresh = other.restore(tmp_path, only=pattern), other.init()
     for name in ("up", "norm"):
-        assert same(state.params[name], saved.params[name]) and not same(state.params[name], fresh.params[name])
-    assert same(state.stats, saved.stats) and same(state.params["out"], fresh.params["out"]) and int(state.step) == 0
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state)
-    line = f"restored from step 2: 6 arrays of the model that match {pattern}; out/bias, out/kernel begin as in a new state."
+        assert same(state.params[name], saved.params[name]) and not same(
+            state.params[name], fresh.params[name]
+        )
+    assert (
+        same(state.stats, saved.stats)
+        and same(state.params["out"], fresh.params["out"])
+        and int(state.step) == 0
+    )
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, other.abstract_state
+    )
+    line = (
+        f"restored from step 2: 6 arrays of the model that match {pattern}; out/bias, out/kernel "
+        "begin as in a new state."
+    )
     assert line in caplog.text
     data = {"x": X, "y": np.zeros((32, 5), np.float32)}
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "batch_size": 16, "steps": 1}
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.sgd(0.1),
+        "batch_size": 16,
+        "steps": 1,
+    }
     assert int(spmd.fit(other.rebuild(state), data, **options).state.step) == 1
 
 
 def test_restore_of_a_part_that_does_not_fit(tmp_path):
     fit(MODELS["nnx"](), checkpoint=tmp_path)
     other = other_head()
-    with pytest.raises(CheckpointError, match=r"does not fit this model\n2 problems.*\n\n  params/out/bias\n") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"does not fit this model\n2 problems.*\n\n  params/out/bias\n"
+    ) as raised:
         other.restore(tmp_path, only="{out,up}/*")
-    assert {problem.where for problem in raised.value.problems} == {"params/out/bias", "params/out/kernel"}
-    with pytest.raises(OptionError, match=r"only='upp/\*' matches no parameter .*\n    fix: \"up/\*\", which matches 2\."):
+    assert {problem.where for problem in raised.value.problems} == {
+        "params/out/bias",
+        "params/out/kernel",
+    }
+    with pytest.raises(
+        OptionError,
+        match=r"only='upp/\*' matches no parameter .*\n    fix: \"up/\*\", which matches 2\.",
+    ):
         other.restore(tmp_path, only="upp/*")
-    with pytest.raises(OptionError, match=r"only='param' matches no parameter .*\n    fix: did you mean \"params\"\?"):
+    with pytest.raises(
+        OptionError,
+        match=r"only='param' matches no parameter .*\n    fix: did you mean \"params\"\?",
+    ):
         other.restore(tmp_path, only="param")
     with pytest.raises(OptionError, match=r"only=3\."):
         other.restore(tmp_path, only=3)
-    with pytest.raises(CheckpointError, match=r"parameters of the model are packed, or in the order of stages\.\n    fix: only=\"params\""):
+    with pytest.raises(
+        CheckpointError,
+        match=r"parameters of the model are packed, or in the order of stages\.\n    fix: "
+        r"only=\"params\"",
+    ):
         other_head(layout="parameter_server").restore(tmp_path, only="up/*")

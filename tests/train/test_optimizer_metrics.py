@@ -13,16 +13,28 @@ from tests.compare import assert_close
 
 ROWS = np.random.default_rng(0).normal(size=(48, 16)).astype("float32")
 DATA = {"x": ROWS, "y": (ROWS @ np.arange(16, dtype="float32"))[:, None]}
-MODEL = spmd.FunctionalModel(lambda key: {"w": jnp.full((16, 8), 0.1), "v": jnp.full((8, 1), 0.1)}, lambda p, x: x @ p["w"] @ p["v"])
+MODEL = spmd.FunctionalModel(
+    lambda key: {"w": jnp.full((16, 8), 0.1), "v": jnp.full((8, 1), 0.1)},
+    lambda p, x: x @ p["w"] @ p["v"],
+)
 RATE = optax.linear_schedule(0.01, 0.002, 4)
 
 
 def optimizer():
-    return optax.chain(measure_norm(), optax.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.sgd)(learning_rate=RATE))
+    return optax.chain(
+        measure_norm(),
+        optax.clip_by_global_norm(0.5),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
+    )
 
 
 def fit(made=None, **options):
-    given = {"loss": spmd.losses.mean_squared_error, "optimizer": optimizer() if made is None else made, "batch_size": 16, "epochs": 2}
+    given = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optimizer() if made is None else made,
+        "batch_size": 16,
+        "epochs": 2,
+    }
     return spmd.fit(MODEL, DATA, **{**given, **options})
 
 
@@ -51,7 +63,9 @@ def test_they_are_those_of_one_device(layout):
 
 @pytest.mark.system
 def test_of_microbatches_it_is_that_of_the_mean_gradient():
-    np.testing.assert_allclose(fit(shuffle=False, accumulate=2).history["grad_norm"], plain_norms(), rtol=1e-5)
+    np.testing.assert_allclose(
+        fit(shuffle=False, accumulate=2).history["grad_norm"], plain_norms(), rtol=1e-5
+    )
 
 
 @pytest.mark.system

@@ -1,4 +1,6 @@
-"""Training with stacks sharded over `stage` equals training on one device, under every reduction and schedule."""
+"""Training with stacks sharded over `stage` equals training on one device, under every reduction
+and schedule.
+"""
 
 from functools import partial
 
@@ -39,7 +41,9 @@ class Deep(nnx.Module):
 
     def __init__(self, rngs, depth=4):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)])
+        self.stack = spmd.nn.RNNStack(
+            [nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)]
+        )
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
     def __call__(self, tokens):
@@ -85,35 +89,73 @@ def plain():
 
 
 def piped(reduction="all_reduce", *, gradients=None, more=None, **pipeline):
-    pipeline = pipeline if "time_chunk" in pipeline and "schedule" not in pipeline else {"microbatches": 4} | pipeline
-    return Layout(gradients=Gradients(reduction, **(gradients or {})), pipeline=Pipeline("stage", **pipeline), **(more or {}))
+    pipeline = (
+        pipeline
+        if "time_chunk" in pipeline and "schedule" not in pipeline
+        else {"microbatches": 4} | pipeline
+    )
+    return Layout(
+        gradients=Gradients(reduction, **(gradients or {})),
+        pipeline=Pipeline("stage", **pipeline),
+        **(more or {}),
+    )
 
 
 CASES = {
     "gpipe-all_reduce": (Tied, "data=2,stage=4", piped()),
     "gpipe-compiler": (Tied, "data=2,stage=4", piped("compiler")),
-    "gpipe-reduce_scatter": (Tied, "data=2,stage=4", piped("reduce_scatter", more={"default": spmd.Default("shard:data")})),
+    "gpipe-reduce_scatter": (
+        Tied,
+        "data=2,stage=4",
+        piped("reduce_scatter", more={"default": spmd.Default("shard:data")}),
+    ),
     "circular-all_reduce": (Tied, "data=4,stage=2", piped(schedule="circular", groups=2)),
     "circular-few": (Tied, "data=2,stage=4", piped(schedule="circular", groups=2, microbatches=2)),
-    "circular-server": (Tied, "data=4,stage=2", piped("parameter_server", schedule="circular", groups=2)),
+    "circular-server": (
+        Tied,
+        "data=4,stage=2",
+        piped("parameter_server", schedule="circular", groups=2),
+    ),
     "1f1b-all_reduce": (Tied, "data=2,stage=4", piped(schedule="1f1b", microbatches=8)),
     "1f1b-compiler": (Tied, "data=2,stage=4", piped("compiler", schedule="1f1b")),
-    "1f1b-reduce_scatter": (Tied, "data=4,stage=2", piped("reduce_scatter", schedule="1f1b", more={"default": spmd.Default("shard:data")})),
+    "1f1b-reduce_scatter": (
+        Tied,
+        "data=4,stage=2",
+        piped("reduce_scatter", schedule="1f1b", more={"default": spmd.Default("shard:data")}),
+    ),
     "1f1b-server": (Tied, "data=4,stage=2", piped("parameter_server", schedule="1f1b")),
     "1f1b-few": (Tied, "data=1,stage=8", piped(schedule="1f1b", microbatches=2)),
     "wavefront-all_reduce": (Deep, "data=2,stage=4", piped(time_chunk=2)),
     "wavefront-server": (Deep, "data=4,stage=2", piped("parameter_server", time_chunk=4)),
-    "wavefront-remat": (Deep, "data=2,stage=4", piped(time_chunk=2, more={"remat": spmd.Remat("nothing")})),
-    "gpipe-remat": (Tied, "data=2,stage=4", piped(more={"remat": spmd.Remat("nothing", ("blocks/layers",))})),
-    "1f1b-remat": (Tied, "data=2,stage=4", piped(schedule="1f1b", more={"remat": spmd.Remat("dots", ("blocks/layers",))})),
+    "wavefront-remat": (
+        Deep,
+        "data=2,stage=4",
+        piped(time_chunk=2, more={"remat": spmd.Remat("nothing")}),
+    ),
+    "gpipe-remat": (
+        Tied,
+        "data=2,stage=4",
+        piped(more={"remat": spmd.Remat("nothing", ("blocks/layers",))}),
+    ),
+    "1f1b-remat": (
+        Tied,
+        "data=2,stage=4",
+        piped(schedule="1f1b", more={"remat": spmd.Remat("dots", ("blocks/layers",))}),
+    ),
     "gpipe-zero1": (Tied, "data=2,stage=4", piped(more={"optimizer": spmd.OptimizerState("data")})),
 }
-TENSOR_PARALLEL = {"params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))}
+TENSOR_PARALLEL = {
+    "params": (spmd.Rule("**/up/kernel", (None, "model")), spmd.Rule("**/down/kernel", ("model",)))
+}
 SHARDED = TENSOR_PARALLEL | {"default": spmd.Default("shard:data")}
 HIDDEN = {"params": (spmd.Rule("**/dense_{i,h}/kernel", (None, "model")),)}
 CASES |= {
     "gpipe-tensor": (Tied, "data=2,stage=2,model=2", piped(more=TENSOR_PARALLEL)),
-    "circular-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="circular", groups=2, more=TENSOR_PARALLEL)),
+    "circular-tensor": (
+        Tied,
+        "data=2,stage=2,model=2",
+        piped(schedule="circular", groups=2, more=TENSOR_PARALLEL),
+    ),
     "1f1b-tensor": (Tied, "data=2,stage=2,model=2", piped(schedule="1f1b", more=TENSOR_PARALLEL)),
     "1f1b-tensor-fsdp": (
         Tied,
@@ -131,7 +173,9 @@ FAST = (
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case not in FAST)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[SLOW] * (case not in FAST)) for case in CASES]
+)
 def test_a_pipeline_trains_what_one_device_trains(plain, case):
     """Dropout too: a microbatch draws what its rows would have drawn in the whole batch."""
     model, mesh, layout = CASES[case]
@@ -140,7 +184,11 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
     assert relative_difference(losses, plain[model][1]) <= 1e-6
     stack = state.params["blocks" if model is Tied else "stack"] if layout.stage_axis else None
     for leaf in jax.tree.leaves(stack):
-        assert leaf.sharding.spec[0] == "stage" and leaf.addressable_shards[0].data.shape[0] * trainer.mesh.shape["stage"] == leaf.shape[0]
+        assert (
+            leaf.sharding.spec[0] == "stage"
+            and leaf.addressable_shards[0].data.shape[0] * trainer.mesh.shape["stage"]
+            == leaf.shape[0]
+        )
     (schedule,) = trainer.schedules.values()
     assert schedule.stages == trainer.mesh.shape["stage"] and schedule.bubble > 0
 
@@ -151,13 +199,22 @@ def test_a_pipeline_trains_what_one_device_trains(plain, case):
 def test_gradients_of_stages_are_sent_in_codecs(plain, schedule, codec):
     """A codec encodes each stage's part of a gradient sharded over stages."""
     groups = 2 if schedule == "circular" else 1
-    layout = piped(gradients={"codec": codec, "error_feedback": codec == "int8"}, schedule=schedule, groups=groups)
+    layout = piped(
+        gradients={"codec": codec, "error_feedback": codec == "int8"},
+        schedule=schedule,
+        groups=groups,
+    )
     trainer, state, losses = trained(Tied, "data=4,stage=2", layout)
     difference = relative_difference(weights(trainer, state), plain[Tied][0])
-    assert 1e-6 < difference < 0.05  # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
+    # rounded three times, to 8 bits: 1/256 of each gradient's size, whatever the weight's
+    assert 1e-6 < difference < 0.05
     assert np.allclose(losses, plain[Tied][1], rtol=1e-3)
-    exact_log = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[0].wire
-    assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * exact_log.bytes(where="reduce_gradients/")
+    exact_log = trained(Tied, "data=4,stage=2", piped(schedule=schedule, groups=groups), steps=1)[
+        0
+    ].wire
+    assert trainer.wire.bytes(where="reduce_gradients/") < 0.6 * exact_log.bytes(
+        where="reduce_gradients/"
+    )
 
 
 @SLOW
@@ -170,9 +227,17 @@ def test_accumulation_and_half_precision(plain, schedule):
         return _still(Tied(rngs))
 
     single = trained(still, "data=1", "data_parallel", accumulate=2, precision="bfloat16")
-    trainer, state, losses = trained(still, "data=2,stage=4", layout, accumulate=2, precision="bfloat16")
-    ours, theirs, first = (np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (
-        weights(trainer, state), weights(*single[:2]), weights(trainer, trainer.init())))  # fmt: skip
+    trainer, state, losses = trained(
+        still, "data=2,stage=4", layout, accumulate=2, precision="bfloat16"
+    )
+    ours, theirs, first = (
+        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (
+            weights(trainer, state),
+            weights(*single[:2]),
+            weights(trainer, trainer.init()),
+        )
+    )
     # bfloat16 has 8 bits: sums in another order differ by 1/256 of what is summed, some layers deep
     assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs - first)
     assert np.allclose(losses, single[2], rtol=5e-3)
@@ -190,8 +255,12 @@ def test_accumulation_and_half_precision(plain, schedule):
     ],
 )
 def test_half_precision_where_axes_are_left_to_the_partitioner(model, mesh, schedule):
-    """XLA:CPU ends the process at a bfloat16 sum there, so sums over stages are float32; the loss is that of one device to 8 bits."""
-    layout = piped(schedule=schedule, microbatches=None, more=TENSOR_PARALLEL if "model" in mesh else {})
+    """XLA:CPU ends the process at a bfloat16 sum there, so sums over stages are float32; the loss
+    is that of one device to 8 bits.
+    """
+    layout = piped(
+        schedule=schedule, microbatches=None, more=TENSOR_PARALLEL if "model" in mesh else {}
+    )
     losses = trained(model, mesh, layout, precision="bfloat16", steps=2)[2]
     plain = trained(model, "data=1", "data_parallel", precision="bfloat16", steps=2)[2]
     assert np.allclose(losses, plain, rtol=2**-7)
@@ -235,7 +304,10 @@ def test_checkpoints_go_from_pipelines_to_plain_models_and_back(tmp_path, schedu
     make(*first)(2, tmp_path)
     result = make(*then)(3, tmp_path)
     params = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
-    assert int(result.state.step) == 3 and relative_difference(jax.device_get(params), plain[Tied][0]) < 1e-5
+    assert (
+        int(result.state.step) == 3
+        and relative_difference(jax.device_get(params), plain[Tied][0]) < 1e-5
+    )
 
 
 @pytest.mark.system
@@ -250,31 +322,50 @@ def test_1f1b_pipeline_refuses_loss_that_joins_rows(joins):
         return Tied(nnx.Rngs(0), depth=2, dropout=0.0)
 
     def trainer_of(schedule):
-        layout, mesh = piped("compiler", schedule=schedule, microbatches=2), spmd.make_mesh("data=1,stage=2", devices=jax.devices()[:2])
+        layout, mesh = (
+            piped("compiler", schedule=schedule, microbatches=2),
+            spmd.make_mesh("data=1,stage=2", devices=jax.devices()[:2]),
+        )
         return spmd.Trainer(make, loss=loss, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
 
     trainer = trainer_of("1f1b")
     if joins:
-        with pytest.raises(LossError, match=r'1f1b pipeline.\n    fix: \[pipeline\] schedule = "gpipe"'):
+        with pytest.raises(
+            LossError, match=r'1f1b pipeline.\n    fix: \[pipeline\] schedule = "gpipe"'
+        ):
             trainer.step(trainer.init(), tokens())
         trainer = trainer_of("gpipe")
         with nnx.use_eager_sharding(False):
             right = loss(make(), tokens())
-        np.testing.assert_allclose(trainer.step(trainer.init(), tokens())[1]["loss"], right, rtol=1e-5)
+        np.testing.assert_allclose(
+            trainer.step(trainer.init(), tokens())[1]["loss"], right, rtol=1e-5
+        )
     else:
         assert trainer.prepare(tokens())[0].reading.mean
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("layout", [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [piped(schedule="circular", groups=2), "parameter_server", "diloco", "pipeline"],
+    ids=str,
+)
 def test_concrete_model_is_prepared_before_its_state_is_made(layout):
     """Its arrays are packed when they are placed, and not while a step is traced."""
-    model, mesh = Tied(nnx.Rngs(0)), "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2"
+    model, mesh = (
+        Tied(nnx.Rngs(0)),
+        "data=4" if layout in ("parameter_server", "diloco") else "data=2,stage=2",
+    )
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[:4])
-    trainer = spmd.Trainer(model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh)
+    trainer = spmd.Trainer(
+        model, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(0.01), layout=layout, mesh=mesh
+    )
     trainer.prepare(tokens())
     state = trainer.init()
-    assert relative_difference(weights(trainer, state), nnx.to_pure_dict(nnx.state(model, nnx.Param))) == 0
+    assert (
+        relative_difference(weights(trainer, state), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        == 0
+    )
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -283,7 +374,9 @@ def test_numbers_of_numpy_are_numbers():
 
 @SLOW
 def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
-    """Adafactor keeps sums over dims of a parameter: a checkpoint does not say which layers they belong to."""
+    """Adafactor keeps sums over dims of a parameter: a checkpoint does not say which layers they
+    belong to.
+    """
     make = partial(
         spmd.fit,
         lambda: Tied(nnx.Rngs(0)),
@@ -296,24 +389,35 @@ def test_moments_of_another_shape_stay_with_their_stages(tmp_path):
     )
     piped_run = {"mesh": "data=4,stage=2", "layout": piped(schedule="circular", groups=2)}
     make(steps=1, **piped_run)
-    with pytest.raises(CheckpointError, match="fix: use the \\[pipeline\\] stages and groups of the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="fix: use the \\[pipeline\\] stages and groups of the checkpoint"
+    ):
         make(steps=2, resume=True, mesh="data=8", layout="data_parallel")
     assert int(make(steps=2, resume=True, **piped_run).state.step) == 2
 
 
 @SLOW
-@pytest.mark.parametrize("declared, rows, count", [(None, 24, 12), (6, 24, 6), (5, 24, 4), (3, 12, 3), (None, 7, 1)])
+@pytest.mark.parametrize(
+    "declared, rows, count", [(None, 24, 12), (6, 24, 6), (5, 24, 4), (3, 12, 3), (None, 7, 1)]
+)
 def test_a_circle_takes_the_microbatches_that_are_declared(declared, rows, count):
-    parallel = ParallelConfig(jax.sharding.AbstractMesh((4,), ("stage",)), pipeline=Pipeline("stage", "circular", declared, groups=2))
+    parallel = ParallelConfig(
+        jax.sharding.AbstractMesh((4,), ("stage",)),
+        pipeline=Pipeline("stage", "circular", declared, groups=2),
+    )
     assert split_microbatches(parallel, jax.ShapeDtypeStruct((rows, 2), "float32")).count == count
 
 
 @pytest.mark.system
 def test_schedules_are_those_of_a_step():
     """Of what a worker has after accumulation, whatever is evaluated meanwhile."""
-    trainer, state, _ = trained(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2)
+    trainer, state, _ = trained(
+        Tied, "data=2,stage=4", Layout(pipeline=Pipeline("stage", "1f1b")), steps=0, accumulate=2
+    )
     trainer.prepare(tokens())
-    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4], "8 rows, and no microbatch of a single row"
+    assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4], (
+        "8 rows, and no microbatch of a single row"
+    )
     trainer.evaluate(state, jax.tree.map(lambda x: x[:8], tokens()), batch_size=8)
     assert [schedule.microbatches for schedule in trainer.schedules.values()] == [4]
 
@@ -338,7 +442,11 @@ class Pairs(nnx.Module):
 
     def __call__(self, tokens):
         mask = (tokens[..., None] > 3).astype(jnp.int32)
-        return self.embed.attend(self.blocks((self.embed(tokens), mask), how={"on": True, "scale": self.embed.embedding[0]})[0])
+        return self.embed.attend(
+            self.blocks(
+                (self.embed(tokens), mask), how={"on": True, "scale": self.embed.embedding[0]}
+            )[0]
+        )
 
 
 @pytest.mark.system
@@ -347,26 +455,43 @@ def test_whole_numbers_go_through_a_pipeline(schedule):
     """And arrays beside settings, in what is given by name."""
     single = trained(Pairs, "data=1", "data_parallel")
     trainer, state, losses = trained(Pairs, "data=2,stage=4", piped(schedule=schedule))
-    assert relative_difference(weights(trainer, state), weights(*single[:2])) < 1e-5 and relative_difference(losses, single[2]) <= 1e-6
+    assert (
+        relative_difference(weights(trainer, state), weights(*single[:2])) < 1e-5
+        and relative_difference(losses, single[2]) <= 1e-6
+    )
 
 
 @SLOW
 def summed(model, batch):
     """(sum, count): a short batch keeps its size."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["tokens"]), batch["targets"]
+    )
     return losses.sum(), losses.size
 
 
 @pytest.mark.sampled(system=3)
 @pytest.mark.parametrize("loss", [None, summed])
-@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "circular", "groups": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"schedule": "1f1b"}, {"schedule": "circular", "groups": 2}], ids=str
+)
 def test_evaluation_and_prediction_of_any_number_of_rows(options, loss):
     data = jax.tree.map(lambda x: x[:30], tokens())
-    mesh = "data=2,stage=4" if loss is None else "data=2,stage=2"  # 15 rows each: 3 microbatches, 2 stages
-    pipelined, state, _ = trained(lambda rngs: _still(Tied(rngs)), mesh, piped(**options), steps=1, loss=loss)
+    # 15 rows each: 3 microbatches, 2 stages
+    mesh = "data=2,stage=4" if loss is None else "data=2,stage=2"
+    pipelined, state, _ = trained(
+        lambda rngs: _still(Tied(rngs)), mesh, piped(**options), steps=1, loss=loss
+    )
     single, same, _ = trained(lambda rngs: _still(Tied(rngs)), "data=1", "data_parallel", steps=1)
-    assert np.isclose(pipelined.evaluate(state, data)["loss"], single.evaluate(same, data)["loss"], rtol=1e-5)
-    assert relative_difference(pipelined.predict(state, data["tokens"]), single.predict(same, data["tokens"])) < 1e-5
+    assert np.isclose(
+        pipelined.evaluate(state, data)["loss"], single.evaluate(same, data)["loss"], rtol=1e-5
+    )
+    assert (
+        relative_difference(
+            pipelined.predict(state, data["tokens"]), single.predict(same, data["tokens"])
+        )
+        < 1e-5
+    )
 
 
 def refused(model, mesh, layout, error):
@@ -399,7 +524,7 @@ ERRORS = {
 
   [pipeline]   blocks/layers/down/bias, blocks/layers/down/kernel, blocks/layers/mixed/bias and 4 more
       a stack of 6 layers; mesh axis "stage" has 4 devices; 6 / 4 leaves 2.
-      fix: 4 or 8 layers, or mesh axis "stage" of size 3.""",
+      fix: 4 or 8 layers, or mesh axis "stage" of size 3.""",  # noqa: E501
     ),
     "the batch's axis": (
         lambda: refused(Tied, "data=2,stage=4", Layout(pipeline=Pipeline("data")), LayoutError),
@@ -411,7 +536,12 @@ ERRORS = {
       fix: a separate axis, such as "stage".""",
     ),
     "a rule that shards the layers": (
-        lambda: refused(Tied, "data=2,stage=4", piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}), LayoutError),
+        lambda: refused(
+            Tied,
+            "data=2,stage=4",
+            piped(more={"params": (spmd.Rule("**/up/kernel", (None, "stage")),)}),
+            LayoutError,
+        ),
         """this layout does not fit this model on mesh data=2, stage=4
 1 problem (7 of 8 parameters fit):
 
@@ -429,7 +559,9 @@ ERRORS = {
       fix: batch_size=30 or batch_size=40.""",
     ),
     "no stack": (
-        lambda: refused(lambda rngs: nnx.Embed(VOCAB, VOCAB, rngs=rngs), "data=2,stage=4", piped(), LayoutError),
+        lambda: refused(
+            lambda rngs: nnx.Embed(VOCAB, VOCAB, rngs=rngs), "data=2,stage=4", piped(), LayoutError
+        ),
         """this layout: [pipeline] splits stacks of layers over "stage", and the loss calls none.
     fix: spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without [pipeline].""",
     ),
@@ -439,7 +571,12 @@ ERRORS = {
     fix: leave it out.""",
     ),
     "groups of nothing": (
-        lambda: refused(Deep, "data=4,stage=2", Layout(pipeline=Pipeline("stage", "circular", groups=2)), LayoutError),
+        lambda: refused(
+            Deep,
+            "data=4,stage=2",
+            Layout(pipeline=Pipeline("stage", "circular", groups=2)),
+            LayoutError,
+        ),
         """this layout: [pipeline] groups is for spmd.nn.LayerStack, and the loss calls none.
     fix: leave it out; schedule = "gpipe".""",
     ),
@@ -451,14 +588,14 @@ ERRORS = {
     "1f1b with two stacks": (
         lambda: trained(Twice, "data=2,stage=4", piped(schedule="1f1b")),
         """the loss calls stacks of layers more than once, and a 1f1b pipeline is made of one.
-    fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",
+    fix: one LayerStack, called once; or [pipeline] schedule = "gpipe", under which there may be several.""",  # noqa: E501
     ),
     "1f1b with batch statistics": (
         lambda: refused(Counted, "data=2,stage=4", piped(schedule="1f1b"), ModelError),
         """this layout: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an order that keeps no batch statistics.
-    fix: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",
+    fix: LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".""",  # noqa: E501
     ),
-}  # fmt: skip
+}
 
 
 class Twice(Tied):

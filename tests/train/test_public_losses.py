@@ -1,7 +1,9 @@
-"""Losses as public training code writes them, in float64, on layouts that see rows in parts: each step's losses and parameters are those of
-plain JAX on one device that sees the full batch. `-s` prints a table of all cases.
+"""Losses as public training code writes them, in float64, on layouts that see rows in parts: each
+step's losses and parameters are those of plain JAX on one device that sees the full batch. `-s`
+prints a table of all cases.
 
-Three batches in two orders: an ordinary one first, and first one that hides what joins the rows, such as a batch without padding.
+Three batches in two orders: an ordinary one first, and first one that hides what joins the rows,
+such as a batch without padding.
 """
 
 import dataclasses
@@ -38,7 +40,9 @@ def init(key):
 
 
 def apply(params, x):
-    """Features [..., 8] of an array [..., 6]; of "scale", the logarithm of an inverse temperature."""
+    """Features [..., 8] of an array [..., 6]; of "scale", the logarithm of an inverse
+    temperature.
+    """
     if isinstance(x, str):
         return params[x][0]
     return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
@@ -61,13 +65,16 @@ def data(seed):
         "binary": (random.random(ROWS) < 0.3).astype("int32"),
         "target": random.normal(size=(ROWS, OUTPUTS)),
         "teacher": random.normal(size=(ROWS, OUTPUTS)),
-        "advantage": random.normal(size=ROWS) * np.linspace(0.2, 3.0, ROWS) + np.linspace(-1, 1, ROWS),
+        "advantage": random.normal(size=ROWS) * np.linspace(0.2, 3.0, ROWS)
+        + np.linspace(-1, 1, ROWS),
         "old": -np.abs(random.normal(size=ROWS)) - 1,
         "time": random.exponential(size=ROWS),
         "weight": random.random(ROWS) + 0.1,
         "user": random.integers(0, 9, ROWS).astype("int32"),
         "text": random.normal(size=(ROWS, TOKENS, FEATURES)),
-        "labels": np.where(mask(TOKENS) > 0, random.integers(0, OUTPUTS, (ROWS, TOKENS)), -100).astype("int32"),
+        "labels": np.where(
+            mask(TOKENS) > 0, random.integers(0, OUTPUTS, (ROWS, TOKENS)), -100
+        ).astype("int32"),
         "frames": random.normal(size=(ROWS, FRAMES, FEATURES)),
         "frames_padding": 1 - mask(FRAMES, 6),
         "phones": random.integers(1, OUTPUTS, (ROWS, 3)).astype("int32"),
@@ -84,7 +91,7 @@ def data(seed):
     }
 
 
-# the losses ---------------------------------------------------------------------------------------------------------------
+# the losses ---------------------------------------------------------------------------------------
 
 
 def unit(z):
@@ -92,7 +99,9 @@ def unit(z):
 
 
 def detr(model, batch):
-    """Objects matched with queries by the Hungarian algorithm in each image, per object of the batch."""
+    """Objects matched with queries by the Hungarian algorithm in each image, per object of the
+    batch.
+    """
     out = model(batch["queries"])
     log_p, boxes = jax.nn.log_softmax(out[..., :4]), jax.nn.sigmoid(out[..., 4:])
     rows = jnp.arange(len(out))[:, None]
@@ -101,19 +110,32 @@ def detr(model, batch):
     cost = jax.lax.stop_gradient(jnp.where(batch["present"][:, None] > 0, cost, 0.0))
     query, found = jax.vmap(optax.assignment.hungarian_algorithm)(cost)
     present = batch["present"][rows, found]
-    wanted = jnp.full(out.shape[:2], 3, "int32").at[rows, query].set(jnp.where(present > 0, batch["classes"][rows, found], 3))
+    wanted = (
+        jnp.full(out.shape[:2], 3, "int32")
+        .at[rows, query]
+        .set(jnp.where(present > 0, batch["classes"][rows, found], 3))
+    )
     weight = jnp.where(wanted == 3, 0.1, 1.0)
-    of_class = -(jnp.take_along_axis(log_p, wanted[..., None], axis=-1)[..., 0] * weight).sum() / weight.sum()
-    of_boxes = (jnp.abs(boxes[rows, query] - batch["boxes"][rows, found]).sum(-1) * present).sum() / jnp.maximum(present.sum(), 1.0)
+    of_class = (
+        -(jnp.take_along_axis(log_p, wanted[..., None], axis=-1)[..., 0] * weight).sum()
+        / weight.sum()
+    )
+    of_boxes = (
+        jnp.abs(boxes[rows, query] - batch["boxes"][rows, found]).sum(-1) * present
+    ).sum() / jnp.maximum(present.sum(), 1.0)
     return of_class + 5 * of_boxes
 
 
 def ctc(model, batch):
-    return optax.losses.ctc_loss(model(batch["frames"]), batch["frames_padding"], batch["phones"], batch["phones_padding"]).mean()
+    return optax.losses.ctc_loss(
+        model(batch["frames"]), batch["frames_padding"], batch["phones"], batch["phones_padding"]
+    ).mean()
 
 
 def ctc_per_phone(model, batch):
-    losses = optax.losses.ctc_loss(model(batch["frames"]), batch["frames_padding"], batch["phones"], batch["phones_padding"])
+    losses = optax.losses.ctc_loss(
+        model(batch["frames"]), batch["frames_padding"], batch["phones"], batch["phones_padding"]
+    )
     return losses.sum() / (1 - batch["phones_padding"]).sum()
 
 
@@ -144,12 +166,19 @@ def nt_xent(model, batch):
 def moco(model, batch):
     """InfoNCE with a queue of negatives."""
     query, key = unit(model(batch["x"])), jax.lax.stop_gradient(unit(model(batch["x2"])))
-    logits = jnp.concatenate([(query * key).sum(-1, keepdims=True), query @ unit(jnp.asarray(QUEUE)).T], axis=1) / 0.2
+    logits = (
+        jnp.concatenate(
+            [(query * key).sum(-1, keepdims=True), query @ unit(jnp.asarray(QUEUE)).T], axis=1
+        )
+        / 0.2
+    )
     return CE(logits, jnp.zeros(len(query), "int32")).mean()
 
 
 def two_towers(model, batch):
-    """In-batch softmax of a recommender, with the logarithms of how often the batch has an item, and no negative of the same user."""
+    """In-batch softmax of a recommender, with the logarithms of how often the batch has an item,
+    and no negative of the same user.
+    """
     user, item = model(batch["x"]), model(batch["x2"])
     often = (batch["y"][:, None] == batch["y"][None]).mean(0)
     scores = user @ item.T - jnp.log(often)
@@ -204,12 +233,20 @@ def barlow_twins(model, batch):
 
 
 def byol(model, batch):
-    return (2 - 2 * optax.losses.cosine_similarity(model(batch["x"]), jax.lax.stop_gradient(model(batch["x2"])))).mean()
+    return (
+        2
+        - 2
+        * optax.losses.cosine_similarity(
+            model(batch["x"]), jax.lax.stop_gradient(model(batch["x2"]))
+        )
+    ).mean()
 
 
 def distillation(model, batch):
     logits, heat = model(batch["x"]), 4.0
-    soft = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits / heat), jax.nn.log_softmax(batch["teacher"] / heat))
+    soft = optax.losses.kl_divergence_with_log_targets(
+        jax.nn.log_softmax(logits / heat), jax.nn.log_softmax(batch["teacher"] / heat)
+    )
     return 0.9 * heat**2 * soft.mean() + 0.1 * CE(logits, batch["y"]).mean()
 
 
@@ -246,7 +283,9 @@ def ppo(model, batch):
 def grpo(model, batch):
     """Advantages of groups of 8 answers, and a mean over the tokens of the batch that count."""
     reward = batch["advantage"].reshape(-1, 8)
-    advantage = ((reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-4)).reshape(-1)
+    advantage = (
+        (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-4)
+    ).reshape(-1)
     counts = batch["labels"] != -100
     log_p = -CE(model(batch["text"]), jnp.where(counts, batch["labels"], 0))
     ratio = jnp.exp(log_p - jax.lax.stop_gradient(log_p))
@@ -273,7 +312,10 @@ def v_trace(model, batch):
 def prioritized_replay(model, batch):
     """Squared errors with importance weights that are divided by the largest of the batch."""
     weight = batch["weight"] ** -0.4
-    error = jnp.take_along_axis(model(batch["x"]), batch["y"][:, None], axis=1)[:, 0] - batch["advantage"]
+    error = (
+        jnp.take_along_axis(model(batch["x"]), batch["y"][:, None], axis=1)[:, 0]
+        - batch["advantage"]
+    )
     return (weight / weight.max() * optax.losses.huber_loss(error)).mean()
 
 
@@ -331,7 +373,9 @@ def generalised_dice(model, batch):
     p = jax.nn.softmax(model(batch["text"]))
     wanted = jax.nn.one_hot(batch["labels"], OUTPUTS)
     weight = 1 / (wanted.sum((0, 1)) ** 2 + 1)
-    return 1 - 2 * (weight * (p * wanted).sum((0, 1))).sum() / ((weight * (p + wanted).sum((0, 1))).sum() + 1e-6)
+    return 1 - 2 * (weight * (p * wanted).sum((0, 1))).sum() / (
+        (weight * (p + wanted).sum((0, 1))).sum() + 1e-6
+    )
 
 
 def lovasz_hinge(model, batch):
@@ -350,7 +394,9 @@ def class_weights(model, batch):
     wanted = optax.losses.smooth_labels(jax.nn.one_hot(batch["y"], OUTPUTS), 0.1)
     count = jnp.bincount(batch["y"], length=OUTPUTS)
     weight = (len(batch["y"]) / (OUTPUTS * jnp.maximum(count, 1)))[batch["y"]]
-    return (weight * optax.losses.softmax_cross_entropy(model(batch["x"]), wanted)).sum() / weight.sum()
+    return (
+        weight * optax.losses.softmax_cross_entropy(model(batch["x"]), wanted)
+    ).sum() / weight.sum()
 
 
 def hard_examples(model, batch):
@@ -388,7 +434,9 @@ def flow_matching(model, batch, rng):
 def diffusion(model, batch, rng):
     """A whole number as the time of each row, and noise of the shape of the batch; DDPM."""
     of_time, of_noise = jax.random.split(rng)
-    keep = jnp.cumprod(1 - jnp.linspace(1e-4, 0.2, 20))[jax.random.randint(of_time, (len(batch["x"]),), 0, 20)][:, None]
+    keep = jnp.cumprod(1 - jnp.linspace(1e-4, 0.2, 20))[
+        jax.random.randint(of_time, (len(batch["x"]),), 0, 20)
+    ][:, None]
     noise = jax.random.normal(of_noise, batch["x"].shape)
     mixed = jnp.sqrt(keep) * batch["x"] + jnp.sqrt(1 - keep) * noise
     return optax.losses.squared_error(model(mixed)[:, :FEATURES], noise).mean()
@@ -407,7 +455,11 @@ def total_correlation(model, batch, rng):
     out = model(batch["x"])
     mean, log_variance = out[:, :4], out[:, 4:]
     z = mean + jnp.exp(log_variance / 2) * jax.random.normal(rng, mean.shape)
-    log_q = -0.5 * ((z[:, None] - mean[None]) ** 2 * jnp.exp(-log_variance[None]) + log_variance[None] + jnp.log(2 * jnp.pi))
+    log_q = -0.5 * (
+        (z[:, None] - mean[None]) ** 2 * jnp.exp(-log_variance[None])
+        + log_variance[None]
+        + jnp.log(2 * jnp.pi)
+    )
     joint = jax.nn.logsumexp(log_q.sum(-1), axis=1)
     factors = jax.nn.logsumexp(log_q, axis=1).sum(-1)
     return ((z[:, :1] - batch["x"]) ** 2).sum(-1).mean() + (joint - factors).mean()
@@ -420,7 +472,11 @@ def codebook(model, batch):
     used = jax.nn.softmax(-distance).mean(0)
     quantised = z + jax.lax.stop_gradient(codes[distance.argmin(-1)] - z)
     commitment = ((z - jax.lax.stop_gradient(quantised)) ** 2).mean()
-    return ((quantised[:, :1] - batch["x"]) ** 2).mean() + 0.25 * commitment + 0.1 * (used * jnp.log(used + 1e-9)).sum()
+    return (
+        ((quantised[:, :1] - batch["x"]) ** 2).mean()
+        + 0.25 * commitment
+        + 0.1 * (used * jnp.log(used + 1e-9)).sum()
+    )
 
 
 def mmd(model, batch):
@@ -438,7 +494,9 @@ def mmd(model, batch):
 def coral(model, batch):
     """Covariances of two domains."""
     a, b = model(batch["x"]), model(batch["x2"])
-    return ((jnp.cov(a, rowvar=False) - jnp.cov(b, rowvar=False)) ** 2).sum() / (4 * OUTPUTS**2) + CE(a, batch["y"]).mean()
+    return ((jnp.cov(a, rowvar=False) - jnp.cov(b, rowvar=False)) ** 2).sum() / (
+        4 * OUTPUTS**2
+    ) + CE(a, batch["y"]).mean()
 
 
 def wasserstein(model, batch, rng):
@@ -456,23 +514,35 @@ def list_net(model, batch):
 
 
 def lambda_rank(model, batch):
-    """Pairs of the items of a query, weighted by the change of NDCG; queries with one relevance do not count."""
+    """Pairs of the items of a query, weighted by the change of NDCG; queries with one relevance do
+    not count.
+    """
     scores, gain = model(batch["items"])[..., 0], 2 ** batch["relevance"] - 1
     rank = jnp.argsort(jnp.argsort(-scores, axis=-1), axis=-1) + 1
     discount = 1 / jnp.log2(rank + 1.0)
     best = (-jnp.sort(-gain, axis=-1) / jnp.log2(jnp.arange(ITEMS) + 2.0)).sum(-1)
-    change = jnp.abs((gain[:, :, None] - gain[:, None]) * (discount[:, :, None] - discount[:, None]))
+    change = jnp.abs(
+        (gain[:, :, None] - gain[:, None]) * (discount[:, :, None] - discount[:, None])
+    )
     change = change / jnp.maximum(best, 1e-9)[:, None, None]
     above = batch["relevance"][:, :, None] > batch["relevance"][:, None]
-    pairs = jnp.where(above, jax.lax.stop_gradient(change) * jax.nn.softplus(-(scores[:, :, None] - scores[:, None])), 0.0)
+    pairs = jnp.where(
+        above,
+        jax.lax.stop_gradient(change) * jax.nn.softplus(-(scores[:, :, None] - scores[:, None])),
+        0.0,
+    )
     return pairs.sum() / jnp.maximum(above.any((1, 2)).sum(), 1)
 
 
 def pairwise_ranks(model, batch):
-    """Hinge over all pairs of rows of which one is positive and the other is not; an estimate of 1 - AUC."""
+    """Hinge over all pairs of rows of which one is positive and the other is not; an estimate of 1
+    - AUC.
+    """
     scores, positive = model(batch["x"])[:, 0], batch["binary"] > 0
     pairs = positive[:, None] & ~positive[None]
-    return jnp.where(pairs, jax.nn.relu(1 - (scores[:, None] - scores[None])), 0.0).sum() / jnp.maximum(pairs.sum(), 1)
+    return jnp.where(
+        pairs, jax.nn.relu(1 - (scores[:, None] - scores[None])), 0.0
+    ).sum() / jnp.maximum(pairs.sum(), 1)
 
 
 def cox(model, batch):
@@ -500,7 +570,11 @@ def crps(model, batch):
 def ordinal(model, batch):
     """Thresholds that are passed; CORAL's ordinal regression."""
     passed = batch["y"][:, None] > jnp.arange(OUTPUTS)
-    return optax.losses.sigmoid_binary_cross_entropy(model(batch["x"]), passed.astype("float64")).sum(-1).mean()
+    return (
+        optax.losses.sigmoid_binary_cross_entropy(model(batch["x"]), passed.astype("float64"))
+        .sum(-1)
+        .mean()
+    )
 
 
 def concordance(model, batch):
@@ -511,7 +585,9 @@ def concordance(model, batch):
 
 
 def relative_error(model, batch):
-    """The norm of the error over the norm of the target, both of the whole batch; neural operators."""
+    """The norm of the error over the norm of the target, both of the whole batch; neural
+    operators.
+    """
     return jnp.linalg.norm(model(batch["x"]) - batch["target"]) / jnp.linalg.norm(batch["target"])
 
 
@@ -523,13 +599,17 @@ def center_loss(model, batch):
     return ((z - center[batch["y"]]) ** 2).sum(-1).mean()
 
 
-# batches that hide what joins rows ----------------------------------------------------------------------------------------
+# batches that hide what joins rows ----------------------------------------------------------------
 
 
 def with_(**fields):
     """The function that changes these fields, by a value or by a function of the field."""
     return lambda batch: (
-        batch | {name: (value(batch[name]) if callable(value) else np.full_like(batch[name], value)) for name, value in fields.items()}
+        batch
+        | {
+            name: (value(batch[name]) if callable(value) else np.full_like(batch[name], value))
+            for name, value in fields.items()
+        }
     )
 
 
@@ -545,7 +625,7 @@ def all_count(labels):
     return np.abs(labels) % OUTPUTS
 
 
-# expected -----------------------------------------------------------------------------------------------------------------
+# expected -----------------------------------------------------------------------------------------
 
 MEAN = "1: a mean over rows"
 OF_DATA = "2: sums of data"
@@ -558,7 +638,9 @@ LAYOUTS = {
     "fsdp": {"layout": "fsdp"},
     "accumulate=4": {"mesh": "data=1", "accumulate": 4},
     "servers": {
-        "layout": dataclasses.replace(spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8)),
+        "layout": dataclasses.replace(
+            spmd.Layout.load("parameter_server"), parameter_server=spmd.ParameterServer(workers=8)
+        ),
         "mesh": "data=4",
     },
 }
@@ -569,7 +651,8 @@ LAYOUTS = {
 class Case:
     """A loss, what workers share for it, and how a batch hides that.
 
-    `everywhere`: it is tried on all layouts. `hidden`: of the batch that hides it, the mean of the losses of parts is right.
+    `everywhere`: it is tried on all layouts. `hidden`: of the batch that hides it, the mean of the
+    losses of parts is right.
     """
 
     loss: Callable[..., Any]
@@ -585,12 +668,18 @@ CASES = {
     "CTC per phone": Case(ctc_per_phone, OF_DATA, with_(frames_padding=0, phones_padding=0)),
     "CLIP": Case(clip, PAIRS, with_(x2=like_the_first_row), everywhere=True, hidden=False),
     "SigLIP": Case(siglip, PAIRS, with_(x2=like_the_first_row), hidden=False),
-    "NT-Xent": Case(nt_xent, PAIRS, with_(x=like_the_first_row, x2=like_the_first_row), hidden=False),
+    "NT-Xent": Case(
+        nt_xent, PAIRS, with_(x=like_the_first_row, x2=like_the_first_row), hidden=False
+    ),
     "InfoNCE with a queue": Case(moco, MEAN),
     "two towers, in-batch softmax": Case(two_towers, PAIRS, with_(user=0), hidden=False),
-    "supervised contrastive": Case(supervised_contrastive, PAIRS, with_(y=lambda y: np.arange(len(y), dtype=y.dtype))),
+    "supervised contrastive": Case(
+        supervised_contrastive, PAIRS, with_(y=lambda y: np.arange(len(y), dtype=y.dtype))
+    ),
     "triplets, batch-hard": Case(triplet, PAIRS, with_(y=0)),
-    "VICReg": Case(vicreg, SUMS, with_(x=like_the_first_row, x2=like_the_first_row), everywhere=True),
+    "VICReg": Case(
+        vicreg, SUMS, with_(x=like_the_first_row, x2=like_the_first_row), everywhere=True
+    ),
     "Barlow Twins": Case(barlow_twins, SUMS, hidden=False),
     "BYOL": Case(byol, MEAN),
     "distillation": Case(distillation, MEAN),
@@ -609,7 +698,9 @@ CASES = {
     "dice of images": Case(dice_of_images, MEAN),
     "generalised dice": Case(generalised_dice, SUMS, with_(labels=-100), hidden=False),
     "Lovasz hinge": Case(lovasz_hinge, PAIRS, with_(pixels=0.0), hidden=False),
-    "smoothed labels, weights of classes": Case(class_weights, OF_DATA, with_(y=0), everywhere=True),
+    "smoothed labels, weights of classes": Case(
+        class_weights, OF_DATA, with_(y=0), everywhere=True
+    ),
     "hard examples": Case(hard_examples, PAIRS, with_(x=like_the_first_row, y=0)),
     "mixup": Case(mixup, ROWS_OF_DATA, with_(x=like_the_first_row, y=0), everywhere=True),
     "FixMatch": Case(confident, MEAN),
@@ -629,12 +720,14 @@ CASES = {
     "CRPS of an ensemble": Case(crps, MEAN),
     "ordinal": Case(ordinal, MEAN),
     "concordance": Case(concordance, SUMS, with_(x=like_the_first_row, advantage=0.5)),
-    "relative error": Case(relative_error, SUMS, with_(x=like_the_first_row, target=like_the_first_row)),
+    "relative error": Case(
+        relative_error, SUMS, with_(x=like_the_first_row, target=like_the_first_row)
+    ),
     "center loss": Case(center_loss, SUMS, with_(x=like_the_first_row)),
 }
 
 
-# the test -----------------------------------------------------------------------------------------------------------------
+# the test -----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -648,8 +741,17 @@ def batches(name):
             read.add(field)
             return super().__getitem__(field)
 
-    jax.eval_shape(lambda: call(case, init(jax.random.key(0)), Reads(jax.tree.map(jnp.asarray, all_fields[0])), jax.random.key(0)))
-    return [{field: value for field, value in fields.items() if field in read} for fields in all_fields]
+    jax.eval_shape(
+        lambda: call(
+            case,
+            init(jax.random.key(0)),
+            Reads(jax.tree.map(jnp.asarray, all_fields[0])),
+            jax.random.key(0),
+        )
+    )
+    return [
+        {field: value for field, value in fields.items() if field in read} for fields in all_fields
+    ]
 
 
 ORDERS = ((1, 0, 2), (0, 1, 2))
@@ -666,16 +768,24 @@ def loss_key(key, step):
 
 def call(case, params, batch, key):
     """The loss in plain JAX."""
-    return jnp.mean(case.loss(functools.partial(apply, params), batch, *((key,) if draws(case) else ())))
+    return jnp.mean(
+        case.loss(functools.partial(apply, params), batch, *((key,) if draws(case) else ()))
+    )
 
 
 @functools.cache
 def plainly(name, words):
-    """Losses and parameters after each step of plain JAX on one device, for each order of the batches; `words` are those of the first key.
+    """Losses and parameters after each step of plain JAX on one device, for each order of the
+    batches; `words` are those of the first key.
 
-    Also returned: the mean of the losses of four parts, of the batch that hides what joins the rows, and of an ordinary one.
+    Also returned: the mean of the losses of four parts, of the batch that hides what joins the
+    rows, and of an ordinary one.
     """
-    case, start, key = CASES[name], init(jax.random.key(0)), jax.random.wrap_key_data(np.array(words, "uint32"), impl="threefry2x32")
+    case, start, key = (
+        CASES[name],
+        init(jax.random.key(0)),
+        jax.random.wrap_key_data(np.array(words, "uint32"), impl="threefry2x32"),
+    )
     step = jax.jit(jax.value_and_grad(functools.partial(call, case)))
     losses, weights = [], []
     for order in ORDERS:
@@ -696,11 +806,15 @@ def plainly(name, words):
 
 def trainer_of(loss, layout="data_parallel", mesh="data=8", **options):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    return spmd.Trainer(MODEL, loss=loss, optimizer=optax.sgd(RATE), mesh=mesh, layout=layout, **options)
+    return spmd.Trainer(
+        MODEL, loss=loss, optimizer=optax.sgd(RATE), mesh=mesh, layout=layout, **options
+    )
 
 
 def trained(name, options):
-    """Losses and parameters after each step, for each order of the batches; what the loss was read as, and the first key."""
+    """Losses and parameters after each step, for each order of the batches; what the loss was read
+    as, and the first key.
+    """
     losses, weights, trainer, words = [], [], trainer_of(CASES[name].loss, **options), ()
     for order in ORDERS:  # first of all the batch that hides what joins the rows
         state = trainer.init(batches(name)[order[0]])
@@ -732,9 +846,15 @@ def refusal(case, layout):
     if layout not in ("accumulate=4", "servers"):
         return None
     if case.rule in (SUMS, PAIRS):
-        return "joins rows with .* at .*, which depends on the weights, and a step under .* sees the 32 rows"
+        return (
+            "joins rows with .* at .*, which depends on the weights, and a step under .* sees the "
+            "32 rows"
+        )
     if layout == "accumulate=4" and case.rule == OF_DATA and draws(case):
-        return "joins rows with .* at .*, which depends on random numbers that each part has anew, and a step under .* in 4 microbatches"
+        return (
+            "joins rows with .* at .*, which depends on random numbers that each part has anew, "
+            "and a step under .* in 4 microbatches"
+        )
     return None
 
 
@@ -742,24 +862,39 @@ def fixed(layout):
     """The options that the fix of a refusal names."""
     if layout == "accumulate=4":
         return "accumulate=1", {"mesh": "data=1"}
-    return 'reduction = "compiler"', {"mesh": "data=4", "layout": spmd.Layout(gradients=spmd.Gradients("compiler"))}
+    return 'reduction = "compiler"', {
+        "mesh": "data=4",
+        "layout": spmd.Layout(gradients=spmd.Gradients("compiler")),
+    }
 
 
 ANEW = "each microbatch draws numbers of its own, which are not those of the rows of the full batch"
 OPEN = {
-    ("detection, Hungarian matching", "data_parallel"): "a loop whose end depends on the data gets the costs of all rows",
+    (
+        "detection, Hungarian matching",
+        "data_parallel",
+    ): "a loop whose end depends on the data gets the costs of all rows",
     ("mixup", "accumulate=4"): ANEW,
     ("flow matching, a key for each row", "accumulate=4"): ANEW,
 }
 
 
 def pair(name, layout):
-    marks = [pytest.mark.xfail(strict=True, reason=OPEN[name, layout])] if (name, layout) in OPEN else []
+    marks = (
+        [pytest.mark.xfail(strict=True, reason=OPEN[name, layout])]
+        if (name, layout) in OPEN
+        else []
+    )
     marks += [pytest.mark.system] if CASES[name].loss is detr else []  # compiles for long
     return pytest.param(name, layout, id=f"{name}-{layout}", marks=marks)
 
 
-PAIRED = [pair(name, layout) for name, case in CASES.items() for layout in LAYOUTS if case.everywhere or layout == "data_parallel"]
+PAIRED = [
+    pair(name, layout)
+    for name, case in CASES.items()
+    for layout in LAYOUTS
+    if case.everywhere or layout == "data_parallel"
+]
 
 
 @pytest.mark.sampled(quick=32, system=1)

@@ -1,4 +1,6 @@
-"""`[remat]`: policies by name, values named by the model, offloading to the host, and rules per module."""
+"""`[remat]`: policies by name, values named by the model, offloading to the host, and rules per
+module.
+"""
 
 import dataclasses
 
@@ -26,7 +28,10 @@ ROWS, WIDTH, HIDDEN, LAYERS = 16, 16, 28, 3
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, HIDDEN, rngs=rngs),
+            nnx.Linear(HIDDEN, WIDTH, rngs=rngs),
+        )
 
     def __call__(self, x):
         x = checkpoint_name(x, "in")
@@ -58,14 +63,27 @@ def loss(model, batch):
 
 def batch(number=0):
     rng = np.random.default_rng(number)
-    return {"x": rng.normal(size=(ROWS, WIDTH)).astype(np.float32), "y": rng.normal(size=(ROWS, 3)).astype(np.float32)}
+    return {
+        "x": rng.normal(size=(ROWS, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=(ROWS, 3)).astype(np.float32),
+    }
 
 
 def trainer_of(remat, gather="full", net=Net, layout="fsdp"):
     layout = spmd.Layout.load(layout)
-    gradients = dataclasses.replace(layout.gradients, gather=gather) if layout.name == "fsdp" else layout.gradients
+    gradients = (
+        dataclasses.replace(layout.gradients, gather=gather)
+        if layout.name == "fsdp"
+        else layout.gradients
+    )
     layout = dataclasses.replace(layout, remat=remat, gradients=gradients)
-    return spmd.Trainer(lambda: net(), loss=loss, optimizer=optax.sgd(0.05, momentum=0.9), mesh="data=8", layout=layout)
+    return spmd.Trainer(
+        lambda: net(),
+        loss=loss,
+        optimizer=optax.sgd(0.05, momentum=0.9),
+        mesh="data=8",
+        layout=layout,
+    )
 
 
 def train(trainer):
@@ -87,8 +105,15 @@ def products(trainer):
 
 def offloaded(trainer):
     """Shapes of arrays that are copied to the host."""
-    copies = [equation for equation in step_equations(trainer) if equation.primitive.name == "device_put"]
-    return {v.aval.shape for equation in copies for v in equation.outvars if "host" in str(v.aval.memory_space).lower()}
+    copies = [
+        equation for equation in step_equations(trainer) if equation.primitive.name == "device_put"
+    ]
+    return {
+        v.aval.shape
+        for equation in copies
+        for v in equation.outvars
+        if "host" in str(v.aval.memory_space).lower()
+    }
 
 
 LAYERS_OF_STACK = ("stack/layers",)
@@ -117,10 +142,19 @@ def test_recomputing_changes_no_result(policy, gather):
     trainer = trainer_of(POLICIES[policy], gather)
     for path, value in train(trainer).items():
         np.testing.assert_allclose(value, REFERENCE[path], rtol=2e-6, atol=2e-6, err_msg=path)
-    assert ("stack/layers/up/kernel" in trainer.prepare(batch())[0].sync.layerwise) == (gather == "layer")
-    kept = {v.aval.shape for equation in step_equations(trainer) if equation.primitive.name == "scan" for v in equation.outvars}
+    assert ("stack/layers/up/kernel" in trainer.prepare(batch())[0].sync.layerwise) == (
+        gather == "layer"
+    )
+    kept = {
+        v.aval.shape
+        for equation in step_equations(trainer)
+        if equation.primitive.name == "scan"
+        for v in equation.outvars
+    }
     weights = {(LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH)}
-    assert bool(weights & kept) == (gather == "full"), "gathered by layer, weights are gathered again for the backward pass"
+    assert bool(weights & kept) == (gather == "full"), (
+        "gathered by layer, weights are gathered again for the backward pass"
+    )
 
 
 @pytest.mark.system
@@ -129,7 +163,9 @@ def test_policies_keep_what_they_say():
     kept = products(trainer_of(Remat()))
     assert kept == count["everything"] == count["dots"] == count["products kept, a name offloaded"]
     assert count["dots without batch"] == count["products offloaded"] == kept + 1, "scores"
-    assert count["names"] == count["a name offloaded"] == kept + 1, "scores; the product behind them is not needed"
+    assert count["names"] == count["a name offloaded"] == kept + 1, (
+        "scores; the product behind them is not needed"
+    )
     assert count["nothing"] == kept + 2, "scores, and the product in front of them"
 
 
@@ -170,7 +206,9 @@ def test_linen_modules_keep_named_values():
     )
     assert products(plain) == products(named) == products(nothing) - 1
     with pytest.raises(LayoutError, match="Names there: first_out"):
-        trainer_of(Remat(("first",), ("dense",)), net=Outer, layout="data_parallel").prepare(batch())
+        trainer_of(Remat(("first",), ("dense",)), net=Outer, layout="data_parallel").prepare(
+            batch()
+        )
     nested = Remat(rules=(Remat("nothing", ("dense",)), Remat("dots", ("dense/first",))))
     with pytest.raises(ModelError, match="a part of dense"):
         trainer_of(nested, net=Outer, layout="data_parallel").prepare(batch())
@@ -180,8 +218,12 @@ REFUSED = {
     "unknown_name": Remat(("hiden", "in"), LAYERS_OF_STACK, ("out",)),
     "name_of_other_modules": Remat(("hidden",), ("head",)),
     "unknown_name_of_all": Remat(("hiden",)),
-    "two_policies_for_one_module": Remat(rules=(Remat("dots", ("tail/*",)), Remat("nothing", ("tail/0",)))),
-    "two_policies_one_inside_the_other": Remat(rules=(Remat("dots", ("tail/*",)), Remat("nothing", ("**/up",)))),
+    "two_policies_for_one_module": Remat(
+        rules=(Remat("dots", ("tail/*",)), Remat("nothing", ("tail/0",)))
+    ),
+    "two_policies_one_inside_the_other": Remat(
+        rules=(Remat("dots", ("tail/*",)), Remat("nothing", ("**/up",)))
+    ),
     "save_and_offload": Remat(("hidden",), LAYERS_OF_STACK, ("hidden",)),
     "rules_inside_of_everything": Remat("dots", rules=(Remat("nothing", LAYERS_OF_STACK),)),
 }
@@ -196,7 +238,8 @@ def test_what_does_not_fit_is_refused(case, golden):
 
 def test_text_that_cannot_be_read(golden):
     text = (
-        '[remat]\nsave = "dotz"\nmodules = ["a/*"]\noffload = [3]\n\n[[remat.rules]]\nsave = ["x"]\n\n'
+        '[remat]\nsave = "dotz"\nmodules = ["a/*"]\noffload = [3]\n\n[[remat.rules]]\nsave = '
+        '["x"]\n\n'
         '[[remat.rules]]\nmodules = ["b/*"]\nsave = "nothing"\nkeep = 3\n'
     )
     with pytest.raises(LayoutError) as caught:
@@ -215,7 +258,9 @@ def test_offload_needs_memory_of_the_host(monkeypatch, golden):
 ROUND_TRIPS = [
     Remat(("a", "b"), ("x/*",), ("c",)),
     Remat("offload"),
-    Remat("nothing", ("x",), rules=(Remat("dots_no_batch", ("y/*", "z")), Remat(None, ("w",), ("d",)))),
+    Remat(
+        "nothing", ("x",), rules=(Remat("dots_no_batch", ("y/*", "z")), Remat(None, ("w",), ("d",)))
+    ),
 ]
 
 
@@ -233,7 +278,9 @@ def test_policies_of_products_keep_what_cudnn_attention_returns():
     def calls(policy):
         x = jax.ShapeDtypeStruct((2, 128, 4, 64), "bfloat16")
         with gpu_of(load("h100")):
-            step = jax.make_jaxpr(jax.grad(lambda x: jax.checkpoint(attention, policy=policy_of(policy))(jnp.sin(x))))(x)
+            step = jax.make_jaxpr(
+                jax.grad(lambda x: jax.checkpoint(attention, policy=policy_of(policy))(jnp.sin(x)))
+            )(x)
         return sum("fwd_wrapper" in equation.primitive.name for equation in equations(step.jaxpr))
 
     assert calls("nothing") == 2 and calls("dots") == calls("dots_no_batch") == 1

@@ -1,4 +1,6 @@
-"""What is read of the rows of a batch in a traced loss, and the loss of the full batch by workers, against plain JAX on one device."""
+"""What is read of the rows of a batch in a traced loss, and the loss of the full batch by workers,
+against plain JAX on one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,10 @@ def data(seed=0):
 
 def traces(loss, arrays, part=PART):
     """Of the loss on all rows, and on those of a part."""
-    return [jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in arrays]) for rows in (ROWS, part)]
+    return [
+        jax.make_jaxpr(loss)(*[jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in arrays])
+        for rows in (ROWS, part)
+    ]
 
 
 def is_proved(loss, *names):
@@ -40,14 +45,17 @@ def is_proved(loss, *names):
 
 
 def by_workers(loss, arrays, part=PART):
-    """Outputs and gradients of their sum by the arrays of floats, computed by four workers that hold four rows each.
+    """Outputs and gradients of their sum by the arrays of floats, computed by four workers that
+    hold four rows each.
 
     `part`: the rows of the second trace.
     """
     floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
 
     def on_worker(*arrays):
-        compute = Compute(ROWS, part, here=PART, place=Place(("data",), ROWS // PART, jax.lax.axis_index("data")))
+        compute = Compute(
+            ROWS, part, here=PART, place=Place(("data",), ROWS // PART, jax.lax.axis_index("data"))
+        )
         first, second = traces(loss, arrays, part)
 
         def value(*chosen):
@@ -56,17 +64,27 @@ def by_workers(loss, arrays, part=PART):
                 inputs[number] = array
             found = compute.closed(first, second, [Held(PerRow(0), True, x) for x in inputs])
             shapes = [aval.shape for aval in first.out_avals]
-            outputs = [compute.coerced(held, Fixed(), shape, shape) for held, shape in zip(found, shapes, strict=True)]
+            outputs = [
+                compute.coerced(held, Fixed(), shape, shape)
+                for held, shape in zip(found, shapes, strict=True)
+            ]
             # what the mean over workers is taken of
-            scaled = [held.array * (1 if not isinstance(held.kind, PerRow | Summed) else compute.parts) for held in found]
+            scaled = [
+                held.array * (1 if not isinstance(held.kind, PerRow | Summed) else compute.parts)
+                for held in found
+            ]
             return sum(jnp.sum(x) for x in scaled), outputs
 
-        grads, outputs = jax.grad(value, argnums=tuple(range(len(floats))), has_aux=True)(*(arrays[n] for n in floats))
+        grads, outputs = jax.grad(value, argnums=tuple(range(len(floats))), has_aux=True)(
+            *(arrays[n] for n in floats)
+        )
         return [grad / compute.parts for grad in grads], outputs
 
     mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
     rows, same = PartitionSpec("data"), PartitionSpec()
-    return jax.jit(jax.shard_map(on_worker, mesh=mesh, in_specs=rows, out_specs=(rows, same), check_vma=False))(*arrays)
+    return jax.jit(
+        jax.shard_map(on_worker, mesh=mesh, in_specs=rows, out_specs=(rows, same), check_vma=False)
+    )(*arrays)
 
 
 def plainly(loss, arrays):
@@ -121,12 +139,16 @@ centred_tangents.defjvp(lambda x, t: (x[0], t[0] - t[0].mean(0)))
 
 def neighbours(x):
     """Products of each entry and the next one of a row; JAX has no derivative of them."""
-    return jax.lax.reduce_window(jax.lax.stop_gradient(x), 1.0, lambda a, b: a * b, (1, 2), (1, 1), "SAME")
+    return jax.lax.reduce_window(
+        jax.lax.stop_gradient(x), 1.0, lambda a, b: a * b, (1, 2), (1, 1), "SAME"
+    )
 
 
 def grown(count):
     """A number that a loop without data finds from another."""
-    return jax.lax.while_loop(lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0))[1]
+    return jax.lax.while_loop(
+        lambda at: at[0] < count, lambda at: (at[0] + 1, at[1] * 1.1), (0, 1.0)
+    )[1]
 
 
 def views(x):
@@ -137,14 +159,25 @@ def views(x):
 
 
 def at_kinks(x):
-    """Where the derivative of a function of JAX is not that of its code: of rows, of a sum over rows, and of both."""
+    """Where the derivative of a function of JAX is not that of its code: of rows, of a sum over
+    rows, and of both.
+    """
 
     def zero(z):
         return z - jax.lax.stop_gradient(z)
 
     mean = x.mean(0)
-    of_sums = jax.nn.softplus(zero(mean)) + jax.nn.relu(zero(mean)) * jnp.cos(mean) + jax.nn.log_sigmoid(zero(mean))
-    return (jax.nn.softplus(zero(x)) * jnp.sin(x) + 5 * jax.nn.relu(zero(x)) + of_sums * x + jax.nn.relu6(zero(x * mean))).mean()
+    of_sums = (
+        jax.nn.softplus(zero(mean))
+        + jax.nn.relu(zero(mean)) * jnp.cos(mean)
+        + jax.nn.log_sigmoid(zero(mean))
+    )
+    return (
+        jax.nn.softplus(zero(x)) * jnp.sin(x)
+        + 5 * jax.nn.relu(zero(x))
+        + of_sums * x
+        + jax.nn.relu6(zero(x * mean))
+    ).mean()
 
 
 def looked_up(x, **mode):
@@ -157,7 +190,9 @@ W = np.arange(FEATURES * CLASSES, dtype=np.float32).reshape(FEATURES, CLASSES)
 
 def attention(x, keys=None, rows=None, **options):
     """Of tokens [rows, 6], in tiles; `rows` is the dim of the rows in queries, keys and values."""
-    query, key = (jnp.moveaxis(y[..., None, None], 0, rows or 0) for y in (x, x if keys is None else keys))
+    query, key = (
+        jnp.moveaxis(y[..., None, None], 0, rows or 0) for y in (x, x if keys is None else keys)
+    )
     return spmd.nn.attention(query, key, key, implementation="chunked", **options).mean()
 
 
@@ -166,11 +201,18 @@ MEANS = {
     "their mean": (lambda x, y: CE(x @ W, y).mean(), "x", "y"),
     "a sum over the number of rows": (lambda x: jnp.square(x).sum() / len(x), "x"),
     "a pair with the number of rows": (lambda x: (jnp.square(x).sum(), 1.0 * x.size), "x"),
-    "a pair with a sum of weights": (lambda x, m: ((x.sum(1)[:, None] * m).sum(), m.sum()), "x", "mask"),
+    "a pair with a sum of weights": (
+        lambda x, m: ((x.sum(1)[:, None] * m).sum(), m.sum()),
+        "x",
+        "mask",
+    ),
     "a pair with a sum of ones": (lambda x: (x.sum(), jnp.ones_like(x).sum()), "x"),
     "with a penalty of weights": (lambda x: jnp.square(x).mean() + (W**2).sum(), "x"),
     "a product of two columns": (lambda x, r: (x[:, 0] @ r) / len(r), "x", "reward"),
-    "a loop over time": (lambda t: jax.lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(t.shape[0]), t.T)[0].mean(), "mask"),
+    "a loop over time": (
+        lambda t: jax.lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(t.shape[0]), t.T)[0].mean(),
+        "mask",
+    ),
     "row by row": (lambda x: jax.vmap(lambda row: jnp.sort(row)[::-1] @ row)(x), "x"),
     "flattened": (lambda m: m.reshape(-1).reshape(m.shape).T.mean(), "mask"),
     "recomputed": (lambda x: jax.checkpoint(jnp.sin)(x).mean(), "x"),
@@ -182,19 +224,44 @@ MEANS = {
     "all rows, tiled": (lambda x: jnp.tile(x, (2, 1)).mean(), "x"),
     "products of neighbours": (lambda x: (x * neighbours(x)).mean(), "x"),
     "attention": (lambda m: attention(m, causal=True, key_mask=m > 0, soft_cap=2.0), "mask"),
-    "attention with a mask for all": (lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)), "mask"),
+    "attention with a mask for all": (
+        lambda m: attention(m, mask=np.tri(6, dtype=bool), segment_ids=m.astype(int)),
+        "mask",
+    ),
     "an embedding": (lambda t, x: jnp.asarray(W)[t].mean() + x.mean(), "tokens", "x"),
-    "looked up by rows": (lambda m, y: jax.nn.log_softmax(m)[jnp.arange(len(y)), y].mean(), "mask", "y"),
-    "looked up in one column": (lambda m: jax.nn.log_softmax(m)[jnp.arange(len(m)), 0].mean(), "mask"),
+    "looked up by rows": (
+        lambda m, y: jax.nn.log_softmax(m)[jnp.arange(len(y)), y].mean(),
+        "mask",
+        "y",
+    ),
+    "looked up in one column": (
+        lambda m: jax.nn.log_softmax(m)[jnp.arange(len(m)), 0].mean(),
+        "mask",
+    ),
     "looked up by tokens": (
-        lambda m, t: jnp.stack([m, 2 * m, jnp.sin(m)], -1)[jnp.arange(len(m))[:, None], jnp.arange(6), t].mean(),
+        lambda m, t: jnp.stack([m, 2 * m, jnp.sin(m)], -1)[
+            jnp.arange(len(m))[:, None], jnp.arange(6), t
+        ].mean(),
         "mask",
         "tokens",
     ),
     "two views in one array": (lambda x: views(x).mean(), "x"),
-    "one column is written": (lambda x: jnp.zeros(x.shape).at[:, 1].set(jnp.sin(x[:, 0])).mean() + x.at[:, 2].add(1.0).mean(), "x"),
-    "each row is written at its number": (lambda x, y: jnp.square(x.at[jnp.arange(len(y)), y].add(-0.3)).mean(), "x", "y"),
-    "each row is written at a place of its own": (lambda x, y: jax.vmap(lambda row, n: row.at[n].set(0.0))(x, y).mean(), "x", "y"),
+    "one column is written": (
+        lambda x: (
+            jnp.zeros(x.shape).at[:, 1].set(jnp.sin(x[:, 0])).mean() + x.at[:, 2].add(1.0).mean()
+        ),
+        "x",
+    ),
+    "each row is written at its number": (
+        lambda x, y: jnp.square(x.at[jnp.arange(len(y)), y].add(-0.3)).mean(),
+        "x",
+        "y",
+    ),
+    "each row is written at a place of its own": (
+        lambda x, y: jax.vmap(lambda row, n: row.at[n].set(0.0))(x, y).mean(),
+        "x",
+        "y",
+    ),
 }
 OTHERS = {
     "a sum": (lambda x: jnp.square(x).sum(), "x"),
@@ -217,54 +284,117 @@ OTHERS = {
     "rows over at least 8": (lambda x: x.mean(1).sum() / max(len(x), 8), "x"),
     "another temperature for few rows": (lambda x: (x * (0.1 if len(x) >= 8 else 1.0)).mean(), "x"),
     "a loop as long as there are rows": (lambda x: x.mean() * grown(len(x)), "x"),
-    "an entry by the number of rows": (lambda x: x.mean() * jnp.linspace(1.0, 2.0, 64)[len(x)], "x"),
+    "an entry by the number of rows": (
+        lambda x: x.mean() * jnp.linspace(1.0, 2.0, 64)[len(x)],
+        "x",
+    ),
     "more ones than rows": (lambda x: x.mean() * jnp.ones(len(x) + 1).sum(), "x"),
     "ones for all pairs": (lambda x: x.mean() * jnp.ones(len(x) ** 2).sum(), "x"),
     "a gradient of its own": (lambda x: clipped_together(x).mean(), "x"),
     "tangents of its own": (lambda x: jnp.square(centred_tangents(x)).mean(), "x"),
     "attention between rows": (lambda m: attention(m, rows=1), "mask"),
     "attention to other rows": (lambda m: attention(m, m[::-1]), "mask"),
-    "attention with a bias for each place": (lambda m: attention(m, bias=jnp.arange(len(m))[:, None, None, None] * 1.0), "mask"),
-    "attention with numbers of its own": (lambda m: attention(m, dropout=0.5, dropout_key=jax.random.key(0)), "mask"),
+    "attention with a bias for each place": (
+        lambda m: attention(m, bias=jnp.arange(len(m))[:, None, None, None] * 1.0),
+        "mask",
+    ),
+    "attention with numbers of its own": (
+        lambda m: attention(m, dropout=0.5, dropout_key=jax.random.key(0)),
+        "mask",
+    ),
     "random numbers in a function with a gradient of its own": (
         lambda x: noisy_together(x, jax.random.key(0)).mean(),
         "x",
     ),
-    "its own random numbers": (lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(), "x"),
-    "looked up at other rows": (lambda m, y: jax.nn.log_softmax(m)[jnp.arange(len(y))[::-1], y].mean(), "mask", "y"),
-    "in-batch negatives": (lambda x: CE(jnp.sin(x) @ jnp.roll(jnp.cos(x), 1, axis=1).T, jnp.arange(len(x))).mean(), "x"),
-    "the nearest other row": (lambda x: jnp.where(jnp.eye(len(x)) > 0, -1e9, x @ x.T).max(1).mean(), "x"),
+    "its own random numbers": (
+        lambda x: (x * jax.random.normal(jax.random.key(0), x.shape)).mean(),
+        "x",
+    ),
+    "looked up at other rows": (
+        lambda m, y: jax.nn.log_softmax(m)[jnp.arange(len(y))[::-1], y].mean(),
+        "mask",
+        "y",
+    ),
+    "in-batch negatives": (
+        lambda x: CE(jnp.sin(x) @ jnp.roll(jnp.cos(x), 1, axis=1).T, jnp.arange(len(x))).mean(),
+        "x",
+    ),
+    "the nearest other row": (
+        lambda x: jnp.where(jnp.eye(len(x)) > 0, -1e9, x @ x.T).max(1).mean(),
+        "x",
+    ),
     "distances": (lambda x: jnp.sqrt(((x[:, None] - x[None]) ** 2).sum(-1) + 1e-3).mean(), "x"),
-    "pairs of a class": (lambda x, y: ((x @ x.T) * (y[:, None] == y)).sum() / (y[:, None] == y).sum(), "x", "y"),
+    "pairs of a class": (
+        lambda x, y: ((x @ x.T) * (y[:, None] == y)).sum() / (y[:, None] == y).sum(),
+        "x",
+        "y",
+    ),
     "functions of JAX with gradients of their own": (at_kinks, "x"),
-    "a Fourier transform of a sum": (lambda x: jnp.square(jnp.abs(jnp.fft.fft(x.sum(0)))).mean(), "x"),
-    "a Fourier transform over rows": (lambda x: jnp.square(jnp.abs(jnp.fft.fft(x, axis=0)))[1].mean(), "x"),
+    "a Fourier transform of a sum": (
+        lambda x: jnp.square(jnp.abs(jnp.fft.fft(x.sum(0)))).mean(),
+        "x",
+    ),
+    "a Fourier transform over rows": (
+        lambda x: jnp.square(jnp.abs(jnp.fft.fft(x, axis=0)))[1].mean(),
+        "x",
+    ),
     "a hinge over pairs": (lambda x: jax.nn.relu(0.5 + x @ x.T - (x * x).sum(1)).mean(), "x"),
     "ranks": (lambda r: (r * jnp.argsort(jnp.argsort(r))).mean(), "reward"),
     "a median": (lambda r: jnp.median(r) ** 2, "reward"),
     "a covariance": (lambda x: (jnp.cov(x.T) ** 2).sum(), "x"),
     "weights of classes": (
-        lambda x, y: (CE(x[:, :3], y) * (1 / jnp.maximum(jax.nn.one_hot(y, 3).sum(0), 1))[y]).mean(),
+        lambda x, y: (
+            CE(x[:, :3], y) * (1 / jnp.maximum(jax.nn.one_hot(y, 3).sum(0), 1))[y]
+        ).mean(),
         "x",
         "y",
     ),
-    "a part for each row of a class": (lambda r, y: (r / jnp.zeros(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
-    "a part of more than a class": (lambda r, y: (r / jnp.ones(3).at[y].add(1.0)[y]).sum(), "reward", "y"),
+    "a part for each row of a class": (
+        lambda r, y: (r / jnp.zeros(3).at[y].add(1.0)[y]).sum(),
+        "reward",
+        "y",
+    ),
+    "a part of more than a class": (
+        lambda r, y: (r / jnp.ones(3).at[y].add(1.0)[y]).sum(),
+        "reward",
+        "y",
+    ),
     "sums of classes": (lambda x, y: (jax.ops.segment_sum(x, y, 3) ** 2).sum(), "x", "y"),
-    "counts of classes": (lambda x, y: (CE(x[:, :3], y) / (jnp.bincount(y, length=3) + 1)[y]).mean(), "x", "y"),
-    "sums of classes, on other numbers": (lambda r, y: jnp.square(jnp.asarray(W[0]).at[y].add(r)).sum(), "reward", "y"),
+    "counts of classes": (
+        lambda x, y: (CE(x[:, :3], y) / (jnp.bincount(y, length=3) + 1)[y]).mean(),
+        "x",
+        "y",
+    ),
+    "sums of classes, on other numbers": (
+        lambda r, y: jnp.square(jnp.asarray(W[0]).at[y].add(r)).sum(),
+        "reward",
+        "y",
+    ),
     "pairs by columns": (lambda x: jax.nn.logsumexp(jnp.sin(x) @ jnp.cos(x).T, axis=0).mean(), "x"),
-    "one value for each column of pairs": (lambda x: (jnp.sin(x) @ jnp.cos(x).T).sum(0) * jnp.arange(len(x)), "x"),
-    "in-batch negatives of both sides": (lambda x: CE((jnp.sin(x) @ jnp.cos(x).T).T, jnp.arange(len(x))).mean(), "x"),
+    "one value for each column of pairs": (
+        lambda x: (jnp.sin(x) @ jnp.cos(x).T).sum(0) * jnp.arange(len(x)),
+        "x",
+    ),
+    "in-batch negatives of both sides": (
+        lambda x: CE((jnp.sin(x) @ jnp.cos(x).T).T, jnp.arange(len(x))).mean(),
+        "x",
+    ),
     "entries of pairs": (
-        lambda x: jnp.take_along_axis((jnp.sin(x) @ x.T).T, (jnp.arange(len(x))[:, None] + 3) % len(x), axis=1).mean(),
+        lambda x: jnp.take_along_axis(
+            (jnp.sin(x) @ x.T).T, (jnp.arange(len(x))[:, None] + 3) % len(x), axis=1
+        ).mean(),
         "x",
     ),
     "a few rows, and one outside": (lambda x: looked_up(x, mode="fill", fill_value=7.0), "x"),
     "a few rows, and the last one": (lambda x: looked_up(x, mode="clip"), "x"),
     "a mean, or another number": (lambda x, y: jnp.where(y.sum() > 3, x.mean(), 2.0), "x", "y"),
     "a key for each row, which is split": (
-        lambda r: (r * jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[1]))(jax.random.split(jax.random.key(3), len(r)))).mean(),
+        lambda r: (
+            r
+            * jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[1]))(
+                jax.random.split(jax.random.key(3), len(r))
+            )
+        ).mean(),
         "reward",
     ),
     "a bound on a mean": (lambda r: jnp.maximum(r.mean(), 0.1) + jnp.sqrt((r**2).mean()), "reward"),
@@ -272,27 +402,54 @@ OTHERS = {
     "a logsumexp over rows": (lambda x: jax.nn.logsumexp(x, axis=0).sum(), "x"),
     "a masked mean": (lambda x, m: (x.sum(1)[:, None] * m).sum() / m.sum(), "x", "mask"),
     "a mean where": (lambda m: jnp.mean(jnp.sin(m), where=m > 0), "mask"),
-    "a masked mean of flattened tokens": (lambda m: (jnp.sin(m).reshape(-1) * m.reshape(-1)).sum() / m.reshape(-1).sum(), "mask"),
-    "centred in a loop": (lambda x: jax.lax.scan(lambda c, _: (c - 0.1 * c.mean(0), c.std()), x, None, length=4)[1].sum(), "x"),
-    "centred and recomputed": (lambda x: jax.checkpoint(lambda x: jnp.tanh(x - x.mean(0)))(x).std(), "x"),
+    "a masked mean of flattened tokens": (
+        lambda m: (jnp.sin(m).reshape(-1) * m.reshape(-1)).sum() / m.reshape(-1).sum(),
+        "mask",
+    ),
+    "centred in a loop": (
+        lambda x: jax.lax.scan(lambda c, _: (c - 0.1 * c.mean(0), c.std()), x, None, length=4)[
+            1
+        ].sum(),
+        "x",
+    ),
+    "centred and recomputed": (
+        lambda x: jax.checkpoint(lambda x: jnp.tanh(x - x.mean(0)))(x).std(),
+        "x",
+    ),
     "pairs of neighbours": (lambda x: (x[::2] * x[1::2]).sum(-1).mean(), "x"),
     "halves": (lambda x: ((x[: len(x) // 2] - x[len(x) // 2 :]) ** 2).mean(), "x"),
-    "rows in a random order": (lambda x: (0.3 * x + 0.7 * jax.random.permutation(jax.random.key(3), x)).max(), "x"),
+    "rows in a random order": (
+        lambda x: (0.3 * x + 0.7 * jax.random.permutation(jax.random.key(3), x)).max(),
+        "x",
+    ),
     "a key for each row": (
-        lambda r: (r * jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(3), len(r)))).mean(),
+        lambda r: (
+            r * jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(3), len(r)))
+        ).mean(),
         "reward",
     ),
     "a key for the number of each row": (
-        lambda r: (r * jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(3), n)))(jnp.arange(len(r)))).mean(),
+        lambda r: (
+            r
+            * jax.vmap(lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(3), n)))(
+                jnp.arange(len(r))
+            )
+        ).mean(),
         "reward",
     ),
     "a key for each time step": (
         lambda m: (
-            m.T * jax.vmap(lambda t: jax.random.normal(jax.random.fold_in(jax.random.key(3), t), m.shape[:1]))(jnp.arange(6))
+            m.T
+            * jax.vmap(
+                lambda t: jax.random.normal(jax.random.fold_in(jax.random.key(3), t), m.shape[:1])
+            )(jnp.arange(6))
         ).mean(),
         "mask",
     ),
-    "a beta distribution": (lambda r: (r * jax.random.beta(jax.random.key(3), 1.5, 1.0, r.shape)).mean(), "reward"),
+    "a beta distribution": (
+        lambda r: (r * jax.random.beta(jax.random.key(3), 1.5, 1.0, r.shape)).mean(),
+        "reward",
+    ),
 }
 
 
@@ -307,12 +464,15 @@ def test_what_joins_rows_is_known(case):
 
 
 @pytest.mark.sampled(quick=48)
-@pytest.mark.parametrize("part", [PART, 8])  # another number than the rows of a worker stands for two rows where there is one
+# another number than the rows of a worker stands for two rows where there is one
+@pytest.mark.parametrize("part", [PART, 8])
 @pytest.mark.parametrize("case", [*OTHERS, *MEANS])
 def test_workers_compute_what_one_device_does(case, part):
     loss, *names = {**MEANS, **OTHERS}[case]
     arrays = [data()[name] for name in names]
-    for ours, right in zip(*map(jax.tree.leaves, (by_workers(loss, arrays, part), plainly(loss, arrays))), strict=True):
+    for ours, right in zip(
+        *map(jax.tree.leaves, (by_workers(loss, arrays, part), plainly(loss, arrays))), strict=True
+    ):
         assert np.shape(ours) == np.shape(right)
         np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-6 * max(1, np.abs(right).max()))
 
@@ -321,7 +481,9 @@ def test_workers_compute_what_one_device_does(case, part):
 @pytest.mark.parametrize("function", [jnp.max, jnp.min])
 def test_largest_and_smallest_of_rows_are_those_of_any_dtype(function, dtype):
     rows = jnp.arange(ROWS).astype(dtype).at[5].set(jnp.iinfo(dtype).min if dtype == "int32" else 0)
-    _, (found,) = by_workers(lambda r, x: function(r).astype("float32") + 0 * x.sum(), [rows, data()["reward"]])
+    _, (found,) = by_workers(
+        lambda r, x: function(r).astype("float32") + 0 * x.sum(), [rows, data()["reward"]]
+    )
     assert found == np.asarray(function(rows)).astype("float32")
 
 

@@ -1,4 +1,6 @@
-"""Updates that are skipped at a spike, or where float16 overflows: everywhere or nowhere, and nothing of them is left."""
+"""Updates that are skipped at a spike, or where float16 overflows: everywhere or nowhere, and
+nothing of them is left.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +24,7 @@ from tests.train.served import FEATURES, MOMENTUM, data, served
 SPIKES = skip_spikes(MOMENTUM, window=3)
 STEPS, BAD = 8, 5
 
-# in a plain loop -----------------------------------------------------------------------------------------------------
+# in a plain loop ----------------------------------------------------------------------------------
 
 
 def run(optimizer, gradients, values=None, params=0.0):
@@ -45,7 +47,9 @@ def limit(values, sigmas):
 def test_skip_spikes_has_the_band_of_the_updates_that_were_made():
     norms = [1.0, 2.0, 3.0, 2.5, 60.0, 3.5, 5.5, 1.0, 4.4, 80.0, 0.5]
     made, skipped = [], []
-    for number, (_, state) in enumerate(run(skip_spikes(optax.sgd(1.0), sigmas=3.0, window=3), norms)):
+    for number, (_, state) in enumerate(
+        run(skip_spikes(optax.sgd(1.0), sigmas=3.0, window=3), norms)
+    ):
         allowed = limit(made[-3:], 3.0) if len(made) >= 3 else np.inf
         assert_close(state.limits[1], allowed)
         (skipped if norms[number] > allowed else made).append(norms[number])
@@ -56,23 +60,41 @@ def test_skip_spikes_has_the_band_of_the_updates_that_were_made():
 def test_skip_spikes_takes_losses_too():
     losses = [1.0, 1.1, 1.2, 9.0, 1.0, np.nan, -50.0]
     seen = run(skip_spikes(optax.sgd(1.0), window=3), np.ones(7), losses)
-    assert [params for params, _ in seen] == [-1, -2, -3, -3, -4, -4, -5], "a loss that falls is no spike"
+    assert [params for params, _ in seen] == [-1, -2, -3, -3, -4, -4, -5], (
+        "a loss that falls is no spike"
+    )
     assert [int(state.left) for _, state in seen] == [10, 10, 10, 9, 10, 9, 10]
 
 
 def test_skip_spikes_skips_what_is_not_finite_from_the_first_step_on():
-    seen = run(skip_spikes(optax.adam(1.0), window=100, max_in_a_row=2), [np.inf, 1.0, np.nan, np.nan, np.nan])
+    seen = run(
+        skip_spikes(optax.adam(1.0), window=100, max_in_a_row=2),
+        [np.inf, 1.0, np.nan, np.nan, np.nan],
+    )
     assert [int(state.left) for _, state in seen] == [1, 2, 1, 0, 0] and seen[0][0] == 0
-    assert seen[-1][0] == seen[1][0] != 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(seen[-1][1].inner))
+    assert seen[-1][0] == seen[1][0] != 0 and all(
+        np.isfinite(leaf).all() for leaf in jax.tree.leaves(seen[-1][1].inner)
+    )
 
 
 def test_skip_spikes_of_equal_values_skips_nothing():
-    assert int(run(skip_spikes(optax.sgd(1.0), window=3), np.full(20, 0.1), np.full(20, 0.7))[-1][1].skipped) == 0
+    assert (
+        int(
+            run(skip_spikes(optax.sgd(1.0), window=3), np.full(20, 0.1), np.full(20, 0.7))[-1][
+                1
+            ].skipped
+        )
+        == 0
+    )
 
 
 def test_skip_spikes_trains_after_gradients_of_zero():
     """They do not fill the window: as if those steps had not been."""
-    seen = run(skip_spikes(optax.sgd(1.0), window=3), [0.0] * 5 + [1.0, 2.0, 3.0] + [0.0] * 5 + [2.0, 90.0, 0.0], [0.0] * 16)
+    seen = run(
+        skip_spikes(optax.sgd(1.0), window=3),
+        [0.0] * 5 + [1.0, 2.0, 3.0] + [0.0] * 5 + [2.0, 90.0, 0.0],
+        [0.0] * 16,
+    )
     assert [params for params, _ in seen[4:]] == [0, -1, -3, -6, *[-6] * 5, -8, -8, -8]
     assert int(seen[-1][1].skipped) == 1 and np.isinf(seen[-1][1].limits[0])
 
@@ -94,19 +116,29 @@ def test_skipping_state_keeps_its_dtypes_under_x64(wrap):
         def step(state, gradient):
             return optimizer.update(gradient, state, params, value=gradient)[::-1]
 
-        state, _ = jax.jit(lambda gradients: jax.lax.scan(step, optimizer.init(params), gradients))(jnp.ones(3, jnp.float32))
+        state, _ = jax.jit(lambda gradients: jax.lax.scan(step, optimizer.init(params), gradients))(
+            jnp.ones(3, jnp.float32)
+        )
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state)} <= {1, 4}
 
 
 def test_scale_loss_halves_and_doubles():
     seen = run(scale_loss(optax.sgd(1.0), 8.0, every=2), [np.inf, 1.0, 1.0, 1.0, np.nan, 1.0, 1.0])
     assert [float(state.scale) for _, state in seen] == [4, 4, 8, 8, 4, 4, 8]
-    assert [params for params, _ in seen] == [0, -1, -2, -3, -3, -4, -5] and int(seen[-1][1].skipped) == 2
-    scales = [float(state.scale) for _, state in run(scale_loss(optax.sgd(1.0), 2.0**39, every=1), np.full(4, 1e-9))]
-    assert scales == [2.0**40] * 4 and float(run(scale_loss(optax.sgd(1.0), 2.0**-23), [np.nan] * 3)[-1][1].scale) == 2.0**-24
+    assert [params for params, _ in seen] == [0, -1, -2, -3, -3, -4, -5] and int(
+        seen[-1][1].skipped
+    ) == 2
+    scales = [
+        float(state.scale)
+        for _, state in run(scale_loss(optax.sgd(1.0), 2.0**39, every=1), np.full(4, 1e-9))
+    ]
+    assert (
+        scales == [2.0**40] * 4
+        and float(run(scale_loss(optax.sgd(1.0), 2.0**-23), [np.nan] * 3)[-1][1].scale) == 2.0**-24
+    )
 
 
-# on a mesh -----------------------------------------------------------------------------------------------------------
+# on a mesh ----------------------------------------------------------------------------------------
 
 
 class Stack(nnx.Module):
@@ -122,12 +154,20 @@ class Stack(nnx.Module):
 
 def trainer_on(layout="data_parallel", mesh="data=8", optimizer=SPIKES, norm=False, **how):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: spmd.MeshSpec.parse(mesh).size])
-    how = {"loss": spmd.losses.cross_entropy, "optimizer": optimizer, "mesh": mesh, "layout": layout, **how}
+    how = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optimizer,
+        "mesh": mesh,
+        "layout": layout,
+        **how,
+    }
     return spmd.Trainer(lambda: Stack(nnx.Rngs(0), norm), **how)
 
 
 def batch(number, by=1e3):
-    """A batch of which step `BAD` has one row, of one worker alone, that is a thousand times as large."""
+    """A batch of which step `BAD` has one row, of one worker alone, that is a thousand times as
+    large.
+    """
     rows = data(seed=number)
     rows["x"][17] *= by if number == BAD else 1
     return rows
@@ -140,7 +180,11 @@ def train(trainer, steps=STEPS, by=1e3):
         state, measured = trainer.step(state, batch(number, by))
         metrics.append(dict(measured))
         copied = jax.tree.map(jnp.copy, state)
-        states.append(jax.device_get(dataclasses.replace(copied, params=trainer.placed.unpacked(copied.params))))
+        states.append(
+            jax.device_get(
+                dataclasses.replace(copied, params=trainer.placed.unpacked(copied.params))
+            )
+        )
     return states, metrics
 
 
@@ -155,7 +199,10 @@ PLACES = {
     "data_parallel-8": ("data_parallel", "data=8"),
     "zero1-8": ("zero1", "data=8"),
     "fsdp-8": ("fsdp", "data=8"),
-    "fsdp-tensor-4x2": (dataclasses.replace(spmd.Layout.load("fsdp_tensor_parallel"), params=RULES), "data=4,model=2"),
+    "fsdp-tensor-4x2": (
+        dataclasses.replace(spmd.Layout.load("fsdp_tensor_parallel"), params=RULES),
+        "data=4,model=2",
+    ),
     "pipeline-2x4": ("pipeline", "data=2,stage=4"),
     "1f1b-2x4": ("pipeline_1f1b", "data=2,stage=4"),
     "server-8": (served(), "data=8"),
@@ -170,13 +217,22 @@ def alone(accumulate=1):
 
 def check_spike(states, metrics, reference, tolerance):
     """The spike was skipped, all of it, and nothing else; and all is as the reference has it."""
-    assert column(metrics, "skipped") == [float(number == BAD) for number in range(STEPS)] == column(reference[1], "skipped")
+    assert (
+        column(metrics, "skipped")
+        == [float(number == BAD) for number in range(STEPS)]
+        == column(reference[1], "skipped")
+    )
     before, after = (flatten(states[number]) for number in (BAD - 1, BAD))
-    counters = {"step", *(f"opt/{name}" for name in ("skipped", "in_a_row", "left", "seen", "limits", "applied"))}
+    counters = {
+        "step",
+        *(f"opt/{name}" for name in ("skipped", "in_a_row", "left", "seen", "limits", "applied")),
+    }
     for path, leaf in after.items():
         assert path in counters or leaf.tobytes() == before[path].tobytes(), path
     for path, leaf in flatten(reference[0][-1].params).items():
-        np.testing.assert_allclose(flatten(states[-1].params)[path], leaf, rtol=0, atol=tolerance, err_msg=path)
+        np.testing.assert_allclose(
+            flatten(states[-1].params)[path], leaf, rtol=0, atol=tolerance, err_msg=path
+        )
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(column(metrics, name), column(reference[1], name), rtol=2e-5)
 
@@ -189,11 +245,19 @@ def test_spike_of_one_worker_is_skipped_everywhere(place):
 
 @pytest.mark.system
 def test_spike_that_is_not_skipped_moves_the_weights():
-    """The control: without the wrapper, and with a band that is wide enough, the same batch is an update."""
+    """The control: without the wrapper, and with a band that is wide enough, the same batch is an
+    update.
+    """
     moves = {}
-    for name, optimizer in (("plain", MOMENTUM), ("wide", skip_spikes(MOMENTUM, window=3, sigmas=1e9)), ("spikes", SPIKES)):
+    for name, optimizer in (
+        ("plain", MOMENTUM),
+        ("wide", skip_spikes(MOMENTUM, window=3, sigmas=1e9)),
+        ("spikes", SPIKES),
+    ):
         states, _ = train(trainer_on(optimizer=optimizer), BAD + 1)
-        moves[name] = np.abs(states[BAD].params["up"]["kernel"] - states[BAD - 1].params["up"]["kernel"]).max()
+        moves[name] = np.abs(
+            states[BAD].params["up"]["kernel"] - states[BAD - 1].params["up"]["kernel"]
+        ).max()
     assert moves["spikes"] == 0 and moves["plain"] == moves["wide"] > 1
 
 
@@ -207,13 +271,17 @@ def test_spike_in_a_microbatch_skips_the_update_of_all(accumulate):
 def test_skipped_update_changes_no_batch_statistics():
     """Those of a batch with a NaN would spoil every evaluation after."""
     states, metrics = train(trainer_on(norm=True), by=np.nan)
-    assert column(metrics, "skipped") == [float(number == BAD) for number in range(STEPS)] and np.isnan(metrics[BAD]["loss"])
+    assert column(metrics, "skipped") == [
+        float(number == BAD) for number in range(STEPS)
+    ] and np.isnan(metrics[BAD]["loss"])
     stats = [flatten(state.stats) for state in states]
     for path, leaf in stats[BAD].items():
         np.testing.assert_array_equal(leaf, stats[BAD - 1][path])
         assert np.isfinite(stats[-1][path]).all() and (leaf != stats[-1][path]).any()
     spoiled, _ = train(trainer_on(norm=True, optimizer=MOMENTUM), by=np.nan)
-    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(spoiled[-1].stats)), "the control"
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(spoiled[-1].stats)), (
+        "the control"
+    )
 
 
 @pytest.mark.system
@@ -221,12 +289,15 @@ def test_skipped_update_changes_no_batch_statistics():
 def test_skipped_update_changes_no_residual(layout):
     if layout == "fsdp":  # where layers reduce their gradients in the backward pass
         layout = dataclasses.replace(
-            spmd.Layout.load("fsdp"), gradients=spmd.Gradients("reduce_scatter", "int8", error_feedback=True, gather="layer")
+            spmd.Layout.load("fsdp"),
+            gradients=spmd.Gradients("reduce_scatter", "int8", error_feedback=True, gather="layer"),
         )
     states, metrics = train(trainer_on(layout))
     check_spike(states, metrics, (states, metrics), 0)
     residuals = [flatten(state.exchange) for state in states]
-    assert residuals[0] and all((leaf != residuals[BAD + 1][path]).any() for path, leaf in residuals[BAD].items())
+    assert residuals[0] and all(
+        (leaf != residuals[BAD + 1][path]).any() for path, leaf in residuals[BAD].items()
+    )
 
 
 @pytest.mark.system
@@ -243,10 +314,17 @@ def test_average_and_schedule_are_those_of_updates_that_were_made():
     state = plain.init()
     for number in range(STEPS):
         state = plain.step(state, batch(number))[0] if number != BAD else state
-    for wanted, got in ((state.params, states[-1].params), (state.opt.average, states[-1].opt.inner.average)):
+    for wanted, got in (
+        (state.params, states[-1].params),
+        (state.opt.average, states[-1].opt.inner.average),
+    ):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(wanted), got)
     assert int(states[-1].opt.inner.updates) == STEPS - 1
-    jax.tree.map(np.testing.assert_array_equal, trainer.averaged(trainer.init()).params, trainer.init().params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        trainer.averaged(trainer.init()).params,
+        trainer.init().params,
+    )
 
 
 SCALAR = "f32[]"
@@ -254,27 +332,43 @@ SCALAR = "f32[]"
 
 def collectives(text):
     """(kind, shape) of each array that one communicates."""
-    lines = re.findall(r"= (\([^)]*\)|\S+) (all-[a-z-]+|reduce-scatter|collective-permute)(?:-start)?\(", text)
-    return sorted((kind, shape) for shapes, kind in lines for shape in re.findall(r"\w+\[[\d,]*\]", shapes))
+    lines = re.findall(
+        r"= (\([^)]*\)|\S+) (all-[a-z-]+|reduce-scatter|collective-permute)(?:-start)?\(", text
+    )
+    return sorted(
+        (kind, shape) for shapes, kind in lines for shape in re.findall(r"\w+\[[\d,]*\]", shapes)
+    )
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("layout", ["data_parallel", "zero1", "fsdp"])
 def test_skips_add_no_collective_but_of_scalars(layout):
-    compiled = [trainer_on(layout, optimizer=optimizer).prepare(data())[0].compile() for optimizer in (MOMENTUM, SPIKES)]
+    compiled = [
+        trainer_on(layout, optimizer=optimizer).prepare(data())[0].compile()
+        for optimizer in (MOMENTUM, SPIKES)
+    ]
     plain, spikes = (collectives(program.as_text()) for program in compiled)
     for each in plain:
         spikes.remove(each)
     shapes = [shape for kind, shape in spikes]
-    assert plain and shapes == ([] if layout == "data_parallel" else [SCALAR] * len(shapes)) and (shapes or layout == "data_parallel")
+    assert (
+        plain
+        and shapes == ([] if layout == "data_parallel" else [SCALAR] * len(shapes))
+        and (shapes or layout == "data_parallel")
+    )
 
 
-# in a loop of one's own ----------------------------------------------------------------------------------------------
+# in a loop of one's own ---------------------------------------------------------------------------
 
 
 def own_loop(tx, steps=STEPS):
-    """Parameters and state on every worker after each step, of a plain `jax.shard_map` loop; one worker's rows have the spike."""
-    mesh, params = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), {"w": jnp.zeros((FEATURES, 5))}
+    """Parameters and state on every worker after each step, of a plain `jax.shard_map` loop; one
+    worker's rows have the spike.
+    """
+    mesh, params = (
+        jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)),
+        {"w": jnp.zeros((FEATURES, 5))},
+    )
     state = wire.init(tx, params, mesh)
 
     def step(params, state, x, y):
@@ -286,7 +380,15 @@ def own_loop(tx, steps=STEPS):
         return optax.apply_updates(params, updates), state
 
     specs = (jax.P(), wire.specs(state))
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*specs, jax.P("data"), jax.P("data")), out_specs=specs, check_vma=False))
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(*specs, jax.P("data"), jax.P("data")),
+            out_specs=specs,
+            check_vma=False,
+        )
+    )
     seen = []
     for number in range(steps):
         rows = batch(number)
@@ -311,10 +413,11 @@ def test_skip_spikes_where_workers_would_decide_differently(golden):
         own_loop(wire.zero1("data", SPIKES), 1)
 
 
-# float16 -------------------------------------------------------------------------------------------------------------
+# float16 ------------------------------------------------------------------------------------------
 
 HALF = {"precision": "float16", "optimizer": scale_loss(MOMENTUM, 2.0**10)}
-TINY = 2.0**-26  # of the loss: its gradients are below the smallest number of float16, unless they are scaled
+# of the loss: its gradients are below the smallest number of float16, unless they are scaled
+TINY = 2.0**-26
 
 
 def tiny(model, batch):
@@ -350,9 +453,12 @@ def test_float16_without_a_scale_loses_small_gradients():
     """The control: under a scale of 1 all are zero."""
     ways = {}
     for name, (states, metrics) in {
-        "float32": exact(), "scaled": masters("float16", "data=8"), "not scaled": masters("float16", "data=8", initial=1.0)
+        "float32": exact(), "scaled": masters("float16", "data=8"),
+            "not scaled": masters("float16", "data=8", initial=1.0)
     }.items():  # fmt: skip
-        ways[name] = np.abs(states[-1].params["up"]["kernel"] - states[0].params["up"]["kernel"]).max()
+        ways[name] = np.abs(
+            states[-1].params["up"]["kernel"] - states[0].params["up"]["kernel"]
+        ).max()
         assert name == "float32" or sum(column(metrics, "skipped")) == 0
     assert abs(ways["scaled"] / ways["float32"] - 1) < 0.02 and ways["not scaled"] == 0
 
@@ -364,8 +470,15 @@ def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place
     states, metrics = train(trainer, by=1e5)
     assert column(metrics, "skipped") == [float(number == BAD) for number in range(STEPS)]
     assert column(metrics, "loss_scale") == [2.0**10] * BAD + [2.0**9] * (STEPS - BAD)
-    for path, leaf in flatten((states[BAD].params, states[BAD].opt.inner, states[BAD].exchange)).items():
-        assert leaf.tobytes() == flatten((states[BAD - 1].params, states[BAD - 1].opt.inner, states[BAD - 1].exchange))[path].tobytes()
+    for path, leaf in flatten(
+        (states[BAD].params, states[BAD].opt.inner, states[BAD].exchange)
+    ).items():
+        assert (
+            leaf.tobytes()
+            == flatten(
+                (states[BAD - 1].params, states[BAD - 1].opt.inner, states[BAD - 1].exchange)
+            )[path].tobytes()
+        )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[-1].params))
 
 
@@ -373,15 +486,28 @@ def test_overflow_of_one_worker_is_skipped_everywhere_and_halves_the_scale(place
 @pytest.mark.parametrize("gather", ["full", "layer"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_residuals_do_not_depend_on_the_scale(gather, accumulate):
-    """A power of 2 rounds nothing, so a run has the same bits under any scale that neither over- nor underflows."""
+    """A power of 2 rounds nothing, so a run has the same bits under any scale that neither over-
+    nor underflows.
+    """
     layout = dataclasses.replace(
-        spmd.Layout.load("fsdp"), gradients=spmd.Gradients("reduce_scatter", "int8", error_feedback=True, gather=gather)
+        spmd.Layout.load("fsdp"),
+        gradients=spmd.Gradients("reduce_scatter", "int8", error_feedback=True, gather=gather),
     )
     runs = [
-        train(trainer_on(layout, precision="float16", optimizer=scale_loss(MOMENTUM, scale, every=3), accumulate=accumulate), by=1)
+        train(
+            trainer_on(
+                layout,
+                precision="float16",
+                optimizer=scale_loss(MOMENTUM, scale, every=3),
+                accumulate=accumulate,
+            ),
+            by=1,
+        )
         for scale in (2.0**10, 2.0**12)
     ]
-    assert [column(metrics, "loss_scale")[-1] for _, metrics in runs] == [2.0**12, 2.0**14] and sum(column(runs[0][1], "skipped")) == 0
+    assert [column(metrics, "loss_scale")[-1] for _, metrics in runs] == [2.0**12, 2.0**14] and sum(
+        column(runs[0][1], "skipped")
+    ) == 0
     for path, leaf in flatten((runs[0][0][-1].params, runs[0][0][-1].exchange)).items():
         other = flatten((runs[1][0][-1].params, runs[1][0][-1].exchange))[path]
         np.testing.assert_array_equal(leaf, other, err_msg=path)
@@ -389,9 +515,13 @@ def test_residuals_do_not_depend_on_the_scale(gather, accumulate):
 
 @functools.cache
 def found(place):
-    """Which steps `fit(precision="float16")` skips until it has found its scale; it begins too high for this model."""
+    """Which steps `fit(precision="float16")` skips until it has found its scale; it begins too high
+    for this model.
+    """
     layout, mesh = PLACES.get(place, ("data_parallel", "data=1"))
-    states, metrics = train(trainer_on(layout, mesh, precision="float16", optimizer=MOMENTUM), by=1e5)
+    states, metrics = train(
+        trainer_on(layout, mesh, precision="float16", optimizer=MOMENTUM), by=1e5
+    )
     return column(metrics, "skipped"), column(metrics, "loss_scale"), flatten(states[-1].params)
 
 
@@ -399,7 +529,9 @@ def found(place):
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_finds_the_same_scale_on_every_mesh(place):
     skipped, scales, params = found(place)
-    assert (skipped, scales) == found("alone")[:2] and scales == [2.0 ** (20 - sum(skipped[: number + 1])) for number in range(STEPS)]
+    assert (skipped, scales) == found("alone")[:2] and scales == [
+        2.0 ** (20 - sum(skipped[: number + 1])) for number in range(STEPS)
+    ]
     assert 2 <= sum(skipped) <= 5 and skipped[0] == skipped[BAD] == 1
     for path, leaf in found("alone")[2].items():
         np.testing.assert_allclose(params[path], leaf, rtol=0, atol=2e-3, err_msg=path)
@@ -410,7 +542,13 @@ def test_float16_is_noted():
     for precision in ("float16", "bfloat16"):
         trainer = trainer_on(precision=precision, optimizer=MOMENTUM)
         trainer.prepare(data())
-        notes.append([line for line in trainer.notes() if line.startswith("gradients in float16: the loss is scaled")])
+        notes.append(
+            [
+                line
+                for line in trainer.notes()
+                if line.startswith("gradients in float16: the loss is scaled")
+            ]
+        )
     assert [len(lines) for lines in notes] == [1, 0]
 
 
@@ -419,28 +557,52 @@ def test_overflow_is_no_spike():
     """What float16 cannot hold never reaches the band."""
     trainer = trainer_on(precision="float16", optimizer=scale_loss(SPIKES, 2.0**6))
     states, metrics = train(trainer, by=1e5)
-    assert metrics[BAD]["skipped"] == 1 and states[BAD].opt.inner.skipped == 0 and np.isnan(metrics[BAD]["grad_norm"])
-    states, metrics = train(trainer_on(precision="float16", optimizer=scale_loss(SPIKES, 1.0)), by=1e2)
-    assert metrics[BAD]["skipped"] == 1 and states[BAD].opt.inner.skipped == 1 and metrics[BAD]["skips_left"] == 9
+    assert (
+        metrics[BAD]["skipped"] == 1
+        and states[BAD].opt.inner.skipped == 0
+        and np.isnan(metrics[BAD]["grad_norm"])
+    )
+    states, metrics = train(
+        trainer_on(precision="float16", optimizer=scale_loss(SPIKES, 1.0)), by=1e2
+    )
+    assert (
+        metrics[BAD]["skipped"] == 1
+        and states[BAD].opt.inner.skipped == 1
+        and metrics[BAD]["skips_left"] == 9
+    )
 
 
 @pytest.mark.system
 def test_trial_of_a_sweep_in_float16_equals_fit():
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((FEATURES, 1))}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((FEATURES, 1))}, lambda params, x: x @ params["w"]
+    )
     x = np.random.default_rng(0).normal(size=(64, FEATURES)).astype(np.float32)
     arrays = {"x": x, "y": x[:, :1] - x[:, 1:2]}
-    how = {"loss": spmd.losses.mean_squared_error, "batch_size": 32, "steps": 6, "shuffle": False, "precision": "float16"}
+    how = {
+        "loss": spmd.losses.mean_squared_error,
+        "batch_size": 32,
+        "steps": 6,
+        "shuffle": False,
+        "precision": "float16",
+    }
     found = spmd.sweep(
-        lambda: model, arrays, space={"rate": [0.015625, 0.0625]}, search="grid",
-        optimizer=lambda rate: skip_spikes(optax.inject_hyperparams(optax.sgd)(rate), window=2), **how
-    )  # fmt: skip
-    alone = spmd.fit(model, arrays, optimizer=skip_spikes(optax.sgd(0.0625), window=2), mesh="data=8", **how)
+        lambda: model,
+        arrays,
+        space={"rate": [0.015625, 0.0625]},
+        search="grid",
+        optimizer=lambda rate: skip_spikes(optax.inject_hyperparams(optax.sgd)(rate), window=2),
+        **how,
+    )
+    alone = spmd.fit(
+        model, arrays, optimizer=skip_spikes(optax.sgd(0.0625), window=2), mesh="data=8", **how
+    )
     trial = next(trial for trial in found.trials if trial.values["rate"] == 0.0625).result()
     np.testing.assert_allclose(trial.state.params["w"], alone.state.params["w"], rtol=0, atol=2e-4)
     assert float(trial.state.opt.scale) == float(alone.state.opt.scale)
 
 
-# errors --------------------------------------------------------------------------------------------------------------
+# errors -------------------------------------------------------------------------------------------
 
 
 def prepare(layout="data_parallel", optimizer=SPIKES, **how):
@@ -479,15 +641,23 @@ ERRORS = {
     "in a chain": lambda: prepare(optimizer=optax.chain(optax.clip_by_global_norm(1.0), SPIKES)),
     "masked": lambda: prepare(optimizer=optax.masked(SPIKES, only_kernels)),
     "twice": lambda: prepare(optimizer=skip_spikes(SPIKES)),
-    "scale inside": lambda: prepare(optimizer=skip_spikes(scale_loss(MOMENTUM)), precision="float16"),
+    "scale inside": lambda: prepare(
+        optimizer=skip_spikes(scale_loss(MOMENTUM)), precision="float16"
+    ),
     "asynchronous": lambda: prepare(served(mode="asynchronous")),
     "local": lambda: prepare(served(mode="local", every=2)),
-    "float16 asynchronous": lambda: prepare(served(mode="asynchronous"), MOMENTUM, precision="float16"),
+    "float16 asynchronous": lambda: prepare(
+        served(mode="asynchronous"), MOMENTUM, precision="float16"
+    ),
     "scale for float32": lambda: prepare(optimizer=scale_loss(MOMENTUM)),
     "scale for bfloat16": lambda: prepare(optimizer=scale_loss(MOMENTUM), precision="bfloat16"),
     "average outside": lambda: prepare(optimizer=average_weights(SPIKES)),
-    "average outside of a scale": lambda: prepare(optimizer=average_weights(scale_loss(MOMENTUM)), precision="float16"),
-    "average outside of both": lambda: prepare(optimizer=average_weights(scale_loss(SPIKES)), precision="float16"),
+    "average outside of a scale": lambda: prepare(
+        optimizer=average_weights(scale_loss(MOMENTUM)), precision="float16"
+    ),
+    "average outside of both": lambda: prepare(
+        optimizer=average_weights(scale_loss(SPIKES)), precision="float16"
+    ),
     "metric given of its name": lambda: prepare(metrics={"grad_norm": spmd.metrics.accuracy}),
     "attention in float16 on a CPU": attention_in_float16,
     "metric of its name": lambda: prepare(loss=own_norm),

@@ -1,4 +1,6 @@
-"""Metrics from sums over all rows: equal on one device and on eight, over uneven batches, padding and masks."""
+"""Metrics from sums over all rows: equal on one device and on eight, over uneven batches, padding
+and masks.
+"""
 
 import json
 import math
@@ -18,28 +20,43 @@ from tests.compare import assert_close
 DRAW = np.random.default_rng(0)
 ROWS = DRAW.normal(size=(50, 4)).astype("float32")
 LABELS = (ROWS[:, 0] + DRAW.normal(size=50) > 0.5).astype("int32")
-LOGITS = spmd.FunctionalModel(lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])}, lambda params, x: x @ params["w"])
-CLASSES = spmd.FunctionalModel(
-    lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])}, lambda params, x: jnp.stack([-x @ params["w"] / 2, x @ params["w"] / 2], -1)
+LOGITS = spmd.FunctionalModel(
+    lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])}, lambda params, x: x @ params["w"]
 )
-MESHES = [pytest.param("data=1", "data_parallel", id="one device"), pytest.param("data=8", "data_parallel", id="eight")]
+CLASSES = spmd.FunctionalModel(
+    lambda key: {"w": jnp.array([1.0, -0.3, 0.2, 0.5])},
+    lambda params, x: jnp.stack([-x @ params["w"] / 2, x @ params["w"] / 2], -1),
+)
+MESHES = [
+    pytest.param("data=1", "data_parallel", id="one device"),
+    pytest.param("data=8", "data_parallel", id="eight"),
+]
 
 
 def binary(outputs, targets):
     return optax.losses.sigmoid_binary_cross_entropy(outputs, targets.astype("float32"))
 
 
-def evaluated(model, data, metrics, *, loss=None, mesh="data=8", layout="data_parallel", batch_size=16):
+def evaluated(
+    model, data, metrics, *, loss=None, mesh="data=8", layout="data_parallel", batch_size=16
+):
     loss = spmd.losses.cross_entropy if loss is None else loss
     devices = jax.devices()[: math.prod(spmd.MeshSpec.parse(mesh).sizes.values())]
     trainer = spmd.Trainer(
-        model, loss=loss, optimizer=optax.sgd(0.1), metrics=metrics, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout
+        model,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        metrics=metrics,
+        mesh=spmd.make_mesh(mesh, devices=devices),
+        layout=layout,
     )
     return trainer.evaluate(trainer.init(data), data, batch_size=batch_size)
 
 
 def area(logits, labels):
-    """Of all pairs of a row of class 1 and one of class 0, the share in which the first has the larger logit; equal ones count half."""
+    """Of all pairs of a row of class 1 and one of class 0, the share in which the first has the
+    larger logit; equal ones count half.
+    """
     steps = np.floor(np.asarray(jnp.arcsinh(np.asarray(logits, "float32"))) * np.float32(96))
     positive, negative = steps[labels == 1], steps[labels == 0]
     return np.mean([(p > n) + (p == n) / 2 for p in positive for n in negative])
@@ -51,16 +68,24 @@ def area(logits, labels):
 @pytest.mark.parametrize("model", [LOGITS, CLASSES], ids=["one logit", "two classes"])
 def test_area_under_the_curve(model, batch_size, mesh, layout):
     data = {"x": ROWS, "label": LABELS}
-    loss = spmd.losses.cross_entropy if model is CLASSES else spmd.metrics.PerExample(binary, "binary")
-    found = evaluated(model, data, {"auc": auc}, loss=loss, mesh=mesh, layout=layout, batch_size=batch_size)
-    assert found["auc"] == pytest.approx(area(ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
+    loss = (
+        spmd.losses.cross_entropy if model is CLASSES else spmd.metrics.PerExample(binary, "binary")
+    )
+    found = evaluated(
+        model, data, {"auc": auc}, loss=loss, mesh=mesh, layout=layout, batch_size=batch_size
+    )
+    assert found["auc"] == pytest.approx(
+        area(ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12
+    )
     assert 0.6 < found["auc"] < 0.95
 
 
 @pytest.mark.parametrize("scale", [10, 1000])
 def test_large_logits_are_ranked(scale):
     found = evaluated(CLASSES, {"x": scale * ROWS, "label": LABELS}, {"auc": auc})["auc"]
-    assert found == pytest.approx(area(scale * ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12)
+    assert found == pytest.approx(
+        area(scale * ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32"), LABELS), abs=1e-12
+    )
     separable = np.zeros((50, 4), "float32")
     separable[:, 0] = scale * (2.0 + 0.1 * LABELS)
     assert evaluated(CLASSES, {"x": separable, "label": LABELS}, {"auc": auc})["auc"] == 1.0
@@ -72,34 +97,60 @@ def test_target_that_is_no_class_shows(target, caplog):
     labels[20] = target
     loss = spmd.metrics.PerExample(binary, "binary")
     found = evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc}, loss=loss)
-    assert math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
-    assert not math.isnan(evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc.on(ignore=target)}, loss=loss)["auc"])
+    assert (
+        math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    )
+    assert not math.isnan(
+        evaluated(LOGITS, {"x": ROWS, "label": labels}, {"auc": auc.on(ignore=target)}, loss=loss)[
+            "auc"
+        ]
+    )
 
 
 TOKENS = DRAW.integers(0, 7, (19, 5)).astype("int32")
-TEXT = {"tokens": TOKENS, "targets": (TOKENS + 1) % 7, "mask": DRAW.integers(0, 2, (19, 5)).astype("int32")}
-BIGRAM = spmd.FunctionalModel(lambda key: {"w": jax.random.normal(key, (7, 7))}, lambda params, tokens: params["w"][tokens])
+TEXT = {
+    "tokens": TOKENS,
+    "targets": (TOKENS + 1) % 7,
+    "mask": DRAW.integers(0, 2, (19, 5)).astype("int32"),
+}
+BIGRAM = spmd.FunctionalModel(
+    lambda key: {"w": jax.random.normal(key, (7, 7))}, lambda params, tokens: params["w"][tokens]
+)
 
 
 @pytest.mark.sampled(quick=5)
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
-@pytest.mark.parametrize("options", [{}, {"mask": "mask"}, {"ignore": 3}], ids=["all", "mask", "ignore"])
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": "mask"}, {"ignore": 3}], ids=["all", "mask", "ignore"]
+)
 def test_perplexity_is_exp_of_the_mean_loss(options, mesh, layout):
     loss = spmd.losses.cross_entropy.on(**options) if options else spmd.losses.cross_entropy
     metric = perplexity.on(**options) if options else perplexity
     found = evaluated(
-        BIGRAM, TEXT, {"perplexity": metric, "accuracy": spmd.metrics.accuracy}, loss=loss, mesh=mesh, layout=layout, batch_size=8
+        BIGRAM,
+        TEXT,
+        {"perplexity": metric, "accuracy": spmd.metrics.accuracy},
+        loss=loss,
+        mesh=mesh,
+        layout=layout,
+        batch_size=8,
     )
     assert_close(found["perplexity"], math.exp(found["loss"]))
     means = [
-        evaluated(BIGRAM, {key: x[rows] for key, x in TEXT.items()}, {"p": metric}, loss=loss)["p"] for rows in (slice(0, 8), slice(8, 19))
+        evaluated(BIGRAM, {key: x[rows] for key, x in TEXT.items()}, {"p": metric}, loss=loss)["p"]
+        for rows in (slice(0, 8), slice(8, 19))
     ]
-    assert abs(np.mean(means) - found["perplexity"]) > 1e-4 * found["perplexity"]  # what a mean over batches would be
+    # what a mean over batches would be
+    assert abs(np.mean(means) - found["perplexity"]) > 1e-4 * found["perplexity"]
 
 
 def test_in_a_run_it_is_measured_in_evaluations_only():
     data = {"x": ROWS, "label": LABELS}
-    options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.adam(0.1), "metrics": {"auc": auc, "accuracy": spmd.metrics.accuracy}}
+    options = {
+        "loss": spmd.losses.cross_entropy,
+        "optimizer": optax.adam(0.1),
+        "metrics": {"auc": auc, "accuracy": spmd.metrics.accuracy},
+    }
     result = spmd.fit(CLASSES, data, batch_size=16, epochs=2, eval_data=data, **options)
     assert len(result.history["eval_auc"]) == 2 and 0 < result.history["eval_auc"][0] <= 1
     assert "accuracy" in result.history and "auc" not in result.history
@@ -109,14 +160,32 @@ def test_in_a_run_it_is_measured_in_evaluations_only():
 def test_a_sweep_has_it_for_each_trial():
     data = {"x": ROWS[:48], "label": LABELS[:48]}
     found = spmd.sweep(
-        lambda: CLASSES, data, space={"learning_rate": [0.1, 0.01]}, search="grid", loss=spmd.losses.cross_entropy, optimizer=optax.sgd,
-        batch_size=16, steps=3, eval_data=data, metrics={"auc": auc}, score="eval_auc", mode="max", progress=False,
-    )  # fmt: skip
+        lambda: CLASSES,
+        data,
+        space={"learning_rate": [0.1, 0.01]},
+        search="grid",
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd,
+        batch_size=16,
+        steps=3,
+        eval_data=data,
+        metrics={"auc": auc},
+        score="eval_auc",
+        mode="max",
+        progress=False,
+    )
     for trial in found.trials:
         alone = spmd.fit(
-            CLASSES, data, loss=spmd.losses.cross_entropy, optimizer=optax.sgd(trial.values["learning_rate"]), batch_size=16, steps=3,
-            eval_data=data, metrics={"auc": auc}, seed=trial.trial.seed,
-        )  # fmt: skip
+            CLASSES,
+            data,
+            loss=spmd.losses.cross_entropy,
+            optimizer=optax.sgd(trial.values["learning_rate"]),
+            batch_size=16,
+            steps=3,
+            eval_data=data,
+            metrics={"auc": auc},
+            seed=trial.trial.seed,
+        )
         assert trial.metrics["eval_auc"] == pytest.approx(alone.history["eval_auc"][-1], abs=1e-12)
 
 
@@ -127,14 +196,19 @@ def test_one_class_has_no_area(caplog):
 
 def test_sums_without_a_number_are_reported(caplog):
     metric = FromSums(columns, "m", finish=lambda sums: math.nan)
-    assert math.isnan(evaluated(CLASSES, DATA, {"mine": metric})["mine"]) and '"mine": finish gives nan for its sums.' in caplog.text
+    assert (
+        math.isnan(evaluated(CLASSES, DATA, {"mine": metric})["mine"])
+        and '"mine": finish gives nan for its sums.' in caplog.text
+    )
 
 
 def test_a_logit_that_is_not_finite_shows(caplog):
     rows = ROWS.copy()
     rows[20] = np.nan
     found = evaluated(CLASSES, {"x": rows, "label": LABELS}, {"auc": auc})
-    assert math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    assert (
+        math.isnan(found["auc"]) and '"auc" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    )
 
 
 def test_a_metric_of_a_user():
@@ -146,7 +220,10 @@ def test_a_metric_of_a_user():
     mcc = FromSums(
         confusion,
         "mcc",
-        finish=lambda c: (c[3] * c[0] - c[1] * c[2]) / np.sqrt((c[3] + c[1]) * (c[3] + c[2]) * (c[0] + c[1]) * (c[0] + c[2])),
+        finish=lambda c: (
+            (c[3] * c[0] - c[1] * c[2])
+            / np.sqrt((c[3] + c[1]) * (c[3] + c[2]) * (c[0] + c[1]) * (c[0] + c[2]))
+        ),
     )
     found = evaluated(CLASSES, data, {"mcc": mcc})["mcc"]
     guesses = (ROWS @ np.array([1.0, -0.3, 0.2, 0.5], "float32") > 0).astype(int)
@@ -165,9 +242,16 @@ def columns(outputs, targets):
 
 
 BAD = {
-    "three classes": (lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}), "auc: the outputs are"),
+    "three classes": (
+        lambda: evaluated(BIGRAM, {"tokens": TOKENS, "targets": TEXT["targets"]}, {"auc": auc}),
+        "auc: the outputs are",
+    ),
     "one number": (
-        lambda: evaluated(CLASSES, {"x": ROWS, "label": LABELS}, {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)}),
+        lambda: evaluated(
+            CLASSES,
+            {"x": ROWS, "label": LABELS},
+            {"m": FromSums(lambda o, t: o[..., 0], "m", finish=sum)},
+        ),
         r"m: float32\[\d+\]\.\n    fix: \[rows, \.\.\., k\], k numbers for each row\.",
     ),
     "other rows": (
@@ -175,15 +259,21 @@ BAD = {
         r"m: float32\[1, 2\] for 16 rows",
     ),
     "finish raises": (
-        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums[2])}),
+        lambda: evaluated(
+            CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums[2])}
+        ),
         r'metric "mine": finish, given the sums float64\[2\], raised IndexError',
     ),
     "finish gives an array": (
-        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums)}),
+        lambda: evaluated(
+            CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: sums)}
+        ),
         r'metric "mine": finish, .* returned ndarray',
     ),
     "finish gives a text": (
-        lambda: evaluated(CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: "1.0")}),
+        lambda: evaluated(
+            CLASSES, DATA, {"mine": FromSums(columns, "m", finish=lambda sums: "1.0")}
+        ),
         r'metric "mine": finish, .* returned .*1\.0',
     ),
     "inside of a loss": (
@@ -194,7 +284,10 @@ BAD = {
         lambda: evaluated(CLASSES, DATA, {"area": lambda model, batch: auc(model, batch)}),
         'metric "area" is called inside of a loss or of another metric',
     ),
-    "as a loss": (lambda: evaluated(CLASSES, DATA, {}, loss=auc), r"loss=spmd\.metrics\.auc is a function of sums"),
+    "as a loss": (
+        lambda: evaluated(CLASSES, DATA, {}, loss=auc),
+        r"loss=spmd\.metrics\.auc is a function of sums",
+    ),
 }
 
 
@@ -205,7 +298,12 @@ def test_shapes_that_do_not_fit(call, message):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: FromSums(columns, "m"), lambda: FromSums(columns, "m", sum), lambda: FromSums(columns, "m", finish=3)]
+    "make",
+    [
+        lambda: FromSums(columns, "m"),
+        lambda: FromSums(columns, "m", sum),
+        lambda: FromSums(columns, "m", finish=3),
+    ],
 )
 def test_metric_without_finish_is_refused(make):
     with pytest.raises(OptionError, match="finish") as refused:
@@ -226,9 +324,21 @@ class Unsaved:
 
 
 BAD_DRAWINGS = {
-    "raises": (lambda sums: 1 // 0, LossError, r'metric "m": draw, given the sums float64\[2\], raised ZeroDivisionError.*\n.*line \d+'),
-    "gives floats": (lambda sums: np.zeros((2, 2)), OptionError, r'metric "m": draw: the picture is float64\[2, 2\]'),
-    "gives a figure that fails": (lambda sums: Unsaved(), CallbackError, 'step 1: metric "m": draw raises ValueError: no such symbol'),
+    "raises": (
+        lambda sums: 1 // 0,
+        LossError,
+        r'metric "m": draw, given the sums float64\[2\], raised ZeroDivisionError.*\n.*line \d+',
+    ),
+    "gives floats": (
+        lambda sums: np.zeros((2, 2)),
+        OptionError,
+        r'metric "m": draw: the picture is float64\[2, 2\]',
+    ),
+    "gives a figure that fails": (
+        lambda sums: Unsaved(),
+        CallbackError,
+        'step 1: metric "m": draw raises ValueError: no such symbol',
+    ),
 }
 
 
@@ -247,8 +357,12 @@ def drawn(draw, **options):
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize(("draw", "kind", "message"), BAD_DRAWINGS.values(), ids=BAD_DRAWINGS.keys())
-def test_failing_picture_names_the_metric_after_the_results_are_recorded(draw, kind, message, tmp_path):
+@pytest.mark.parametrize(
+    ("draw", "kind", "message"), BAD_DRAWINGS.values(), ids=BAD_DRAWINGS.keys()
+)
+def test_failing_picture_names_the_metric_after_the_results_are_recorded(
+    draw, kind, message, tmp_path
+):
     with pytest.raises(kind, match=message):
         drawn(draw, checkpoint=tmp_path)
     assert '"eval_m"' in (tmp_path / "metrics.jsonl").read_text()
@@ -264,7 +378,8 @@ def test_run_without_a_folder_draws_nothing():
 @pytest.mark.parametrize(("mesh", "layout"), MESHES)
 def test_confusion_counts_every_row_once(mesh, layout, tmp_path):
     x = DRAW.normal(size=(50, 4)).astype("float32")
-    y = np.where(DRAW.random(50) < 0.7, x.argmax(1), DRAW.integers(0, 3, 50)).astype("int32")  # no row of class 3 but where it is largest
+    # no row of class 3 but where it is largest
+    y = np.where(DRAW.random(50) < 0.7, x.argmax(1), DRAW.integers(0, 3, 50)).astype("int32")
     model = spmd.FunctionalModel(lambda key: {"w": jnp.eye(4)}, lambda params, x: x @ params["w"])
     matrix = np.zeros((4, 4))
     np.add.at(matrix, (y, x.argmax(1)), 1)
@@ -308,8 +423,20 @@ def test_confusion_of_what_is_no_class_is_nan(caplog):
     data["label"][20] = 7
     loss = spmd.metrics.PerExample(lambda outputs, targets: (outputs[:, 0] - 1) ** 2, "square")
     found = evaluated(CLASSES, data, {"confusion": spmd.metrics.confusion(2)}, loss=loss)
-    assert math.isnan(found["confusion"]) and '"confusion" is nan, first in batch 2, rows 16 to 31' in caplog.text
-    with pytest.raises(LossError, match=r"confusion: the outputs are float32\[50, 2\] for targets int32\[50\]"):
-        evaluated(CLASSES, data, {"confusion": spmd.metrics.confusion(3)}, loss=loss, batch_size=50, mesh="data=1")
+    assert (
+        math.isnan(found["confusion"])
+        and '"confusion" is nan, first in batch 2, rows 16 to 31' in caplog.text
+    )
+    with pytest.raises(
+        LossError, match=r"confusion: the outputs are float32\[50, 2\] for targets int32\[50\]"
+    ):
+        evaluated(
+            CLASSES,
+            data,
+            {"confusion": spmd.metrics.confusion(3)},
+            loss=loss,
+            batch_size=50,
+            mesh="data=1",
+        )
     with pytest.raises(OptionError, match="confusion: classes=1"):
         spmd.metrics.confusion(1)

@@ -19,13 +19,17 @@ BATCH = (X, Y)
 
 
 def trained(model, layout="data_parallel", mesh="data=8", *, reduction=None, steps=2, **options):
-    """The trainer and its parameters after some steps, on as many of the 8 devices as the mesh has."""
+    """The trainer and its parameters after some steps, on as many of the 8 devices as the mesh
+    has.
+    """
     layout = spmd.Layout.load(layout)
     if reduction is not None:
         layout = dataclasses.replace(layout, gradients=spmd.Gradients(reduction))
     devices = jax.devices()[: spmd.MeshSpec.parse(mesh).size]
     options = {"loss": spmd.losses.cross_entropy, "optimizer": optax.sgd(0.1)} | options
-    trainer = spmd.Trainer(model, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout, **options)
+    trainer = spmd.Trainer(
+        model, mesh=spmd.make_mesh(mesh, devices=devices), layout=layout, **options
+    )
     state = trainer.init(BATCH)
     for _ in range(steps):
         state, _ = trainer.step(state, BATCH)
@@ -38,10 +42,13 @@ def assert_as_on_one_device(model, layout, mesh, reduction=None, plain=None):
     start = trained(plain or model, mesh="data=1", steps=0)[1].params
     many = trained(model, layout, mesh, reduction=reduction)[1].params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), many, single)
-    assert any(not np.allclose(a, b) for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(single), strict=True))
+    assert any(
+        not np.allclose(a, b)
+        for a, b in zip(jax.tree.leaves(start), jax.tree.leaves(single), strict=True)
+    )
 
 
-# boxed parameters ------------------------------------------------------------------------------------------------------
+# boxed parameters ---------------------------------------------------------------------------------
 
 
 class Attention(linen.Module):
@@ -53,7 +60,9 @@ class Attention(linen.Module):
     @linen.compact
     def __call__(self, x):
         init = self.wrap(linen.initializers.xavier_uniform(), self.names)
-        x = x + linen.MultiHeadDotProductAttention(2, kernel_init=init, out_kernel_init=linen.initializers.xavier_uniform())(x)
+        x = x + linen.MultiHeadDotProductAttention(
+            2, kernel_init=init, out_kernel_init=linen.initializers.xavier_uniform()
+        )(x)
         return linen.Dense(4)(x.mean(1))
 
 
@@ -80,12 +89,16 @@ def test_boxes_that_name_mesh_axes():
     assert_as_on_one_device(Attention(names=(None, "data", None)), "data_parallel", "data=8")
 
 
-# constraints of the model's own ----------------------------------------------------------------------------------------
+# constraints of the model's own -------------------------------------------------------------------
 
 
 class Constrained(nnx.Module):
     def __init__(self, spec, rngs):
-        self.up, self.out, self.spec = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs), spec
+        self.up, self.out, self.spec = (
+            nnx.Linear(8, 16, rngs=rngs),
+            nnx.Linear(16, 4, rngs=rngs),
+            spec,
+        )
 
     def __call__(self, x):
         x = self.up(x)
@@ -151,7 +164,8 @@ def test_a_constraint_over_an_axis_that_the_mesh_lacks():
     with pytest.raises(spmd.errors.ModelError) as caught:
         trained(lambda: Constrained(P("dta"), nnx.Rngs(0)))
     assert str(caught.value) == (
-        'the model calls with_sharding_constraint with mesh axis "dta", which mesh data=8 does not have.\n'
+        'the model calls with_sharding_constraint with mesh axis "dta", which mesh data=8 does not '
+        "have.\n"
         '    fix: did you mean "data"? Or a mesh and a layout with that axis.'
     )
 
@@ -166,7 +180,10 @@ def test_a_constraint_that_was_imported_by_name():
         def __call__(self, x):
             return imported(self.out(x.mean(1)), P("data"))
 
-    with pytest.raises(spmd.errors.LossError, match=r"fix: call it as jax\.lax\.with_sharding_constraint, or take it out\."):
+    with pytest.raises(
+        spmd.errors.LossError,
+        match=r"fix: call it as jax\.lax\.with_sharding_constraint, or take it out\.",
+    ):
         trained(lambda: Model())
 
 
@@ -178,7 +195,9 @@ def test_explicit_sharding_is_named_as_the_cause():
         def __call__(self, x):
             return self.out(x.mean(1), out_sharding=P("fsdp", None))
 
-    with pytest.raises(spmd.errors.LossError, match=r"by out_sharding, which needs a mesh with explicit axes") as caught:
+    with pytest.raises(
+        spmd.errors.LossError, match=r"by out_sharding, which needs a mesh with explicit axes"
+    ) as caught:
         trained(lambda: Model())
     assert "fix: the model without shardings of its own" in str(caught.value)
 
@@ -189,7 +208,7 @@ def test_outside_of_a_step_constraints_are_those_of_jax():
     assert (jax.lax.with_sharding_constraint, linen.Partitioned.unbox) == before
 
 
-# axis names ------------------------------------------------------------------------------------------------------------
+# axis names ---------------------------------------------------------------------------------------
 
 
 class LinenNorm(linen.Module):
@@ -197,7 +216,9 @@ class LinenNorm(linen.Module):
 
     @linen.compact
     def __call__(self, x, train: bool):
-        x = linen.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(linen.Dense(16)(x))
+        x = linen.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(
+            linen.Dense(16)(x)
+        )
         return linen.Dense(4)(x.mean(1))
 
 
@@ -213,7 +234,10 @@ class NnxNorm(nnx.Module):
 @pytest.mark.sampled(quick=2)
 @pytest.mark.parametrize(
     "make, reduction",
-    [(lambda name: LinenNorm(name), "all_reduce"), (lambda name: lambda: NnxNorm(name, nnx.Rngs(0)), "compiler")],
+    [
+        (lambda name: LinenNorm(name), "all_reduce"),
+        (lambda name: lambda: NnxNorm(name, nnx.Rngs(0)), "compiler"),
+    ],
     ids=["linen", "nnx"],
 )
 def test_the_axis_name_of_batch_norm_is_bound_to_the_workers(make, reduction):
@@ -231,12 +255,14 @@ def test_another_collective_of_the_model_is_named_as_the_cause():
     with pytest.raises(spmd.errors.LossError) as caught:
         trained(lambda: Summed(nnx.Rngs(0)))
     assert str(caught.value) == (
-        'the model or the loss runs a collective over an axis "batch" (such as jax.lax.pmean), which is not bound here.\n'
-        "    fix: take it out: gradients, metrics and the statistics of BatchNorm are averaged over the workers already."
+        'the model or the loss runs a collective over an axis "batch" (such as jax.lax.pmean), '
+        "which is not bound here.\n"
+        "    fix: take it out: gradients, metrics and the statistics of BatchNorm are averaged "
+        "over the workers already."
     )
 
 
-# functional models with state ------------------------------------------------------------------------------------------
+# functional models with state ---------------------------------------------------------------------
 
 
 def normed(params, state, x, *, train, axis_name=None):
@@ -257,12 +283,16 @@ NORMED = spmd.FunctionalModel(normed_init, normed, stateful=True)
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize("layout, reduction", [("data_parallel", None), ("fsdp", None), ("data_parallel", "compiler")])
+@pytest.mark.parametrize(
+    "layout, reduction", [("data_parallel", None), ("fsdp", None), ("data_parallel", "compiler")]
+)
 def test_a_functional_model_with_state(layout, reduction):
     assert_as_on_one_device(NORMED, layout, "data=8", reduction)
     trainer, state = trained(NORMED, layout, reduction=reduction)
     wanted = trained(NORMED, mesh="data=1")[1].stats
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), state.stats, wanted)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), state.stats, wanted
+    )
     assert state.stats["calls"] == 2 and np.abs(np.asarray(state.stats["mean"])).max() > 0
     before = trainer.evaluate(state, BATCH)["loss"]
     assert trainer.evaluate(state, BATCH)["loss"] == before, "evaluation changes no state"
@@ -273,29 +303,47 @@ def test_rebuilt_functional_model_with_state_can_be_trained_again():
     model = trainer.rebuild(state)
     np.testing.assert_allclose(model(X), trainer.predict(state, X), atol=1e-6)
     again = trained(model, steps=0)[1]
-    jax.tree.map(np.testing.assert_array_equal, (again.params, again.stats), (state.params, state.stats))
+    jax.tree.map(
+        np.testing.assert_array_equal, (again.params, again.stats), (state.params, state.stats)
+    )
     assert trained(NORMED.bind(state.params, state.stats), steps=0)[1].stats["calls"] == 1
 
 
 def test_state_of_one_workers_rows_alone_is_refused():
-    alone = spmd.FunctionalModel(normed_init, lambda params, state, x, train: normed(params, state, x, train=train), stateful=True)
-    with pytest.raises(spmd.errors.ModelError, match="batch statistics would be of these rows alone") as caught:
+    alone = spmd.FunctionalModel(
+        normed_init,
+        lambda params, state, x, train: normed(params, state, x, train=train),
+        stateful=True,
+    )
+    with pytest.raises(
+        spmd.errors.ModelError, match="batch statistics would be of these rows alone"
+    ) as caught:
         trained(alone)
-    assert "fix: a keyword axis_name=None of apply" in str(caught.value) and 'reduction = "compiler"' in str(caught.value)
+    assert "fix: a keyword axis_name=None of apply" in str(
+        caught.value
+    ) and 'reduction = "compiler"' in str(caught.value)
     assert_as_on_one_device(alone, "data_parallel", "data=8", "compiler")
 
 
 @pytest.mark.parametrize(
     "init, apply, expected",
     [
-        (lambda key: {"w": jnp.ones(4)}, normed, "init of a stateful model returned a dict.\n    fix: (params, state), a tuple of two."),
+        (
+            lambda key: {"w": jnp.ones(4)},
+            normed,
+            "init of a stateful model returned a dict.\n    fix: (params, state), a tuple of two.",
+        ),
         (normed_init, lambda p, s, x, axis_name: x, "apply of a stateful model returned"),
         (
             normed_init,
             lambda p, s, x, axis_name: (x, {"calls": s["calls"]}),
             "a state with mean = float32[16], and returned one with nothing.",
         ),
-        (normed_init, lambda p, s, x, axis_name: (x, s | {"mean": x[0, 0]}), "mean = float32[16], and returned one with float32[8]."),
+        (
+            normed_init,
+            lambda p, s, x, axis_name: (x, s | {"mean": x[0, 0]}),
+            "mean = float32[16], and returned one with float32[8].",
+        ),
     ],
 )
 def test_state_that_does_not_fit_is_refused(init, apply, expected):

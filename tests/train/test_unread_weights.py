@@ -8,7 +8,9 @@ import pytest
 
 import spmd
 
-MODEL = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((3, 2))}, lambda params, x: x @ params["w"])
+MODEL = spmd.FunctionalModel(
+    lambda key: {"w": jnp.zeros((3, 2))}, lambda params, x: x @ params["w"]
+)
 DATA = {
     "x": np.ones((16, 3), np.float32),
     "y": np.ones((16, 2), np.float32),
@@ -16,7 +18,10 @@ DATA = {
     "loss_mask": np.ones((16, 2), np.float32),
     "sample_weight": np.ones(16, np.float32),
 }
-NOTE = "note: neither the loss nor a metric reads {} of the batch, so every row and token counts alike."
+NOTE = (
+    "note: neither the loss nor a metric reads {} of the batch, so every row and token counts "
+    "alike."
+)
 BOTH = '"loss_mask" (float32[8, 2]), "sample_weight" (float32[8])'
 WEIGHT = '"sample_weight" (float32[8])'
 
@@ -38,7 +43,9 @@ def reads_mask_in_a_jit_that_takes_both(model, batch):
     def weighted(squares, mask, weight):
         return (squares * mask).mean(-1)
 
-    return weighted(jnp.square(model(batch["x"]) - batch["y"]), batch["loss_mask"], batch["sample_weight"])
+    return weighted(
+        jnp.square(model(batch["x"]) - batch["y"]), batch["loss_mask"], batch["sample_weight"]
+    )
 
 
 def computes_what_nothing_uses(model, batch):
@@ -72,9 +79,13 @@ def test_unread_weights_are_noted(loss, metrics, named, mesh):
     mesh = spmd.make_mesh(mesh, devices=jax.devices()[: int(mesh[-1])])
     trainer = spmd.Trainer(MODEL, loss=loss, optimizer=optax.sgd(0.1), mesh=mesh, metrics=metrics)
     trainer.step(trainer.init(), {name: array[:8] for name, array in DATA.items()})
-    assert [line for line in trainer.notes() if "reads" in line] == ([] if named is None else [NOTE.format(named)])
+    assert [line for line in trainer.notes() if "reads" in line] == (
+        [] if named is None else [NOTE.format(named)]
+    )
 
 
 def test_note_of_fit_is_info(caplog):
     spmd.fit(MODEL, DATA, loss=per_row, optimizer=optax.sgd(0.1), batch_size=8, steps=1)
-    assert [(one.levelname, one.getMessage()) for one in caplog.records if "reads" in one.getMessage()] == [("INFO", NOTE.format(BOTH))]
+    assert [
+        (one.levelname, one.getMessage()) for one in caplog.records if "reads" in one.getMessage()
+    ] == [("INFO", NOTE.format(BOTH))]

@@ -1,4 +1,6 @@
-"""Drawings of what devices hold: the filled part of each square is the shard that the device really has."""
+"""Drawings of what devices hold: the filled part of each square is the shard that the device really
+has.
+"""
 
 import re
 
@@ -17,19 +19,36 @@ from spmd.viz.device_shards import GAP, LABEL, SIDE
 
 
 def model():
-    return spmd.FunctionalModel(lambda key: {"up": jnp.zeros((16, 32)), "bias": jnp.zeros(8)}, lambda params, x: x @ params["up"])
+    return spmd.FunctionalModel(
+        lambda key: {"up": jnp.zeros((16, 32)), "bias": jnp.zeros(8)},
+        lambda params, x: x @ params["up"],
+    )
 
 
 def squares(drawing):
-    """Of each row, for each device: its filled rectangles as shares of the square, and their colour."""
+    """Of each row, for each device: its filled rectangles as shares of the square, and their
+    colour.
+    """
     shape = r'x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"'
-    outlines = [[float(number) for number in found] for found in re.findall(rf"<rect {shape} fill=.var\(--soft\)", drawing)]
-    boxes = [(*map(float, found[:4]), found[4]) for found in re.findall(rf"<rect {shape} fill=.var\(--([a-k])\)", drawing)]
+    outlines = [
+        [float(number) for number in found]
+        for found in re.findall(rf"<rect {shape} fill=.var\(--soft\)", drawing)
+    ]
+    boxes = [
+        (*map(float, found[:4]), found[4])
+        for found in re.findall(rf"<rect {shape} fill=.var\(--([a-k])\)", drawing)
+    ]
     rows = {}
     for left, top, width, height in outlines:
         device, inside = round((left - LABEL) / SIDE), width
         filled = [
-            (*(round(share, 4) for share in ((x - left) / inside, (y - top) / height, w / inside, h / height)), colour)
+            (
+                *(
+                    round(share, 4)
+                    for share in ((x - left) / inside, (y - top) / height, w / inside, h / height)
+                ),
+                colour,
+            )
             for x, y, w, h, colour in boxes
             if left <= x < left + SIDE - GAP + 0.1 and top <= y < top + height
         ]
@@ -37,10 +56,20 @@ def squares(drawing):
     return [row for _, row in sorted(rows.items())]
 
 
-@pytest.mark.parametrize("layout, mesh", [("fsdp", "data=8"), ("data_parallel", "data=8"), ("zero1", "data=4"), ("mine", "data=2,model=4")])
+@pytest.mark.parametrize(
+    "layout, mesh",
+    [
+        ("fsdp", "data=8"),
+        ("data_parallel", "data=8"),
+        ("zero1", "data=4"),
+        ("mine", "data=2,model=4"),
+    ],
+)
 def test_a_square_is_filled_where_the_device_has_a_shard(layout, mesh):
     if layout == "mine":
-        layout = spmd.Layout(params=(spmd.Rule("up", ("data", "model")),), default=spmd.Default("replicate"))
+        layout = spmd.Layout(
+            params=(spmd.Rule("up", ("data", "model")),), default=spmd.Default("replicate")
+        )
     parameter, moments, batch = squares(viz.shards(model(), layout, mesh=mesh, parameter="up"))
     count = MeshSpec.parse(mesh).size
     devices = make_mesh(mesh, devices=jax.devices()[:count])
@@ -51,11 +80,18 @@ def test_a_square_is_filled_where_the_device_has_a_shard(layout, mesh):
         assert len(row) == count
         for shard in array.addressable_shards:
             (rows, columns), (height, width) = shard.index, array.shape
-            place = (columns.start or 0) / width, (rows.start or 0) / height, shard.data.shape[1] / width, shard.data.shape[0] / height
+            place = (
+                (columns.start or 0) / width,
+                (rows.start or 0) / height,
+                shard.data.shape[1] / width,
+                shard.data.shape[0] / height,
+            )
             drawn = [pytest.approx(place, abs=0.003)]  # SVG rounds to 0.1, of squares of 24
             assert [found[:4] for found in row[shard.device.id]] == drawn
         same = {shard.device.id: str(shard.index) for shard in array.addressable_shards}
-        assert all((row[a][0][4] == row[b][0][4]) == (same[a] == same[b]) for a in same for b in same)
+        assert all(
+            (row[a][0][4] == row[b][0][4]) == (same[a] == same[b]) for a in same for b in same
+        )
     assert len({str(found) for found in batch.values()}) == trainer.resolved.workers
 
 
@@ -89,7 +125,9 @@ def _on_devices(kind, before):
         "ring": lambda x: jax.lax.ppermute(x, "d", [(at, (at + 1) % n) for at in range(n)]),
     }[kind]
     spec = jax.P("d")
-    mapped = jax.shard_map(lambda x: run(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        lambda x: run(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     return np.asarray(mapped(before.astype("int32")))
 
 
@@ -102,7 +140,12 @@ def test_a_collective_leaves_what_is_drawn(kind):
     shown = after.sum(axis=1, keepdims=True) if kind == "reduce_scatter" else after
     np.testing.assert_array_equal(left, shown)
     drawing = viz.collective(kind)
-    assert all(f"device {device}, after: {number}" in drawing for device in range(4) for number in after[device] if number)
+    assert all(
+        f"device {device}, after: {number}" in drawing
+        for device in range(4)
+        for number in after[device]
+        if number
+    )
 
 
 def test_a_collective_that_is_not_drawn_is_an_error():

@@ -30,8 +30,15 @@ def test_writes_what_the_suffix_says(tmp_path):
 def test_one_panel_per_metric_with_both_lines():
     panels = {axes.get_title(loc="left"): axes for axes in figure(history(100)).axes}
     assert list(panels) == ["loss", "accuracy", "speed"]
-    labels = {name: [text.get_text() for text in axes.get_legend().get_texts()] for name, axes in panels.items()}
-    assert labels == {"loss": ["train", "evaluation"], "accuracy": ["train"], "speed": ["evaluation"]}
+    labels = {
+        name: [text.get_text() for text in axes.get_legend().get_texts()]
+        for name, axes in panels.items()
+    }
+    assert labels == {
+        "loss": ["train", "evaluation"],
+        "accuracy": ["train"],
+        "speed": ["evaluation"],
+    }
     drawn = panels["loss"].get_lines()[0].get_xydata()
     np.testing.assert_array_equal(drawn, [(step, np.float32(5.0 / step)) for step in range(1, 101)])
     smooth = panels["loss"].get_lines()[1].get_xydata()

@@ -1,4 +1,6 @@
-"""`wire.gather`: parameters gathered where they are used, their gradients reduced in the backward pass."""
+"""`wire.gather`: parameters gathered where they are used, their gradients reduced in the backward
+pass.
+"""
 
 import functools
 
@@ -12,7 +14,8 @@ from spmd.errors import CommunicationError, OptionError
 from tests.wire.test_transformations import MESH, make_batches
 
 LAYERS, WIDTH = 4, 16
-SPEC = {"kernel": jax.P(None, "data"), "bias": jax.P(None, "data")}  # [layers, ...], the arrays sharded along dim 1
+# [layers, ...], the arrays sharded along dim 1
+SPEC = {"kernel": jax.P(None, "data"), "bias": jax.P(None, "data")}
 
 
 def make_stack(layers=LAYERS, width=WIDTH):
@@ -43,7 +46,9 @@ def full_loss(layers, batch):
 
 
 def grads_of(codec, feedback):
-    """Gradients of the shards, joined, and the next residuals of each worker, [workers, layers, ...]."""
+    """Gradients of the shards, joined, and the next residuals of each worker, [workers, layers,
+    ...].
+    """
 
     def run(shards, residuals, batch):
         own = jax.tree.map(lambda x: x[0], residuals) if feedback else None
@@ -53,7 +58,11 @@ def grads_of(codec, feedback):
         return grads, jax.tree.map(lambda x: x[None], after)
 
     specs = (SPEC, jax.P("data"))
-    return jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(*specs, jax.P("data")), out_specs=specs, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            run, mesh=MESH, in_specs=(*specs, jax.P("data")), out_specs=specs, check_vma=False
+        )
+    )
 
 
 def zero_residuals(layers=LAYERS, width=WIDTH):
@@ -71,7 +80,9 @@ def test_exact_gradients_are_the_means_of_full_ones():
 
 @pytest.mark.system
 def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_after_the_fact():
-    """Three steps of gradients at fixed parameters: the same bits as full local gradients, exchanged per layer by `reduce_bucket`."""
+    """Three steps of gradients at fixed parameters: the same bits as full local gradients,
+    exchanged per layer by `reduce_bucket`.
+    """
     codec = wire.int8(block=16)
     stack, batches = make_stack(), make_batches(3)
 
@@ -89,8 +100,12 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
         means, after = {"bias": [], "kernel": []}, {"bias": [], "kernel": []}
         for layer in range(LAYERS):
             for path, transfer in zip(("bias", "kernel"), transfers, strict=True):
-                memory = [{"residual": residuals[path][:, layer]} if transfer.error_feedback else {}]
-                mean, entry = reduce_bucket([transfer], [grads[path][layer]], memory, Bucket((transfer.shard_layout,)))
+                memory = [
+                    {"residual": residuals[path][:, layer]} if transfer.error_feedback else {}
+                ]
+                mean, entry = reduce_bucket(
+                    [transfer], [grads[path][layer]], memory, Bucket((transfer.shard_layout,))
+                )
                 means[path].append(mean[0])
                 after[path].append(entry[0].get("residual", residuals[path][:, layer]))
         stacked = {path: jnp.stack(parts) for path, parts in means.items()}
@@ -98,7 +113,11 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
 
     late = jax.jit(
         jax.shard_map(
-            afterwards, mesh=MESH, in_specs=(jax.P(), jax.P("data"), jax.P("data")), out_specs=(SPEC, jax.P("data")), check_vma=False
+            afterwards,
+            mesh=MESH,
+            in_specs=(jax.P(), jax.P("data"), jax.P("data")),
+            out_specs=(SPEC, jax.P("data")),
+            check_vma=False,
         )
     )
     early, ours, theirs = grads_of(codec, feedback=True), zero_residuals(), zero_residuals()
@@ -117,26 +136,39 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
 def test_temporaries_do_not_grow_with_the_number_of_layers():
     def temporaries(layers, width=64):
         shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (make_stack(layers, width), zero_residuals(layers, width))
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            (make_stack(layers, width), zero_residuals(layers, width)),
         )
-        batch = (jax.ShapeDtypeStruct((32, width), jnp.float32), jax.ShapeDtypeStruct((32, 1), jnp.float32))
+        batch = (
+            jax.ShapeDtypeStruct((32, width), jnp.float32),
+            jax.ShapeDtypeStruct((32, 1), jnp.float32),
+        )
         program = grads_of(wire.int8(block=16), feedback=True).lower(*shapes, batch)
         return program.compile().memory_analysis().temp_size_in_bytes
 
     few, many = temporaries(4), temporaries(32)
     layer = 64 * 64 * 4
-    carried = 28 * 4 * 64 * 4  # the activation [4 rows, 64] of each further layer, kept for the backward pass
-    assert many - few < carried + layer, (few, many)  # 28 further layers; their full gradients would be 28 * 16 KiB
+    # the activation [4 rows, 64] of each further layer, kept for the backward pass
+    carried = 28 * 4 * 64 * 4
+    # 28 further layers; their full gradients would be 28 * 16 KiB
+    assert many - few < carried + layer, (few, many)
     assert 28 * layer > 5 * (carried + layer)
 
 
 def test_all_arrays_of_a_layer_are_sent_in_one_bucket():
     arguments = (make_stack(), zero_residuals(), make_batches(1)[0])
     ops = wire.log(grads_of(wire.exact(), feedback=False), arguments, MESH).ops
-    counts = {kind: sum(op.count for op in ops if op.kind == kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+    counts = {
+        kind: sum(op.count for op in ops if op.kind == kind)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
     layer = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of its parameters, and of their gradients
-    assert wire.bytes_sent(grads_of(wire.exact(), feedback=False), arguments, MESH) == LAYERS * 3 * layer * 7 // 8
-    assert counts == {"all_gather": 2 * LAYERS, "reduce_scatter": LAYERS, "all_reduce": 0}  # gathered again in the backward pass
+    assert (
+        wire.bytes_sent(grads_of(wire.exact(), feedback=False), arguments, MESH)
+        == LAYERS * 3 * layer * 7 // 8
+    )
+    # gathered again in the backward pass
+    assert counts == {"all_gather": 2 * LAYERS, "reduce_scatter": LAYERS, "all_reduce": 0}
 
 
 def test_parameters_may_be_gathered_as_bfloat16():
@@ -144,7 +176,9 @@ def test_parameters_may_be_gathered_as_bfloat16():
         return wire.gather(shard, "data", weights="bfloat16")
 
     shard = jax.random.normal(jax.random.key(0), (16, 4))
-    full = jax.jit(jax.shard_map(gather, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(shard)
+    full = jax.jit(
+        jax.shard_map(gather, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)
+    )(shard)
     np.testing.assert_array_equal(full, shard.astype(jnp.bfloat16).astype(jnp.float32))
 
 
@@ -155,9 +189,19 @@ def test_any_dim_may_be_sharded(dim):
     weight = jax.random.normal(jax.random.key(1), (8, *full.shape))
 
     def run(shard, weight):
-        return jax.grad(lambda shard: jnp.sum(wire.gather(shard, "data", dim=dim) * weight[0]))(shard), wire.gather(shard, "data", dim=dim)
+        return jax.grad(lambda shard: jnp.sum(wire.gather(shard, "data", dim=dim) * weight[0]))(
+            shard
+        ), wire.gather(shard, "data", dim=dim)
 
-    mapped = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(spec, jax.P("data")), out_specs=(spec, jax.P()), check_vma=False))
+    mapped = jax.jit(
+        jax.shard_map(
+            run,
+            mesh=MESH,
+            in_specs=(spec, jax.P("data")),
+            out_specs=(spec, jax.P()),
+            check_vma=False,
+        )
+    )
     grad, back = mapped(full, weight)
     np.testing.assert_array_equal(back, full)
     np.testing.assert_allclose(grad, weight.mean(0), atol=1e-6)
@@ -165,22 +209,38 @@ def test_any_dim_may_be_sharded(dim):
 
 def test_bad_input_is_named():
     def run(function, *arrays):
-        mapped = jax.shard_map(function, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
+        mapped = jax.shard_map(
+            function, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False
+        )
         return jax.jit(mapped)(*arrays)
 
     with pytest.raises(CommunicationError, match=r"dim=2 of a shard float32\[2, 4\]"):
         run(lambda shard: wire.gather(shard, "data", dim=2), jnp.ones((16, 4)))
-    with pytest.raises(CommunicationError, match=r"the residual of w is float32\[2, 4\]; its full gradient is \[16, 4\]"):
-        run(lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual={"w": shard})["w"], jnp.ones((16, 4)))
+    with pytest.raises(
+        CommunicationError,
+        match=r"the residual of w is float32\[2, 4\]; its full gradient is \[16, 4\]",
+    ):
+        run(
+            lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual={"w": shard})[
+                "w"
+            ],
+            jnp.ones((16, 4)),
+        )
     with pytest.raises(CommunicationError, match=r"gather: residual is a tree(.|\n)*residual_like"):
-        run(lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual=shard)["w"], jnp.ones((16, 4)))
+        run(
+            lambda shard: wire.gather({"w": shard}, "data", wire.int8(), residual=shard)["w"],
+            jnp.ones((16, 4)),
+        )
     with pytest.raises(CommunicationError, match="gather: dim is a tree"):
         run(lambda shard: wire.gather({"w": shard}, "data", dim={"v": 0})["w"], jnp.ones((16, 4)))
     with pytest.raises(CommunicationError, match="dim='a' of a shard"):
         run(lambda shard: wire.gather(shard, "data", dim="a"), jnp.ones((16, 4)))
     with pytest.raises(CommunicationError, match=r"n is int32\[2\](.|\n)*jax.lax.all_gather"):
         run(lambda n: wire.gather({"n": n}, "data")["n"], jnp.arange(16))
-    with pytest.raises(OptionError, match=r"without error feedback(.|\n)*residual=wire.residual_like\(shards, axes\)"):
+    with pytest.raises(
+        OptionError,
+        match=r"without error feedback(.|\n)*residual=wire.residual_like\(shards, axes\)",
+    ):
         run(lambda shard: wire.gather(shard, "data", wire.sign()), jnp.ones((16, 4)))
     with pytest.raises(OptionError, match='"exact" or "bfloat16"'):
         run(lambda shard: wire.gather(shard, "data", weights="int8"), jnp.ones((16, 4)))
@@ -195,11 +255,16 @@ def test_a_codec_that_keeps_arrays_is_refused_by_gather():
         return wire.gather(shard, "data", codec, residual=wire.residual_like(shard, "data"))
 
     with pytest.raises(OptionError, match=r"keeps arrays from step to step(.|\n)*wire.int8"):
-        jax.jit(jax.shard_map(run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False))(jnp.ones((64, 32)))
+        jax.jit(
+            jax.shard_map(
+                run, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False
+            )
+        )(jnp.ones((64, 32)))
 
 
 @pytest.mark.parametrize("like, said", [
-    ({"w": jnp.ones((65, 4))}, r"the shard of w is float32\[8, 4\]; that of float32\[65, 4\] is \[65, 4\]"),
+    ({"w": jnp.ones((65, 4))},
+        r"the shard of w is float32\[8, 4\]; that of float32\[65, 4\] is \[65, 4\]"),
     ({"w": jnp.ones((8, 4))}, r"that of float32\[8, 4\] is \[1, 4\]"),
     ({"v": jnp.ones((64, 4))}, "all_gather: like is a tree"),
 ])  # fmt: skip
@@ -207,7 +272,11 @@ def test_all_gather_refuses_full_arrays_that_the_shards_are_not_of(like, said):
     def run(shard, like):
         return wire.all_gather({"w": shard}, "data", like)["w"]
 
-    run = jax.jit(jax.shard_map(run, mesh=MESH, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P(), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            run, mesh=MESH, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P(), check_vma=False
+        )
+    )
     full = jnp.arange(256.0).reshape(64, 4)
     np.testing.assert_array_equal(run(full, {"w": full}), full)
     with pytest.raises(CommunicationError, match=said):

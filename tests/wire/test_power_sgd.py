@@ -1,4 +1,6 @@
-"""PowerSGD by its identities: a projection, linear in the workers, the best low rank in the end, and residuals that stay."""
+"""PowerSGD by its identities: a projection, linear in the workers, the best low rank in the end,
+and residuals that stay.
+"""
 
 import functools
 
@@ -23,19 +25,27 @@ SHAPE = (24, 16)
 
 
 def on_workers(function, workers):
-    """`function` on every worker, compiled: arrays [workers, ...] in and out, the last argument alike on all."""
+    """`function` on every worker, compiled: arrays [workers, ...] in and out, the last argument
+    alike on all.
+    """
     mesh = spmd.make_mesh(f"data={workers}", devices=jax.devices()[:workers])
 
     def worker(grads, state):
         return jax.tree.map(lambda x: x[None], function(grads[0], state))
 
     replicated, sharded = jax.P(), jax.P("data")
-    return jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(sharded, replicated), out_specs=sharded, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            worker, mesh=mesh, in_specs=(sharded, replicated), out_specs=sharded, check_vma=False
+        )
+    )
 
 
 @functools.cache
 def make_sync(codec, workers, shape=SHAPE):
-    """One reduction by the codec: gradients [workers, ...] and Q in; every worker's mean, kept and next Q out."""
+    """One reduction by the codec: gradients [workers, ...] and Q in; every worker's mean, kept and
+    next Q out.
+    """
     bucket = Bucket((ShardLayout(shape, (), ("data",), (workers,)),))
 
     def sync(grad, q):
@@ -70,7 +80,7 @@ def spectrum(rows, columns, seed=0):
     return (u * 0.5 ** np.arange(len(v))) @ v
 
 
-# one step ------------------------------------------------------------------------------------------------------------
+# one step -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(quick=4)
@@ -80,7 +90,8 @@ def test_full_rank_mean_is_exact(shape):
     full, low = PowerSgd(rank=1000), PowerSgd(rank=2)
     mean, kept, _ = make_sync(full, 4, shape)(grads, start(full, shape))
     assert away(mean[0], grads.mean(0)) < 1e-5
-    assert away(np.mean(kept, 0), mean[0]) < 1e-6  # a worker's own may lie outside the columns of the mean, and keeps a rest
+    # a worker's own may lie outside the columns of the mean, and keeps a rest
+    assert away(np.mean(kept, 0), mean[0]) < 1e-6
     assert away(make_sync(low, 4, shape)(grads, start(low, shape))[0][0], grads.mean(0)) > 0.1
 
 
@@ -116,7 +127,7 @@ def test_means_are_bit_equal_on_all_workers():
     assert len({x.tobytes() for x in kept}) == 8
 
 
-# step after step -----------------------------------------------------------------------------------------------------
+# step after step ----------------------------------------------------------------------------------
 
 
 def follow(codec, grads, steps, shape=SHAPE):
@@ -133,7 +144,8 @@ def follow(codec, grads, steps, shape=SHAPE):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_warm_start_converges_to_best_low_rank(rank):
     noise = random(4, *SHAPE, seed=1)
-    grads = (spectrum(*SHAPE) + noise - noise.mean(0)).astype(np.float32)  # no worker has the low rank itself
+    # no worker has the low rank itself
+    grads = (spectrum(*SHAPE) + noise - noise.mean(0)).astype(np.float32)
     wanted = best(grads.astype(np.float64).mean(0), rank)
     warm, _ = follow(PowerSgd(rank), grads, 25)
     cold, _ = follow(PowerSgd(rank, warm_start=False), grads, 25)
@@ -174,12 +186,16 @@ def test_low_rank_gradient_leaves_q_usable():
 
 
 def test_orthonormal_of_deficient_columns():
-    for p in (random(24, 4), np.zeros((24, 4), np.float32), np.outer(random(24), np.ones(4)).astype(np.float32)):
+    for p in (
+        random(24, 4),
+        np.zeros((24, 4), np.float32),
+        np.outer(random(24), np.ones(4)).astype(np.float32),
+    ):
         basis = np.asarray(orthonormal(jnp.asarray(p)))
         assert np.abs(basis.T @ basis - np.eye(4)).max() < 1e-5
 
 
-# error feedback ------------------------------------------------------------------------------------------------------
+# error feedback -----------------------------------------------------------------------------------
 
 
 def exchange_of(gradients, shapes, workers=4):
@@ -190,11 +206,19 @@ def exchange_of(gradients, shapes, workers=4):
 
 
 def scanned(exchange, grads):
-    """The means and memories of all steps, from gradients {path: [steps, workers, ...]}, in one call."""
+    """The means and memories of all steps, from gradients {path: [steps, workers, ...]}, in one
+    call.
+    """
     memory = exchange.init(jax.random.key(0), {})
-    kept = jax.tree.map(lambda spec: pspec(keep_axes(spec, ("data",))), exchange.specs(memory), is_leaf=lambda x: isinstance(x, tuple))
+    kept = jax.tree.map(
+        lambda spec: pspec(keep_axes(spec, ("data",))),
+        exchange.specs(memory),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
     sync = jax.shard_map(
-        lambda grads, memory, step: exchange.reduce_gradients(jax.tree.map(lambda g: g[0], grads), memory, step),
+        lambda grads, memory, step: exchange.reduce_gradients(
+            jax.tree.map(lambda g: g[0], grads), memory, step
+        ),
         mesh=exchange.mesh_axes.mesh,
         in_specs=(jax.P("data"), kept, jax.P()),
         out_specs=(jax.P(), kept, jax.P()),
@@ -205,11 +229,15 @@ def scanned(exchange, grads):
         means, memory, _ = sync(grads, memory, 0)
         return memory, (means, memory)
 
-    return memory, jax.tree.map(np.asarray, jax.jit(lambda grads: jax.lax.scan(body, memory, grads)[1])(grads))
+    return memory, jax.tree.map(
+        np.asarray, jax.jit(lambda grads: jax.lax.scan(body, memory, grads)[1])(grads)
+    )
 
 
 def by_hand(grads, q, *, local):
-    """PowerSGD with error feedback in float64: residuals of every step, of a worker's own Q_i or of the workers' common Q."""
+    """PowerSGD with error feedback in float64: residuals of every step, of a worker's own Q_i or of
+    the workers' common Q.
+    """
     residual, residuals = np.zeros(grads.shape[1:]), []
     for step in grads.astype(np.float64):
         full = step + residual
@@ -223,7 +251,9 @@ def by_hand(grads, q, *, local):
 
 def test_residuals_are_bounded_only_with_local_q():
     grads = random(500, 4, *SHAPE, seed=7)  # independent noise: the workers have nothing in common
-    exchange = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 2}, error_feedback=True), {"m": SHAPE})
+    exchange = exchange_of(
+        Gradients("all_reduce", "power_sgd", {"rank": 2}, error_feedback=True), {"m": SHAPE}
+    )
     first, (means, memories) = scanned(exchange, {"m": grads})
     kept = memories["m"][RESIDUAL].astype(np.float64)
     q = np.asarray(first["m"][CODEC]["q"], np.float64)[0]
@@ -243,7 +273,7 @@ def test_residuals_are_bounded_only_with_local_q():
     assert away(total, grads.astype(np.float64).mean(1).sum(0)) < 1e-5
 
 
-# what is worth it ----------------------------------------------------------------------------------------------------
+# what is worth it ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,17 +294,27 @@ def test_residuals_are_bounded_only_with_local_q():
     ids=str,
 )
 def test_min_compression_decides_exact_gradients(shape, options, compressed):
-    assert PowerSgd(**options).compresses(ShardLayout(shape, (), ("data",), (8,)), shape) is compressed
-    exchange = exchange_of(Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape})
+    assert (
+        PowerSgd(**options).compresses(ShardLayout(shape, (), ("data",), (8,)), shape) is compressed
+    )
+    exchange = exchange_of(
+        Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape}
+    )
     assert exchange.gradient_specs["p"].codec_name == ("power_sgd" if compressed else "exact")
 
 
 def test_uncompressed_gradient_is_sent_exactly_without_state():
     shapes = {"bias": (512,), "matrix": SHAPE, "wide": (2, 512)}
     grads = {path: random(1, 4, *shape, seed=len(path)) for path, shape in shapes.items()}
-    compressed = exchange_of(Gradients("all_reduce", "power_sgd", {"rank": 1}, error_feedback=True), shapes)
+    compressed = exchange_of(
+        Gradients("all_reduce", "power_sgd", {"rank": 1}, error_feedback=True), shapes
+    )
     exact = exchange_of(Gradients("all_reduce"), shapes)
     (_, (means, memory)), (_, (wanted, nothing)) = scanned(compressed, grads), scanned(exact, grads)
-    assert set(memory) == {"matrix"} and set(memory["matrix"]) == {RESIDUAL, CODEC} and nothing == {}
-    assert np.array_equal(means["wide"], wanted["wide"]) and np.array_equal(means["bias"], wanted["bias"])
+    assert (
+        set(memory) == {"matrix"} and set(memory["matrix"]) == {RESIDUAL, CODEC} and nothing == {}
+    )
+    assert np.array_equal(means["wide"], wanted["wide"]) and np.array_equal(
+        means["bias"], wanted["bias"]
+    )
     assert away(means["matrix"], wanted["matrix"]) > 0.1

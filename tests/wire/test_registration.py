@@ -1,4 +1,6 @@
-"""A codec and a reduction written outside the package: registered, checked, named in a layout file, trained, planned and counted."""
+"""A codec and a reduction written outside the package: registered, checked, named in a layout file,
+trained, planned and counted.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,9 @@ from spmd.wire.reduction_registry import REDUCTIONS
 class Halved(wire.RowCodec):
     """Sixteen-bit floats, `shift` powers of two down."""
 
-    shift: int = wire.option(0, lambda value: type(value) is int and value >= 0, "a whole number from 0")
+    shift: int = wire.option(
+        0, lambda value: type(value) is int and value >= 0, "a whole number from 0"
+    )
 
     @property
     def error(self):
@@ -43,7 +47,9 @@ class Lying(Halved):
 
 
 def ring(axes):
-    """A ring all-reduce by hand: each worker's part of the sum goes around once, and then the complete parts do."""
+    """A ring all-reduce by hand: each worker's part of the sum goes around once, and then the
+    complete parts do.
+    """
 
     def all_reduce(grad, axis):
         count, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -67,12 +73,16 @@ def ring(axes):
 
 
 def two_stages(axes, codec, codecs=None, error_feedback=False, start_step=0):
-    """Exactly along the inner axes, with the codec along the outer one, and a trace as more state."""
+    """Exactly along the inner axes, with the codec along the outer one, and a trace as more
+    state.
+    """
     options = {"codecs": codecs, "error_feedback": error_feedback, "start_step": start_step}
     if len(axes) == 1:
         mean = wire.all_reduce(axes, codec, **options)
     else:
-        mean = wire.hierarchical(inside=(axes[1:], wire.exact()), across=(axes[:1], codec), **options)
+        mean = wire.hierarchical(
+            inside=(axes[1:], wire.exact()), across=(axes[:1], codec), **options
+        )
     return optax.chain(mean, optax.trace(0.0))
 
 
@@ -86,7 +96,8 @@ def registered():
 
 
 MODEL = spmd.FunctionalModel(
-    lambda key: {"w": jnp.full((64, 8), 0.1), "layer": {"v": jnp.eye(8)}}, lambda params, x: x @ params["w"] @ params["layer"]["v"]
+    lambda key: {"w": jnp.full((64, 8), 0.1), "layer": {"v": jnp.eye(8)}},
+    lambda params, x: x @ params["w"] @ params["layer"]["v"],
 )
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 OPTIONS = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "mesh": "data=8"}
@@ -99,27 +110,46 @@ def write_layout(tmp_path, text):
 
 
 def fit(layout, **options):
-    return spmd.fit(MODEL, (X, X[:, :8]), layout=layout, **{"epochs": 4, "batch_size": 64, **OPTIONS, **options})
+    return spmd.fit(
+        MODEL, (X, X[:, :8]), layout=layout, **{"epochs": 4, "batch_size": 64, **OPTIONS, **options}
+    )
 
 
 def params_of(result):
-    return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.state.params)])
+    return np.concatenate(
+        [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.state.params)]
+    )
 
 
 def test_registered_codec_is_trained_planned_and_counted_by_a_layout_file(registered, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('[gradients]\nreduction = "all_reduce"\ncodec = "halved"\nshift = 1\nerror_feedback = true\n')
+    path.write_text(
+        '[gradients]\nreduction = "all_reduce"\ncodec = "halved"\nshift = 1\nerror_feedback = '
+        "true\n"
+    )
     layout = spmd.Layout.load(path)
-    model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"])
+    model = spmd.FunctionalModel(
+        lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+    )
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    options = {"loss": spmd.losses.mean_squared_error, "optimizer": optax.sgd(0.1), "mesh": "data=8"}
+    options = {
+        "loss": spmd.losses.mean_squared_error,
+        "optimizer": optax.sgd(0.1),
+        "mesh": "data=8",
+    }
     result = spmd.fit(model, (x, x[:, :8]), layout=layout, epochs=2, batch_size=64, **options)
-    exact = spmd.fit(model, (x, x[:, :8]), layout="data_parallel", epochs=2, batch_size=64, **options)
+    exact = spmd.fit(
+        model, (x, x[:, :8]), layout="data_parallel", epochs=2, batch_size=64, **options
+    )
     ours, theirs = (np.asarray(fitted.state.params["w"]) for fitted in (result, exact))
     assert 0 < np.abs(ours - theirs).max() < 1e-3
     sent = result.trainer.wire.bytes(where="reduce_gradients")
     tx = wire.all_reduce("data", Halved(shift=1), error_feedback=True)
-    assert sent == wire.bytes_sent(tx, {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8")) == 2 * 7 * 64 * 8 * 2 // 8
+    assert (
+        sent
+        == wire.bytes_sent(tx, {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8"))
+        == 2 * 7 * 64 * 8 * 2 // 8
+    )
 
 
 @pytest.mark.system
@@ -141,7 +171,14 @@ def test_options_of_a_registered_codec_are_checked_by_line(registered, tmp_path)
 @pytest.mark.system
 def test_check_measures_a_codec_and_finds_a_bound_that_is_not_kept():
     assert 0 < wire.check(Halved())["error"] < Halved().error
-    for codec in (wire.exact(), wire.int8(), wire.sign(), wire.top_k(), wire.power_sgd(), wire.bfloat16(reduce="ring")):
+    for codec in (
+        wire.exact(),
+        wire.int8(),
+        wire.sign(),
+        wire.top_k(),
+        wire.power_sgd(),
+        wire.bfloat16(reduce="ring"),
+    ):
         assert wire.check(codec)["mean_error"] >= 0
     with pytest.raises(CodecError, match="`error` states at most"):
         wire.check(Lying())
@@ -159,20 +196,32 @@ class NoRows(Halved):
         return {"sum": rows.sum()}
 
 
-@pytest.mark.parametrize("codec, said", [
-    (WrongDtype(), r"decode returns float16\[4, 32\] for rows float32\[4, 32\]"),
-    (NoRows(), r"encode of float32\[4, 32\] returns float32\[\]; dim 0 must have an entry for each row"),
-], ids=["dtype", "rows"])  # fmt: skip
+@pytest.mark.parametrize(
+    "codec, said",
+    [
+        (WrongDtype(), r"decode returns float16\[4, 32\] for rows float32\[4, 32\]"),
+        (
+            NoRows(),
+            r"encode of float32\[4, 32\] returns float32\[\]; dim 0 must have an entry for each "
+            r"row",
+        ),
+    ],
+    ids=["dtype", "rows"],
+)
 def test_what_encode_and_decode_return_is_checked_before_they_are_used(codec, said):
     with pytest.raises(CodecError, match=said):
         wire.check(codec)
     with pytest.raises(CodecError, match=r"wire.check\(codec\)"):
-        wire.bytes_sent(wire.all_reduce("data", codec), {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8"))
+        wire.bytes_sent(
+            wire.all_reduce("data", codec), {"w": jnp.zeros((64, 8))}, spmd.make_mesh("data=8")
+        )
 
 
 def test_register_names_the_members_that_are_missing():
     with pytest.raises(OptionError, match="Loose lacks decode, encode, error"):
-        wire.register("x")(dataclasses.make_dataclass("Loose", [], bases=(wire.RowCodec,), frozen=True))
+        wire.register("x")(
+            dataclasses.make_dataclass("Loose", [], bases=(wire.RowCodec,), frozen=True)
+        )
     assert "x" not in CODECS
 
 
@@ -187,7 +236,7 @@ def test_register_refuses_what_a_layout_file_could_not_name(registered):
     wire.register("halved")(Halved)  # again, as a notebook's cell does
 
 
-# reductions -------------------------------------------------------------------------------------------------------------
+# reductions ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.system
@@ -196,10 +245,14 @@ def test_registered_reduction_is_trained_planned_and_counted_by_a_layout_file(re
     result, usual = fit(layout), fit("data_parallel")
     np.testing.assert_allclose(params_of(result), params_of(usual), atol=1e-6)
     assert result.history["loss"][-1] < result.history["loss"][0]
-    kinds = {op.kind for op in result.trainer.wire.ops if op.where.startswith("reduce_gradients/ring")}
+    kinds = {
+        op.kind for op in result.trainer.wire.ops if op.where.startswith("reduce_gradients/ring")
+    }
     sent = result.trainer.wire.bytes(where="reduce_gradients")
     assert kinds == {"collective_permute"} and sent == 2 * 7 * (64 * 8 + 8 * 8) * 4 // 8
-    assert sent == wire.bytes_sent(ring(("data",)), {"w": jnp.zeros((64, 8)), "v": jnp.eye(8)}, spmd.make_mesh("data=8"))
+    assert sent == wire.bytes_sent(
+        ring(("data",)), {"w": jnp.zeros((64, 8)), "v": jnp.eye(8)}, spmd.make_mesh("data=8")
+    )
     plan = spmd.plan(MODEL, (X, X[:, :8]), layout=layout, target="8xcpu", **OPTIONS)
     assert plan.requested_bytes == result.trainer.wire.bytes() and "ring" in str(plan)
     assert any("test_registration.ring" in note for note in result.trainer.notes())
@@ -210,10 +263,15 @@ def test_registered_reduction_is_trained_planned_and_counted_by_a_layout_file(re
 
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("mesh", ["data=8", "node=2,data=4", "data=4,model=2"])
-def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(mesh, registered, tmp_path):
+def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(
+    mesh, registered, tmp_path
+):
     axes = ("node", "data") if mesh.startswith("node") else ("data",)
     batch = f"[batch]\nspec = [{list(axes)}]\n" if len(axes) > 1 else ""
-    text = f'{batch}[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n'
+    text = (
+        f'{batch}[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback '
+        "= true\n"
+    )
     text += '[[gradients.rules]]\npath = "layer/*"\ncodec = "exact"\n'
     if "model" in mesh:  # shards the targets alone
         text += '[[batch.rules]]\npath = "1"\nspec = ["data", "model"]\n'
@@ -221,19 +279,30 @@ def test_registered_reduction_has_the_options_of_the_layout_and_its_own_state(me
     state = result.state.exchange["two_stages"]
     workers = 4 if mesh.endswith("model=2") else 8
     assert set(state) == {"0/step", "0/memory/w/residual", "1/trace/w", "1/trace/layer/v"}
-    assert state["0/memory/w/residual"].shape == (workers, 64, 8) and np.any(np.asarray(state["0/memory/w/residual"]))
-    assert state["0/memory/w/residual"].addressable_shards[0].data.shape == (1, 64, 8) and int(state["0/step"]) == 4
+    assert state["0/memory/w/residual"].shape == (workers, 64, 8) and np.any(
+        np.asarray(state["0/memory/w/residual"])
+    )
+    assert (
+        state["0/memory/w/residual"].addressable_shards[0].data.shape == (1, 64, 8)
+        and int(state["0/step"]) == 4
+    )
     usual = fit("data_parallel")
     assert 0 < np.abs(params_of(result) - params_of(usual)).max() < 1e-2
 
 
 @pytest.mark.system
 def test_state_of_a_registered_reduction_is_saved_and_restored(registered, tmp_path):
-    layout = write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n')
+    layout = write_layout(
+        tmp_path,
+        '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = '
+        "true\n",
+    )
     uninterrupted = fit(layout)
     fit(layout, epochs=2, checkpoint=tmp_path / "run")
     resumed = fit(layout, checkpoint=tmp_path / "run", resume=True)
-    before, after = (jax.tree.map(np.asarray, result.state.exchange) for result in (uninterrupted, resumed))
+    before, after = (
+        jax.tree.map(np.asarray, result.state.exchange) for result in (uninterrupted, resumed)
+    )
     assert np.any(before["two_stages"]["0/memory/w/residual"])
     jax.tree.map(np.testing.assert_array_equal, before, after)
     np.testing.assert_array_equal(params_of(uninterrupted), params_of(resumed))
@@ -241,29 +310,54 @@ def test_state_of_a_registered_reduction_is_saved_and_restored(registered, tmp_p
 
 @pytest.mark.system
 def test_residuals_of_a_registered_reduction_are_resplit_over_fewer_workers(registered, tmp_path):
-    layout = write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = true\n')
+    layout = write_layout(
+        tmp_path,
+        '[gradients]\nreduction = "two_stages"\ncodec = "int8"\nblock = 16\nerror_feedback = '
+        "true\n",
+    )
     fit(layout, epochs=2, checkpoint=tmp_path / "run")
-    fewer = fit(layout, epochs=3, checkpoint=tmp_path / "run", resume=True, mesh=spmd.make_mesh("data=4", devices=jax.devices()[:4]))
+    fewer = fit(
+        layout,
+        epochs=3,
+        checkpoint=tmp_path / "run",
+        resume=True,
+        mesh=spmd.make_mesh("data=4", devices=jax.devices()[:4]),
+    )
     assert fewer.state.exchange["two_stages"]["0/memory/w/residual"].shape == (4, 64, 8)
     assert int(fewer.state.exchange["two_stages"]["0/step"]) == 3
 
 
-def test_a_layout_that_a_registered_reduction_does_not_read_is_refused_by_line(registered, tmp_path):
-    text = '[gradients]\nreduction = "ring"\nerror_feedback = true\ncodec = "int8"\n[[gradients.rules]]\npath = "w"\ncodec = "sign"\n'
+def test_a_layout_that_a_registered_reduction_does_not_read_is_refused_by_line(
+    registered, tmp_path
+):
+    text = (
+        '[gradients]\nreduction = "ring"\nerror_feedback = true\ncodec = "int8"\n'
+        '[[gradients.rules]]\npath = "w"\ncodec = "sign"\n'
+    )
     with pytest.raises(LayoutError) as caught:
         spmd.Layout.load(write_layout(tmp_path, text))
     assert [problem.line for problem in caught.value.problems] == [3, 4, 5], caught.value
     assert all("does not read it" in problem.why[0] for problem in caught.value.problems)
     with pytest.raises(LayoutError, match="start_step"):
-        spmd.Layout.load(write_layout(tmp_path, '[gradients]\nreduction = "ring"\nstart_step = 3\n'))
+        spmd.Layout.load(
+            write_layout(tmp_path, '[gradients]\nreduction = "ring"\nstart_step = 3\n')
+        )
     with pytest.raises(LayoutError, match="diagnostics"):
-        spmd.Layout.load(write_layout(tmp_path, '[gradients]\nreduction = "two_stages"\ncodec = "int8"\ndiagnostics = true\n'))
+        spmd.Layout.load(
+            write_layout(
+                tmp_path,
+                '[gradients]\nreduction = "two_stages"\ncodec = "int8"\ndiagnostics = true\n',
+            )
+        )
 
 
-@pytest.mark.parametrize("rule, said", [
-    ('[[params]]\npath = "w"\nspec = ["-", "model"]\n', "remove the rule"),
-    ('[default]\nparams = "shard:data"\n', '[default] params = "replicate"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule, said",
+    [
+        ('[[params]]\npath = "w"\nspec = ["-", "model"]\n', "remove the rule"),
+        ('[default]\nparams = "shard:data"\n', '[default] params = "replicate"'),
+    ],
+)
 def test_a_registered_reduction_refuses_sharded_parameters(rule, said, registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "ring"\n' + rule)
     with pytest.raises(LayoutError, match="is given full gradients") as caught:
@@ -272,24 +366,45 @@ def test_a_registered_reduction_refuses_sharded_parameters(rule, said, registere
 
 
 def test_unknown_names_say_how_to_register(registered, tmp_path):
-    with pytest.raises(LayoutError, match=r'did you mean "ring"\?.*two_stages.*@wire.register_reduction\("rign"\)') as caught:
+    with pytest.raises(
+        LayoutError, match=r'did you mean "ring"\?.*two_stages.*@wire.register_reduction\("rign"\)'
+    ) as caught:
         spmd.Layout.load(write_layout(tmp_path, '[gradients]\nreduction = "rign"\n'))
     assert caught.value.line == 2
     with pytest.raises(LayoutError, match=r'did you mean "halved"\?.*@wire.register\("havled"\)'):
-        spmd.Layout.load(write_layout(tmp_path, '[gradients]\nreduction = "all_reduce"\ncodec = "havled"\n'))
+        spmd.Layout.load(
+            write_layout(tmp_path, '[gradients]\nreduction = "all_reduce"\ncodec = "havled"\n')
+        )
 
 
 def returning(update):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@pytest.mark.parametrize("function, said", [
-    (lambda axes: None, "not an optax transformation"),
-    (lambda axes: returning(lambda grads, state, params=None: (list(grads.values()), state)), "come out"),
-    (lambda axes: returning(lambda grads, state, params=None: ({p: g[0] for p, g in grads.items()}, state)), "when it is returned"),
-    (lambda axes: returning(lambda grads, state, params=None: (grads, {"more": jnp.zeros(2)})), "arrays? of the state"),
-    (lambda axes: optax.apply_if_finite(wire.all_reduce(axes), 3), "before they are reduced"),
-], ids=["no transformation", "another tree", "another shape", "another state", "decides alone"])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (lambda axes: None, "not an optax transformation"),
+        (
+            lambda axes: returning(lambda grads, state, params=None: (list(grads.values()), state)),
+            "come out",
+        ),
+        (
+            lambda axes: returning(
+                lambda grads, state, params=None: ({p: g[0] for p, g in grads.items()}, state)
+            ),
+            "when it is returned",
+        ),
+        (
+            lambda axes: returning(
+                lambda grads, state, params=None: (grads, {"more": jnp.zeros(2)})
+            ),
+            "arrays? of the state",
+        ),
+        (lambda axes: optax.apply_if_finite(wire.all_reduce(axes), 3), "before they are reduced"),
+    ],
+    ids=["no transformation", "another tree", "another shape", "another state", "decides alone"],
+)
 def test_a_reduction_that_returns_something_else_is_refused(function, said):
     wire.register_reduction("wrong")(function)
     try:

@@ -1,4 +1,6 @@
-"""`wire.resplit`: the state of a communication for another number of workers. What error feedback owes is kept."""
+"""`wire.resplit`: the state of a communication for another number of workers. What error feedback
+owes is kept.
+"""
 
 import dataclasses
 
@@ -18,7 +20,9 @@ INT8 = {"codec": wire.int8(block=16), "error_feedback": True}
 
 
 def mesh_of(workers):
-    return jax.make_mesh((workers,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:workers])
+    return jax.make_mesh(
+        (workers,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:workers]
+    )
 
 
 def train_from(tx, params, state, workers, batches, *, local=False):
@@ -64,15 +68,22 @@ def test_what_error_feedback_owes_is_paid_after_a_change_of_workers(before, afte
         for _ in range(3):
             grads = rng.normal(size=(workers, 24, 16)).astype(np.float32)
             mean, state = update(grads, state)
-            applied, true = applied + np.asarray(mean["w"], np.float64), true + grads.astype(np.float64).mean(0)
+            applied, true = (
+                applied + np.asarray(mean["w"], np.float64),
+                true + grads.astype(np.float64).mean(0),
+            )
         return state
 
     state = run(wire.init(tx, like, mesh_of(before)), before)
     resplit = wire.resplit(tx, state, like, mesh_of(after))
-    owed, still_owed = (np.asarray(s.memory["w"]["residual"], np.float64).mean(0) for s in (state, resplit))
+    owed, still_owed = (
+        np.asarray(s.memory["w"]["residual"], np.float64).mean(0) for s in (state, resplit)
+    )
     assert np.abs(owed).max() > 0.1
     np.testing.assert_allclose(still_owed, owed, atol=1e-6)
-    assert int(resplit.step) == 3 and resplit.memory["w"]["residual"].addressable_shards[0].data.shape == (1, 24, 16)
+    assert int(resplit.step) == 3 and resplit.memory["w"]["residual"].addressable_shards[
+        0
+    ].data.shape == (1, 24, 16)
     end = run(resplit, after)
     rest = np.asarray(end.memory["w"]["residual"], np.float64).mean(0)
     np.testing.assert_allclose(applied + rest, true, atol=1e-5)
@@ -80,11 +91,20 @@ def test_what_error_feedback_owes_is_paid_after_a_change_of_workers(before, afte
 
 @pytest.mark.system
 def test_codecs_arrays_and_an_optimizers_moments_are_kept_as_they_are():
-    tx = optax.chain(wire.all_reduce("data", wire.power_sgd(rank=2, min_compression=1.0), error_feedback=True), optax.adam(1e-2))
-    params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
+    tx = optax.chain(
+        wire.all_reduce("data", wire.power_sgd(rank=2, min_compression=1.0), error_feedback=True),
+        optax.adam(1e-2),
+    )
+    params, state = train_from(
+        tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3)
+    )
     resplit = wire.resplit(tx, state, params, mesh_of(4))
-    np.testing.assert_array_equal(resplit[0].memory["up"]["codec"]["q"], state[0].memory["up"]["codec"]["q"])
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resplit[1]), jax.device_get(state[1]))
+    np.testing.assert_array_equal(
+        resplit[0].memory["up"]["codec"]["q"], state[0].memory["up"]["codec"]["q"]
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(resplit[1]), jax.device_get(state[1])
+    )
     continued, _ = train_from(tx, params, resplit, 4, make_batches(6)[3:])
     uninterrupted, _ = train_from(tx, params, state, 8, make_batches(6)[3:])
     assert distance(continued, uninterrupted) < 0.02 and distance(continued, params) > 0.02
@@ -92,7 +112,9 @@ def test_codecs_arrays_and_an_optimizers_moments_are_kept_as_they_are():
 
 def test_moments_of_zero1_are_split_anew():
     tx = wire.zero1("data", optax.adamw(1e-2))
-    params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
+    params, state = train_from(
+        tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3)
+    )
     resplit = wire.resplit(tx, state, params, mesh_of(4))
     moment = optax.tree_utils.tree_get(resplit.inner, "mu")["up"]
     assert moment.addressable_shards[0].data.shape == (16, 8) and moment.shape == (16, 32)
@@ -103,15 +125,29 @@ def test_moments_of_zero1_are_split_anew():
 
 @pytest.mark.system
 def test_local_sgd_keeps_the_mean_of_its_workers_parameters():
-    tx = wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0, momentum=0.5), every=4, overlap=1, **INT8)
+    tx = wire.local_sgd(
+        "data",
+        inner=optax.adam(1e-2),
+        outer=optax.sgd(1.0, momentum=0.5),
+        every=4,
+        overlap=1,
+        **INT8,
+    )
     start = wire.init(tx, make_params(), mesh_of(8))
-    params, state = train_from(tx, make_params(), start, 8, make_batches(6), local=True)  # two steps after a synchronization
+    # two steps after a synchronization
+    params, state = train_from(tx, make_params(), start, 8, make_batches(6), local=True)
     resplit = wire.resplit(tx, state, params, mesh_of(4))
     for path, leaf in state.params.items():
-        np.testing.assert_allclose(np.asarray(resplit.params[path]).mean(0), np.asarray(leaf).mean(0), atol=1e-6)
-        assert resplit.params[path].shape[0] == 4 and np.ptp(np.asarray(resplit.params[path]), axis=0).max() > 0
+        np.testing.assert_allclose(
+            np.asarray(resplit.params[path]).mean(0), np.asarray(leaf).mean(0), atol=1e-6
+        )
+        assert (
+            resplit.params[path].shape[0] == 4
+            and np.ptp(np.asarray(resplit.params[path]), axis=0).max() > 0
+        )
     assert np.asarray(resplit.inner[0].count).tolist() == [6] * 4
-    continued, _ = train_from(tx, params, resplit, 4, make_batches(9)[6:], local=True)  # the next is applied in step 9
+    # the next is applied in step 9
+    continued, _ = train_from(tx, params, resplit, 4, make_batches(9)[6:], local=True)
     assert 1e-4 < distance(continued, params) < 1
 
 
@@ -119,7 +155,9 @@ def test_local_sgd_keeps_the_mean_of_its_workers_parameters():
 def test_what_cannot_be_resplit_is_refused():
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
     state = wire.init(tx, make_params(), mesh_of(8))
-    with pytest.raises(CommunicationError, match=r"bias, down, up.*sent exactly.*\n.*residual.*mean\(0\)"):
+    with pytest.raises(
+        CommunicationError, match=r"bias, down, up.*sent exactly.*\n.*residual.*mean\(0\)"
+    ):
         wire.resplit(tx, state, make_params(), mesh_of(1))
     without = optax.chain(wire.all_reduce("data", INT8["codec"]), optax.adam(1e-2))
     with pytest.raises(CommunicationError, match="tx has no error feedback"):
@@ -131,7 +169,9 @@ def test_what_cannot_be_resplit_is_refused():
     local = wire.local_sgd("data", inner=optax.sgd(0.1), outer=optax.sgd(1.0), every=2)
     with pytest.raises(CommunicationError, match="LocalState"):
         wire.resplit(optax.chain(local, optax.adam(1e-2)), state, make_params(), mesh_of(4))
-    counting = wire.local_sgd("data", inner=optax.inject_hyperparams(optax.sgd)(0.1), outer=optax.sgd(1.0), every=2)
+    counting = wire.local_sgd(
+        "data", inner=optax.inject_hyperparams(optax.sgd)(0.1), outer=optax.sgd(1.0), every=2
+    )
     state = wire.init(counting, make_params(), mesh_of(8))
     inner = state.inner._replace(count=jnp.arange(8))
     with pytest.raises(CommunicationError, match="differs between workers and has no mean"):
@@ -139,30 +179,44 @@ def test_what_cannot_be_resplit_is_refused():
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize("tx", [
-    optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)), wire.zero1("data", optax.adam(1e-2), **INT8),
-    wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0), every=2, **INT8),
-], ids=["chain", "zero1", "local_sgd"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)),
+        wire.zero1("data", optax.adam(1e-2), **INT8),
+        wire.local_sgd("data", inner=optax.adam(1e-2), outer=optax.sgd(1.0), every=2, **INT8),
+    ],
+    ids=["chain", "zero1", "local_sgd"],
+)
 def test_a_state_on_the_host_is_resplit_as_one_on_devices(tx):
     state = wire.init(tx, make_params(), mesh_of(8))
-    ours, theirs = (wire.resplit(tx, one, make_params(), mesh_of(4)) for one in (jax.device_get(state), state))
+    ours, theirs = (
+        wire.resplit(tx, one, make_params(), mesh_of(4)) for one in (jax.device_get(state), state)
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))
 
 
 @pytest.mark.sampled(quick=4)
-@pytest.mark.parametrize("tx", [
-    wire.all_reduce("data", **INT8),
-    optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)),
-    optax.named_chain(("mean", wire.all_reduce("data", **INT8)), ("adam", optax.adam(1e-2))),
-    wire.zero1("data", optax.adam(1e-2), **INT8),
-], ids=["all_reduce", "chain", "named_chain", "zero1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tx",
+    [
+        wire.all_reduce("data", **INT8),
+        optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2)),
+        optax.named_chain(("mean", wire.all_reduce("data", **INT8)), ("adam", optax.adam(1e-2))),
+        wire.zero1("data", optax.adam(1e-2), **INT8),
+    ],
+    ids=["all_reduce", "chain", "named_chain", "zero1"],
+)
 def test_a_checkpoint_restored_without_a_template_is_refused_by_name(tx, tmp_path):
     state = wire.init(tx, make_params(), mesh_of(8))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state")
-    with pytest.raises(CommunicationError, match=r"as Orbax restores one without a template(.|\n)*wire\.init\(.*AbstractMesh"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"as Orbax restores one without a template(.|\n)*wire\.init\(.*AbstractMesh",
+    ):
         wire.resplit(tx, restored, make_params(), mesh_of(4))
     wire.resplit(tx, state, make_params(), mesh_of(4))
 
@@ -170,13 +224,17 @@ def test_a_checkpoint_restored_without_a_template_is_refused_by_name(tx, tmp_pat
 @pytest.mark.system
 def test_a_checkpoint_of_more_workers_than_devices_is_restored_and_resplit(tmp_path):
     tx = optax.chain(wire.all_reduce("data", **INT8), optax.adam(1e-2))
-    params, state = train_from(tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3))
+    params, state = train_from(
+        tx, make_params(), wire.init(tx, make_params(), mesh_of(8)), 8, make_batches(3)
+    )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         shapes = wire.init(tx, make_params(), jax.sharding.AbstractMesh((8,), ("data",)))
         assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
-        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+        )
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored))
     ours, theirs = (wire.resplit(tx, one, params, mesh_of(4)) for one in (restored, state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), jax.device_get(theirs))

@@ -1,4 +1,6 @@
-"""The exchange of row codecs: a lossless codec gives the exact mean for every arrangement of axes, shards and nodes."""
+"""The exchange of row codecs: a lossless codec gives the exact mean for every arrangement of axes,
+shards and nodes.
+"""
 
 import dataclasses
 
@@ -36,16 +38,28 @@ def reduce_with(codec, mesh, specs, inside):
     """Full means, every worker's `kept`, and the gradients they were made of."""
     mesh = spmd.make_mesh(mesh)
     axes, sizes = mesh.axis_names, tuple(mesh.shape.values())
-    shard_layouts = tuple(ShardLayout(shape, spec, axes, sizes) for shape, spec in zip(SHAPES, specs, strict=True))
+    shard_layouts = tuple(
+        ShardLayout(shape, spec, axes, sizes) for shape, spec in zip(SHAPES, specs, strict=True)
+    )
     random = np.random.default_rng(0)
     grads = [random.normal(size=(8, *shape)).astype(np.float32) for shape in SHAPES]
 
     def worker(*local):
-        means, kept, _ = codec.mean([x[0] for x in local], [{} for _ in local], Bucket(shard_layouts, inside))
+        means, kept, _ = codec.mean(
+            [x[0] for x in local], [{} for _ in local], Bucket(shard_layouts, inside)
+        )
         return means, [x[None] for x in kept]
 
     rows = [P(axes)] * len(SHAPES)
-    run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=tuple(rows), out_specs=([P(*spec) for spec in specs], rows), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            worker,
+            mesh=mesh,
+            in_specs=tuple(rows),
+            out_specs=([P(*spec) for spec in specs], rows),
+            check_vma=False,
+        )
+    )
     means, kept = run(*grads)
     return [np.asarray(x) for x in means], [np.asarray(x) for x in kept], grads
 
@@ -54,16 +68,40 @@ WHERE = {
     "one axis, replicated": ("data=8", ((), (), ()), ()),
     "one axis, shards": ("data=8", (("data",), (None, None, "data"), ("data",)), ()),
     "two axes, replicated": ("node=2,data=4", ((), (), ()), ()),
-    "two axes on one dim": ("node=2,data=4", ((("node", "data"),), (None, None, ("data", "node")), (("data", "node"),)), ()),
-    "two axes on two dims": ("node=2,data=4", (("data", "node"), ("node", None, "data"), (("node", "data"),)), ()),
+    "two axes on one dim": (
+        "node=2,data=4",
+        ((("node", "data"),), (None, None, ("data", "node")), (("data", "node"),)),
+        (),
+    ),
+    "two axes on two dims": (
+        "node=2,data=4",
+        (("data", "node"), ("node", None, "data"), (("node", "data"),)),
+        (),
+    ),
     "shards over the inner axis": ("node=2,data=4", (("data",), ("data",), ("data",)), ()),
-    "shards over the outer axis": ("node=2,data=4", (("node",), (None, None, "node"), ("node",)), ()),
+    "shards over the outer axis": (
+        "node=2,data=4",
+        (("node",), (None, None, "node"), ("node",)),
+        (),
+    ),
     "nodes, replicated": ("node=2,data=4", ((), (), ()), ("data",)),
-    "nodes, shards over both": ("node=2,data=4", ((("node", "data"),), ("node", None, "data"), (("data", "node"),)), ("data",)),
-    "nodes, shards inside": ("node=2,data=4", (("data",), (None, None, "data"), ("data",)), ("data",)),
+    "nodes, shards over both": (
+        "node=2,data=4",
+        ((("node", "data"),), ("node", None, "data"), (("data", "node"),)),
+        ("data",),
+    ),
+    "nodes, shards inside": (
+        "node=2,data=4",
+        (("data",), (None, None, "data"), ("data",)),
+        ("data",),
+    ),
     "nodes, shards across": ("node=2,data=4", (("node",), ("node",), ("node",)), ("data",)),
     "the inner axis crosses": ("data=4,node=2", ((), (), ()), ("data",)),
-    "three axes, the middle one exact": ("a=2,b=2,c=2", (("c",), (None, None, "c"), ("c",)), ("b",)),
+    "three axes, the middle one exact": (
+        "a=2,b=2,c=2",
+        (("c",), (None, None, "c"), ("c",)),
+        ("b",),
+    ),
     "three axes, two exact": ("a=2,b=2,c=2", (("a",), ("a",), ("a",)), ("a", "c")),
 }
 

@@ -1,4 +1,6 @@
-"""`ShardLayout` against plain numpy and against where jax places the shards, on meshes of several data axes."""
+"""`ShardLayout` against plain numpy and against where jax places the shards, on meshes of several
+data axes.
+"""
 
 import dataclasses
 import itertools
@@ -39,7 +41,9 @@ LAYOUTS = [
     ({"pod": 2, "node": 2, "data": 2}, (6, 10), ("data", "pod")),
     ({"pod": 2, "node": 2, "data": 2}, (7, 6), (None, "node")),
 ]
-every_layout = pytest.mark.parametrize("axes, shape, spec", LAYOUTS, ids=lambda value: str(value).replace(" ", "").replace("'", ""))
+every_layout = pytest.mark.parametrize(
+    "axes, shape, spec", LAYOUTS, ids=lambda value: str(value).replace(" ", "").replace("'", "")
+)
 
 
 def make(axes, shape, spec):
@@ -53,12 +57,17 @@ def numbered(shape):
 
 def places(axes):
     """The coordinates of every worker, in the order of their numbers."""
-    return [dict(zip(axes, at, strict=True)) for at in itertools.product(*map(range, axes.values()))]
+    return [
+        dict(zip(axes, at, strict=True)) for at in itertools.product(*map(range, axes.values()))
+    ]
 
 
 def number(at, names, axes):
     """The position of a worker along some axes, the first one slowest."""
-    return sum(at[name] * math.prod(axes[later] for later in names[n + 1 :]) for n, name in enumerate(names))
+    return sum(
+        at[name] * math.prod(axes[later] for later in names[n + 1 :])
+        for n, name in enumerate(names)
+    )
 
 
 def piece_at(x, axes, spec, at):
@@ -66,7 +75,9 @@ def piece_at(x, axes, spec, at):
     for dim, entry in enumerate(spec):
         names = entry_axes(entry)
         size = x.shape[dim] // math.prod(axes[name] for name in names)
-        x = np.take(x, range(number(at, names, axes) * size, (number(at, names, axes) + 1) * size), axis=dim)
+        x = np.take(
+            x, range(number(at, names, axes) * size, (number(at, names, axes) + 1) * size), axis=dim
+        )
     return x
 
 
@@ -110,9 +121,9 @@ def test_shards_are_in_the_order_of_the_axes(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     pieces = np.asarray(layout.shards(jnp.asarray(x)))
     used = {name for entry in spec for name in entry_axes(entry)}
-    assert layout.sharded_axes == tuple(name for name in axes if name in used) and layout.replicated_axes == tuple(
-        name for name in axes if name not in used
-    )
+    assert layout.sharded_axes == tuple(
+        name for name in axes if name in used
+    ) and layout.replicated_axes == tuple(name for name in axes if name not in used)
     for at in places(axes):
         piece = piece_at(x, axes, spec, at)
         assert piece.shape == layout.shard_shape
@@ -125,8 +136,14 @@ def test_join_rows_gives_shard(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     rows, everybody = np.asarray(layout.to_rows(jnp.asarray(x))), places(axes)
     for at in everybody:
-        sharing = [n for n, other in enumerate(everybody) if all(other[name] == at[name] for name in layout.sharded_axes)]
-        assert np.array_equal(layout.join_rows(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at))
+        sharing = [
+            n
+            for n, other in enumerate(everybody)
+            if all(other[name] == at[name] for name in layout.sharded_axes)
+        ]
+        assert np.array_equal(
+            layout.join_rows(jnp.asarray(rows[sharing])), piece_at(x, axes, spec, at)
+        )
 
 
 @pytest.mark.sampled(quick=3)
@@ -134,22 +151,35 @@ def test_join_rows_gives_shard(axes, shape, spec):
 def test_local_shard_equals_jax_placement(axes, shape, spec):
     layout, x = make(axes, shape, spec), numbered(shape)
     mesh = spmd.make_mesh(axes)
-    local = jax.jit(jax.shard_map(layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False))(x)
+    local = jax.jit(
+        jax.shard_map(
+            layout.local_shard, mesh=mesh, in_specs=jax.P(), out_specs=pspec(spec), check_vma=False
+        )
+    )(x)
     assert np.array_equal(local, x)
-    placed = {shard.device: np.asarray(shard.data) for shard in jax.device_put(x, jax.NamedSharding(mesh, pspec(spec))).addressable_shards}
+    placed = {
+        shard.device: np.asarray(shard.data)
+        for shard in jax.device_put(x, jax.NamedSharding(mesh, pspec(spec))).addressable_shards
+    }
     shards = {shard.device: np.asarray(shard.data) for shard in local.addressable_shards}
     assert set(shards) == set(mesh.devices.flat)
     assert all(np.array_equal(shards[device], placed[device]) for device in shards)
     assert all(
-        np.array_equal(shards[device], piece_at(x, axes, spec, at)) for device, at in zip(mesh.devices.flat, places(axes), strict=True)
+        np.array_equal(shards[device], piece_at(x, axes, spec, at))
+        for device, at in zip(mesh.devices.flat, places(axes), strict=True)
     )
 
 
 def test_order_of_axes_in_entry_decides_shard():
     x, axes = jnp.asarray(numbered((8, 3))), {"node": 2, "data": 4}
-    node_first, data_first = make(axes, (8, 3), (("node", "data"),)), make(axes, (8, 3), (("data", "node"),))
+    node_first, data_first = (
+        make(axes, (8, 3), (("node", "data"),)),
+        make(axes, (8, 3), (("data", "node"),)),
+    )
     assert np.array_equal(node_first.shards(x), x.reshape(8, 3))
-    assert np.array_equal(data_first.shards(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3))
+    assert np.array_equal(
+        data_first.shards(x), np.asarray(x).reshape(4, 2, 3).swapaxes(0, 1).reshape(8, 3)
+    )
     assert not np.array_equal(node_first.to_rows(x), data_first.to_rows(x))
 
 
@@ -161,15 +191,22 @@ def test_rows_of_bfloat16_are_exact_float32():
     assert not np.any(rows.reshape(-1)[63:])
 
 
-@pytest.mark.parametrize("shape, width, filled", [((13,), 2, 3), ((1,), 1, 7), ((8,), 1, 0), ((9,), 2, 7), ((7, 9), 8, 1)])
+@pytest.mark.parametrize(
+    "shape, width, filled",
+    [((13,), 2, 3), ((1,), 1, 7), ((8,), 1, 0), ((9,), 2, 7), ((7, 9), 8, 1)],
+)
 def test_last_rows_are_padded_with_zeros(shape, width, filled):
     layout = make({"node": 2, "data": 4}, shape, ())
     rows = np.asarray(layout.to_rows(jnp.asarray(numbered(shape))))
     assert layout.width == width and (rows == 0).sum() == filled
-    assert np.array_equal(np.flatnonzero(rows.reshape(-1) == 0), np.arange(8 * width - filled, 8 * width))
+    assert np.array_equal(
+        np.flatnonzero(rows.reshape(-1) == 0), np.arange(8 * width - filled, 8 * width)
+    )
 
 
 def test_shard_layout_equality_and_hash():
     layout = make({"data": 8}, (24, 16), ("data",))
-    assert layout == make({"data": 8}, (24, 16), ("data",)) and hash(layout) == hash(make({"data": 8}, (24, 16), ("data",)))
+    assert layout == make({"data": 8}, (24, 16), ("data",)) and hash(layout) == hash(
+        make({"data": 8}, (24, 16), ("data",))
+    )
     assert layout != dataclasses.replace(layout, spec=())

@@ -1,4 +1,6 @@
-"""Of jimm: a vision transformer, and CLIP. The repository keeps its parameters and computes in float64 where asked to."""
+"""Of jimm: a vision transformer, and CLIP. The repository keeps its parameters and computes in
+float64 where asked to.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,8 @@ from benchmarks.public_models.case import ROWS, STEPS, Case
 
 DOUBLE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 WORDS, LENGTH = 32, 8
-# Heads and hidden features over `model`, as in the library's `tensor_parallel`: the repository's parameters have no logical axis names.
+# Heads and hidden features over `model`, as in the library's `tensor_parallel`: the repository's
+# parameters have no logical axis names.
 TENSOR = spmd.Layout(
     mesh=(("data", -1), ("model", 2)),
     params=(
@@ -31,24 +34,34 @@ JOINED = {"accumulate=4": ("the loss joins rows with rows", {"mesh": "data=2", "
 
 def image_batches(size=16):
     random = np.random.default_rng(0)
-    return [{"image": random.normal(size=(ROWS, size, size, 3)), "label": random.integers(0, 10, ROWS)} for _ in range(STEPS)]
+    return [
+        {"image": random.normal(size=(ROWS, size, size, 3)), "label": random.integers(0, 10, ROWS)}
+        for _ in range(STEPS)
+    ]
 
 
 def captioned_batches():
     """Images with texts, each of which ends at its largest token, as CLIP's tokenizer has it."""
     random = np.random.default_rng(1)
-    batches = [{"image": batch["image"], "text": random.integers(1, WORDS - 1, (ROWS, LENGTH))} for batch in image_batches()]
+    batches = [
+        {"image": batch["image"], "text": random.integers(1, WORDS - 1, (ROWS, LENGTH))}
+        for batch in image_batches()
+    ]
     for batch in batches:
         batch["text"][np.arange(ROWS), random.integers(2, LENGTH, ROWS)] = WORDS - 1
     return batches
 
 
 def of_class(model, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["image"]), batch["label"]
+    ).mean()
 
 
 def contrastive(model, batch):
-    """Of CLIP's paper (arXiv:2103.00020, figure 3): each image is to find its text among all of the batch, and each text its image."""
+    """Of CLIP's paper (arXiv:2103.00020, figure 3): each image is to find its text among all of the
+    batch, and each text its image.
+    """
     logits = model(batch["image"], batch["text"])
     labels = jnp.arange(logits.shape[0])
     of_images = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -57,13 +70,33 @@ def contrastive(model, batch):
 
 
 def vit(dropout):
-    sizes = {"num_classes": 10, "img_size": 16, "patch_size": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 32, "hidden_size": 16}
+    sizes = {
+        "num_classes": 10,
+        "img_size": 16,
+        "patch_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "mlp_dim": 32,
+        "hidden_size": 16,
+    }
     return VisionTransformer(**sizes, **DOUBLE, dropout_rate=dropout, rngs=nnx.Rngs(0))
 
 
 def clip():
-    images = {"image_resolution": 16, "vision_layers": 1, "vision_width": 128, "vision_patch_size": 8}  # a head for every 64
-    texts = {"context_length": LENGTH, "vocab_size": WORDS, "transformer_width": 32, "transformer_heads": 2, "transformer_layers": 2}
+    # a head for every 64
+    images = {
+        "image_resolution": 16,
+        "vision_layers": 1,
+        "vision_width": 128,
+        "vision_patch_size": 8,
+    }
+    texts = {
+        "context_length": LENGTH,
+        "vocab_size": WORDS,
+        "transformer_width": 32,
+        "transformer_heads": 2,
+        "transformer_layers": 2,
+    }
     return CLIP(**images, **texts, **DOUBLE, rngs=nnx.Rngs(0))
 
 

@@ -1,4 +1,5 @@
-"""Of jraph: a graph network that classifies graphs, as in its example for ogbg-molhiv, and a graph convolution that classifies nodes.
+"""Of jraph: a graph network that classifies graphs, as in its example for ogbg-molhiv, and a graph
+convolution that classifies nodes.
 
 A row is a batch of three graphs, padded; the loss is a sum and a count of what is no padding.
 """
@@ -37,9 +38,14 @@ class MessagePassing(linen.Module):
     @linen.compact
     def __call__(self, graphs):
         graphs = graphs._replace(globals=jnp.zeros((graphs.n_node.shape[0], 1)))
-        graphs = jraph.GraphMapFeatures(linen.Dense(self.size), linen.Dense(self.size), linen.Dense(self.size))(graphs)
+        graphs = jraph.GraphMapFeatures(
+            linen.Dense(self.size), linen.Dense(self.size), linen.Dense(self.size)
+        )(graphs)
         for out in (self.size, CLASSES):
-            updates = [jraph.concatenated_args(Perceptron(self.size, size)) for size in (self.size, self.size, out)]
+            updates = [
+                jraph.concatenated_args(Perceptron(self.size, size))
+                for size in (self.size, self.size, out)
+            ]
             graphs = jraph.GraphNetwork(*updates)(graphs)
         return graphs.globals
 
@@ -65,7 +71,9 @@ class Attention(linen.Module):
     def __call__(self, graphs):
         for out in (self.size, CLASSES):
             query, logit = linen.Dense(out), linen.Dense(1)
-            graphs = jraph.GAT(query, lambda sent, received, _, logit=logit: logit(linen.tanh(sent + received)))(graphs)
+            graphs = jraph.GAT(
+                query, lambda sent, received, _, logit=logit: logit(linen.tanh(sent + received))
+            )(graphs)
         return graphs.nodes
 
 
@@ -76,21 +84,33 @@ def padded(random):
         nodes, edges = random.integers(2, 5), random.integers(2, 7)
         ends = random.integers(0, nodes, (2, edges))
         label = {"graph": random.integers(0, CLASSES, 1)}
-        features = {"nodes": random.normal(size=(nodes, FEATURES)), "edges": random.normal(size=(edges, FEATURES))}
+        features = {
+            "nodes": random.normal(size=(nodes, FEATURES)),
+            "edges": random.normal(size=(edges, FEATURES)),
+        }
         sizes = {"n_node": np.array([nodes]), "n_edge": np.array([edges])}
-        graphs.append(jraph.GraphsTuple(**features, senders=ends[0], receivers=ends[1], globals=label, **sizes))
+        graphs.append(
+            jraph.GraphsTuple(
+                **features, senders=ends[0], receivers=ends[1], globals=label, **sizes
+            )
+        )
     return jraph.pad_with_graphs(jraph.batch_np(graphs), NODES, EDGES, GRAPHS)
 
 
 def graph_batches():
     random = np.random.default_rng(0)
-    return [jax.tree.map(lambda *leaves: np.stack(leaves), *(padded(random) for _ in range(ROWS))) for _ in range(STEPS)]
+    return [
+        jax.tree.map(lambda *leaves: np.stack(leaves), *(padded(random) for _ in range(ROWS)))
+        for _ in range(STEPS)
+    ]
 
 
 def of_graphs(model, batch):
     def of_one(graphs):
         real = jraph.get_graph_padding_mask(graphs)
-        errors = optax.softmax_cross_entropy_with_integer_labels(model(graphs), graphs.globals["graph"])
+        errors = optax.softmax_cross_entropy_with_integer_labels(
+            model(graphs), graphs.globals["graph"]
+        )
         return (errors * real).sum(), real.sum()
 
     total, count = jax.vmap(of_one)(batch)
@@ -102,7 +122,9 @@ def of_nodes(model, batch):
 
     def of_one(graphs):
         real = jraph.get_node_padding_mask(graphs)
-        errors = optax.softmax_cross_entropy_with_integer_labels(model(graphs), graphs.nodes[:, :CLASSES].argmax(-1))
+        errors = optax.softmax_cross_entropy_with_integer_labels(
+            model(graphs), graphs.nodes[:, :CLASSES].argmax(-1)
+        )
         return (errors * real).sum(), real.sum()
 
     total, count = jax.vmap(of_one)(batch)
@@ -116,7 +138,14 @@ def cases():
     network = bound(MessagePassing(), one)
     return [
         Case("GraphNetwork", network, of_graphs, batches),
-        Case("GraphNetwork, schedule-free AdamW", network, of_graphs, batches, optimizer=SCHEDULE_FREE, left_out=left_out),
+        Case(
+            "GraphNetwork, schedule-free AdamW",
+            network,
+            of_graphs,
+            batches,
+            optimizer=SCHEDULE_FREE,
+            left_out=left_out,
+        ),
         Case("GraphConvolution", bound(Convolutions(), one), of_nodes, batches),
         Case("GAT", bound(Attention(), one), of_nodes, batches),
     ]

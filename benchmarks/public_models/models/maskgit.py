@@ -26,7 +26,14 @@ def tokenizer(**changed):
     """A tokenizer of the repository's configuration, made small."""
     config = vqgan_config.get_config()
     config.vqvae.update(
-        {"codebook_size": CODES, "filters": 32, "num_res_blocks": 1, "channel_multipliers": [1, 1], "embedding_dim": 8, **changed}
+        {
+            "codebook_size": CODES,
+            "filters": 32,
+            "num_res_blocks": 1,
+            "channel_multipliers": [1, 1],
+            "embedding_dim": 8,
+            **changed,
+        }
     )
     images = {"image": jnp.zeros((1, SIZE, SIZE, 3))}
     module = VQVAE(config, train=True, dtype=jnp.float64)
@@ -41,7 +48,9 @@ def reconstructed(module, images):
 def of_images(model, batch):
     """What reconstruction misses, and the loss of the quantizer."""
     quantized, of_quantizer = model.encode(batch)
-    return jnp.mean((model.decode(quantized) - batch["image"]) ** 2) + of_quantizer["quantizer_loss"]
+    return (
+        jnp.mean((model.decode(quantized) - batch["image"]) ** 2) + of_quantizer["quantizer_loss"]
+    )
 
 
 def token_batches():
@@ -50,9 +59,17 @@ def token_batches():
 
 
 def transformer(dropout):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return bound(Transformer(CODES + 1, max_position_embeddings=TOKENS, **sizes, **rates), jnp.zeros((1, TOKENS), jnp.int32))
+    return bound(
+        Transformer(CODES + 1, max_position_embeddings=TOKENS, **sizes, **rates),
+        jnp.zeros((1, TOKENS), jnp.int32),
+    )
 
 
 def of_masked(model, batch, rng):
@@ -64,11 +81,18 @@ def of_masked(model, batch, rng):
     mask = order < jnp.maximum(1, jnp.floor(masked * TOKENS))[:, None]
     logits = model(jnp.where(mask, CODES, tokens), deterministic=False)
     weights = mask.astype(logits.dtype)
-    return losses.weighted_sequence_cross_entropy_loss(labels=tokens, logits=logits, weights=weights, label_smoothing=0.1)
+    return losses.weighted_sequence_cross_entropy_loss(
+        labels=tokens, logits=logits, weights=weights, label_smoothing=0.1
+    )
 
 
 def cases():
-    fixes = {"accumulate=4": (r"a sum over rows for log (.|\n)*fix: accumulate=1", {"mesh": "data=2", "accumulate": 1})}
+    fixes = {
+        "accumulate=4": (
+            r"a sum over rows for log (.|\n)*fix: accumulate=1",
+            {"mesh": "data=2", "accumulate": 1},
+        )
+    }
     return [
         Case("VQ-VAE", tokenizer(entropy_loss_ratio=0.0), of_images, image_batches()),
         Case("VQ-VAE, entropy of the codes", tokenizer(), of_images, image_batches(), fixes=fixes),

@@ -1,4 +1,6 @@
-"""Of openpi: pi0, a flow-matching policy of images, a prompt and a robot's state, with the loss of the repository."""
+"""Of openpi: pi0, a flow-matching policy of images, a prompt and a robot's state, with the loss of
+the repository.
+"""
 
 import sys
 import types
@@ -30,7 +32,13 @@ def stub(name):
 
 
 # PyTorch is for types in annotations, and for the repository's other implementation of pi0.
-for name in ("torch", "torch.nn", "torch.nn.functional", "openpi.models_pytorch", "openpi.models_pytorch.pi0_pytorch"):
+for name in (
+    "torch",
+    "torch.nn",
+    "torch.nn.functional",
+    "openpi.models_pytorch",
+    "openpi.models_pytorch.pi0_pytorch",
+):
     stub(name)
 
 import openpi.models.gemma
@@ -40,15 +48,20 @@ from openpi.models.pi0_config import Pi0Config
 
 WORDS, RESOLUTION = 64, (28, 28)
 VISION = openpi.models.siglip.decode_variant("mu/14")
-openpi.models.siglip.decode_variant = lambda variant: VISION  # pi0 names a tower of 400 M parameters
+# pi0 names a tower of 400 M parameters
+openpi.models.siglip.decode_variant = lambda variant: VISION
 openpi.models.gemma.PALIGEMMA_VOCAB_SIZE = WORDS
-# What the repository computes in float32 whatever the model's dtype is: positions, norms, the softmax, and images.
-openpi.models.gemma.jnp = openpi.models.siglip.jnp = types.SimpleNamespace(**{**vars(jnp), "float32": jnp.float64})
+# What the repository computes in float32 whatever the model's dtype is: positions, norms, the
+# softmax, and images.
+openpi.models.gemma.jnp = openpi.models.siglip.jnp = types.SimpleNamespace(
+    **{**vars(jnp), "float32": jnp.float64}
+)
 openpi.models.model.IMAGE_RESOLUTION = RESOLUTION
 openpi.models.model.preprocess_observation.__kwdefaults__["image_resolution"] = RESOLUTION
 
 
-# Heads and hidden features over `model`, after the layers of a stack. All query heads share the one head of keys and values.
+# Heads and hidden features over `model`, after the layers of a stack. All query heads share the one
+# head of keys and values.
 TENSOR = spmd.Layout(
     mesh=(("data", -1), ("model", 2)),
     params=(
@@ -68,7 +81,10 @@ def demonstrations(config):
     words = config.max_token_len
     batches = []
     for _ in range(STEPS):
-        images = {name: random.uniform(-1, 1, (ROWS, *RESOLUTION, 3)).astype("float32") for name in openpi.models.model.IMAGE_KEYS}
+        images = {
+            name: random.uniform(-1, 1, (ROWS, *RESOLUTION, 3)).astype("float32")
+            for name in openpi.models.model.IMAGE_KEYS
+        }
         observation = openpi.models.model.Observation(
             images=images,
             image_masks={name: random.random(ROWS) < 0.8 for name in images},
@@ -76,7 +92,9 @@ def demonstrations(config):
             tokenized_prompt=random.integers(0, WORDS, (ROWS, words)).astype("int32"),
             tokenized_prompt_mask=np.arange(words) < random.integers(1, words + 1, (ROWS, 1)),
         )
-        batches.append((observation, random.normal(size=(ROWS, config.action_horizon, config.action_dim))))
+        batches.append(
+            (observation, random.normal(size=(ROWS, config.action_horizon, config.action_dim)))
+        )
     return batches
 
 
@@ -91,4 +109,6 @@ def cases():
     graphdef, state = nnx.split(config.create(jax.random.key(0)))
     model = nnx.merge(graphdef, as_floats(state, "float64"))
     model.train()
-    return [Case("pi0", model, of_flow, demonstrations(config), CLIPPED, layouts=LAYOUTS, draws=True)]
+    return [
+        Case("pi0", model, of_flow, demonstrations(config), CLIPPED, layouts=LAYOUTS, draws=True)
+    ]

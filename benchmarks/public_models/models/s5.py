@@ -1,4 +1,6 @@
-"""Of S5: a classifier of sequences by state spaces, `flax.linen.vmap` over rows with batch normalization over its axis."""
+"""Of S5: a classifier of sequences by state spaces, `flax.linen.vmap` over rows with batch
+normalization over its axis.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,10 @@ OF_PARTS = "statistics of its own for each microbatch"
 # The complex states over `model`, of which each is a recurrence of its own.
 TENSOR = spmd.Layout(
     mesh=(("data", -1), ("model", 2)),
-    params=(spmd.Rule("**/{B,Lambda_re,Lambda_im,log_step}", ("model",)), spmd.Rule("**/{C1,C2}", (None, "model"))),
+    params=(
+        spmd.Rule("**/{B,Lambda_re,Lambda_im,log_step}", ("model",)),
+        spmd.Rule("**/{C1,C2}", (None, "model")),
+    ),
     gradients=spmd.Gradients("all_reduce"),
 )
 LAYOUTS = {"states over model": {"layout": TENSOR, "mesh": "data=4,model=2"}}
@@ -27,7 +32,10 @@ LAYOUTS = {"states over model": {"layout": TENSOR, "mesh": "data=4,model=2"}}
 def sequence_batches():
     random = np.random.default_rng(0)
     x, label = (STEPS, ROWS, LENGTH, CHANNELS), (STEPS, ROWS)
-    return [{"x": x, "label": label} for x, label in zip(random.normal(size=x), random.integers(0, CLASSES, label), strict=True)]
+    return [
+        {"x": x, "label": label}
+        for x, label in zip(random.normal(size=x), random.integers(0, CLASSES, label), strict=True)
+    ]
 
 
 def of_class(model, batch):
@@ -55,13 +63,29 @@ def classifier(**options):
         bidirectional=True,
     )
     sizes = {"d_output": CLASSES, "d_model": WIDTH, "n_layers": 2}
-    module = BatchClassificationModel(ssm, **sizes, padded=False, activation="half_glu1", prenorm=True, batchnorm=True, **options)
+    module = BatchClassificationModel(
+        ssm, **sizes, padded=False, activation="half_glu1", prenorm=True, batchnorm=True, **options
+    )
     return bound(module, np.zeros((2, LENGTH, CHANNELS)), np.ones((2, LENGTH)))
 
 
 def cases():
     batches = sequence_batches()
     return [
-        Case("S5, batch norm", classifier(dropout=0.0), of_class, batches, layouts=LAYOUTS, left_out={"accumulate=4": OF_PARTS}),
-        Case("S5, batch norm, dropout", classifier(dropout=0.1), of_class, batches, layouts=LAYOUTS, draws=True),
+        Case(
+            "S5, batch norm",
+            classifier(dropout=0.0),
+            of_class,
+            batches,
+            layouts=LAYOUTS,
+            left_out={"accumulate=4": OF_PARTS},
+        ),
+        Case(
+            "S5, batch norm, dropout",
+            classifier(dropout=0.1),
+            of_class,
+            batches,
+            layouts=LAYOUTS,
+            draws=True,
+        ),
     ]

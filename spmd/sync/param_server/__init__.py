@@ -1,1 +1,3 @@
-"""The simulated parameter server: who keeps which parameter, when whose gradient arrives, and what is made of it."""
+"""The simulated parameter server: who keeps which parameter, when whose gradient arrives, and what
+is made of it.
+"""

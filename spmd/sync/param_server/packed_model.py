@@ -41,7 +41,9 @@ class PackedModel(WrappedModel):
 
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with its parameters unpacked."""
-        return self._model.bind(dataclasses.replace(variables, params=self.storage.views(variables.params)), call)
+        return self._model.bind(
+            dataclasses.replace(variables, params=self.storage.views(variables.params)), call
+        )
 
     def rebuild(self, variables: Variables) -> Any:
         """The user's kind of object, with replicated parameters."""
@@ -52,12 +54,18 @@ class PackedModel(WrappedModel):
         return {}
 
 
-def unpacked_for(optimizer: optax.GradientTransformationExtraArgs, storage: Storage) -> optax.GradientTransformationExtraArgs:
-    """An optimizer of packed rows that lets `optimizer` see unpacked parameters; the state is that of `optimizer`, and not packed."""
+def unpacked_for(
+    optimizer: optax.GradientTransformationExtraArgs, storage: Storage
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of packed rows that lets `optimizer` see unpacked parameters; the state is that
+    of `optimizer`, and not packed.
+    """
 
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         seen = None if params is None else storage.unpack(params)
         updates, state = optimizer.update(storage.unpack(updates), state, seen, **extra)
         return storage.pack(updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optimizer.init(storage.unpack(params)), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: optimizer.init(storage.unpack(params)), update
+    )

@@ -1,6 +1,7 @@
 """Parameters as the servers store them: packed into rows, one per position along the data axes.
 
-Packing moves numbers and changes no bit. Arrays here are global; `Storage.resolved` decides where they live.
+Packing moves numbers and changes no bit. Arrays here are global; `Storage.resolved` decides where
+they live.
 """
 
 import dataclasses
@@ -24,8 +25,9 @@ from spmd.xla import move_bits
 class Storage:
     """How a model's parameters are packed and unpacked.
 
-    `sliced` keeps the tree: each parameter is an array [positions, ceil(size / servers)]. Otherwise parameters stay unsplit and
-    share one array per dtype, [positions, elements of the fullest server]. Padding is zero.
+    `sliced` keeps the tree: each parameter is an array [positions, ceil(size / servers)]. Otherwise
+    parameters stay unsplit and share one array per dtype, [positions, elements of the fullest
+    server]. Padding is zero.
 
     Args:
       like: the parameters' shapes and dtypes.
@@ -46,15 +48,24 @@ class Storage:
     placement: str
     positions: int
     servers: int
-    unpacks: bool = dataclasses.field(default=False, compare=False)  # the parameters are packed all the same
+    # the parameters are packed all the same
+    unpacks: bool = dataclasses.field(default=False, compare=False)
 
     @functools.cached_property
     def assignments(self) -> dict[str, Assignment]:
         """The server of each parameter, by dtype: an array has one dtype."""
         leaves = flatten(self.like)
         dtypes = dict.fromkeys(str(leaf.dtype) for leaf in leaves.values())
-        sizes = {dtype: {path: math.prod(leaf.shape) for path, leaf in leaves.items() if leaf.dtype == dtype} for dtype in dtypes}
-        return {dtype: assign(self.placement, dtype_sizes, self.servers) for dtype, dtype_sizes in sizes.items()}
+        sizes = {
+            dtype: {
+                path: math.prod(leaf.shape) for path, leaf in leaves.items() if leaf.dtype == dtype
+            }
+            for dtype in dtypes
+        }
+        return {
+            dtype: assign(self.placement, dtype_sizes, self.servers)
+            for dtype, dtype_sizes in sizes.items()
+        }
 
     @property
     def sliced(self) -> bool:
@@ -66,17 +77,32 @@ class Storage:
         spec = (layout.data_axes(),)
         stored = flatten(jax.eval_shape(self.pack, self.like))
         source = f"servers, {self.placement}"
-        placements = {path: Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, source) for path, leaf in stored.items()}
+        placements = {
+            path: Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, source)
+            for path, leaf in stored.items()
+        }
         return Resolved(layout, mesh, placements)
 
     def unpacked(self, layout: Layout, mesh: MeshSpec) -> Resolved:
-        """Unpacked parameters, for an optimizer that sees them so: replicated, and its state split over the data axes."""
+        """Unpacked parameters, for an optimizer that sees them so: replicated, and its state split
+        over the data axes.
+        """
 
         def place(path: str, leaf: Any) -> Placement:
             sizes = {make_entry(layout.data_axes()): self.positions}
-            return Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), (), spread(leaf.shape, sizes), "unpacked from the servers")
+            return Placement(
+                path,
+                leaf.shape,
+                str(leaf.dtype),
+                nbytes(leaf),
+                (),
+                spread(leaf.shape, sizes),
+                "unpacked from the servers",
+            )
 
-        return Resolved(layout, mesh, {path: place(path, leaf) for path, leaf in flatten(self.like).items()})
+        return Resolved(
+            layout, mesh, {path: place(path, leaf) for path, leaf in flatten(self.like).items()}
+        )
 
     def pack(self, params: Tree) -> Tree:
         """Parameters (or their gradients) as they are stored."""
@@ -86,17 +112,29 @@ class Storage:
         if self.sliced:
             return jax.tree.map(self._slice, params)
         flat = flatten(params)
-        return {dtype: self._stack(assignment, flat) for dtype, assignment in self.assignments.items()}
+        return {
+            dtype: self._stack(assignment, flat) for dtype, assignment in self.assignments.items()
+        }
 
     def _slice(self, leaf: jax.Array) -> jax.Array:
         width = -(-leaf.size // self.servers)
-        return jnp.pad(leaf.reshape(-1), (0, self.positions * width - leaf.size)).reshape(self.positions, width)
+        return jnp.pad(leaf.reshape(-1), (0, self.positions * width - leaf.size)).reshape(
+            self.positions, width
+        )
 
     def _stack(self, assignment: Assignment, flat: dict[str, Any]) -> jax.Array:
         width, rows = max(assignment.load), []
         for server in range(self.positions):
-            params = [flat[path].reshape(-1) for path in assignment.sizes if assignment.owner[path] == server]
-            row = jnp.concatenate(params) if params else jnp.zeros(0, flat[next(iter(assignment.sizes))].dtype)
+            params = [
+                flat[path].reshape(-1)
+                for path in assignment.sizes
+                if assignment.owner[path] == server
+            ]
+            row = (
+                jnp.concatenate(params)
+                if params
+                else jnp.zeros(0, flat[next(iter(assignment.sizes))].dtype)
+            )
             rows.append(jnp.pad(row, (0, width - row.size)))
         return jnp.stack(rows)
 
@@ -105,15 +143,23 @@ class Storage:
         return move_bits(self.views, stored)
 
     def views(self, stored: Tree) -> Tree:
-        """As `unpack`, but differentiable, for a model that computes with them; XLA may flush subnormal numbers."""
+        """As `unpack`, but differentiable, for a model that computes with them; XLA may flush
+        subnormal numbers.
+        """
         if self.sliced:
             return jax.tree.map(
-                lambda leaf, rows: rows[: self.servers].reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape), self.like, stored
+                lambda leaf, rows: (
+                    rows[: self.servers].reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
+                ),
+                self.like,
+                stored,
             )
 
         def view(path: str, leaf: Any) -> jax.Array:
             assignment, rows = self.assignments[str(leaf.dtype)], stored[str(leaf.dtype)]
             start = assignment.start(path)
-            return rows[assignment.owner[path], start : start + math.prod(leaf.shape)].reshape(leaf.shape)
+            return rows[assignment.owner[path], start : start + math.prod(leaf.shape)].reshape(
+                leaf.shape
+            )
 
         return map_paths(view, self.like)

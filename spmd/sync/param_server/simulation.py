@@ -15,7 +15,11 @@ from spmd.wire.server.events import Events
 
 
 def simulate(
-    server: ParameterServer, *, workers: int | None = None, steps: int, bytes: tuple[float, float] = (0.0, 0.0)
+    server: ParameterServer,
+    *,
+    workers: int | None = None,
+    steps: int,
+    bytes: tuple[float, float] = (0.0, 0.0),
 ) -> ServerStatistics:
     """Simulate `steps` steps of a parameter server's clock, without a model or a device.
 
@@ -23,7 +27,8 @@ def simulate(
       server: as in a layout, with the same checks.
       workers: number of workers; None: as the server says.
       steps: rounds; in synchronous mode, updates.
-      bytes: bytes that a worker sends to one server with a gradient, and receives from it: the model's size / number of servers.
+      bytes: bytes that a worker sends to one server with a gradient, and receives from it: the
+        model's size / number of servers.
 
     Returns:
       The simulated time, waiting, staleness and dropped gradients; printed, a table.
@@ -40,18 +45,25 @@ def simulate(
       3.1
     """
     if not isinstance(server, ParameterServer):
-        raise OptionError(f"simulate: {server!r} is {type_name(server)}.", fix="an spmd.ParameterServer.")
+        raise OptionError(
+            f"simulate: {server!r} is {type_name(server)}.", fix="an spmd.ParameterServer."
+        )
     count = server.workers if workers is None else workers
     if count is None:
         raise OptionError("simulate: the number of workers is missing.", fix="such as  workers=8.")
     check_number("workers", count)
     if server.workers not in (None, count):
         raise OptionError(
-            f"simulate: workers={count}, and the server says {server.workers}.", fix="give only one of the two, or equal numbers."
+            f"simulate: workers={count}, and the server says {server.workers}.",
+            fix="give only one of the two, or equal numbers.",
         )
     check_bytes("simulate", bytes)
     source = f"a parameter server of {count} workers"
-    layout = Layout(gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source)
-    any_model = {str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)}
+    layout = Layout(
+        gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source
+    )
+    any_model = {
+        str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)
+    }
     fit_layout(Layout.load(layout), any_model, {}, MeshSpec.parse({"data": count}))
     return ServerStatistics.of(Events(server, count, (float(bytes[0]), float(bytes[1]))), steps)

@@ -1,4 +1,6 @@
-"""Statistics of a simulated run: computing and waiting of each worker, bytes sent, and gradients dropped."""
+"""Statistics of a simulated run: computing and waiting of each worker, bytes sent, and gradients
+dropped.
+"""
 
 import dataclasses
 import math
@@ -17,10 +19,11 @@ MAX_ROWS = 10  # printed workers; of more, those that compute least and most
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerStatistics:
-    """Totals over the first steps of a parameter server's clock; prints as a table. Times are simulated seconds, arrays by worker.
+    """Totals over the first steps of a parameter server's clock; prints as a table. Times are
+    simulated seconds, arrays by worker.
 
-    A step is a round: a synchronous update, or as many gradients as can be computed concurrently. All servers behave alike: the
-    figures of a link hold for the link of each server.
+    A step is a round: a synchronous update, or as many gradients as can be computed concurrently.
+    All servers behave alike: the figures of a link hold for the link of each server.
 
     Attributes:
       declared: the parameter server.
@@ -31,7 +34,9 @@ class ServerStatistics:
       spans: every gradient, including those in progress at the end.
 
     Example:
-      >>> stats = ServerStatistics.of(Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10)
+      >>> stats = ServerStatistics.of(
+      ...     Events(ParameterServer(spares=1, compute_time=(1.0, 2.0, 4.0)), workers=3), steps=10
+      ... )
       >>> stats.seconds, stats.idle_seconds.tolist(), stats.dropped.tolist(), stats.drop_bias
       (20.0, [10.0, 0.0, 0.0], [0, 0, 10], 3.0)
     """
@@ -45,14 +50,15 @@ class ServerStatistics:
 
     @classmethod
     def of(cls, events: Events, steps: int) -> "ServerStatistics":
-        """The statistics of a clock's first steps. They are simulated again, so a run that uses the clock is not affected.
+        """The statistics of a clock's first steps. They are simulated again, so a run that uses the
+        clock is not affected.
 
         Raises:
           OptionError: `steps` is not a number from 1, or a trace of times ends too early.
         """
         return cls(events.declared, events.workers, events.sent, steps, *spans(events, steps))
 
-    # time --------------------------------------------------------------------------------------------------------------
+    # time -----------------------------------------------------------------------------------------
 
     @property
     def seconds_per_step(self) -> float:
@@ -61,17 +67,23 @@ class ServerStatistics:
 
     @property
     def compute_seconds(self) -> np.ndarray:
-        """Seconds of computing gradients, including those that are dropped or in progress at the end."""
+        """Seconds of computing gradients, including those that are dropped or in progress at the
+        end.
+        """
         return self._seconds(self.spans.began, self.spans.done)
 
     @property
     def wasted_seconds(self) -> np.ndarray:
         """Seconds of computing gradients that were dropped."""
-        return self._seconds(self.spans.began, self.spans.done, self.spans.arrived & ~self.spans.applied)
+        return self._seconds(
+            self.spans.began, self.spans.done, self.spans.arrived & ~self.spans.applied
+        )
 
     @property
     def send_seconds(self) -> np.ndarray:
-        """Seconds in which gradients queued for a link and were sent; in a synchronous round or synchronization, parameters too."""
+        """Seconds in which gradients queued for a link and were sent; in a synchronous round or
+        synchronization, parameters too.
+        """
         return self._seconds(self.spans.queued, self.spans.time)
 
     @property
@@ -90,7 +102,9 @@ class ServerStatistics:
         """The share of time without computing."""
         return self.idle_seconds / self.seconds if self.seconds else np.zeros(self.workers)
 
-    def _seconds(self, start: np.ndarray, end: np.ndarray, which: np.ndarray | bool = True) -> np.ndarray:
+    def _seconds(
+        self, start: np.ndarray, end: np.ndarray, which: np.ndarray | bool = True
+    ) -> np.ndarray:
         return self._by_worker(np.where(which, self._within(start, end), 0.0))
 
     def _within(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -99,7 +113,7 @@ class ServerStatistics:
     def _by_worker(self, values: np.ndarray) -> np.ndarray:
         return np.bincount(self.spans.worker, values, self.workers)
 
-    # gradients ---------------------------------------------------------------------------------------------------------
+    # gradients ------------------------------------------------------------------------------------
 
     @property
     def arrived(self) -> np.ndarray:
@@ -120,8 +134,9 @@ class ServerStatistics:
     def drop_bias(self) -> float:
         """The largest dropped share of a worker's gradients, over the mean of these shares.
 
-        1: all workers lose an equal share, or none; `workers`: all dropped gradients are of one worker. A worker that loses more
-        than others has less influence. If its rows differ (long sentences, one hospital's), the model learns less from them.
+        1: all workers lose an equal share, or none; `workers`: all dropped gradients are of one
+        worker. A worker that loses more than others has less influence. If its rows differ (long
+        sentences, one hospital's), the model learns less from them.
         """
         has_arrived = self.arrived > 0
         shares = self.dropped[has_arrived] / self.arrived[has_arrived]
@@ -129,7 +144,9 @@ class ServerStatistics:
 
     @property
     def staleness(self) -> np.ndarray:
-        """Number of arrived gradients by staleness: [k] used parameters that were k versions old."""
+        """Number of arrived gradients by staleness: [k] used parameters that were k versions
+        old.
+        """
         staleness = self.spans.staleness[self.spans.arrived]
         return np.bincount(staleness[staleness >= 0], minlength=1)
 
@@ -140,18 +157,28 @@ class ServerStatistics:
 
     @property
     def gradients_per_update(self) -> float:
-        """The effective batch, in gradients; nan before the first update. Gradients of an incomplete update do not count."""
+        """The effective batch, in gradients; nan before the first update. Gradients of an
+        incomplete update do not count.
+        """
         updates = np.flatnonzero(self.spans.commit)
-        return self.spans.applied[: updates[-1] + 1].sum() / len(updates) if len(updates) else math.nan
+        return (
+            self.spans.applied[: updates[-1] + 1].sum() / len(updates) if len(updates) else math.nan
+        )
 
-    # links -------------------------------------------------------------------------------------------------------------
+    # links ----------------------------------------------------------------------------------------
 
     @property
     def link_bytes(self) -> tuple[float, float]:
         """Bytes that a server has received over its link, and sent."""
         arrived = self.spans.arrived
-        sent = arrived if not self.declared.asynchronous else self.spans.began - self._network.latency <= self.seconds
-        return self.sent[0] * float(self.spans.sends[arrived].sum()), self.sent[1] * float(self.spans.receives[sent].sum())
+        sent = (
+            arrived
+            if not self.declared.asynchronous
+            else self.spans.began - self._network.latency <= self.seconds
+        )
+        return self.sent[0] * float(self.spans.sends[arrived].sum()), self.sent[1] * float(
+            self.spans.receives[sent].sum()
+        )
 
     @property
     def link_busy(self) -> tuple[float, float]:
@@ -163,7 +190,10 @@ class ServerStatistics:
             send, receive = (count / self._network.bandwidth for count in self.sent)
             fetched = self.spans.receives > 0
             left = self.spans.began[fetched] - self._network.latency
-            seconds = self._within(self.spans.time - send, self.spans.time).sum(), self._within(left - receive, left).sum()
+            seconds = (
+                self._within(self.spans.time - send, self.spans.time).sum(),
+                self._within(left - receive, left).sum(),
+            )
         return float(seconds[0] / self.seconds), float(seconds[1] / self.seconds)
 
     @property
@@ -171,18 +201,36 @@ class ServerStatistics:
         return Network.parse(self.declared.network)
 
     def __str__(self) -> str:
-        arrived, applied, staleness = int(self.arrived.sum()), int(self.applied.sum()), self.staleness
-        rate = f"; {applied / self.seconds:,.4g} gradients applied per second" if self.seconds else ""
-        dropped = f", {arrived - applied:,} dropped ({1 - applied / arrived:.1%}; bias {self.drop_bias:.2f})" if applied < arrived else ""
+        arrived, applied, staleness = (
+            int(self.arrived.sum()),
+            int(self.applied.sum()),
+            self.staleness,
+        )
+        rate = (
+            f"; {applied / self.seconds:,.4g} gradients applied per second" if self.seconds else ""
+        )
+        dropped = (
+            f", {arrived - applied:,} dropped ({1 - applied / arrived:.1%}; bias "
+            f"{self.drop_bias:.2f})"
+            if applied < arrived
+            else ""
+        )
         batch = f", of {self.gradients_per_update:.4g} gradients each" if self.updates else ""
-        links = zip(("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True)
+        links = [
+            f"{format_bytes(count)} {direction}, busy {busy:.1%}"
+            for direction, count, busy in zip(
+                ("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True
+            )
+        ]
         lines = [
             f"{self.declared.mode}, {self.workers} workers, {self.steps:,} steps",
             f"time       {self.seconds:,.4g} s, {self.seconds_per_step:.4g} s a step{rate}",
             f"gradients  {arrived:,} arrived, {applied:,} applied{dropped}",
             f"updates    {self.updates:,}{batch}",
-            f"staleness  mean {staleness @ np.arange(len(staleness)) / max(staleness.sum(), 1):.2f}, largest {len(staleness) - 1}",
-            f"each link  {'; '.join(f'{format_bytes(count)} {direction}, busy {busy:.1%}' for direction, count, busy in links)}",
+            "staleness  mean "
+            f"{staleness @ np.arange(len(staleness)) / max(staleness.sum(), 1):.2f}, largest "
+            f"{len(staleness) - 1}",
+            f"each link  {'; '.join(links)}",
         ]
         return "\n".join([*lines, "", *self._table()])
 
@@ -190,17 +238,43 @@ class ServerStatistics:
 
     def _table(self) -> list[str]:
         """Shares of the time, by worker."""
-        seconds = (self.compute_seconds, self.wasted_seconds, self.send_seconds, self.idle_seconds - self.send_seconds)
-        shares = [part / self.seconds if self.seconds else np.zeros(self.workers) for part in seconds]
+        seconds = (
+            self.compute_seconds,
+            self.wasted_seconds,
+            self.send_seconds,
+            self.idle_seconds - self.send_seconds,
+        )
+        shares = [
+            part / self.seconds if self.seconds else np.zeros(self.workers) for part in seconds
+        ]
 
         def row(name: object, values: list, counts: list[str]) -> str:
-            return f"{name:>6}" + "".join(f"{value:>11.1%}" for value in values) + "".join(f"{count:>11}" for count in counts)
+            return (
+                f"{name:>6}"
+                + "".join(f"{value:>11.1%}" for value in values)
+                + "".join(f"{count:>11}" for count in counts)
+            )
 
         order, left_out = np.arange(self.workers), []
         if self.workers > MAX_ROWS:
-            order = np.argsort(seconds[0], kind="stable")[[*range(MAX_ROWS // 2), *range(-MAX_ROWS // 2, 0)]]
-            left_out = [f"{'...':>6}  {self.workers - MAX_ROWS} workers that compute more than those above and less than those below"]
-        lines = [row(n, [share[n] for share in shares], [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"]) for n in order]
-        mean = row("mean", [share.mean() for share in shares], [f"{self.arrived.mean():,.1f}", f"{self.dropped.mean():,.1f}"])
-        header = "worker" + "".join(f"{name:>11}" for name in ("computing", "wasted", "sending", "waiting", "arrived", "dropped"))
+            order = np.argsort(seconds[0], kind="stable")[
+                [*range(MAX_ROWS // 2), *range(-MAX_ROWS // 2, 0)]
+            ]
+            left_out = [
+                f"{'...':>6}  {self.workers - MAX_ROWS} workers that compute more than those above "
+                "and less than those below"
+            ]
+        lines = [
+            row(n, [share[n] for share in shares], [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"])
+            for n in order
+        ]
+        mean = row(
+            "mean",
+            [share.mean() for share in shares],
+            [f"{self.arrived.mean():,.1f}", f"{self.dropped.mean():,.1f}"],
+        )
+        header = "worker" + "".join(
+            f"{name:>11}"
+            for name in ("computing", "wasted", "sending", "waiting", "arrived", "dropped")
+        )
         return [header, *lines[: MAX_ROWS // 2], *left_out, *lines[MAX_ROWS // 2 :], mean]

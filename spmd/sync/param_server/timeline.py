@@ -1,4 +1,6 @@
-"""A timeline of simulated gradients: when each was computed and sent, and whether it was applied."""
+"""A timeline of simulated gradients: when each was computed and sent, and whether it was
+applied.
+"""
 
 import dataclasses
 import math
@@ -17,15 +19,17 @@ class GradientSpans:
 
     Attributes:
       worker: its worker.
-      began, done: begin and end of its computation; that of a late spare ends when the next round begins.
-      queued, time: begin and end of queueing for a link and being sent; in a synchronous round, and in a synchronization, the
-        time of all transfers.
+      began, done: begin and end of its computation; that of a late spare ends when the next round
+        begins.
+      queued, time: begin and end of queueing for a link and being sent; in a synchronous round, and
+        in a synchronization, the time of all transfers.
       arrived: False: still in progress at the end, so neither applied nor dropped.
       applied: whether it is part of an update.
-      commit: whether the update was applied when it arrived; for local SGD, the last one before each synchronization.
+      commit: whether the update was applied when it arrived; for local SGD, the last one before
+        each synchronization.
       staleness: versions between read and arrival; -1 if unknown.
-      sends, receives: the share of all parameters that was sent to the servers with it, and received from them: before it if
-        gradients arrive one by one, else after it.
+      sends, receives: the share of all parameters that was sent to the servers with it, and
+        received from them: before it if gradients arrive one by one, else after it.
     """
 
     worker: np.ndarray
@@ -42,7 +46,9 @@ class GradientSpans:
 
 
 class TruncatedTimes(Times):
-    """The times of the simulated gradients: for each worker those that arrive and the next one. Later ones never end."""
+    """The times of the simulated gradients: for each worker those that arrive and the next one.
+    Later ones never end.
+    """
 
     def __init__(self, events: Events, last: np.ndarray):
         super().__init__(events.declared.compute_time, events.workers, events.declared.seed)
@@ -61,7 +67,8 @@ class TruncatedTimes(Times):
 
 
 def spans(events: Events, steps: int) -> tuple[float, GradientSpans]:
-    """The seconds that the first rounds take, and their gradients. Simulates them again; the events of a run stay unchanged.
+    """The seconds that the first rounds take, and their gradients. Simulates them again; the events
+    of a run stay unchanged.
 
     Raises:
       OptionError: `steps` is not a number from 1, or a trace of times ends too early.
@@ -72,7 +79,8 @@ def spans(events: Events, steps: int) -> tuple[float, GradientSpans]:
     for step in range(steps):
         counts += clock.round(step).takes
         end = clock.round(step).end
-    # gradients in progress at the end arrive in later rounds: time continues, but no worker begins another gradient
+    # gradients in progress at the end arrive in later rounds: time continues, but no worker begins
+    # another gradient
     last = counts if declared.asynchronous else np.full(workers, steps)
     clock, reader, step, now = (
         Events(declared, workers, events.sent, TruncatedTimes(events, last)),
@@ -97,17 +105,31 @@ class _Reader:
         """Add a round; returns its end."""
         count = int(new_round.takes.sum())
         worker, index, ones = new_round.worker[:count], np.arange(count), np.ones(count)
-        rows = {name: getattr(new_round, name)[:count] for name in ("worker", "began", "done", "time", "applied", "commit", "staleness")}
-        rows |= {"number": self.number[worker], "queued": rows["done"], "sends": ones, "receives": ones}
+        rows = {
+            name: getattr(new_round, name)[:count]
+            for name in ("worker", "began", "done", "time", "applied", "commit", "staleness")
+        }
+        rows |= {
+            "number": self.number[worker],
+            "queued": rows["done"],
+            "sends": ones,
+            "receives": ones,
+        }
         if self.asynchronous:
             read = new_round.reads.cumsum(axis=0)  # row r: reads before event r
             rows["receives"] = np.where(self.fetched[worker] | (read[index, worker] > 0), 1.0, 0.0)
             self.fetched |= read[-1] > 0
             self.fetched[worker] = read[-1, worker] > read[index, worker]
         else:  # the network is used when the last awaited worker is done
-            rows["queued"], rows["time"] = np.full(count, rows["time"][rows["applied"]].max()), np.full(count, new_round.end)
+            rows["queued"], rows["time"] = (
+                np.full(count, rows["time"][rows["applied"]].max()),
+                np.full(count, new_round.end),
+            )
             if len(new_round.sends):
-                rows |= {"sends": ones * new_round.sends.mean(), "receives": ones * new_round.receives.mean()}
+                rows |= {
+                    "sends": ones * new_round.sends.mean(),
+                    "receives": ones * new_round.receives.mean(),
+                }
                 rows["commit"] = new_round.sends.any() & (index == count - 1)
         self.number[worker] += 1
         for name, part in rows.items():
@@ -118,17 +140,26 @@ class _Reader:
         """The first `counts` gradients of each worker, which arrive, and its next one."""
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
         columns = {
-            name: part[(columns["number"] <= counts[columns["worker"]]) & np.isfinite(columns["done"])] for name, part in columns.items()
+            name: part[
+                (columns["number"] <= counts[columns["worker"]]) & np.isfinite(columns["done"])
+            ]
+            for name, part in columns.items()
         }
         worker, number = columns["worker"], columns.pop("number")
         order = np.lexsort((number, worker))
         next_began = np.full(len(order), np.inf)  # when its worker begins the next gradient
-        next_began[order[:-1]] = np.where(np.diff(worker[order]) == 0, columns["began"][order[1:]], np.inf)
+        next_began[order[:-1]] = np.where(
+            np.diff(worker[order]) == 0, columns["began"][order[1:]], np.inf
+        )
         columns["done"] = np.minimum(columns["done"], next_began)
         columns["time"] = np.maximum(columns["done"], np.minimum(columns["time"], next_began))
         columns["queued"] = np.clip(columns["queued"], columns["done"], columns["time"])
         arrived = number < counts[worker]
-        return GradientSpans(arrived=arrived, **columns | {"applied": columns["applied"] & arrived, "commit": columns["commit"] & arrived})
+        return GradientSpans(
+            arrived=arrived,
+            **columns
+            | {"applied": columns["applied"] & arrived, "commit": columns["commit"] & arrived},
+        )
 
 
 def check_number(name: str, value: object) -> None:

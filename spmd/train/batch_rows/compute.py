@@ -1,9 +1,12 @@
-"""Compute the loss of the full batch on workers that hold parts of its rows, from the two traces that `spmd.train.batch_rows.walk` reads.
+"""Compute the loss of the full batch on workers that hold parts of its rows, from the two traces
+that `spmd.train.batch_rows.walk` reads.
 
-An equation runs as it was traced for a part, on this worker's rows; or, where its inputs are the same on all workers, as it was traced for
-the batch. Numbers in it are always those of the batch: a mean is a sum over rows, divided by the rows of the batch, and `len(x)` is their
-number. What `walk` finds that workers have to share is summed, or gathered, here. All of it is differentiable: under `jax.shard_map` with
-`check_vma=False` the mean over workers of the gradients of what comes out is the gradient of the loss of the full batch.
+An equation runs as it was traced for a part, on this worker's rows; or, where its inputs are the
+same on all workers, as it was traced for the batch. Numbers in it are always those of the batch: a
+mean is a sum over rows, divided by the rows of the batch, and `len(x)` is their number. What `walk`
+finds that workers have to share is summed, or gathered, here. All of it is differentiable: under
+`jax.shard_map` with `check_vma=False` the mean over workers of the gradients of what comes out is
+the gradient of the loss of the full batch.
 """
 
 import dataclasses
@@ -23,11 +26,21 @@ from spmd.rng import at_worker, counts_rows, data_at_worker, worker_key
 from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, Local, PerRow, Summed
 from spmd.train.batch_rows.rules import OVER_ROWS, numbers_row, rows_of_index
 from spmd.train.batch_rows.scatters import RowDims, row_dims
-from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Shared, Unreadable, Walk, defined_in, evaluated
+from spmd.train.batch_rows.walk import (
+    CALLS,
+    OWN_GRADIENT,
+    Held,
+    Shared,
+    Unreadable,
+    Walk,
+    defined_in,
+    evaluated,
+)
 from spmd.wire import collectives
 
 Shape = tuple[int, ...]
-MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")  # they and elementwise functions look at no two entries together
+# they and elementwise functions look at no two entries together
+MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +49,14 @@ class Place:
 
     Attributes:
       axes: mesh axes over which the batch is split, in order.
-      workers: the number of workers that have rows of their own; several may be simulated at one position of the mesh.
+      workers: the number of workers that have rows of their own; several may be simulated at one
+        position of the mesh.
       worker: the number of this one, or a tracer.
-      microbatches: the number of parts into which the rows of a worker are split, with a stride (`spmd.train.accumulate`).
+      microbatches: the number of parts into which the rows of a worker are split, with a stride
+        (`spmd.train.accumulate`).
       microbatch: the number of this one, or a tracer.
-      known: the arrays that all rows share, in the order in which they are needed. None: there is one part at each position of the mesh, so
-        that workers share them by collectives.
+      known: the arrays that all rows share, in the order in which they are needed. None: there is
+        one part at each position of the mesh, so that workers share them by collectives.
     """
 
     axes: tuple[str, ...] = ()
@@ -52,10 +67,17 @@ class Place:
     known: list[Any] | None = None
 
     def key_of_rows(self, batch: Any) -> Callable[[Any], Any]:
-        """Return a function from a random key to one of which `Compute` makes that of a worker with as many rows as `batch` has."""
+        """Return a function from a random key to one of which `Compute` makes that of a worker with
+        as many rows as `batch` has.
+        """
         if self.workers == 1:
             return lambda key: key
-        return functools.partial(worker_key, worker=np.zeros((), np.uint32), rows=jax.tree.leaves(batch)[0].shape[0], workers=self.workers)
+        return functools.partial(
+            worker_key,
+            worker=np.zeros((), np.uint32),
+            rows=jax.tree.leaves(batch)[0].shape[0],
+            workers=self.workers,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +92,8 @@ class Compute(Walk):
       row_wise: whether the layers that a layout computes in ways of its own are row by row.
       known: goes through `place.known`.
       record: takes the arrays that workers share.
-      constants: the captured arrays of the second trace, by the identity of those of the first; a pipeline's schedule is one.
+      constants: the captured arrays of the second trace, by the identity of those of the first; a
+        pipeline's schedule is one.
     """
 
     here: int = 0
@@ -85,7 +108,7 @@ class Compute(Walk):
         """Return the number of parts of the batch, of which this is one."""
         return self.rows // self.here
 
-    # what workers share -------------------------------------------------------------------------------------------------------------------
+    # what workers share ---------------------------------------------------------------------------
 
     def converted(self, value: Held, kind: Kind, one: Any, variables: tuple[Any, Any]) -> Held:
         """Return an input of an equation as another kind: workers share it."""
@@ -105,18 +128,30 @@ class Compute(Walk):
         return array
 
     def coerced(self, value: Held, kind: Kind, full: Shape, part: Shape) -> Any:
-        """Return the array of a value as one of another kind. `full` and `part` are its shapes in the two traces."""
+        """Return the array of a value as one of another kind. `full` and `part` are its shapes in
+        the two traces.
+        """
         if isinstance(kind, PerRow):
             return self._rows_of(value, kind.dim, kind.inner, full)
         if isinstance(kind, Summed):
-            return value.array if isinstance(value.kind, Summed) else self._as_part(self._full(value, full))
+            return (
+                value.array
+                if isinstance(value.kind, Summed)
+                else self._as_part(self._full(value, full))
+            )
         return _narrowed(self._full(value, full), full, _shape_of(self, kind, full, part))
 
     def _as_part(self, array: Any) -> Any:
-        """Return the part of an array, the same on all workers, that the sum over parts makes it."""
+        """Return the part of an array, the same on all workers, that the sum over parts makes
+        it.
+        """
         if jnp.issubdtype(array.dtype, jnp.inexact):
             return array / self.parts
-        return jnp.where((jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0), array, jnp.zeros_like(array))
+        return jnp.where(
+            (jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0),
+            array,
+            jnp.zeros_like(array),
+        )
 
     def _full(self, value: Held, full: Shape) -> Any:
         """Return the value of the full batch, on every worker."""
@@ -125,13 +160,25 @@ class Compute(Walk):
             return collectives.all_reduce(array, self.place.axes)
         if isinstance(kind, PerRow):
             outer = full[kind.dim] // (self.rows * kind.inner)
-            split_up = jnp.reshape(array, (*array.shape[: kind.dim], outer, self.here * kind.inner, *array.shape[kind.dim + 1 :]))
+            split_up = jnp.reshape(
+                array,
+                (
+                    *array.shape[: kind.dim],
+                    outer,
+                    self.here * kind.inner,
+                    *array.shape[kind.dim + 1 :],
+                ),
+            )
             return jnp.reshape(_gather(split_up, self.place.axes, kind.dim + 1), full)
         if jnp.shape(array) == full:
             return array
-        for dim, (size, wanted) in enumerate(zip(array.shape, full, strict=True)):  # along these all entries are equal
+        # along these all entries are equal
+        for dim, (size, wanted) in enumerate(zip(array.shape, full, strict=True)):
             if size != wanted:
-                array = jnp.broadcast_to(lax.slice_in_dim(array, 0, 1, axis=dim), (*array.shape[:dim], wanted, *array.shape[dim + 1 :]))
+                array = jnp.broadcast_to(
+                    lax.slice_in_dim(array, 0, 1, axis=dim),
+                    (*array.shape[:dim], wanted, *array.shape[dim + 1 :]),
+                )
         return array
 
     def _rows_of(self, value: Held, dim: int, inner: int, full: Shape) -> Any:
@@ -144,12 +191,25 @@ class Compute(Walk):
         array = self._full(value, full)
         if isinstance(value.kind, Fixed) and dim in value.kind.uniform:
             return lax.slice_in_dim(array, 0, wanted[dim], axis=dim)
-        split = (full[dim] // (self.rows * inner), self.place.workers, self.here, self.place.microbatches, inner)
+        split = (
+            full[dim] // (self.rows * inner),
+            self.place.workers,
+            self.here,
+            self.place.microbatches,
+            inner,
+        )
         split_up = jnp.reshape(array, (*full[:dim], *split, *full[dim + 1 :]))
-        of_worker = lax.dynamic_index_in_dim(split_up, jnp.asarray(self.place.worker), dim + 1, keepdims=False)
-        return jnp.reshape(lax.dynamic_index_in_dim(of_worker, jnp.asarray(self.place.microbatch), dim + 2, keepdims=False), wanted)
+        of_worker = lax.dynamic_index_in_dim(
+            split_up, jnp.asarray(self.place.worker), dim + 1, keepdims=False
+        )
+        return jnp.reshape(
+            lax.dynamic_index_in_dim(
+                of_worker, jnp.asarray(self.place.microbatch), dim + 2, keepdims=False
+            ),
+            wanted,
+        )
 
-    # a layout's own functions -----------------------------------------------------------------------------------------------------------
+    # a layout's own functions ---------------------------------------------------------------------
 
     def constant(self, first: Any, second: Any) -> Held:
         """Return a captured array, or a literal, of the full batch."""
@@ -160,21 +220,31 @@ class Compute(Walk):
         """Return the outputs of an equation."""
         if _of_layout(one):
             return self.of_layout(one, other, values)
-        if one.primitive.name in CALLS or not any(isinstance(value.kind, Local) for value in values):
+        if one.primitive.name in CALLS or not any(
+            isinstance(value.kind, Local) for value in values
+        ):
             return super().equation(one, other, values)
         if any(isinstance(value.kind, PerRow | Summed) for value in values):
             raise Unreadable("it joins rows with something else that layers return")
-        return [Held(Local(), True, array) for array in evaluated(other, self.on_rows(other, values))]
+        return [
+            Held(Local(), True, array) for array in evaluated(other, self.on_rows(other, values))
+        ]
 
     def of_layout(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a layout's own function, such as a pipeline, on this worker's rows."""
+        """Return the outputs of a layout's own function, such as a pipeline, on this worker's
+        rows.
+        """
         if not self.row_wise or self.here != self.others:
             raise Unreadable(
-                "it joins rows in layers that this layout computes in parts" if self.here == self.others else "it has one row here"
+                "it joins rows in layers that this layout computes in parts"
+                if self.here == self.others
+                else "it has one row here"
             )
         if any(isinstance(value.kind, Summed) for value in values):
             raise Unreadable("a stack of layers gets a sum over rows")
-        found = [self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        found = [
+            self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)
+        ]
         if None in found:
             raise Unreadable("a stack of layers has other dims on few rows than on many")
         arrays = evaluated(other, self.on_rows(other, values))
@@ -187,8 +257,16 @@ class Compute(Walk):
         for value, var in zip(values, other.invars, strict=True):
             array, shape = self.constants.get(id(value.array), value.array), _shape(var)
             if isinstance(value.kind, Fixed):
-                differs = {dim for dim, (a, b) in enumerate(zip(jnp.shape(array), shape, strict=True)) if a != b}
-                array = _narrowed(array, jnp.shape(array), shape) if differs <= value.kind.uniform else array
+                differs = {
+                    dim
+                    for dim, (a, b) in enumerate(zip(jnp.shape(array), shape, strict=True))
+                    if a != b
+                }
+                array = (
+                    _narrowed(array, jnp.shape(array), shape)
+                    if differs <= value.kind.uniform
+                    else array
+                )
                 array = self.own_key(array) if value.kind.key else array
             if jnp.shape(array) != shape:
                 raise Unreadable(f"layers get {jnp.shape(array)} in place of {shape}")
@@ -199,12 +277,16 @@ class Compute(Walk):
         """Return a random key, or its data, as this worker's, whose draws are those of its rows."""
         worker = jnp.asarray(self.place.worker)
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            return data_at_worker(key, worker) if key.dtype == jnp.uint32 and key.shape[-1:] == (3,) else key
+            return (
+                data_at_worker(key, worker)
+                if key.dtype == jnp.uint32 and key.shape[-1:] == (3,)
+                else key
+            )
         if counts_rows(key):
             return at_worker(key, worker)
         return worker_key(key, worker, rows=self.here, workers=self.place.workers)
 
-    # equations ----------------------------------------------------------------------------------------------------------------------------
+    # equations ------------------------------------------------------------------------------------
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
         """Return the outputs of an equation, whose inputs are now of the kinds that it needs."""
@@ -221,7 +303,9 @@ class Compute(Walk):
             return [self.shared(lambda: self._over_rows(one, values[0]))]
         if name == "random_bits" and isinstance(inputs[0], Fixed) and isinstance(kinds[0], PerRow):
             own = self.own_key(values[0].array)
-            shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))[own.ndim :]
+            shape = _shape_of(self, kinds[0], _shape(one.outvars[0]), _shape(other.outvars[0]))[
+                own.ndim :
+            ]
             return evaluated(other.replace(params={**other.params, "shape": shape}), [own])
         if all(isinstance(kind, Fixed) for kind in inputs):
             return self._of_fixed(one, other, values, kinds)
@@ -229,21 +313,39 @@ class Compute(Walk):
             return self._scattered(one, values, rows)
         if any(isinstance(kind, Summed) for kind in inputs):
             adds = len(inputs) if name in ("add", "sub", "add_any") else 0
-            summed = range(1, len(inputs)) if name == "select_n" else range(adds)  # inputs that are added up
-            shapes = [(a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)]
+            # inputs that are added up
+            summed = range(1, len(inputs)) if name == "select_n" else range(adds)
+            shapes = [
+                (a.aval.shape, b.aval.shape) for a, b in zip(one.invars, other.invars, strict=True)
+            ]
             wanted = [Summed() if number in summed else Fixed() for number in range(len(inputs))]
             triples = zip(values, wanted, shapes, strict=True)
-            return evaluated(one, [v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *shape) for v, kind, shape in triples])
+            return evaluated(
+                one,
+                [
+                    v.array if isinstance(v.kind, Summed) else self.coerced(v, kind, *shape)
+                    for v, kind, shape in triples
+                ],
+            )
         return self._of_rows(one, other, values, kinds)
 
     def _of_fixed(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Any]:
         """Return the output arrays of an equation whose inputs are the same on every worker."""
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         wanted = [_shape_of(self, kind, *shape) for kind, shape in zip(kinds, shapes, strict=True)]
-        local = all(jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True))
-        if local and wanted == [part for _, part in shapes] and one.primitive.name in (*ELEMENTWISE, *MOVES):
+        local = all(
+            jnp.shape(v.array) == _shape(var) for v, var in zip(values, other.invars, strict=True)
+        )
+        if (
+            local
+            and wanted == [part for _, part in shapes]
+            and one.primitive.name in (*ELEMENTWISE, *MOVES)
+        ):
             return evaluated(other, [value.array for value in values])
-        arrays = evaluated(one, [self._full(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)])
+        arrays = evaluated(
+            one,
+            [self._full(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)],
+        )
         return [
             self._rows_of(Held(Fixed(), array=array), kind.dim, kind.inner, full)
             if isinstance(kind, PerRow)
@@ -256,28 +358,53 @@ class Compute(Walk):
         name, full = one.primitive.name, [_shape(var) for var in one.invars]
         if name == "gather" and isinstance(kinds[0], Summed):
             return [self._looked_up(one, values[0], values[1], values[0].kind)]
-        if name == "gather" and (column := numbers_row(one, [value.kind for value in values])) is not None:
-            return evaluated(other, [values[0].array, self._numbered(values[1], rows_of_index(values[1].kind), column, full[1])])
-        first, rows = next((n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow))
+        if (
+            name == "gather"
+            and (column := numbers_row(one, [value.kind for value in values])) is not None
+        ):
+            return evaluated(
+                other,
+                [
+                    values[0].array,
+                    self._numbered(values[1], rows_of_index(values[1].kind), column, full[1]),
+                ],
+            )
+        first, rows = next(
+            (n, value.kind) for n, value in enumerate(values) if isinstance(value.kind, PerRow)
+        )
         along = {n: (rows.dim, rows.inner) for n in range(len(values)) if full[n] and n != first}
         if name == "dot_general":
             along = _partners(one, values)
         if name == "gather" and isinstance(values[0].kind, PerRow):
             numbers = one.params["dimension_numbers"]
-            pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-            along = {1: (pairs[values[0].kind.dim], values[0].kind.inner)} if values[0].kind.dim in pairs else {}
+            pairs = dict(
+                zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+            )
+            along = (
+                {1: (pairs[values[0].kind.dim], values[0].kind.inner)}
+                if values[0].kind.dim in pairs
+                else {}
+            )
         arrays = []
         for number, value in enumerate(values):
             shape = full[number]
-            single = name in ELEMENTWISE and (not shape or shape[along.get(number, (0, 1))[0]] == 1)  # which is meant for all rows
+            # which is meant for all rows
+            single = name in ELEMENTWISE and (not shape or shape[along.get(number, (0, 1))[0]] == 1)
             if isinstance(value.kind, PerRow) or shape == _shape(other.invars[number]) or single:
                 arrays.append(value.array)
-            elif number in along and (name in ("dot_general", "gather") or len(shape) == len(full[first])):
+            elif number in along and (
+                name in ("dot_general", "gather") or len(shape) == len(full[first])
+            ):
                 arrays.append(self._rows_of(value, *along[number], shape))
             else:
                 arrays.append(self._full(value, shape))
-        wanted = [_shape_of(self, k, _shape(a), _shape(b)) for k, a, b in zip(kinds, one.outvars, other.outvars, strict=True)]
-        local = all(jnp.shape(array) == _shape(var) for array, var in zip(arrays, other.invars, strict=True))
+        wanted = [
+            _shape_of(self, k, _shape(a), _shape(b))
+            for k, a, b in zip(kinds, one.outvars, other.outvars, strict=True)
+        ]
+        local = all(
+            jnp.shape(array) == _shape(var) for array, var in zip(arrays, other.invars, strict=True)
+        )
         if local and wanted == [_shape(var) for var in other.outvars]:
             return evaluated(other, arrays)
         if name in ELEMENTWISE:
@@ -290,12 +417,19 @@ class Compute(Walk):
         if self.place.known is not None:
             raise Unreadable(f"its {name} needs all rows at once")
         # all rows on every worker, which keeps those that it needs
-        on_all_rows = evaluated(one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)])
+        on_all_rows = evaluated(
+            one, [self._full(value, shape) for value, shape in zip(values, full, strict=True)]
+        )
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        return [self.coerced(Held(Fixed(), array=array), kind, *s) for array, kind, s in zip(on_all_rows, kinds, shapes, strict=True)]
+        return [
+            self.coerced(Held(Fixed(), array=array), kind, *s)
+            for array, kind, s in zip(on_all_rows, kinds, shapes, strict=True)
+        ]
 
     def _numbered(self, index: Held, along: int, column: int, full: Shape) -> Any:
-        """Return the rows of an index whose `column` holds the number of the row, which is here its place in the part."""
+        """Return the rows of an index whose `column` holds the number of the row, which is here its
+        place in the part.
+        """
         of_rows = self._rows_of(index, along, 1, full)
         shape = [1] * of_rows.ndim
         shape[along] = self.here
@@ -306,18 +440,27 @@ class Compute(Walk):
         """Return the rows that are written here, or what the rows here add."""
         full = [_shape(var) for var in one.invars]
         arrays = [
-            self._full(value, shape) if dim is None else self._rows_of(value, dim, rows.inner, shape)
+            self._full(value, shape)
+            if dim is None
+            else self._rows_of(value, dim, rows.inner, shape)
             for value, dim, shape in zip(values[1:], rows[1:3], full[1:], strict=True)
         ]
         if rows.column is not None and rows.index is not None:
             arrays[0] = self._numbered(values[1], rows.index, rows.column, full[1])
         if rows.operand is None:
             return evaluated(one, [self.coerced(values[0], Summed(), full[0], full[0]), *arrays])
-        return evaluated(one, [self._rows_of(values[0], rows.operand, rows.inner, full[0]), *arrays])
+        return evaluated(
+            one, [self._rows_of(values[0], rows.operand, rows.inner, full[0]), *arrays]
+        )
 
     def _looked_up(self, one: Any, table: Held, index: Held, kind: Any) -> Any:
-        """Return the entries of a table that are in the rows here, and 0 for those that are not: a part of the sum over workers."""
-        numbers, (shape, of_index) = one.params["dimension_numbers"], [_shape(var) for var in one.invars]
+        """Return the entries of a table that are in the rows here, and 0 for those that are not: a
+        part of the sum over workers.
+        """
+        numbers, (shape, of_index) = (
+            one.params["dimension_numbers"],
+            [_shape(var) for var in one.invars],
+        )
         column = list(numbers.start_index_map).index(kind.dim)
         places, size = self._full(index, of_index), shape[kind.dim]
         at = places[..., column]
@@ -329,19 +472,37 @@ class Compute(Walk):
         rest, row = jnp.divmod(rest, self.here)
         outer, worker = jnp.divmod(rest, self.place.workers)
         first = (jnp.asarray(self.place.worker) == 0) & (jnp.asarray(self.place.microbatch) == 0)
-        here = jnp.where(outside, first, (worker == self.place.worker) & (microbatch == self.place.microbatch))
-        local = jnp.where(here & ~outside, (outer * self.here + row) * kind.inner + inner, jnp.where(outside, size, 0))
-        (found,) = evaluated(one, [table.array, places.at[..., column].set(local.astype(places.dtype))])
+        here = jnp.where(
+            outside, first, (worker == self.place.worker) & (microbatch == self.place.microbatch)
+        )
+        local = jnp.where(
+            here & ~outside,
+            (outer * self.here + row) * kind.inner + inner,
+            jnp.where(outside, size, 0),
+        )
+        (found,) = evaluated(
+            one, [table.array, places.at[..., column].set(local.astype(places.dtype))]
+        )
         looked = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
         mine = lax.broadcast_in_dim(here, found.shape, looked)
         return jnp.where(mine, found, jnp.zeros_like(found))
 
     def _over_rows(self, one: Any, value: Held) -> Any:
-        """Return the largest, or smallest, over the rows of all workers; equal ones get equal parts of the gradient, as in JAX."""
-        dims, axes, largest = tuple(one.params["axes"]), self.place.axes, OVER_ROWS[one.primitive.name] == "max"
+        """Return the largest, or smallest, over the rows of all workers; equal ones get equal parts
+        of the gradient, as in JAX.
+        """
+        dims, axes, largest = (
+            tuple(one.params["axes"]),
+            self.place.axes,
+            OVER_ROWS[one.primitive.name] == "max",
+        )
 
         def reduced(x: jax.Array) -> jax.Array:
-            return collectives.maximum(x.max(dims), axes) if largest else collectives.minimum(x.min(dims), axes)
+            return (
+                collectives.maximum(x.max(dims), axes)
+                if largest
+                else collectives.minimum(x.min(dims), axes)
+            )
 
         if value.array.dtype == jnp.bool_:
             return reduced(value.array.astype(jnp.int32)) > 0
@@ -354,30 +515,41 @@ class Compute(Walk):
             (x,), (tangent,) = primals, tangents
             found = over_rows(x)
             equal = (x == jnp.expand_dims(found, dims)).astype(x.dtype)
-            sums = [collectives.all_reduce(terms.sum(dims), axes) for terms in (equal * tangent, equal)]
+            sums = [
+                collectives.all_reduce(terms.sum(dims), axes) for terms in (equal * tangent, equal)
+            ]
             return found, sums[0] / sums[1]
 
         return over_rows(value.array)
 
-    # functions of functions ---------------------------------------------------------------------------------------------------------------
+    # functions of functions -----------------------------------------------------------------------
 
     def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a function that is called once; one that is recomputed is recomputed here, too."""
-        if one.primitive.name not in ("remat", "remat2", "checkpoint") or self.record is not None:  # arrays in it are gone outside
+        """Return the outputs of a function that is called once; one that is recomputed is
+        recomputed here, too.
+        """
+        # arrays in it are gone outside
+        if one.primitive.name not in ("remat", "remat2", "checkpoint") or self.record is not None:
             return super().call(one, other, values)
         kinds: list[Held] = []
 
         def body(*arrays: Any) -> list[Any]:
-            inputs = [value._replace(array=array) for value, array in zip(values, arrays, strict=True)]
+            inputs = [
+                value._replace(array=array) for value, array in zip(values, arrays, strict=True)
+            ]
             kinds[:] = super(Compute, self).call(one, other, inputs)
             return [held.array for held in kinds]
 
-        again = jax.checkpoint(body, policy=one.params["policy"], prevent_cse=one.params["prevent_cse"])
+        again = jax.checkpoint(
+            body, policy=one.params["policy"], prevent_cse=one.params["prevent_cse"]
+        )
         arrays = again(*(value.array for value in values))
         return [held._replace(array=array) for held, array in zip(kinds, arrays, strict=True)]
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a mixture of experts; its means over its own tokens are parts of those over all."""
+        """Return the outputs of a mixture of experts; its means over its own tokens are parts of
+        those over all.
+        """
         held = super().routed(one, other, values)
         if self.here != self.others:
             raise Unreadable("a mixture of experts routes the tokens of one row alone")
@@ -386,75 +558,143 @@ class Compute(Walk):
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
 
     def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a function of JAX, which keeps its derivative if workers share nothing in it."""
+        """Return the outputs of a function of JAX, which keeps its derivative if workers share
+        nothing in it.
+        """
         reader = Walk(self.rows, self.others)
         found = Walk.of_jax(reader, one, other, [value._replace(array=None) for value in values])
-        by_row = any(isinstance(value.kind, PerRow) for value in values) and all(isinstance(held.kind, PerRow) for held in found)
+        by_row = any(isinstance(value.kind, PerRow) for value in values) and all(
+            isinstance(held.kind, PerRow) for held in found
+        )
         if reader.shares or not by_row:
             return super().of_jax(one, other, values)
-        if all(jnp.shape(value.array) == _shape(var) for value, var in zip(values, other.invars, strict=True)):
+        if all(
+            jnp.shape(value.array) == _shape(var)
+            for value, var in zip(values, other.invars, strict=True)
+        ):
             arrays = evaluated(other, [value.array for value in values])
-        else:  # as many rows as in the other trace, because its derivative is for arrays of those shapes
-            repeated = [self._repeated(value, _shape(var)) for value, var in zip(values, one.invars, strict=True)]
+        else:
+            # as many rows as in the other trace, because its derivative is for arrays of those
+            # shapes
+            repeated = [
+                self._repeated(value, _shape(var))
+                for value, var in zip(values, one.invars, strict=True)
+            ]
             on_full = zip(evaluated(one, repeated), found, one.outvars, strict=True)
-            arrays = [self._first_rows(array, cast(PerRow, held.kind), _shape(var)) for array, held, var in on_full]
+            arrays = [
+                self._first_rows(array, cast(PerRow, held.kind), _shape(var))
+                for array, held, var in on_full
+            ]
         return [held._replace(array=array) for held, array in zip(found, arrays, strict=True)]
 
     def _repeated(self, value: Held, full: Shape) -> Any:
-        """Return an array in its shape on all rows, in which this worker's rows stand again and again."""
+        """Return an array in its shape on all rows, in which this worker's rows stand again and
+        again.
+        """
         if not isinstance(value.kind, PerRow):
             return self._full(value, full)
         dim, inner = value.kind.dim, value.kind.inner
-        split = jnp.reshape(value.array, (*full[:dim], full[dim] // (self.rows * inner), self.here, inner, *full[dim + 1 :]))
+        split = jnp.reshape(
+            value.array,
+            (*full[:dim], full[dim] // (self.rows * inner), self.here, inner, *full[dim + 1 :]),
+        )
         return jnp.reshape(jnp.take(split, np.arange(self.rows) % self.here, axis=dim + 1), full)
 
     def _first_rows(self, array: Any, kind: PerRow, full: Shape) -> Any:
         """Return the rows of an array that `_repeated` did not add."""
         split = jnp.reshape(
-            array, (*full[: kind.dim], full[kind.dim] // (self.rows * kind.inner), self.rows, kind.inner, *full[kind.dim + 1 :])
+            array,
+            (
+                *full[: kind.dim],
+                full[kind.dim] // (self.rows * kind.inner),
+                self.rows,
+                kind.inner,
+                *full[kind.dim + 1 :],
+            ),
         )
-        return jnp.reshape(lax.slice_in_dim(split, 0, self.here, axis=kind.dim + 1), _shape_of(self, kind, full, full))
+        return jnp.reshape(
+            lax.slice_in_dim(split, 0, self.here, axis=kind.dim + 1),
+            _shape_of(self, kind, full, full),
+        )
 
-    def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Shared]) -> list[Held]:
+    def looped(
+        self,
+        one: Any,
+        other: Any,
+        values: list[Held],
+        carry: list[Held],
+        ys: list[Held],
+        shares: list[Shared],
+    ) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""
         held = super().looped(one, other, values, carry, ys, shares)
-        (consts, carried), bodies = scanned(one.params), (one.params["jaxpr"], other.params["jaxpr"])
+        (consts, carried), bodies = (
+            scanned(one.params),
+            (one.params["jaxpr"], other.params["jaxpr"]),
+        )
         reader = dataclasses.replace(self, shares=[])  # the loop's are in `shares`
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.invars, other.invars, strict=True)]
         start = [
             self.coerced(value, each.kind, *shape)
-            for value, each, shape in zip(values[consts:], carry, shapes[consts : consts + carried], strict=False)
+            for value, each, shape in zip(
+                values[consts:], carry, shapes[consts : consts + carried], strict=False
+            )
         ]
         inner = bodies[0].jaxpr.outvars, bodies[1].jaxpr.outvars
         outputs = [(_shape(a), _shape(b)) for a, b in zip(*inner, strict=True)]
         entries = Walk.scan_entries(values[consts + carried :])
 
         def body(carried_arrays: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            at = [each._replace(array=array) for each, array in zip(carry, carried_arrays, strict=True)]
+            at = [
+                each._replace(array=array)
+                for each, array in zip(carry, carried_arrays, strict=True)
+            ]
             of = [each._replace(array=array) for each, array in zip(entries, slices, strict=True)]
             found = reader.closed(*bodies, [*values[:consts], *at, *of])
             wanted = [*carry, *ys]
-            arrays = [reader.coerced(f, w.kind, *shape) for f, w, shape in zip(found, wanted, outputs, strict=True)]
+            arrays = [
+                reader.coerced(f, w.kind, *shape)
+                for f, w, shape in zip(found, wanted, outputs, strict=True)
+            ]
             return arrays[:carried], arrays[carried:]
 
         params = one.params
         xs = [value.array for value in values[consts + carried :]]
-        last, stacked = lax.scan(body, start, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
-        return [each._replace(array=array) for each, array in zip(held, [*last, *stacked], strict=True)]
+        last, stacked = lax.scan(
+            body,
+            start,
+            xs,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [
+            each._replace(array=array) for each, array in zip(held, [*last, *stacked], strict=True)
+        ]
 
-    def chosen(self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]) -> list[Held]:
+    def chosen(
+        self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]
+    ) -> list[Held]:
         """Return the outputs of branches that agree on these kinds."""
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
 
         def branch(pair: tuple[Any, Any]) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
-                given = [value._replace(array=array) for value, array in zip(inputs, arrays, strict=True)]
+                given = [
+                    value._replace(array=array) for value, array in zip(inputs, arrays, strict=True)
+                ]
                 found = self.closed(*pair, given)
-                return [self.coerced(f, k.kind, *shape) for f, k, shape in zip(found, kinds, shapes, strict=True)]
+                return [
+                    self.coerced(f, k.kind, *shape)
+                    for f, k, shape in zip(found, kinds, shapes, strict=True)
+                ]
 
             return run
 
-        branches = [branch(pair) for pair in zip(one.params["branches"], other.params["branches"], strict=True)]
+        branches = [
+            branch(pair)
+            for pair in zip(one.params["branches"], other.params["branches"], strict=True)
+        ]
         arrays = lax.switch(index.array, branches, *(value.array for value in inputs))
         return [each._replace(array=array) for each, array in zip(kinds, arrays, strict=True)]
 
@@ -463,9 +703,13 @@ OWN_FILES = (gathered_scan.__file__, gathered_blocks.__file__)
 
 
 def _of_layout(one: Any) -> bool:
-    """Return whether an equation is a layout's own function: layers whose parameters are gathered in it, or a region of several devices."""
+    """Return whether an equation is a layout's own function: layers whose parameters are gathered
+    in it, or a region of several devices.
+    """
     name = one.primitive.name
-    return (name in OWN_GRADIENT and defined_in(one) in OWN_FILES) or (name == "shard_map" and defined_in(one) == parallel_context.__file__)
+    return (name in OWN_GRADIENT and defined_in(one) in OWN_FILES) or (
+        name == "shard_map" and defined_in(one) == parallel_context.__file__
+    )
 
 
 def _shape(var: Any) -> Shape:
@@ -473,7 +717,9 @@ def _shape(var: Any) -> Shape:
 
 
 def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
-    """Return the shape of a worker's array of a value, whose shapes in the two traces are `full` and `part`."""
+    """Return the shape of a worker's array of a value, whose shapes in the two traces are `full`
+    and `part`.
+    """
     if isinstance(kind, PerRow):
         return (*full[: kind.dim], full[kind.dim] // sizes.rows * sizes.here, *full[kind.dim + 1 :])
     sized = {dim for dim, (a, b) in enumerate(zip(full, part, strict=True)) if a != b}
@@ -481,7 +727,9 @@ def _shape_of(sizes: Compute, kind: Kind, full: Shape, part: Shape) -> Shape:
 
 
 def _narrowed(array: Any, full: Shape, wanted: Shape) -> Any:
-    """Return as many entries of an array as wanted, along dims where all entries are equal; a trace on more rows may want more."""
+    """Return as many entries of an array as wanted, along dims where all entries are equal; a trace
+    on more rows may want more.
+    """
     for dim, (size, wants) in enumerate(zip(full, wanted, strict=True)):
         if size != wants:
             array = lax.slice_in_dim(array, 0, min(size, wants), axis=dim)
@@ -498,7 +746,9 @@ def _gather(array: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
-    """Return the dim of an operand that is summed, or paired, with the rows of the other one, by the number of the operand."""
+    """Return the dim of an operand that is summed, or paired, with the rows of the other one, by
+    the number of the operand.
+    """
     contracted, batched = one.params["dimension_numbers"]
     found = {}
     for side, value in enumerate(values):
@@ -513,7 +763,8 @@ def _partners(one: Any, values: list[Held]) -> dict[int, tuple[int, int]]:
 def _sliced(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     def scaled(places: Shape) -> Shape:
         return tuple(
-            place * n // size if size else 0 for place, n, size in zip(places, arrays[0].shape, _shape(one.invars[0]), strict=True)
+            place * n // size if size else 0
+            for place, n, size in zip(places, arrays[0].shape, _shape(one.invars[0]), strict=True)
         )
 
     return {key: scaled(one.params[key]) for key in ("start_indices", "limit_indices")}
@@ -527,7 +778,12 @@ def _split(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
 
 def _taken(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
     full, sizes = _shape(one.invars[0]), one.params["slice_sizes"]
-    return {"slice_sizes": tuple(n if size == most else size for size, most, n in zip(sizes, full, arrays[0].shape, strict=True))}
+    return {
+        "slice_sizes": tuple(
+            n if size == most else size
+            for size, most, n in zip(sizes, full, arrays[0].shape, strict=True)
+        )
+    }
 
 
 def _same(one: Any, arrays: list[Any], wanted: Shape) -> dict[str, Any]:
@@ -542,8 +798,18 @@ RESIZED: dict[str, Callable[..., dict[str, Any]]] = {
     "split": _split,
     "dot_general": _same,
     "gather": _taken,
-    **dict.fromkeys("conv_general_dilated pad stack random_fold_in random_wrap random_unwrap random_split random_bits".split(), _same),
+    **dict.fromkeys(
+        "conv_general_dilated pad stack random_fold_in random_wrap random_unwrap random_split "
+        "random_bits".split(),
+        _same,
+    ),
     **dict.fromkeys("reduce_window_sum reduce_window_max reduce_window_min".split(), _same),
-    **dict.fromkeys("transpose squeeze argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort concatenate rev".split(), _same),
-    **dict.fromkeys("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), _same),
+    **dict.fromkeys(
+        "transpose squeeze argmax argmin cumsum cumprod cummax cummin cumlogsumexp sort "
+        "concatenate rev".split(),
+        _same,
+    ),
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split(), _same
+    ),
 }

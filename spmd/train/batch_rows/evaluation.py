@@ -1,9 +1,11 @@
-"""Find a loss or metric of an evaluation on all rows of the data, from sums over the rows of each batch.
+"""Find a loss or metric of an evaluation on all rows of the data, from sums over the rows of each
+batch.
 
-A masked mean, an F1, a root mean square: scalars that are functions of sums over rows. The program of each batch gives these sums, as many
-columns as it needs; they are added up over batches, and the function of them is computed once, at the end. What is computed from a sum is
-the same for all rows, until it is joined with rows again (advantages that are normalised, say): then the rows of all batches would have
-to be seen twice, and the result is that of a batch.
+A masked mean, an F1, a root mean square: scalars that are functions of sums over rows. The program
+of each batch gives these sums, as many columns as it needs; they are added up over batches, and the
+function of them is computed once, at the end. What is computed from a sum is the same for all rows,
+until it is joined with rows again (advantages that are normalised, say): then the rows of all
+batches would have to be seen twice, and the result is that of a batch.
 """
 
 import dataclasses
@@ -15,7 +17,15 @@ import jax.numpy as jnp
 
 from spmd.jaxpr import without_unused
 from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed
-from spmd.train.batch_rows.walk import CALLS, OWN_GRADIENT, Held, Unreadable, Walk, evaluated, is_mean
+from spmd.train.batch_rows.walk import (
+    CALLS,
+    OWN_GRADIENT,
+    Held,
+    Unreadable,
+    Walk,
+    evaluated,
+    is_mean,
+)
 from spmd.train.objective import LOSS
 
 HALF = (jnp.bfloat16, jnp.float16)
@@ -35,13 +45,15 @@ class OfBatch(Fixed):
 
 @dataclasses.dataclass(frozen=True)
 class BatchSums(Walk):
-    """`Walk` with the arrays of one batch, `rows` of them, or with sums over `total_rows` rows of several batches.
+    """`Walk` with the arrays of one batch, `rows` of them, or with sums over `total_rows` rows of
+    several batches.
 
     Arrays of kinds other than `OfAllRows` are those of the batch, or None where there are `totals`.
 
     Attributes:
       sums: takes the arrays to be added up over batches, float32[k] each.
-      totals: gives the next k of their sums over all batches, float32[k], where the function of them is computed.
+      totals: gives the next k of their sums over all batches, float32[k], where the function of
+        them is computed.
       total_rows: the number of rows of all batches.
     """
 
@@ -63,32 +75,52 @@ class BatchSums(Walk):
     def of_sums(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of a function of sums over all rows, and of what all rows share."""
         pairs = zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)
-        alike = self.alike(one.params, other.params) and all(getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs)
+        alike = self.alike(one.params, other.params) and all(
+            getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs
+        )
         if not alike or any(isinstance(value.kind, PerRow) for value in values):
             return _of_batch(one)
-        inputs = [self.of_all_rows(value, var) for value, var in zip(values, one.invars, strict=True)]
+        inputs = [
+            self.of_all_rows(value, var) for value, var in zip(values, one.invars, strict=True)
+        ]
         if any(isinstance(value.kind, OfBatch) for value in inputs):
             return _of_batch(one)
         kinds = self.without_rows(one, other, [value.kind for value in inputs])
-        params = {key: jnp.float32 if key in DTYPES and value in HALF else value for key, value in one.params.items()}
+        params = {
+            key: jnp.float32 if key in DTYPES and value in HALF else value
+            for key, value in one.params.items()
+        }
         arrays = evaluated(one.replace(params=params), [value.array for value in inputs])
-        return [Held(OfAllRows(power=kind.power), array=array) for kind, array in zip(kinds, arrays, strict=True)]
+        return [
+            Held(OfAllRows(power=kind.power), array=array)
+            for kind, array in zip(kinds, arrays, strict=True)
+        ]
 
     def of_all_rows(self, value: Held, var: Any) -> Held:
-        """Return a sum over the rows of a batch, or an array that all batches share, as that of all rows."""
+        """Return a sum over the rows of a batch, or an array that all batches share, as that of all
+        rows.
+        """
         if isinstance(value.kind, OfAllRows):
             return value
         kind, aval = value.kind, var.aval
-        dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype  # a sum over many batches is too large for few bits
+        # a sum over many batches is too large for few bits
+        dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype
         if hasattr(var, "val") and kind.power == 0:
             return Held(OfAllRows(), array=jnp.asarray(var.val, dtype))
-        if kind.power is None or isinstance(kind, PerRow) or jnp.issubdtype(dtype, jax.dtypes.extended):
+        if (
+            kind.power is None
+            or isinstance(kind, PerRow)
+            or jnp.issubdtype(dtype, jax.dtypes.extended)
+        ):
             return Held(OfBatch())
-        # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean over rows is taken
+        # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean
+        # over rows is taken
         power = kind.power if isinstance(kind, Summed) else kind.power - 1
         found = OfAllRows(power=power + 1)
         if self.totals is None:
-            self.sums.append(jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power)
+            self.sums.append(
+                jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power
+            )
             return Held(found, array=value.array.astype(dtype))
         total = (self.totals(aval.size) * self.total_rows**power).reshape(aval.shape)
         exact = jnp.issubdtype(dtype, jnp.inexact)
@@ -104,11 +136,19 @@ class BatchSums(Walk):
     def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
         """Return the outputs of an equation; sums that it needs of all rows are added up."""
         shapes = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        kinds = [self.checked(kind, *pair) for kind, pair in zip(self.kinds(one, other, [v.kind for v in values]), shapes, strict=True)]
+        kinds = [
+            self.checked(kind, *pair)
+            for kind, pair in zip(
+                self.kinds(one, other, [v.kind for v in values]), shapes, strict=True
+            )
+        ]
         if one.primitive.name == SHARD_MAP:
             kinds = [self.by_shape(*pair) for pair in shapes]
-        mixed = any(isinstance(kind, Summed) and kind.power is None for kind in kinds)  # such as a sum, and 1 more
-        if mixed and not any(isinstance(value.kind, PerRow) or value.kind.power is None for value in values):
+        # such as a sum, and 1 more
+        mixed = any(isinstance(kind, Summed) and kind.power is None for kind in kinds)
+        if mixed and not any(
+            isinstance(value.kind, PerRow) or value.kind.power is None for value in values
+        ):
             return self.of_sums(one, other, values)
         if None not in kinds:
             return self.with_arrays(one, values, [Held(kind) for kind in kinds if kind is not None])
@@ -119,10 +159,20 @@ class BatchSums(Walk):
         return self.of_sums(one, other, values)
 
     def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a mixture of experts, which routes each group of tokens separately."""
+        """Return the outputs of a mixture of experts, which routes each group of tokens
+        separately.
+        """
         return self.with_arrays(one, values, super().routed(one, other, values))
 
-    def looped(self, one: Any, other: Any, values: list[Held], carry: list[Held], ys: list[Held], shares: list[Any]) -> list[Held]:
+    def looped(
+        self,
+        one: Any,
+        other: Any,
+        values: list[Held],
+        carry: list[Held],
+        ys: list[Held],
+        shares: list[Any],
+    ) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""
         held = super().looped(one, other, values, carry, ys, shares)
         return _of_batch(one) if shares else self.with_arrays(one, values, held)
@@ -157,7 +207,8 @@ class FromBatches:
 
 @dataclasses.dataclass(frozen=True)
 class Traces:
-    """A loss or metric of an evaluation, traced for the rows of a batch and for another number of rows.
+    """A loss or metric of an evaluation, traced for the rows of a batch and for another number of
+    rows.
 
     Attributes:
       first: the closed jaxpr for `rows` rows.
@@ -194,7 +245,11 @@ class Traces:
             return FromBatches()
         if any(isinstance(kind, OfAllRows) for kind in kinds):
             power, *others = [kind.power for kind in kinds]
-            return FromBatches() if others or self.shape or power not in (0, None) else FromBatches(sums=sum(sizes), scales=power == 0)
+            return (
+                FromBatches()
+                if others or self.shape or power not in (0, None)
+                else FromBatches(sums=sum(sizes), scales=power == 0)
+            )
         return FromBatches(mean=is_mean(kinds, self.shape))
 
     def of_batch(self) -> jax.Array:
@@ -204,7 +259,9 @@ class Traces:
         return jnp.concatenate(sums)
 
     def of_all(self, totals: jax.Array, total_rows: Any) -> jax.Array:
-        """Return the value on all rows, from the sums of the sums of batches, float32[k], and the number of all rows."""
+        """Return the value on all rows, from the sums of the sums of batches, float32[k], and the
+        number of all rows.
+        """
         at = 0
 
         def next_totals(size: int) -> jax.Array:
@@ -216,13 +273,19 @@ class Traces:
         return found.array
 
     def _walk(self, **options: Any) -> list[Held]:
-        return BatchSums(self.rows, self.others, **options).closed(self.first, self.second, self.given)
+        return BatchSums(self.rows, self.others, **options).closed(
+            self.first, self.second, self.given
+        )
 
 
 def traces_by_name(
-    trace: Callable[[int], tuple[Any, tuple]], rows: int, kinds: Sequence[Kind], arrays: Sequence[Any] | None = None
+    trace: Callable[[int], tuple[Any, tuple]],
+    rows: int,
+    kinds: Sequence[Kind],
+    arrays: Sequence[Any] | None = None,
 ) -> dict[str, Traces]:
-    """Return the loss and metrics of an evaluation by name, each with only the equations that it needs.
+    """Return the loss and metrics of an evaluation by name, each with only the equations that it
+    needs.
 
     Args:
       trace: from a number of rows to the closed jaxpr, and the shapes of (loss, metrics by name).
@@ -231,13 +294,23 @@ def traces_by_name(
     """
     others = 2 * rows
     (first, shapes), (second, _) = trace(rows), trace(others)
-    given = [Held(kind, array=array) for kind, array in zip(kinds, arrays or [None] * len(kinds), strict=True)]
+    given = [
+        Held(kind, array=array)
+        for kind, array in zip(kinds, arrays or [None] * len(kinds), strict=True)
+    ]
     leaves, structure = jax.tree.flatten(shapes)
     loss, metrics = jax.tree.unflatten(structure, range(len(leaves)))
 
     def traces(output: Any) -> Traces:
         numbers = jax.tree.leaves(output)
-        return Traces(rows, others, _outputs_of(first, numbers), _outputs_of(second, numbers), given, tuple(leaves[numbers[0]].shape))
+        return Traces(
+            rows,
+            others,
+            _outputs_of(first, numbers),
+            _outputs_of(second, numbers),
+            given,
+            tuple(leaves[numbers[0]].shape),
+        )
 
     return {LOSS: traces(loss), **{name: traces(metric) for name, metric in metrics.items()}}
 
@@ -247,4 +320,8 @@ def _outputs_of(closed: Any, numbers: Sequence[int]) -> Any:
     jaxpr = closed.jaxpr
     outputs = [jaxpr.outvars[number] for number in numbers]
     kept = without_unused(jaxpr.eqns, outputs)
-    return closed.replace(jaxpr=jaxpr.replace(outvars=outputs, eqns=kept, debug_info=jaxpr.debug_info.with_unknown_names()))
+    return closed.replace(
+        jaxpr=jaxpr.replace(
+            outvars=outputs, eqns=kept, debug_info=jaxpr.debug_info.with_unknown_names()
+        )
+    )

@@ -1,4 +1,6 @@
-"""The kinds of arrays in a traced loss: where their rows are, and how elementwise functions keep that."""
+"""The kinds of arrays in a traced loss: where their rows are, and how elementwise functions keep
+that.
+"""
 
 import dataclasses
 import math
@@ -13,8 +15,9 @@ Power = int | None
 class PerRow:
     """Dim `dim` is [..., rows, inner] flattened, and each worker holds the entries of its own rows.
 
-    `power`: a worker that calls the loss on its own rows has here (rows of the batch / rows of the worker) ** -power times what the full
-    batch has; None: something else. `columns`: of an index, places in the last dim that hold the number of the row.
+    `power`: a worker that calls the loss on its own rows has here (rows of the batch / rows of the
+    worker) ** -power times what the full batch has; None: something else. `columns`: of an index,
+    places in the last dim that hold the number of the row.
     """
 
     dim: int
@@ -27,8 +30,9 @@ class PerRow:
 class Fixed:
     """The same array on every worker, that of the full batch.
 
-    Along dims in `uniform` all entries are equal; other dims do not depend on the number of rows, unless `power` is None. `key`: a random
-    key, or made of one. `power` is as in `PerRow`. `number`: a dim along which an entry is its own place, modulo the size of the dim; with
+    Along dims in `uniform` all entries are equal; other dims do not depend on the number of rows,
+    unless `power` is None. `key`: a random key, or made of one. `power` is as in `PerRow`.
+    `number`: a dim along which an entry is its own place, modulo the size of the dim; with
     `columns` only those places of the last dim are. `zero`: all entries are 0.
     """
 
@@ -42,12 +46,16 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Local(Fixed):
-    """An array without rows that a layout's own function gives each worker, such as parameters that are gathered ahead."""
+    """An array without rows that a layout's own function gives each worker, such as parameters that
+    are gathered ahead.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Summed:
-    """A sum over rows: that of the full batch is the sum of what the workers hold. With `power` -1 it is a mean over rows."""
+    """A sum over rows: that of the full batch is the sum of what the workers hold. With `power` -1
+    it is a mean over rows.
+    """
 
     power: Power = 0
 
@@ -64,26 +72,36 @@ class Sizes:
     others: int
 
     def growth(self, first: float, second: float) -> Power:
-        """Return the power of the number of rows by which two numbers differ; None if it is not -1, 0 or 1."""
+        """Return the power of the number of rows by which two numbers differ; None if it is not -1,
+        0 or 1.
+        """
         if first == second or (first != first and second != second):
             return 0
         ratio = self.rows / self.others
-        powers = (p for p in (1, -1) if second and math.isclose(first / second, ratio**p, rel_tol=1e-6))
+        powers = (
+            p for p in (1, -1) if second and math.isclose(first / second, ratio**p, rel_tol=1e-6)
+        )
         return next(powers, None) if math.isfinite(first) and math.isfinite(second) else None
 
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp conj copy copy_p cos cosh "
-    "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real reduce_precision "
-    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign "
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil "
+    "clamp conj copy copy_p cos cosh "
+    "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "igammac imag integer_pow is_finite le lgamma "
+    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real "
+    "reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sharding_constraint sign "
     "sin sinh sqrt square stop_gradient sub tan tanh name xor".split()
 )
 SCALING = frozenset(
-    "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint name".split()
+    "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint "
+    "name".split()
 )  # f(c x) = c f(x)
 LINEAR = SCALING - {"abs"}
-ALIKE = frozenset("add add_any sub max min select_n clamp".split())  # of the power that all operands have
+# of the power that all operands have
+ALIKE = frozenset("add add_any sub max min select_n clamp".split())
 COMPARED = frozenset("eq ne lt le gt ge".split())  # of two values of the same power it is of none
 
 
@@ -103,22 +121,32 @@ def with_power(value: Any, power: Power) -> Any:
 
 
 def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Return the kind of an elementwise result of operands of one shape, or scalars; None if workers have to share something first."""
+    """Return the kind of an elementwise result of operands of one shape, or scalars; None if
+    workers have to share something first.
+    """
     shape = one.outvars[0].aval.shape
-    if one.params.get("y") != other.params.get("y") or (name == "bitcast_convert_type" and shape != one.invars[0].aval.shape):
+    if one.params.get("y") != other.params.get("y") or (
+        name == "bitcast_convert_type" and shape != one.invars[0].aval.shape
+    ):
         return None
     rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
     if any(isinstance(value, Summed) for value in values):
         return None if rows else _summed(name, one, values)
     if len(rows) > 1:
         return None
-    fixed = [_uniform(value, var.aval.shape, shape) for value, var in zip(values, one.invars, strict=True) if isinstance(value, Fixed)]
+    fixed = [
+        _uniform(value, var.aval.shape, shape)
+        for value, var in zip(values, one.invars, strict=True)
+        if isinstance(value, Fixed)
+    ]
     power = _power(name, values, [getattr(var, "val", None) for var in one.invars])
 
     def is_integer(aval: Any) -> bool:
         return not jnp.issubdtype(aval.dtype, jnp.inexact)
 
-    truncated = is_integer(one.outvars[0].aval) and (name == "div" or not is_integer(one.invars[0].aval))
+    truncated = is_integer(one.outvars[0].aval) and (
+        name == "div" or not is_integer(one.invars[0].aval)
+    )
     if truncated and any(value.power != 0 for value in values) and name not in COMPARED:
         power = None
     if not rows:
@@ -127,24 +155,35 @@ def elementwise(name: str, one: Any, other: Any, values: list[Kind]) -> Kind | N
         zero = name == "convert_element_type" and isinstance(values[0], Fixed) and values[0].zero
         return Fixed(uniform, power, key, _number(name, one, values), zero=zero)
     ((dim, inner),) = rows
-    if any(var.aval.shape[dim] != shape[dim] for var, value in zip(one.invars, values, strict=True) if isinstance(value, PerRow)):
+    if any(
+        var.aval.shape[dim] != shape[dim]
+        for var, value in zip(one.invars, values, strict=True)
+        if isinstance(value, PerRow)
+    ):
         return None
     return PerRow(dim, inner, power if all(dim in each for each in fixed) else None)
 
 
 def _number(name: str, one: Any, values: list[Any]) -> int | None:
-    """Return the dim along which an elementwise result is the number of an entry, modulo the size of the dim."""
+    """Return the dim along which an elementwise result is the number of an entry, modulo the size
+    of the dim.
+    """
     numbers = [value.number for value in values]
-    if name == "convert_element_type" or (name == "select_n" and numbers[1:] == [numbers[1]] * len(values[1:])):
+    if name == "convert_element_type" or (
+        name == "select_n" and numbers[1:] == [numbers[1]] * len(values[1:])
+    ):
         return numbers[-1]
-    if name == "add" and numbers[0] is not None and numbers[1] is None:  # as jax.numpy counts negative indices from the end
+    # as jax.numpy counts negative indices from the end
+    if name == "add" and numbers[0] is not None and numbers[1] is None:
         size = getattr(one.invars[1], "val", None)
         return numbers[0] if size == one.outvars[0].aval.shape[numbers[0]] else None
     return None
 
 
 def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
-    """Return the kind of an elementwise result of sums over rows: a sum, if the function is linear in them."""
+    """Return the kind of an elementwise result of sums over rows: a sum, if the function is linear
+    in them.
+    """
     if name in LINEAR:
         return values[0] if jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating) else None
     kinds, powers = [type(value) for value in values], [value.power for value in values]
@@ -152,15 +191,25 @@ def _summed(name: str, one: Any, values: list[Kind]) -> Kind | None:
         return Summed(total(*powers))
     if name == "div" and kinds == [Summed, Fixed]:
         return Summed(quotient(*powers))
-    if name == "select_n" and kinds[0] is Fixed and jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating):
+    if (
+        name == "select_n"
+        and kinds[0] is Fixed
+        and jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)
+    ):
         found = values[1]
         for value in values[2:]:
             found = joined(found, value)
-        return with_power(found, found.power if powers[0] == 0 else None) if isinstance(found, Summed) else None
+        return (
+            with_power(found, found.power if powers[0] == 0 else None)
+            if isinstance(found, Summed)
+            else None
+        )
     if name in ("add", "sub", "add_any"):
         wanted = [(-1 if kind is Summed else 0) for kind in kinds]
         alike = (kinds == [Summed, Summed] and powers[0] == powers[1]) or powers == wanted
-        return Summed(next(value.power for value in values if isinstance(value, Summed)) if alike else None)
+        return Summed(
+            next(value.power for value in values if isinstance(value, Summed)) if alike else None
+        )
     return None
 
 
@@ -172,7 +221,9 @@ def _uniform(value: Fixed, own: tuple, shape: tuple) -> frozenset[int]:
 
 
 def _power(name: str, values: list[Kind], literals: list[Any]) -> Power:
-    """Return the power of an elementwise result; None if it is not one power of the number of rows."""
+    """Return the power of an elementwise result; None if it is not one power of the number of
+    rows.
+    """
     powers = [value.power for value in values]
     if name == "mul" and 0 in [literal for literal in literals if literal is not None]:
         return 0
@@ -186,8 +237,15 @@ def _power(name: str, values: list[Kind], literals: list[Any]) -> Power:
         return powers[0]
     if name in ALIKE or name in COMPARED:
         if name == "select_n":
-            powers, literals = (powers[1:], literals[1:]) if powers[0] == 0 else ([0, 1], [None, None])
-        left = {p for p, literal in zip(powers, literals, strict=True) if literal is None or literal != 0}  # 0 is of every power
+            powers, literals = (
+                (powers[1:], literals[1:]) if powers[0] == 0 else ([0, 1], [None, None])
+            )
+        # 0 is of every power
+        left = {
+            p
+            for p, literal in zip(powers, literals, strict=True)
+            if literal is None or literal != 0
+        }
         if len(left) > 1:
             return None
         return next(iter(left), 0) if name in ALIKE else 0
@@ -199,7 +257,9 @@ def stacked(kind: Kind) -> Kind:
     if isinstance(kind, PerRow):
         return dataclasses.replace(kind, dim=kind.dim + 1)
     if isinstance(kind, Fixed):
-        return dataclasses.replace(kind, uniform=frozenset(dim + 1 for dim in kind.uniform), number=None, columns=None)
+        return dataclasses.replace(
+            kind, uniform=frozenset(dim + 1 for dim in kind.uniform), number=None, columns=None
+        )
     return kind
 
 
@@ -208,7 +268,12 @@ def entry(kind: Kind) -> Kind:
     if isinstance(kind, PerRow):
         return dataclasses.replace(kind, dim=kind.dim - 1)
     if isinstance(kind, Fixed):
-        return dataclasses.replace(kind, uniform=frozenset(dim - 1 for dim in kind.uniform if dim), number=None, columns=None)
+        return dataclasses.replace(
+            kind,
+            uniform=frozenset(dim - 1 for dim in kind.uniform if dim),
+            number=None,
+            columns=None,
+        )
     return kind
 
 

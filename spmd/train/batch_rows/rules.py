@@ -1,7 +1,7 @@
 """The rules for JAX's primitives by which `spmd.train.batch_rows.walk` reads a traced loss.
 
-A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs. None: the workers have to share something
-first, and then the rule is asked again.
+A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs.
+None: the workers have to share something first, and then the rule is asked again.
 """
 
 import dataclasses
@@ -12,15 +12,29 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, Summed, joined, total, with_power
+from spmd.train.batch_rows.kinds import (
+    Fixed,
+    Kind,
+    PerRow,
+    Sizes,
+    Summed,
+    joined,
+    total,
+    with_power,
+)
 from spmd.train.batch_rows.scatters import scatter
 
-OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}  # what workers can find together
+# what workers can find together
+OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
 
 
 def _reshape(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     del other
-    value, old, new = _without_number(values[0]), one.invars[0].aval.shape, one.outvars[0].aval.shape
+    value, old, new = (
+        _without_number(values[0]),
+        one.invars[0].aval.shape,
+        one.outvars[0].aval.shape,
+    )
     if one.params.get("dimensions") is not None or len(values) > 1:
         return None
     if isinstance(value, Summed):
@@ -29,9 +43,16 @@ def _reshape(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | N
         every = len(value.uniform | {dim for dim, size in enumerate(old) if size == 1}) == len(old)
         kept = [size for size in old if size > 1] == [size for size in new if size > 1]
         if every or not kept:
-            return dataclasses.replace(value, uniform=frozenset(range(len(new))) if every else frozenset())
+            return dataclasses.replace(
+                value, uniform=frozenset(range(len(new))) if every else frozenset()
+            )
         sources = iter([dim for dim, size in enumerate(old) if size > 1])
-        return dataclasses.replace(value, uniform=frozenset(d for d, size in enumerate(new) if size == 1 or next(sources) in value.uniform))
+        return dataclasses.replace(
+            value,
+            uniform=frozenset(
+                d for d, size in enumerate(new) if size == 1 or next(sources) in value.uniform
+            ),
+        )
     stride = value.inner * math.prod(old[value.dim + 1 :])
     for dim, size in enumerate(new):
         below = math.prod(new[dim + 1 :])
@@ -45,21 +66,34 @@ def _broadcast(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind |
     value, old, new = values[0], one.invars[0].aval.shape, one.outvars[0].aval.shape
     dims = one.params["broadcast_dimensions"]
     if isinstance(value, PerRow):
-        return dataclasses.replace(value, dim=int(dims[value.dim])) if old[value.dim] == new[dims[value.dim]] else None
+        return (
+            dataclasses.replace(value, dim=int(dims[value.dim]))
+            if old[value.dim] == new[dims[value.dim]]
+            else None
+        )
     if isinstance(value, Summed):
         return value
     varied = {int(to) for dim, to in enumerate(dims) if dim not in value.uniform and old[dim] != 1}
     number = None if value.number is None or value.columns is not None else int(dims[value.number])
-    return dataclasses.replace(value, uniform=frozenset(range(len(new))) - varied, number=number, columns=None)
+    return dataclasses.replace(
+        value, uniform=frozenset(range(len(new))) - varied, number=number, columns=None
+    )
 
 
 def _renumbered(value: Kind | None, kept: Sequence[int]) -> Kind | None:
     """Return the kind of an array whose dims are now those numbers of the old ones."""
     if isinstance(value, PerRow):
-        return dataclasses.replace(value, dim=list(kept).index(value.dim)) if value.dim in kept else None
+        return (
+            dataclasses.replace(value, dim=list(kept).index(value.dim))
+            if value.dim in kept
+            else None
+        )
     if isinstance(value, Fixed):
         return dataclasses.replace(
-            value, uniform=frozenset(new for new, old in enumerate(kept) if old in value.uniform), number=None, columns=None
+            value,
+            uniform=frozenset(new for new, old in enumerate(kept) if old in value.uniform),
+            number=None,
+            columns=None,
         )
     return value
 
@@ -72,7 +106,9 @@ def _without_number(value: Kind) -> Kind:
 
 def _squeeze(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     del sizes, other
-    return _renumbered(values[0], [d for d in range(one.invars[0].aval.ndim) if d not in one.params["dimensions"]])
+    return _renumbered(
+        values[0], [d for d in range(one.invars[0].aval.ndim) if d not in one.params["dimensions"]]
+    )
 
 
 def _transpose(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
@@ -81,7 +117,12 @@ def _transpose(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind |
 
 
 def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    value, axes, a, b = values[0], one.params["axes"], one.invars[0].aval.shape, other.invars[0].aval.shape
+    value, axes, a, b = (
+        values[0],
+        one.params["axes"],
+        one.invars[0].aval.shape,
+        other.invars[0].aval.shape,
+    )
     left, name = [dim for dim in range(len(a)) if dim not in axes], one.primitive.name
     if isinstance(value, Summed):
         return value if name == "reduce_sum" else None
@@ -94,8 +135,12 @@ def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         return found
     if name == "reduce_sum" and isinstance(value, Fixed):
         grown = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]]
-        return with_power(found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None)
-    keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (value.power == 0 and name not in ("reduce_prod", "reduce_xor"))
+        return with_power(
+            found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None
+        )
+    keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (
+        value.power == 0 and name not in ("reduce_prod", "reduce_xor")
+    )
     same = not isinstance(value, Fixed) or value.uniform.issuperset(_sized(a, b))
     return with_power(found, value.power if keeps and same else None)
 
@@ -106,31 +151,59 @@ def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
 
 
 def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Return the kind of an index, some columns of which may be the numbers of the rows; a worker counts them from its first row."""
+    """Return the kind of an index, some columns of which may be the numbers of the rows; a worker
+    counts them from its first row.
+    """
     axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
     rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
-    if len(rows) == 1 and axis == next(iter(rows))[0] and all(isinstance(value, PerRow) for value in values):  # views of the same rows
+    # views of the same rows
+    if (
+        len(rows) == 1
+        and axis == next(iter(rows))[0]
+        and all(isinstance(value, PerRow) for value in values)
+    ):
         power = values[0].power if len({value.power for value in values}) == 1 else None
         return PerRow(*next(iter(rows)), power)
     single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
     sized = _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
-    numbers = {value.number for value in values if isinstance(value, Fixed) and value.columns is None} & sized
+    numbers = {
+        value.number for value in values if isinstance(value, Fixed) and value.columns is None
+    } & sized
     if not single or len(numbers) != 1 or numbers == {last}:
         return _along(sizes, one, other, values)
     (number,) = numbers
-    columns = frozenset(n for n, value in enumerate(values) if isinstance(value, Fixed) and value.number == number)
+    columns = frozenset(
+        n for n, value in enumerate(values) if isinstance(value, Fixed) and value.number == number
+    )
     all_dims = frozenset(range(last + 1))
-    found = _aside(sizes, one, {axis}, [Fixed(all_dims) if n in columns else value for n, value in enumerate(values)])
+    found = _aside(
+        sizes,
+        one,
+        {axis},
+        [Fixed(all_dims) if n in columns else value for n, value in enumerate(values)],
+    )
     if isinstance(found, PerRow):
-        return dataclasses.replace(found, columns=columns) if found.dim == number else _along(sizes, one, other, values)
+        return (
+            dataclasses.replace(found, columns=columns)
+            if found.dim == number
+            else _along(sizes, one, other, values)
+        )
     if not isinstance(found, Fixed):
         return found
-    return dataclasses.replace(found, uniform=found.uniform - {number}, number=number, columns=columns)
+    return dataclasses.replace(
+        found, uniform=found.uniform - {number}, number=number, columns=columns
+    )
 
 
 def _row_dims(value: Kind) -> set[int]:
     """Dims whose size may depend on the number of rows."""
-    return {value.dim} if isinstance(value, PerRow) else set(value.uniform) if isinstance(value, Fixed) else set()
+    return (
+        {value.dim}
+        if isinstance(value, PerRow)
+        else set(value.uniform)
+        if isinstance(value, Fixed)
+        else set()
+    )
 
 
 def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
@@ -146,9 +219,15 @@ def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | Non
 
 
 def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kind | None:
-    """Return the kind of a function of operands with the same dims, of which those in `touched` are mixed or resized."""
+    """Return the kind of a function of operands with the same dims, of which those in `touched` are
+    mixed or resized.
+    """
     del sizes
-    if one.primitive.name in ("concatenate", "split") and isinstance(values[0], Summed) and len(set(values)) == 1:
+    if (
+        one.primitive.name in ("concatenate", "split")
+        and isinstance(values[0], Summed)
+        and len(set(values)) == 1
+    ):
         return values[0]
     found = None
     for value, var in zip(values, one.invars, strict=False):
@@ -157,7 +236,11 @@ def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kin
         if not var.aval.ndim and one.outvars[0].aval.ndim:
             value = Fixed(frozenset(range(one.outvars[0].aval.ndim)))
         value = _without_number(value)
-        value = dataclasses.replace(value, uniform=value.uniform - touched) if isinstance(value, Fixed) else value
+        value = (
+            dataclasses.replace(value, uniform=value.uniform - touched)
+            if isinstance(value, Fixed)
+            else value
+        )
         found = value if found is None else joined(found, value)
         if found is None or (isinstance(found, PerRow) and found.dim in touched):
             return None
@@ -165,7 +248,9 @@ def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kin
 
 
 def _all_rows(sizes: Sizes, value: PerRow, first: int, second: int) -> bool:
-    """Return whether a place along the dim of the rows is between two runs of all rows, in both traces."""
+    """Return whether a place along the dim of the rows is between two runs of all rows, in both
+    traces.
+    """
     return first % (sizes.rows * value.inner) == 0 and first * sizes.others == second * sizes.rows
 
 
@@ -178,7 +263,10 @@ def _transformed(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind
         return None if value.dim in touched else value
     if isinstance(value, Fixed):
         same = one.outvars[0].aval.shape == other.outvars[0].aval.shape
-        return dataclasses.replace(with_power(value, 0 if same and value.power == 0 else None), uniform=frozenset(value.uniform - touched))
+        return dataclasses.replace(
+            with_power(value, 0 if same and value.power == 0 else None),
+            uniform=frozenset(value.uniform - touched),
+        )
     return value
 
 
@@ -189,11 +277,21 @@ def _tiled(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | Non
 
 
 def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not reversed are not touched."""
+    """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not
+    reversed are not touched.
+    """
     old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
-    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b} | set(one.params.get("dimensions", ()))
-    touched |= {dim for dim, (low, high, _) in enumerate(one.params.get("padding_config", ())) if low or high}
-    touched |= {dim for dim, size in enumerate(one.params.get("window_dimensions", ())) if size != 1}
+    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b} | set(
+        one.params.get("dimensions", ())
+    )
+    touched |= {
+        dim
+        for dim, (low, high, _) in enumerate(one.params.get("padding_config", ()))
+        if low or high
+    }
+    touched |= {
+        dim for dim, size in enumerate(one.params.get("window_dimensions", ())) if size != 1
+    }
     touched |= {dim for dim, edges in enumerate(one.params.get("padding", ())) if any(edges)}
     if any(not isinstance(value, Fixed) for value in values[1:]):
         return None
@@ -204,8 +302,13 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         return kept if one.primitive.name == "slice" else None
     moved = _sized(one.params.get("start_indices", ()), other.params.get("start_indices", ()))
     if isinstance(kept, PerRow) and one.primitive.name == "slice" and kept.dim in touched:
-        ends = [(one.params[key][kept.dim], other.params[key][kept.dim]) for key in ("start_indices", "limit_indices")]
-        runs = all(_all_rows(sizes, kept, *end) for end in ends) and (one.params["strides"] is None or one.params["strides"][kept.dim] == 1)
+        ends = [
+            (one.params[key][kept.dim], other.params[key][kept.dim])
+            for key in ("start_indices", "limit_indices")
+        ]
+        runs = all(_all_rows(sizes, kept, *end) for end in ends) and (
+            one.params["strides"] is None or one.params["strides"][kept.dim] == 1
+        )
         return kept if runs and moved <= {kept.dim} else None
     if moved and isinstance(kept, PerRow):
         return None
@@ -217,9 +320,14 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         kept = with_power(kept, None)
     if isinstance(kept, PerRow):
         return None if kept.dim in touched else kept
-    # of a slice the uniform dims stay so; of what is padded or seen in windows, those that are not touched
+    # of a slice the uniform dims stay so; of what is padded or seen in windows, those that are not
+    # touched
     shrinks = one.primitive.name in ("slice", "dynamic_slice", "rev")
-    return kept if shrinks or not isinstance(kept, Fixed) else dataclasses.replace(kept, uniform=kept.uniform - touched)
+    return (
+        kept
+        if shrinks or not isinstance(kept, Fixed)
+        else dataclasses.replace(kept, uniform=kept.uniform - touched)
+    )
 
 
 def _update(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
@@ -239,21 +347,48 @@ def _dot(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
         return None
     power, after, outputs = total(*(value.power for value in values)), len(batched[0]), []
     for side, var in enumerate(one.invars):  # which dim of the result each dim becomes
-        free = [dim for dim in range(var.aval.ndim) if dim not in contracted[side] and dim not in batched[side]]
-        outputs.append({**{dim: n for n, dim in enumerate(batched[side])}, **{dim: after + n for n, dim in enumerate(free)}})
+        free = [
+            dim
+            for dim in range(var.aval.ndim)
+            if dim not in contracted[side] and dim not in batched[side]
+        ]
+        outputs.append(
+            {
+                **{dim: n for n, dim in enumerate(batched[side])},
+                **{dim: after + n for n, dim in enumerate(free)},
+            }
+        )
         after += len(free)
     fixed = [(side, value) for side, value in enumerate(values) if isinstance(value, Fixed)]
     if len(fixed) == 2:
-        grown = any(one.invars[0].aval.shape[dim] != other.invars[0].aval.shape[dim] for dim in contracted[0])
-        left, right = ({outputs[side][dim] for dim in value.uniform if dim in outputs[side]} for side, value in fixed)
+        grown = any(
+            one.invars[0].aval.shape[dim] != other.invars[0].aval.shape[dim]
+            for dim in contracted[0]
+        )
+        left, right = (
+            {outputs[side][dim] for dim in value.uniform if dim in outputs[side]}
+            for side, value in fixed
+        )
         pairs = set(range(len(batched[0])))
-        return Fixed(frozenset((left | right) - pairs | (left & right & pairs)), None if grown else power)
+        return Fixed(
+            frozenset((left | right) - pairs | (left & right & pairs)), None if grown else power
+        )
     places = []
     for side, value in enumerate(values):
         if isinstance(value, PerRow):
-            kinds = (("summed", contracted[side]), ("paired", batched[side]), ("free", tuple(range(99))))
+            kinds = (
+                ("summed", contracted[side]),
+                ("paired", batched[side]),
+                ("free", tuple(range(99))),
+            )
             kind, among = next((kind, list(among)) for kind, among in kinds if value.dim in among)
-            places.append((kind, outputs[side][value.dim] if kind == "free" else among.index(value.dim), value.inner))
+            places.append(
+                (
+                    kind,
+                    outputs[side][value.dim] if kind == "free" else among.index(value.dim),
+                    value.inner,
+                )
+            )
     kind, at, inner = places[0]
     if kind == "free":
         return PerRow(at, inner, power) if fixed else None
@@ -268,16 +403,28 @@ def _dot(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
 def _convolution(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     del sizes, other
     numbers, (image, kernel) = one.params["dimension_numbers"], values
-    if not isinstance(image, PerRow) or not isinstance(kernel, Fixed) or image.dim != numbers.lhs_spec[0]:
+    if (
+        not isinstance(image, PerRow)
+        or not isinstance(kernel, Fixed)
+        or image.dim != numbers.lhs_spec[0]
+    ):
         return None
-    return PerRow(numbers.out_spec[0], image.inner, total(image.power, kernel.power)) if one.params["batch_group_count"] == 1 else None
+    return (
+        PerRow(numbers.out_spec[0], image.inner, total(image.power, kernel.power))
+        if one.params["batch_group_count"] == 1
+        else None
+    )
 
 
 def _psum(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Summed over workers: what was a sum over a worker's rows is one over all, and the same for everybody (BatchNorm)."""
+    """Summed over workers: what was a sum over a worker's rows is one over all, and the same for
+    everybody (BatchNorm).
+    """
     del sizes, other
     value, dims = values[0], [axis for axis in one.params["axes"] if isinstance(axis, int)]
-    if one.params.get("axis_index_groups") is not None or (dims and not (isinstance(value, PerRow) and value.dim in dims)):
+    if one.params.get("axis_index_groups") is not None or (
+        dims and not (isinstance(value, PerRow) and value.dim in dims)
+    ):
         return None
     if dims and isinstance(value, PerRow):  # first over rows here: the model binds an axis by vmap
         value = Summed(value.power)
@@ -297,7 +444,9 @@ def _stack(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | Non
     if isinstance(found, PerRow):
         return dataclasses.replace(found, dim=found.dim + (found.dim >= axis))
     if isinstance(found, Fixed):
-        return dataclasses.replace(found, uniform=frozenset(dim + (dim >= axis) for dim in found.uniform))
+        return dataclasses.replace(
+            found, uniform=frozenset(dim + (dim >= axis) for dim in found.uniform)
+        )
     return found
 
 
@@ -305,37 +454,69 @@ def _gather(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     """A look-up in a table, of entire rows of data, or for each row in its own."""
     del sizes
     numbers, (table, index) = one.params["dimension_numbers"], values
-    out, taken, shape = one.outvars[0].aval.ndim, one.params["slice_sizes"], one.invars[0].aval.shape
-    looked = [dim for dim in range(out) if dim not in numbers.offset_dims]  # those of the index, in order
+    out, taken, shape = (
+        one.outvars[0].aval.ndim,
+        one.params["slice_sizes"],
+        one.invars[0].aval.shape,
+    )
+    # those of the index, in order
+    looked = [dim for dim in range(out) if dim not in numbers.offset_dims]
     if isinstance(table, Summed) or isinstance(index, Summed):
         return None
     power = 0 if all(value.power == 0 for value in values) else None
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    offsets = dict(zip([dim for dim in range(len(shape)) if dim not in gone], numbers.offset_dims, strict=True))
+    offsets = dict(
+        zip([dim for dim in range(len(shape)) if dim not in gone], numbers.offset_dims, strict=True)
+    )
     if isinstance(table, Fixed):
         if shape != other.invars[0].aval.shape:
             return None  # what lies outside depends on it
         paired = set(numbers.start_indices_batching_dims)
         if isinstance(index, PerRow):
-            return None if index.dim in paired or index.dim == len(looked) else PerRow(looked[index.dim], index.inner, power)
-        same = {looked[dim] for dim in index.uniform if isinstance(index, Fixed) and dim < len(looked) and dim not in paired}
-        return Fixed(frozenset(same | {offsets[dim] for dim in table.uniform if dim in offsets}), power)
+            return (
+                None
+                if index.dim in paired or index.dim == len(looked)
+                else PerRow(looked[index.dim], index.inner, power)
+            )
+        same = {
+            looked[dim]
+            for dim in index.uniform
+            if isinstance(index, Fixed) and dim < len(looked) and dim not in paired
+        }
+        return Fixed(
+            frozenset(same | {offsets[dim] for dim in table.uniform if dim in offsets}), power
+        )
     if numbers_row(one, values) is not None:
         return PerRow(looked[rows_of_index(index)], table.inner, total(table.power, index.power))
     if table.dim in numbers.operand_batching_dims:
-        partner = numbers.start_indices_batching_dims[list(numbers.operand_batching_dims).index(table.dim)]
+        partner = numbers.start_indices_batching_dims[
+            list(numbers.operand_batching_dims).index(table.dim)
+        ]
         if isinstance(index, PerRow):
-            return PerRow(looked[partner], table.inner, power) if (index.dim, index.inner) == (partner, table.inner) else None
+            return (
+                PerRow(looked[partner], table.inner, power)
+                if (index.dim, index.inner) == (partner, table.inner)
+                else None
+            )
         return PerRow(looked[partner], table.inner, power if partner in index.uniform else None)
-    few = 2 * math.prod(one.outvars[0].aval.shape) <= math.prod(shape) and one.outvars[0].aval.dtype != np.bool_
+    few = (
+        2 * math.prod(one.outvars[0].aval.shape) <= math.prod(shape)
+        and one.outvars[0].aval.dtype != np.bool_
+    )
     if few and table.dim in numbers.collapsed_slice_dims and isinstance(index, Fixed):
         return Summed(None)  # workers look up what is in their rows
     full = table.dim in offsets and taken[table.dim] == shape[table.dim]
-    return PerRow(offsets[table.dim], table.inner, power) if full and isinstance(index, Fixed) else None
+    return (
+        PerRow(offsets[table.dim], table.inner, power)
+        if full and isinstance(index, Fixed)
+        else None
+    )
 
 
 def numbers_row(one: Any, values: list[Any]) -> int | None:
-    """The column of the index of a look-up with which each row looks into itself; None if there is none."""
+    """The column of the index of a look-up with which each row looks into itself; None if there is
+    none.
+    """
     numbers, (table, index) = one.params["dimension_numbers"], values
     mode = one.params["mode"]
     if (
@@ -363,21 +544,34 @@ def _iota(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None
 
 
 def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Draws of one key are those of the rows, on whichever worker they are (`spmd.rng`); so are draws of a key for each row."""
+    """Draws of one key are those of the rows, on whichever worker they are (`spmd.rng`); so are
+    draws of a key for each row.
+    """
     key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if isinstance(key, PerRow):
         return key
-    dim = one.invars[0].aval.ndim  # each key of an array of keys, such as one for each time step, draws the dims after those of the array
+    # each key of an array of keys, such as one for each time step, draws the dims after those of
+    # the array
+    dim = one.invars[0].aval.ndim
     own = isinstance(key, Fixed) and key.key
     if not isinstance(key, Fixed):
         return None
-    if len(a) > dim and a[dim] % sizes.rows == 0 and sizes.growth(a[dim], b[dim]) == 1 and _sized(a, b) == {dim}:
+    if (
+        len(a) > dim
+        and a[dim] % sizes.rows == 0
+        and sizes.growth(a[dim], b[dim]) == 1
+        and _sized(a, b) == {dim}
+    ):
         return PerRow(dim, a[dim] // sizes.rows, 0 if own and key.power == 0 else None)
-    return Fixed(power=None if key.power != 0 or a != b or (own and _taken_for_rows(sizes, b[dim:])) else 0)
+    return Fixed(
+        power=None if key.power != 0 or a != b or (own and _taken_for_rows(sizes, b[dim:])) else 0
+    )
 
 
 def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return whether a draw for all rows has as many entries as a worker has rows, so that `spmd.rng` takes it for its rows."""
+    """Return whether a draw for all rows has as many entries as a worker has rows, so that
+    `spmd.rng` takes it for its rows.
+    """
     return bool(shape) and shape[0] % sizes.others == 0
 
 
@@ -390,7 +584,10 @@ def _split_key(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind |
         return None
     if a[0] % sizes.rows == 0 and _sized(a, b) == {0}:
         return PerRow(0, a[0] // sizes.rows, None)
-    return Fixed(power=None if key.power != 0 or a != b or (key.key and _taken_for_rows(sizes, b)) else 0, key=key.key)
+    return Fixed(
+        power=None if key.power != 0 or a != b or (key.key and _taken_for_rows(sizes, b)) else 0,
+        key=key.key,
+    )
 
 
 def _along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
@@ -400,10 +597,17 @@ def _along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind 
         found = joined(found, value) if found is not None else None
     if isinstance(found, PerRow):
         aval = one.outvars[0].aval
-        return with_power(found, None) if found.dim < aval.ndim - (one.primitive.name == "random_unwrap") else None
+        return (
+            with_power(found, None)
+            if found.dim < aval.ndim - (one.primitive.name == "random_unwrap")
+            else None
+        )
     if isinstance(found, Fixed):
         key = any(isinstance(value, Fixed) and value.key for value in values)
-        return Fixed(power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None, key=key)
+        return Fixed(
+            power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None,
+            key=key,
+        )
     return None
 
 
@@ -415,21 +619,49 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), scatter),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), scatter
+    ),
     "iota": _iota,
     "random_bits": _bits,
     "random_split": _split_key,
-    **dict.fromkeys(("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), _along_keys),
+    **dict.fromkeys(
+        ("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), _along_keys
+    ),
     "psum": _psum,
     "stack": _stack,
     "dynamic_update_slice": _update,
     "fft": _transformed,
     "tile": _tiled,
-    **dict.fromkeys(("slice", "pad", "dynamic_slice", "rev", "reduce_window_max", "reduce_window_sum", "reduce_window_min"), _sliced),
+    **dict.fromkeys(
+        (
+            "slice",
+            "pad",
+            "dynamic_slice",
+            "rev",
+            "reduce_window_max",
+            "reduce_window_sum",
+            "reduce_window_min",
+        ),
+        _sliced,
+    ),
     "reduce_window": _sliced,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split"), _along),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split"), _along
+    ),
     "concatenate": _concatenate,
     **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), _reduce
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+            "argmax",
+            "argmin",
+        ),
+        _reduce,
     ),
 }

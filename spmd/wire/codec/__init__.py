@@ -1,4 +1,6 @@
-"""Codecs: the wire formats of gradients, one file per codec, and the names by which layouts know them."""
+"""Codecs: the wire formats of gradients, one file per codec, and the names by which layouts know
+them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,7 +30,8 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def register(name: str) -> Callable[[CodecClass], CodecClass]:
-    """A decorator that gives a codec a name, by which layout files, plans and `spmd.fit` know it, with its fields as options.
+    """A decorator that gives a codec a name, by which layout files, plans and `spmd.fit` know it,
+    with its fields as options.
 
     Args:
       name: of the codec in layout files.
@@ -37,8 +40,9 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
       A decorator, which returns the class.
 
     Raises:
-      OptionError: it is not a frozen dataclass that extends `Codec`, a member is missing, an option has no default that TOML can hold,
-        or the name is another codec's. The same class may be registered again, as a notebook does when a cell runs twice.
+      OptionError: it is not a frozen dataclass that extends `Codec`, a member is missing, an option
+        has no default that TOML can hold, or the name is another codec's. The same class may be
+        registered again, as a notebook does when a cell runs twice.
 
     Example:
       >>> @register("halved")
@@ -51,25 +55,43 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
 
     if not isinstance(name, str) or not name:
         found = "empty" if name == "" else type_name(name)
-        raise OptionError(f"register({short_repr(name)}): the name is {found}.", fix='such as @wire.register("ternary").')
+        raise OptionError(
+            f"register({short_repr(name)}): the name is {found}.",
+            fix='such as @wire.register("ternary").',
+        )
 
     def add(codec: CodecClass) -> CodecClass:
-        if not (isinstance(codec, type) and issubclass(codec, Codec) and dataclasses.is_dataclass(codec)):
+        if not (
+            isinstance(codec, type) and issubclass(codec, Codec) and dataclasses.is_dataclass(codec)
+        ):
             why = f'register("{name}"): {type_name(codec)} is no codec.'
             raise OptionError(why, fix="a frozen dataclass that extends spmd.wire.Codec.")
         if not codec.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise OptionError(f'register("{name}"): {codec.__name__} can be changed.', fix="@dataclasses.dataclass(frozen=True).")
+            raise OptionError(
+                f'register("{name}"): {codec.__name__} can be changed.',
+                fix="@dataclasses.dataclass(frozen=True).",
+            )
         if missing := sorted(codec.__abstractmethods__):
-            raise OptionError(f'register("{name}"): {codec.__name__} lacks {", ".join(missing)}.', fix=f"define {', '.join(missing)}.")
+            raise OptionError(
+                f'register("{name}"): {codec.__name__} lacks {", ".join(missing)}.',
+                fix=f"define {', '.join(missing)}.",
+            )
         for field in dataclasses.fields(codec):
             if type(field.default) not in (bool, int, float, str):
                 raise OptionError(
-                    f'register("{name}"): option {field.name} of {codec.__name__} has no default that a layout file can hold.',
+                    f'register("{name}"): option {field.name} of {codec.__name__} has no default '
+                    "that a layout file can hold.",
                     fix=f"such as  {field.name}: int = 256  (a number, a string, True or False).",
                 )
         other = CODECS.get(name)
-        if other and (other.__module__, other.__qualname__) != (codec.__module__, codec.__qualname__):
-            raise OptionError(f'register("{name}"): the name is that of {other.__module__}.{other.__qualname__}.', fix="another name.")
+        if other and (other.__module__, other.__qualname__) != (
+            codec.__module__,
+            codec.__qualname__,
+        ):
+            raise OptionError(
+                f'register("{name}"): the name is that of {other.__module__}.{other.__qualname__}.',
+                fix="another name.",
+            )
         CODECS[name] = codec
         return codec
 

@@ -17,10 +17,11 @@ from spmd.wire.codec.base import Bucket, Means, RowCodec, State, option
 class Bfloat16(RowCodec):
     """Rounded to bfloat16, as half the bytes of float32.
 
-    `reduce = "one_shot"` is the exchange of `RowCodec`. The payload is bit-cast to uint16: XLA:CPU promotes every bfloat16
-    collective to float32, and no compiler pass may change an integer. `reduce = "ring"` is the backend's bfloat16 all-reduce,
-    for comparison: its error grows with the number of workers, and no residual can keep what it loses. It is an all-reduce
-    under every reduction.
+    `reduce = "one_shot"` is the exchange of `RowCodec`. The payload is bit-cast to uint16: XLA:CPU
+    promotes every bfloat16 collective to float32, and no compiler pass may change an integer.
+    `reduce = "ring"` is the backend's bfloat16 all-reduce, for comparison: its error grows with the
+    number of workers, and no residual can keep what it loses. It is an all-reduce under every
+    reduction.
 
     Args:
       reduce: "one_shot" or "ring".
@@ -30,7 +31,9 @@ class Bfloat16(RowCodec):
       True
     """
 
-    reduce: str = option("one_shot", lambda value: value in ("one_shot", "ring"), '"one_shot" or "ring"')
+    reduce: str = option(
+        "one_shot", lambda value: value in ("one_shot", "ring"), '"one_shot" or "ring"'
+    )
 
     @property
     def reports_loss(self) -> bool:
@@ -56,30 +59,43 @@ class Bfloat16(RowCodec):
         """One-shot, or the backend's all-reduce."""
         if self.reduce == "one_shot":
             return super().mean(grads, states, bucket)
-        sent = [lax.reduce_precision(grad.astype(jnp.float32), 8, 7).astype(jnp.bfloat16) for grad in grads]
+        sent = [
+            lax.reduce_precision(grad.astype(jnp.float32), 8, 7).astype(jnp.bfloat16)
+            for grad in grads
+        ]
         flat = jnp.concatenate([part.reshape(-1) for part in sent])
-        total = collectives.all_reduce(flat, bucket.axes).astype(jnp.float32) / collectives.worker_count(bucket.axes)
+        total = collectives.all_reduce(flat, bucket.axes).astype(
+            jnp.float32
+        ) / collectives.worker_count(bucket.axes)
         ends = np.cumsum([part.size for part in sent])[:-1].tolist()
         layouts = bucket.shard_layouts
-        means = [layout.local_shard(part.reshape(layout.shape)) for part, layout in zip(jnp.split(total, ends), layouts, strict=True)]
+        means = [
+            layout.local_shard(part.reshape(layout.shape))
+            for part, layout in zip(jnp.split(total, ends), layouts, strict=True)
+        ]
         return means, [part.astype(jnp.float32) for part in sent], states
 
 
 @functools.cache
 def self_test() -> None:
-    """Check that this backend rounds to bfloat16 and does not optimize it away; takes one small compilation.
+    """Check that this backend rounds to bfloat16 and does not optimize it away; takes one small
+    compilation.
 
     Raises:
-      CodecError: the result is not that of rounding to nearest-even; error feedback would be silently wrong.
+      CodecError: the result is not that of rounding to nearest-even; error feedback would be
+        silently wrong.
     """
     values = np.float32(1.0) + np.arange(512, dtype=np.float32) * np.float32(2.0**-12)
     codec = Bfloat16()
-    rounded = np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x), x.shape[1]))(jax.device_put(values[None])))[0]
+    rounded = np.asarray(
+        jax.jit(lambda x: codec.decode(codec.encode(x), x.shape[1]))(jax.device_put(values[None]))
+    )[0]
     expected = values.astype(jnp.bfloat16).astype(np.float32)
     if not np.array_equal(rounded, expected):
         raise CodecError(
             (
-                f"codec bfloat16: this backend ({jax.default_backend()}) does not round to bfloat16; {int((rounded != expected).sum())} of "
+                f"codec bfloat16: this backend ({jax.default_backend()}) does not round to "
+                f"bfloat16; {int((rounded != expected).sum())} of "
                 f"{values.size} values differ."
             ),
             fix='codec = "exact", and report it with the version of jaxlib.',

@@ -13,7 +13,8 @@ from spmd.wire.shard_layout import ShardLayout
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Codec):
-    """All-reduce, or reduce-scatter, in the gradient's own dtype; one call per gradient, or one for a bucket of rows.
+    """All-reduce, or reduce-scatter, in the gradient's own dtype; one call per gradient, or one for
+    a bucket of rows.
 
     XLA merges all-reduces automatically; reduce-scatters only on GPUs.
 
@@ -34,13 +35,24 @@ class Exact(Codec):
         return 0.0
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
-        """The mean, dim by dim: reduce-scattered along sharded dims, then all-reduced along the replicated axes."""
+        """The mean, dim by dim: reduce-scattered along sharded dims, then all-reduced along the
+        replicated axes.
+        """
         axes, workers, layouts = bucket.axes, bucket.shard_layouts[0].workers, bucket.shard_layouts
-        by_rows = all(len(layout.spec) == 1 and entry_axes(layout.spec[0]) == axes for layout in layouts)
-        if by_rows and len({grad.dtype for grad in grads}) == 1:  # sharded along dim 0 only: can be concatenated without a transpose
-            means = packed_collective(grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0))
+        by_rows = all(
+            len(layout.spec) == 1 and entry_axes(layout.spec[0]) == axes for layout in layouts
+        )
+        # sharded along dim 0 only: can be concatenated without a transpose
+        if by_rows and len({grad.dtype for grad in grads}) == 1:
+            means = packed_collective(
+                grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0)
+            )
             return [mean / workers for mean in means], grads, states
-        return [exact_mean(layout, grad) for layout, grad in zip(layouts, grads, strict=True)], grads, states
+        return (
+            [exact_mean(layout, grad) for layout, grad in zip(layouts, grads, strict=True)],
+            grads,
+            states,
+        )
 
 
 EXACT = Exact()

@@ -15,7 +15,8 @@ LARGEST = 448.0  # of float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Float8(RowCodec):
-    """float8_e4m3fn times the block's scale (its largest magnitude / 448). Small values keep their relative precision.
+    """float8_e4m3fn times the block's scale (its largest magnitude / 448). Small values keep their
+    relative precision.
 
     The payload is bit-cast to uint8. A block with a NaN or infinity is decoded as NaN.
 
@@ -23,7 +24,9 @@ class Float8(RowCodec):
       block: elements that share a scale.
 
     Example:
-      >>> Float8(block=4).decode(Float8(block=4).encode(jnp.array([[448.0, 1.06, -0.25, 0.0]])), 4).tolist()
+      >>> Float8(block=4).decode(
+      ...     Float8(block=4).encode(jnp.array([[448.0, 1.06, -0.25, 0.0]])), 4
+      ... ).tolist()
       [[448.0, 1.0, -0.25, 0.0]]
     """
 
@@ -31,7 +34,9 @@ class Float8(RowCodec):
 
     @property
     def error(self) -> float:
-        """Four bits of significand. Below 2^-6 the step is 2^-9: at most 2^-10 / 448 of the largest element, for each element."""
+        """Four bits of significand. Below 2^-6 the step is 2^-9: at most 2^-10 / 448 of the largest
+        element, for each element.
+        """
         return 2.0**-4 + self.block**0.5 * 2.0**-10 / LARGEST
 
     def encode(self, rows: jax.Array) -> Any:
@@ -40,7 +45,10 @@ class Float8(RowCodec):
         scale = largest_magnitude(values, -1) / LARGEST
         scaled = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
         bits = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
-        return {"values": unblocks(bits, rows.shape[1]), "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan)}
+        return {
+            "values": unblocks(bits, rows.shape[1]),
+            "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan),
+        }
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""

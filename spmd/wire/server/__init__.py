@@ -1,1 +1,3 @@
-"""The simulated parameter server: what is declared, its clock, and what servers do with the gradients that arrive."""
+"""The simulated parameter server: what is declared, its clock, and what servers do with the
+gradients that arrive.
+"""

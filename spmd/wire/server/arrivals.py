@@ -1,9 +1,12 @@
-"""What the servers of an asynchronous parameter server do: gradients are applied one after the other, in order of arrival.
+"""What the servers of an asynchronous parameter server do: gradients are applied one after the
+other, in order of arrival.
 
-The order, who reads when, and what counts are data; the updates are real. Algorithms: Downpour (Dean et al. 2012), staleness-aware and
-n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al. 2013), DC-ASGD (Zheng et al., arXiv:1609.08326).
+The order, who reads when, and what counts are data; the updates are real. Algorithms: Downpour
+(Dean et al. 2012), staleness-aware and n-softsync (Zhang et al., arXiv:1511.05950), SSP (Ho et al.
+2013), DC-ASGD (Zheng et al., arXiv:1609.08326).
 
-Arrays are [servers, ...]: global ones that are sharded over the servers, or those of one server, [1, ...].
+Arrays are [servers, ...]: global ones that are sharded over the servers, or those of one server,
+[1, ...].
 """
 
 from typing import Any
@@ -18,10 +21,13 @@ from spmd.wire.reduction import Memory
 from spmd.wire.server.declaration import ParameterServer
 
 # keys of a parameter's memory, as stored in checkpoints; with those of `spmd.wire.reduction`
-HELD = "held"  # the parameters that each worker has read: [positions, workers, row], sharded over the servers' positions on dim 0
+# the parameters that each worker has read: [positions, workers, row], sharded over the servers'
+# positions on dim 0
+HELD = "held"
 SUM = "sum"  # sum of the weighted gradients of the next update: [positions, row], likewise
 GATHERED = "gathered"  # the sum of their weights, and their number: [2]
-SQUARES = "squares"  # the servers' moving mean of squared gradients: [positions, row], sharded over positions
+# the servers' moving mean of squared gradients: [positions, row], sharded over positions
+SQUARES = "squares"
 
 Leaves = dict[str, jax.Array]
 
@@ -31,7 +37,11 @@ def init_memory(declared: ParameterServer, rows: jax.Array, workers: int) -> dic
     servers, width = rows.shape
     zeros = jnp.zeros(rows.shape, jnp.float32)
     entry = {HELD: jnp.broadcast_to(rows[:, None], (servers, workers, width))}
-    entry |= {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)} if declared.per_update(workers) > 1 else {}
+    entry |= (
+        {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)}
+        if declared.per_update(workers) > 1
+        else {}
+    )
     return entry | ({SQUARES: zeros} if declared.delay_decay is not None else {})
 
 
@@ -55,7 +65,10 @@ def apply_arrivals(
       losses: [workers], passed to the optimizer as `value`; None: no `value`.
     """
     workers = events["worker"].shape[0]
-    accumulates, share = declared.per_update(workers) > 1, 1 / workers if declared.mode == "bounded" else 1.0
+    accumulates, share = (
+        declared.per_update(workers) > 1,
+        1 / workers if declared.mode == "bounded" else 1.0,
+    )
 
     def apply_arrival(carry: tuple, event: Tree) -> tuple[tuple, None]:
         params, opt, memory = carry
@@ -68,11 +81,15 @@ def apply_arrivals(
         if declared.delay_compensation:
             read = {path: of_worker(memory[path][HELD]) for path in flat}
             grads, memory = _compensate_delay(declared, grads, flat, read, memory, event["applied"])
-        # 1. accumulate until an update is complete; where every gradient is an update, that is at once
-        mean, rate, due, left = (_accumulate if accumulates else _single_gradient)(memory, grads, event)
+        # 1. accumulate until an update is complete; where every gradient is an update, that is at
+        #    once
+        mean, rate, due, left = (_accumulate if accumulates else _single_gradient)(
+            memory, grads, event
+        )
         # 2. the update, which counts when it is due
         mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
-        mean = lax.optimization_barrier(mean)  # fused with it, the update would be rounded otherwise
+        # fused with it, the update would be rounded otherwise
+        mean = lax.optimization_barrier(mean)
         value = {} if losses is None else {"value": losses[worker]}
         updates, new_opt = optimizer.update(mean, opt, params, **value)
         if declared.staleness_scale != "none" or share < 1:
@@ -97,18 +114,30 @@ def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
     flat, order = flatten(params), jnp.argsort(~readers)
 
     def read(number: Any, held: Leaves) -> Leaves:
-        return {path: lax.dynamic_update_index_in_dim(x, flat[path], order[number], 1) for path, x in held.items()}
+        return {
+            path: lax.dynamic_update_index_in_dim(x, flat[path], order[number], 1)
+            for path, x in held.items()
+        }
 
-    held = lax.fori_loop(0, readers.sum(), read, {path: entry[HELD] for path, entry in memory.items()})
+    held = lax.fori_loop(
+        0, readers.sum(), read, {path: entry[HELD] for path, entry in memory.items()}
+    )
     return {path: entry | {HELD: held[path]} for path, entry in memory.items()}
 
 
 def _compensate_delay(
-    declared: ParameterServer, grads: Leaves, params: Leaves, read: Leaves, memory: Memory, applied: Any
+    declared: ParameterServer,
+    grads: Leaves,
+    params: Leaves,
+    read: Leaves,
+    memory: Memory,
+    applied: Any,
 ) -> tuple[Leaves, Memory]:
-    """g + lambda g g (w - w_read), by path: to first order the gradient at today's parameters (Zheng et al., eq. 10).
+    """g + lambda g g (w - w_read), by path: to first order the gradient at today's parameters
+    (Zheng et al., eq. 10).
 
-    Adaptive, lambda is divided by the root of the servers' moving mean of g g, this one included (their DC-ASGD-a).
+    Adaptive, lambda is divided by the root of the servers' moving mean of g g, this one included
+    (their DC-ASGD-a).
     """
     compensated, after = {}, dict(memory)
     for path, g in grads.items():
@@ -123,16 +152,26 @@ def _compensate_delay(
 
 
 def _single_gradient(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any, Any, Memory]:
-    """`_accumulate` where every gradient is an update, and no sum is kept; the same products, and so the same bits."""
+    """`_accumulate` where every gradient is an update, and no sum is kept; the same products, and
+    so the same bits.
+    """
     del memory
     weight = event["weight"]
-    mean = {path: (1 / weight * (weight * g.astype(jnp.float32))).astype(g.dtype) for path, g in grads.items()}
+    mean = {
+        path: (1 / weight * (weight * g.astype(jnp.float32))).astype(g.dtype)
+        for path, g in grads.items()
+    }
     return mean, weight, event["applied"] & event["commit"], {}
 
 
 def _accumulate(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any, Any, Memory]:
-    """The weighted mean of the accumulated gradients, the rate for their mean weight, whether it is due, and what is left."""
-    added = {path: memory[path][SUM] + event["weight"] * g.astype(jnp.float32) for path, g in grads.items()}
+    """The weighted mean of the accumulated gradients, the rate for their mean weight, whether it is
+    due, and what is left.
+    """
+    added = {
+        path: memory[path][SUM] + event["weight"] * g.astype(jnp.float32)
+        for path, g in grads.items()
+    }
     total = {path: jnp.where(event["applied"], x, memory[path][SUM]) for path, x in added.items()}
     this = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
     weight, count = weight_and_count = next(iter(memory.values()))[GATHERED] + this
@@ -143,4 +182,9 @@ def _accumulate(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any
         return jnp.where(due, jnp.zeros_like(x), x)
 
     mean = {path: (norm * total[path]).astype(g.dtype) for path, g in grads.items()}
-    return mean, rate, due, {path: {SUM: left(x), GATHERED: left(weight_and_count)} for path, x in total.items()}
+    return (
+        mean,
+        rate,
+        due,
+        {path: {SUM: left(x), GATHERED: left(weight_and_count)} for path, x in total.items()},
+    )

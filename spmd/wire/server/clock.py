@@ -5,30 +5,46 @@ import math
 from typing import Any
 
 from spmd.errors import OptionError, check_integer, did_you_mean, short_repr
-from spmd.wire.server.declaration import ASYNCHRONOUS, LOCAL, MODES, OF_MODE, ParameterServer, declared_problems, worker_problems
+from spmd.wire.server.declaration import (
+    ASYNCHRONOUS,
+    LOCAL,
+    MODES,
+    OF_MODE,
+    ParameterServer,
+    declared_problems,
+    worker_problems,
+)
 from spmd.wire.server.events import Events
 
-ELSEWHERE = ("placement", "servers", "drop_remainder")  # options that say where a layout stores parameters, and how `fit` reads data
+# options that say where a layout stores parameters, and how `fit` reads data
+ELSEWHERE = ("placement", "servers", "drop_remainder")
 
 
-def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **options: Any) -> Events:
-    """The simulated clock of a parameter server: which gradients arrive when, and who reads which version of the parameters.
+def server_clock(
+    workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **options: Any
+) -> Events:
+    """The simulated clock of a parameter server: which gradients arrive when, and who reads which
+    version of the parameters.
 
-    `clock.step_inputs(n)` are the events of step `n`, from 0, as data for `parameter_server`; `clock.metrics(n)` is the simulated time.
-    The same options always give the same events, so a resumed loop continues with the next number.
+    `clock.step_inputs(n)` are the events of step `n`, from 0, as data for `parameter_server`;
+    `clock.metrics(n)` is the simulated time. The same options always give the same events, so a
+    resumed loop continues with the next number.
 
     Args:
       workers: positions along the axes of `parameter_server`.
-      bytes: bytes that a worker sends to one server with a gradient, and receives from it; only with `network`.
-      options: as of `spmd.ParameterServer`: `mode` "synchronous", "asynchronous", "bounded" or "softsync", with `spares`, `bound`,
-        `splits`, `compute_time`, `network`, `staleness_scale`, `max_staleness`, `delay_compensation`, `delay_decay`, `warmup_steps`,
-        `fetch_every` and `seed`.
+      bytes: bytes that a worker sends to one server with a gradient, and receives from it; only
+        with `network`.
+      options: as of `spmd.ParameterServer`: `mode` "synchronous", "asynchronous", "bounded" or
+        "softsync", with `spares`, `bound`, `splits`, `compute_time`, `network`, `staleness_scale`,
+        `max_staleness`, `delay_compensation`, `delay_decay`, `warmup_steps`, `fetch_every` and
+        `seed`.
 
     Returns:
       The clock: `step_inputs(n)`, `metrics(n)` and `round(n)` of step n.
 
     Raises:
-      OptionError: an option that is unknown, has an invalid value, or contradicts another. All are reported at once.
+      OptionError: an option that is unknown, has an invalid value, or contradicts another. All are
+        reported at once.
 
     Example:
       >>> clock = server_clock(workers=3, spares=1, compute_time=(3.0, 1.0, 2.0))
@@ -45,15 +61,23 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
     declared = ParameterServer(workers=int(workers), **options)
     if declared.mode not in MODES:
         raise OptionError(
-            f"server_clock: mode={short_repr(declared.mode)}.", fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS))
+            f"server_clock: mode={short_repr(declared.mode)}.",
+            fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS)),
         )
     if declared.local:
-        why = f'in mode "{declared.mode}" workers have optimizers of their own, and no clock is needed.'
+        why = (
+            f'in mode "{declared.mode}" workers have optimizers of their own, and no clock is '
+            "needed."
+        )
         raise OptionError(f"server_clock: {why}", fix=local_fix(declared.mode))
     if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
-        more = [f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems[:-1]]
+        more = [
+            f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems[:-1]
+        ]
         last = problems[-1]
-        raise OptionError("server_clock: " + "\n  ".join([*more, f"{last.key}: {last.why}"]), fix=last.fix)
+        raise OptionError(
+            "server_clock: " + "\n  ".join([*more, f"{last.key}: {last.why}"]), fix=last.fix
+        )
     check_bytes("server_clock", bytes)
     if any(bytes) and not declared.network:
         raise OptionError(
@@ -66,7 +90,10 @@ def server_clock(workers: int, *, bytes: tuple[float, float] = (0.0, 0.0), **opt
 def local_fix(mode: str) -> str:
     """What to use in place of a mode without servers."""
     if mode == "elastic":
-        return 'spmd.fit, with mode = "elastic" in [parameter_server] of its layout: spmd.wire has no elastic averaging.'
+        return (
+            'spmd.fit, with mode = "elastic" in [parameter_server] of its layout: spmd.wire has no '
+            "elastic averaging."
+        )
     return "wire.local_sgd(axes, inner=..., outer=..., every=...)."
 
 
@@ -74,11 +101,18 @@ def check_bytes(where: str, value: Any) -> None:
     """Refuse what is not bytes sent and received, two numbers from 0."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(map(_is_size, value)):
         fix = "bytes=(sent, received), such as (4e6, 4e6)."
-        raise OptionError(f"{where}: bytes={short_repr(value)} is not a pair of numbers from 0.", fix=fix)
+        raise OptionError(
+            f"{where}: bytes={short_repr(value)} is not a pair of numbers from 0.", fix=fix
+        )
 
 
 def _is_size(value: object) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and value >= 0
+        )
     except OverflowError:
         return False

@@ -1,4 +1,6 @@
-"""What a parameter server is declared to be, and which options mean nothing or contradict each other. Data only."""
+"""What a parameter server is declared to be, and which options mean nothing or contradict each
+other. Data only.
+"""
 
 import dataclasses
 import math
@@ -8,7 +10,13 @@ from typing import Any
 from spmd.errors import OptionError
 from spmd.fields import Conflict, as_toml, check_types, plain_types, wrong_type
 from spmd.tracebacks import trims_tracebacks
-from spmd.wire.server.timing import LINK, SECONDS, Network, parse_compute_time, parse_staleness_scale
+from spmd.wire.server.timing import (
+    LINK,
+    SECONDS,
+    Network,
+    parse_compute_time,
+    parse_staleness_scale,
+)
 
 ASYNCHRONOUS, LOCAL = ("asynchronous", "bounded", "softsync"), ("local", "elastic")
 MODES = ("synchronous", *ASYNCHRONOUS, *LOCAL)
@@ -21,38 +29,49 @@ class ParameterServer:
     """Where parameters are kept, who waits for whom, and what is made of gradients that come late.
 
     Attributes:
-      placement: "sliced" (every parameter sharded evenly over the servers), or entire parameters, as TF's `replica_device_setter` placed
-        variables: "round_robin" (in the order of the tree: dicts by name), "greedy_bytes" (in that order, each to the server with the least
-        bytes), "largest_first" (the same, largest first).
+      placement: "sliced" (every parameter sharded evenly over the servers), or entire parameters,
+        as TF's `replica_device_setter` placed variables: "round_robin" (in the order of the tree:
+        dicts by name), "greedy_bytes" (in that order, each to the server with the least bytes),
+        "largest_first" (the same, largest first).
       servers: how many of the positions along the data axes keep parameters; None: all.
-      workers: how many workers are simulated; a multiple of the positions along the data axes; None: one at each.
-      mode: "synchronous"; "asynchronous": each gradient is an update, of weights that have moved on since; "bounded": so, but no worker
-        is more than `bound` gradients ahead of the slowest, and an update counts 1 / workers (SSP, Ho et al. 2013); "softsync": each
-        `workers // splits` gradients are an update (Zhang et al., arXiv:1511.05950). In the others workers have weights and an optimizer
-        of their own, and synchronize with the servers every `every` steps: "local": their mean delta is a gradient to the outer
-        optimizer, Nesterov's momentum (DiLoCo, Douillard et al., arXiv:2311.08105); "elastic": both move towards each other
-        (EASGD, Zhang et al., arXiv:1412.6651).
+      workers: how many workers are simulated; a multiple of the positions along the data axes;
+        None: one at each.
+      mode: "synchronous"; "asynchronous": each gradient is an update, of weights that have moved on
+        since; "bounded": so, but no worker is more than `bound` gradients ahead of the slowest, and
+        an update counts 1 / workers (SSP, Ho et al. 2013); "softsync": each `workers // splits`
+        gradients are an update (Zhang et al., arXiv:1511.05950). In the others workers have weights
+        and an optimizer of their own, and synchronize with the servers every `every` steps:
+        "local": their mean delta is a gradient to the outer optimizer, Nesterov's momentum (DiLoCo,
+        Douillard et al., arXiv:2311.08105); "elastic": both move towards each other (EASGD, Zhang
+        et al., arXiv:1412.6651).
       bound: of mode "bounded".
       splits: of mode "softsync".
-      spares: synchronous: an update waits for all but so many workers; the slowest are dropped (Chen et al., arXiv:1604.00981).
-      compute_time: what a gradient takes on the simulated clock: "constant", "constant(seconds)", "exponential(mean)",
-        "lognormal(median, sigma)", a list of seconds, one per worker, or the path of a trace (.csv or .npy, one row per gradient, one
-        column per worker).
-      network: {"bandwidth": "10Gb/s", "latency": "50us"} of each server's link on the simulated clock; None costs nothing.
-      staleness_scale: the rate of an update whose gradient is tau versions old: "none"; "inverse": 1 / tau; "power(a)":
-        (1 + tau)^-a; "exp(b)": e^(-b tau).
+      spares: synchronous: an update waits for all but so many workers; the slowest are dropped
+        (Chen et al., arXiv:1604.00981).
+      compute_time: what a gradient takes on the simulated clock: "constant", "constant(seconds)",
+        "exponential(mean)", "lognormal(median, sigma)", a list of seconds, one per worker, or the
+        path of a trace (.csv or .npy, one row per gradient, one column per worker).
+      network: {"bandwidth": "10Gb/s", "latency": "50us"} of each server's link on the simulated
+        clock; None costs nothing.
+      staleness_scale: the rate of an update whose gradient is tau versions old: "none"; "inverse":
+        1 / tau; "power(a)": (1 + tau)^-a; "exp(b)": e^(-b tau).
       max_staleness: a gradient that is older is dropped.
-      delay_compensation: lambda of DC-ASGD (Zheng et al., arXiv:1609.08326): g + lambda g g (w - w_read).
-      delay_decay: makes it adaptive: lambda / sqrt(s + 1e-7), where s is the servers' moving mean of g g with this decay, such as 0.95.
+      delay_compensation: lambda of DC-ASGD (Zheng et al., arXiv:1609.08326): g + lambda g g (w -
+        w_read).
+      delay_decay: makes it adaptive: lambda / sqrt(s + 1e-7), where s is the servers' moving mean
+        of g g with this decay, such as 0.95.
       warmup_steps: updates that the first worker makes alone, before the others join.
-      fetch_every: gradients of a worker between two fetches of weights (Downpour, Dean et al. 2012).
+      fetch_every: gradients of a worker between two fetches of weights (Downpour, Dean et al.
+        2012).
       every: steps of a worker between two synchronizations, of modes "local" and "elastic".
-      fragments: parameters are synchronized in this many parts, each at its own step (streaming DiLoCo, arXiv:2501.18512).
+      fragments: parameters are synchronized in this many parts, each at its own step (streaming
+        DiLoCo, arXiv:2501.18512).
       overlap: steps that workers continue while a synchronization is in flight.
       mix: the share of its own weights that a worker keeps where it takes those of the servers.
       outer_rate, outer_momentum: of the outer optimizer; 1 and 0 are local SGD.
       moving_rate: alpha of mode "elastic"; None: 0.9 / workers.
-      drop_remainder: where the data ends, an update is of fewer workers; true: it is not made, and the epoch ends before it.
+      drop_remainder: where the data ends, an update is of fewer workers; true: it is not made, and
+        the epoch ends before it.
       seed: of the simulated times.
 
     Example:
@@ -93,7 +112,11 @@ class ParameterServer:
         if not isinstance(self.compute_time, str | list | tuple):
             raise wrong_type(self, "compute_time", "a str or a list")
         if not isinstance(self.compute_time, str):
-            object.__setattr__(self, "compute_time", tuple(_number("compute_time", value, SECONDS) for value in self.compute_time))
+            object.__setattr__(
+                self,
+                "compute_time",
+                tuple(_number("compute_time", value, SECONDS) for value in self.compute_time),
+            )
         for key, fix in FRACTIONS.items():
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, _number(key, getattr(self, key), fix))
@@ -117,21 +140,40 @@ def _pairs(network: Any) -> tuple[tuple[str, str], ...]:
     pairs = tuple(network.items()) if isinstance(network, Mapping) else network
     for pair in pairs:
         key, value = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
-        if not isinstance(key, str) or not key.isidentifier() or not isinstance(value, str | int | float):
-            raise OptionError(f"ParameterServer: network={network!r} is no table of words.", fix=LINK)
+        if (
+            not isinstance(key, str)
+            or not key.isidentifier()
+            or not isinstance(value, str | int | float)
+        ):
+            raise OptionError(
+                f"ParameterServer: network={network!r} is no table of words.", fix=LINK
+            )
     return pairs
 
 
 def _number(key: str, value: Any, fix: str) -> float:
     try:
-        if isinstance(value, bool) or (not isinstance(value, int | float) and not hasattr(value, "dtype")):
+        if isinstance(value, bool) or (
+            not isinstance(value, int | float) and not hasattr(value, "dtype")
+        ):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise OptionError(f"ParameterServer: {key}: {value!r} is no number that float holds.", fix=fix) from None
+        raise OptionError(
+            f"ParameterServer: {key}: {value!r} is no number that float holds.", fix=fix
+        ) from None
 
 
-LEAST = {"servers": 1, "workers": 1, "bound": 0, "splits": 1, "fetch_every": 1, "every": 1, "fragments": 1}  # others from 0
+# others from 0
+LEAST = {
+    "servers": 1,
+    "workers": 1,
+    "bound": 0,
+    "splits": 1,
+    "fetch_every": 1,
+    "every": 1,
+    "fragments": 1,
+}
 FRACTIONS = {  # what is not a whole number, and a fix
     "delay_compensation": "such as 0.04.",
     "delay_decay": "such as 0.95.",
@@ -172,12 +214,24 @@ def declared_problems(server: ParameterServer) -> list[Conflict]:
     needed = NEEDS.get(server.mode)
     if needed and getattr(server, needed) is None:
         example = 10 if server.local else LEAST[needed] + 1
-        conflicts.append(Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {example}."))
+        conflicts.append(
+            Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {example}.")
+        )
     if server.delay_decay is not None and not server.delay_compensation:
         fix = "delay_compensation = 2.0, or leave it out."
         conflicts.append(Conflict("delay_decay", "nothing reads it: delay_compensation is 0.", fix))
-    if server.asynchronous and not isinstance(server.compute_time, str) and 0 in server.compute_time:
-        conflicts.append(Conflict("compute_time", "a worker that takes no time leaves none to the others.", "seconds above 0."))
+    if (
+        server.asynchronous
+        and not isinstance(server.compute_time, str)
+        and 0 in server.compute_time
+    ):
+        conflicts.append(
+            Conflict(
+                "compute_time",
+                "a worker that takes no time leaves none to the others.",
+                "seconds above 0.",
+            )
+        )
     return conflicts + (_local_problems(server) if server.local else [])
 
 
@@ -189,7 +243,13 @@ def worker_problems(server: ParameterServer, workers: int) -> list[Conflict]:
         if value is not None and value > most:
             conflicts.append(Conflict(key, f"{value}, of {workers} workers.", f"at most {most}."))
     if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
-        conflicts.append(Conflict("compute_time", f"{len(server.compute_time)} numbers for {workers} workers.", "one for each."))
+        conflicts.append(
+            Conflict(
+                "compute_time",
+                f"{len(server.compute_time)} numbers for {workers} workers.",
+                "one for each.",
+            )
+        )
     return conflicts
 
 
@@ -198,12 +258,26 @@ def _number_problems(server: ParameterServer) -> list[Conflict]:
     for field in dataclasses.fields(server):
         key, value, least = field.name, getattr(server, field.name), LEAST.get(field.name, 0)
         if int in plain_types(field) and value is not None and not least <= value < 2**31:
-            conflicts.append(Conflict(key, f"{value}.", f"a whole number from {least}." if value < least else "below 2**31."))
+            conflicts.append(
+                Conflict(
+                    key,
+                    f"{value}.",
+                    f"a whole number from {least}." if value < least else "below 2**31.",
+                )
+            )
     for key in FRACTIONS:
         value, least = getattr(server, key), "above 0" if key == "outer_rate" else "from 0"
-        fine = value is None or (math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate"))
+        fine = value is None or (
+            math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate")
+        )
         if not fine or (key in BELOW_ONE and value is not None and value >= 1):
-            conflicts.append(Conflict(key, f"{value}.", f"a number {least}{' to below 1' if key in BELOW_ONE else ''}."))
+            conflicts.append(
+                Conflict(
+                    key,
+                    f"{value}.",
+                    f"a number {least}{' to below 1' if key in BELOW_ONE else ''}.",
+                )
+            )
     return conflicts
 
 
@@ -211,10 +285,15 @@ def _local_problems(server: ParameterServer) -> list[Conflict]:
     """Synchronizations that overlap each other."""
     every, parts = server.every or 0, server.fragments
     if every >= 1 and parts >= 1 and every % parts:
-        why = f"{every} steps between synchronizations, for {parts} fragments in turn; {every} / {parts} leaves {every % parts}."
+        why = (
+            f"{every} steps between synchronizations, for {parts} fragments in turn; {every} / "
+            f"{parts} leaves {every % parts}."
+        )
         return [Conflict("fragments", why, f"every = {-(-every // parts) * parts}.")]
     if every >= 1 and parts >= 1 and server.overlap >= every // parts:
-        why = f"{server.overlap} steps, and the next synchronization is {every // parts} steps later."
+        why = (
+            f"{server.overlap} steps, and the next synchronization is {every // parts} steps later."
+        )
         return [Conflict("overlap", why, f"at most {every // parts - 1}.")]
     return []
 

@@ -1,7 +1,9 @@
-"""The schedule of a parameter server: when each gradient arrives, and which version of the parameters it used.
+"""The schedule of a parameter server: when each gradient arrives, and which version of the
+parameters it used.
 
-A seeded event simulation on the host, whose rounds enter the compiled step as data. A round is as many gradients as can be
-computed concurrently: at most one per worker, all at parameters that were read before the round began.
+A seeded event simulation on the host, whose rounds enter the compiled step as data. A round is as
+many gradients as can be computed concurrently: at most one per worker, all at parameters that were
+read before the round began.
 """
 
 import dataclasses
@@ -15,28 +17,33 @@ from spmd.wire.server.times import Times
 from spmd.wire.server.timing import parse_staleness_scale
 
 MIN_WEIGHT = 1e-20  # of a gradient: float32 must be able to divide by it
-# Kinds of events. At one instant arrivals come before reads. QUEUES: a gradient reaches the server's link. TRACE_ENDS: a worker
-# would begin a gradient that its trace of times does not have.
+# Kinds of events. At one instant arrivals come before reads. QUEUES: a gradient reaches the
+# server's link. TRACE_ENDS: a worker would begin a gradient that its trace of times does not have.
 ARRIVES, READS, QUEUES, TRACE_ENDS = 0, 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One step of the compiled program. Arrays are over events in order of arrival, at most one per worker.
+    """One step of the compiled program. Arrays are over events in order of arrival, at most one per
+    worker.
 
     Attributes:
-      worker: int32[workers], the worker whose gradient arrives; every worker once, absent ones last.
+      worker: int32[workers], the worker whose gradient arrives; every worker once, absent ones
+        last.
       takes: bool[workers], by worker: gets rows for this round.
-      present: bool[workers], by worker: has a gradient in this round; False for a spare, whose gradient is dropped.
+      present: bool[workers], by worker: has a gradient in this round; False for a spare, whose
+        gradient is dropped.
       applied: bool[workers]; False: dropped, or absent.
       weight: float32[workers], of the gradient within its update.
       commit: bool[workers]: the update is applied after this arrival.
-      reads: bool[workers + 1, workers]: which workers read parameters before the round (row 0), and after each event; no rows
-        if all read at the same time.
+      reads: bool[workers + 1, workers]: which workers read parameters before the round (row 0), and
+        after each event; no rows if all read at the same time.
       staleness: int32[workers], versions between read and arrival; -1 where nothing arrives.
-      began, done, time: float64[workers]: simulated seconds at which the gradient was begun, computed, and arrived.
+      began, done, time: float64[workers]: simulated seconds at which the gradient was begun,
+        computed, and arrived.
       end: simulated seconds at the end of the round.
-      sends, receives: bool[fragments]: the fragments that local SGD workers send to the servers after it, and receive.
+      sends, receives: bool[fragments]: the fragments that local SGD workers send to the servers
+        after it, and receive.
     """
 
     worker: np.ndarray
@@ -56,15 +63,34 @@ class Round:
 
     @classmethod
     def empty(cls, workers: int, *, asynchronous: bool = False) -> "Round":
-        """A round in which nothing happens. `asynchronous`: gradients arrive one by one, so the order of reads matters."""
+        """A round in which nothing happens. `asynchronous`: gradients arrive one by one, so the
+        order of reads matters.
+        """
         no, one, zero = np.zeros(workers, bool), np.ones(workers, np.float32), np.zeros(workers)
         reads = np.zeros((workers + 1 if asynchronous else 0, workers), bool)
         order, stale = np.zeros(workers, np.int32), np.full(workers, -1, np.int32)
-        return cls(order, no, no.copy(), no.copy(), one, no.copy(), reads, stale, zero, zero.copy(), zero.copy(), 0.0)
+        return cls(
+            order,
+            no,
+            no.copy(),
+            no.copy(),
+            one,
+            no.copy(),
+            reads,
+            stale,
+            zero,
+            zero.copy(),
+            zero.copy(),
+            0.0,
+        )
 
 
-def synchronous(declared: ParameterServer, workers: int, times: Times, network: float, delay: float) -> Iterator[Round]:
-    """All begin at the same time; the update waits for all but the spares, and the slowest are dropped. Ties: the lower number first."""
+def synchronous(
+    declared: ParameterServer, workers: int, times: Times, network: float, delay: float
+) -> Iterator[Round]:
+    """All begin at the same time; the update waits for all but the spares, and the slowest are
+    dropped. Ties: the lower number first.
+    """
     now, number = 0.0, 0
     while True:
         warmup = number < declared.warmup_steps
@@ -86,11 +112,19 @@ def synchronous(declared: ParameterServer, workers: int, times: Times, network: 
 class Asynchronous:
     """A queue of events: gradients arrive at the servers, and workers read parameters.
 
-    All servers behave alike, so one is simulated. Gradients queue for its inbound link, `send` seconds each, and parameters for
-    its outbound link, `receive` seconds each.
+    All servers behave alike, so one is simulated. Gradients queue for its inbound link, `send`
+    seconds each, and parameters for its outbound link, `receive` seconds each.
     """
 
-    def __init__(self, declared: ParameterServer, workers: int, times: Times, latency: float, send: float, receive: float):
+    def __init__(
+        self,
+        declared: ParameterServer,
+        workers: int,
+        times: Times,
+        latency: float,
+        send: float,
+        receive: float,
+    ):
         self.declared, self.workers, self.times = declared, workers, times
         self.latency, self.send, self.receive = latency, send, receive
         self.remote = latency > 0 or send > 0 or receive > 0
@@ -107,7 +141,8 @@ class Asynchronous:
         self.queue: list[tuple[float, int, int]] = []
         self.current = Round.empty(workers, asynchronous=True)
         self.events = 0
-        self.read_this_round: set[int] = set()  # workers whose next gradient belongs to a later round
+        # workers whose next gradient belongs to a later round
+        self.read_this_round: set[int] = set()
 
     def rounds(self) -> Iterator[Round]:
         """Rounds without end."""
@@ -148,7 +183,10 @@ class Asynchronous:
             return
         done = self.finished[worker] = now + self.times.of(worker, number)
         self.begun[worker] += 1
-        heapq.heappush(self.queue, (done + self.latency, QUEUES, worker) if self.remote else (done, ARRIVES, worker))
+        heapq.heappush(
+            self.queue,
+            (done + self.latency, QUEUES, worker) if self.remote else (done, ARRIVES, worker),
+        )
 
     def _queue(self, worker: int, now: float) -> None:
         """Gradients arrive in the order in which they queue for the link."""
@@ -156,10 +194,18 @@ class Asynchronous:
         heapq.heappush(self.queue, (self.inbound, ARRIVES, worker))
 
     def _arrive(self, worker: int, now: float) -> None:
-        index, current, tau = self.events, self.current, int(self.version - self.read_version[worker])
+        index, current, tau = (
+            self.events,
+            self.current,
+            int(self.version - self.read_version[worker]),
+        )
         self.events += 1
         current.worker[index], current.present[worker], current.staleness[index] = worker, True, tau
-        current.began[index], current.done[index], current.time[index] = self.started[worker], self.finished[worker], now
+        current.began[index], current.done[index], current.time[index] = (
+            self.started[worker],
+            self.finished[worker],
+            now,
+        )
         self.arrived[worker] += 1
         limit = self.declared.max_staleness
         if limit is not None and tau > limit:
@@ -171,7 +217,9 @@ class Asynchronous:
             self.version += 1
 
     def _answer(self, senders: list[int], now: float) -> None:
-        """The senders read, or wait for the slowest worker; waiting workers continue if they may."""
+        """The senders read, or wait for the slowest worker; waiting workers continue if they
+        may.
+        """
         if not self.joined and self.version >= self.declared.warmup_steps:
             self.joined = True
             self.arrived[:] = 0  # clocks start now
@@ -179,7 +227,11 @@ class Asynchronous:
         self.waiting |= set(senders)
         bound = self.declared.bound if self.declared.mode == "bounded" else None
         slowest = self.arrived.min() if self.joined else 0
-        ready = [worker for worker in sorted(self.waiting) if bound is None or not self.joined or self.arrived[worker] - slowest <= bound]
+        ready = [
+            worker
+            for worker in sorted(self.waiting)
+            if bound is None or not self.joined or self.arrived[worker] - slowest <= bound
+        ]
         for worker in ready:
             self.waiting.remove(worker)
             if self.arrived[worker] % self.declared.fetch_every and worker in senders:
@@ -203,5 +255,9 @@ class Asynchronous:
         self.current.worker[self.events :] = absent
         self.current.takes[:] = self.current.present
         closed = dataclasses.replace(self.current, end=float(self.current.time[self.events - 1]))
-        self.current, self.events, self.read_this_round = Round.empty(self.workers, asynchronous=True), 0, set()
+        self.current, self.events, self.read_this_round = (
+            Round.empty(self.workers, asynchronous=True),
+            0,
+            set(),
+        )
         return closed

@@ -1,4 +1,6 @@
-"""The steps in which local SGD workers synchronize with the servers: modes "local" and "elastic"."""
+"""The steps in which local SGD workers synchronize with the servers: modes "local" and
+"elastic".
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,14 +12,22 @@ from spmd.wire.server.schedule import Round
 from spmd.wire.server.times import Times
 
 
-def sync_steps(declared: ParameterServer, workers: int, times: Times, send: float, receive: float, latency: float) -> Iterator[Round]:
+def sync_steps(
+    declared: ParameterServer,
+    workers: int,
+    times: Times,
+    send: float,
+    receive: float,
+    latency: float,
+) -> Iterator[Round]:
     """One round for each step of the workers, without end.
 
-    A worker waits only for the reply of the servers, which is sent when the last worker's parameters have arrived.
+    A worker waits only for the reply of the servers, which is sent when the last worker's
+    parameters have arrived.
 
     Args:
-      send, receive: seconds that all parameters of one worker take on a server's link, inwards and outwards. All fragments are
-        assumed to be of equal size.
+      send, receive: seconds that all parameters of one worker take on a server's link, inwards and
+        outwards. All fragments are assumed to be of equal size.
     """
     now, number = np.zeros(workers), 0
     replies = np.zeros(declared.fragments)  # when each fragment is back at the workers
@@ -29,17 +39,28 @@ def sync_steps(declared: ParameterServer, workers: int, times: Times, send: floa
         new_round = Round.empty(workers)
         new_round.worker[:], new_round.staleness[:] = order, 0
         new_round.takes[:] = new_round.present[:] = new_round.applied[:] = True
-        new_round.began[:], new_round.done[:], new_round.time[:] = now[order], done[order], done[order]
-        sends, receives = due_fragments(declared, number), due_fragments(declared, number - declared.overlap)
+        new_round.began[:], new_round.done[:], new_round.time[:] = (
+            now[order],
+            done[order],
+            done[order],
+        )
+        sends, receives = (
+            due_fragments(declared, number),
+            due_fragments(declared, number - declared.overlap),
+        )
         replies[sends] = done.max() + network
         now = np.maximum(done, replies[receives].max(initial=0.0))
         yield dataclasses.replace(new_round, sends=sends, receives=receives, end=float(now.max()))
 
 
 def due_fragments(declared: ParameterServer, number: int) -> np.ndarray:
-    """bool[fragments]: which fragments are synchronized after step `number`. They take turns, each once in `every` steps.
+    """bool[fragments]: which fragments are synchronized after step `number`. They take turns, each
+    once in `every` steps.
 
-    >>> [due_fragments(ParameterServer(mode="local", every=4, fragments=2), number).tolist() for number in (1, 2, 3, 4)]
+    >>> [
+    ...     due_fragments(ParameterServer(mode="local", every=4, fragments=2), number).tolist()
+    ...     for number in (1, 2, 3, 4)
+    ... ]
     [[False, False], [True, False], [False, False], [False, True]]
     """
     return (_since(declared, number) == 0) & (number > 0)
@@ -55,9 +76,13 @@ def unsynced_steps(declared: ParameterServer, steps: int) -> int:
 
 
 def has_pending_sync(declared: ParameterServer, steps: int) -> bool:
-    """Whether after `steps` steps the workers have sent a fragment whose reply they have not received yet.
+    """Whether after `steps` steps the workers have sent a fragment whose reply they have not
+    received yet.
 
-    >>> [has_pending_sync(ParameterServer(mode="local", every=4, overlap=1), steps) for steps in (3, 4, 5)]
+    >>> [
+    ...     has_pending_sync(ParameterServer(mode="local", every=4, overlap=1), steps)
+    ...     for steps in (3, 4, 5)
+    ... ]
     [False, True, False]
     """
     return any(due_fragments(declared, steps - ago).any() for ago in range(declared.overlap))
@@ -66,4 +91,9 @@ def has_pending_sync(declared: ParameterServer, steps: int) -> bool:
 def _since(declared: ParameterServer, number: int) -> np.ndarray:
     """int[fragments]: steps since each fragment's turn."""
     every = declared.every or 1
-    return np.array([(number - turn * (every // declared.fragments)) % every for turn in range(1, declared.fragments + 1)])
+    return np.array(
+        [
+            (number - turn * (every // declared.fragments)) % every
+            for turn in range(1, declared.fragments + 1)
+        ]
+    )

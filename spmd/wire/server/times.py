@@ -1,4 +1,6 @@
-"""The simulated clock: how long each gradient takes. Only the time is simulated; the updates are real."""
+"""The simulated clock: how long each gradient takes. Only the time is simulated; the updates are
+real.
+"""
 
 import csv
 from pathlib import Path
@@ -18,7 +20,9 @@ class Times:
     A worker's times depend only on the seed and its number, not on the number of workers.
 
     Example:
-      >>> Times("lognormal(1.0, 0.3)", workers=4, seed=0).of(2, 0) == Times("lognormal(1.0, 0.3)", workers=8, seed=0).of(2, 0)
+      >>> Times("lognormal(1.0, 0.3)", workers=4, seed=0).of(2, 0) == Times(
+      ...     "lognormal(1.0, 0.3)", workers=8, seed=0
+      ... ).of(2, 0)
       True
     """
 
@@ -27,7 +31,10 @@ class Times:
         self._seed, self._drawn = seed, {}
         self._trace = read_trace(str(declared), workers) if self._kind == "trace" else None
         if self._kind == "list" and len(self._values) != workers:
-            raise OptionError(f"compute_time: {len(self._values)} numbers for {workers} workers.", fix="one number for each worker.")
+            raise OptionError(
+                f"compute_time: {len(self._values)} numbers for {workers} workers.",
+                fix="one number for each worker.",
+            )
 
     @property
     def length(self) -> int | None:
@@ -43,7 +50,8 @@ class Times:
         if self._trace is not None:
             if number >= len(self._trace):
                 raise OptionError(
-                    f"compute_time: the trace has {len(self._trace)} rows, and worker {worker} begins its gradient {number + 1}.",
+                    f"compute_time: the trace has {len(self._trace)} rows, and worker {worker} "
+                    f"begins its gradient {number + 1}.",
                     fix="a longer trace, or fewer steps.",
                 )
             return float(self._trace[number, worker])
@@ -51,9 +59,15 @@ class Times:
             return self._values[worker if self._kind == "list" else 0]
         block, index = divmod(number, BLOCK)
         if self._drawn.get(worker, (None,))[0] != block:
-            rng = np.random.Generator(np.random.Philox(key=np.array([self._seed, (int(worker) << 32) + block], np.uint64)))
+            rng = np.random.Generator(
+                np.random.Philox(key=np.array([self._seed, (int(worker) << 32) + block], np.uint64))
+            )
             scale, normal = self._values[0], self._kind == "lognormal"
-            drawn = scale * np.exp(rng.normal(0, self._values[1], BLOCK)) if normal else rng.exponential(scale, BLOCK)
+            drawn = (
+                scale * np.exp(rng.normal(0, self._values[1], BLOCK))
+                if normal
+                else rng.exponential(scale, BLOCK)
+            )
             self._drawn[worker] = block, drawn
         return float(self._drawn[worker][1][index])
 
@@ -66,20 +80,32 @@ def read_trace(path: str, workers: int) -> np.ndarray:
     """
     path = str(as_path(path, "compute_time"))
     if not Path(path).is_file():
-        raise OptionError(f'compute_time: "{path}" is not a distribution, and no such file exists.', fix="check the path.")
+        raise OptionError(
+            f'compute_time: "{path}" is not a distribution, and no such file exists.',
+            fix="check the path.",
+        )
     try:
         if path.endswith(".npy"):
             table = np.load(path, allow_pickle=False).astype(np.float64)
         else:
             with open(path, newline="", encoding="utf-8") as file:
-                table = np.array([[float(cell) for cell in row] for row in csv.reader(file) if row], np.float64)
+                table = np.array(
+                    [[float(cell) for cell in row] for row in csv.reader(file) if row], np.float64
+                )
     except (ValueError, EOFError, OSError) as error:
         fix = "one row per gradient, one column of seconds per worker, and nothing else."
         raise OptionError(f"compute_time: {path} is not a table of numbers.", fix=fix) from error
-    if table.ndim != 2 or not len(table) or table.shape[1] != workers or not np.isfinite(table).all() or (table < 0).any():
+    if (
+        table.ndim != 2
+        or not len(table)
+        or table.shape[1] != workers
+        or not np.isfinite(table).all()
+        or (table < 0).any()
+    ):
         shape = " x ".join(map(str, table.shape))
         raise OptionError(
-            f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, for each of {workers} workers.",
+            f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, "
+            f"for each of {workers} workers.",
             fix="one row per gradient, one column per worker.",
         )
     return table

@@ -9,16 +9,29 @@ from typing import Any
 from spmd.errors import did_you_mean
 from spmd.fields import as_toml
 
-SECONDS = "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of seconds, or the path of a trace."
+SECONDS = (
+    "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of "
+    "seconds, or the path of a trace."
+)
 LINK = 'such as { bandwidth = "10Gb/s", latency = "50us" }.'
-FORMS = {"constant": "constant(seconds)", "exponential": "exponential(mean seconds)", "lognormal": "lognormal(median seconds, sigma)"}
-COUNTS = {"constant": (0, 1), "exponential": (0, 1), "lognormal": (2, 2)}  # how many numbers stand in the brackets, from and to
+FORMS = {
+    "constant": "constant(seconds)",
+    "exponential": "exponential(mean seconds)",
+    "lognormal": "lognormal(median seconds, sigma)",
+}
+# how many numbers stand in the brackets, from and to
+COUNTS = {"constant": (0, 1), "exponential": (0, 1), "lognormal": (2, 2)}
 
 
 def parse_compute_time(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]:
-    """The kind of distribution and its numbers; "list" with one per worker; "trace" for a text that is neither, and so a path.
+    """The kind of distribution and its numbers; "list" with one per worker; "trace" for a text that
+    is neither, and so a path.
 
-    >>> parse_compute_time("lognormal(1.0, 0.3)"), parse_compute_time("constant"), parse_compute_time("times.csv")
+    >>> (
+    ...     parse_compute_time("lognormal(1.0, 0.3)"),
+    ...     parse_compute_time("constant"),
+    ...     parse_compute_time("times.csv"),
+    ... )
     (('lognormal', (1.0, 0.3)), ('constant', (1.0,)), ('trace', ()))
 
     Raises:
@@ -56,7 +69,11 @@ def _all_from_zero(values: tuple[float, ...]) -> bool:
 def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
     """The rate of an update by its staleness; None when the text means nothing.
 
-    >>> parse_staleness_scale("inverse")(4), parse_staleness_scale("power(0.5)")(3), parse_staleness_scale("of")
+    >>> (
+    ...     parse_staleness_scale("inverse")(4),
+    ...     parse_staleness_scale("power(0.5)")(3),
+    ...     parse_staleness_scale("of"),
+    ... )
     (0.25, 0.5, None)
     """
     if declared == "none":
@@ -68,7 +85,11 @@ def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
     if call is None or values is None:
         return None
     (value,) = values
-    return (lambda tau: (1.0 + tau) ** -value) if call[1] == "power" else (lambda tau: math.exp(-value * tau))
+    return (
+        (lambda tau: (1.0 + tau) ** -value)
+        if call[1] == "power"
+        else (lambda tau: math.exp(-value * tau))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,15 +114,29 @@ class Network:
         values = {}
         for key, text in dict(declared).items():
             if key not in ("bandwidth", "latency"):
-                raise ValueError(f"nothing reads {key}: {did_you_mean(key, ('bandwidth', 'latency'))}")
-            pattern = r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s" if key == "bandwidth" else r"([\d.eE+-]+)\s*(s|ms|us|ns)"
+                raise ValueError(
+                    f"nothing reads {key}: {did_you_mean(key, ('bandwidth', 'latency'))}"
+                )
+            pattern = (
+                r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s"
+                if key == "bandwidth"
+                else r"([\d.eE+-]+)\s*(s|ms|us|ns)"
+            )
             parts = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
             number = _numbers(parts[1]) if parts else None
             if not parts or number is None or (key == "bandwidth" and number == (0.0,)):
-                unit = "a number and bits or bytes per second" if key == "bandwidth" else "a number and a unit of time"
+                unit = (
+                    "a number and bits or bytes per second"
+                    if key == "bandwidth"
+                    else "a number and a unit of time"
+                )
                 raise ValueError(f"{key} = {as_toml(text)} is not {unit}.")
             if key == "bandwidth":
-                values[key] = number[0] * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[parts[2]] / (8 if parts[3] == "b" else 1)
+                values[key] = (
+                    number[0]
+                    * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[parts[2]]
+                    / (8 if parts[3] == "b" else 1)
+                )
             else:
                 values[key] = number[0] / {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[parts[2]]
         return cls(**values)

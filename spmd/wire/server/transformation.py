@@ -1,4 +1,6 @@
-"""The simulated parameter server as an optax transformation: the workers along some axes are its servers, too."""
+"""The simulated parameter server as an optax transformation: the workers along some axes are its
+servers, too.
+"""
 
 import dataclasses
 import functools
@@ -17,7 +19,15 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
-from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes, check_dtypes, check_encodable, check_grads
+from spmd.wire.region import (
+    Axes,
+    as_arrays,
+    axis_sizes,
+    bound_sizes,
+    check_dtypes,
+    check_encodable,
+    check_grads,
+)
 from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
 from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
@@ -34,26 +44,39 @@ from spmd.wire.transformations import (
     make_communication,
 )
 
-ROUNDING = "rounding"  # a server's parameters minus those that the loop carries: [servers, width], sharded over servers on dim 0
+# a server's parameters minus those that the loop carries: [servers, width], sharded over servers on
+# dim 0
+ROUNDING = "rounding"
 EVENTS = "events=clock.step_inputs(n)"
-FIX_STATE = "init with these parameters, and wire.specs(state) among the in_specs and out_specs of jax.shard_map."
+FIX_STATE = (
+    "init with these parameters, and wire.specs(state) among the in_specs and out_specs of "
+    "jax.shard_map."
+)
 FIX_CLIP = (
-    "an optimizer that works element by element, such as optax.adamw. For clipping: optax.chain(optax.clip_by_global_norm(...), "
+    "an optimizer that works element by element, such as optax.adamw. For clipping: "
+    "optax.chain(optax.clip_by_global_norm(...), "
     "wire.parameter_server(...)), which clips each worker's own gradients."
 )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("step", "memory", "inner"), meta_fields=("axes", "inner_specs"))
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "memory", "inner"),
+    meta_fields=("axes", "inner_specs"),
+)
 @dataclasses.dataclass(frozen=True)
 class ServerState:
-    """The state of `parameter_server`. The servers keep a parameter as [servers, width], a row each, padded with zeros.
+    """The state of `parameter_server`. The servers keep a parameter as [servers, width], a row
+    each, padded with zeros.
 
     Attributes:
       step: int32, updates so far: the number of the clock's next events.
-      memory: by parameter path: "residual", what each worker's codec has lost, [workers, servers, width], sharded over `axes` on dim 0;
-        "codec", the codec's own arrays. In asynchronous modes also "held", the parameters that each worker has read, [servers, workers,
-        width], and "rounding", the servers' parameters minus those that the loop carries: what was lost when the change was rounded;
-        "sum" and "gathered" of gradients for the next update; "squares" of gradients. They are sharded over `axes` on dim 0.
+      memory: by parameter path: "residual", what each worker's codec has lost, [workers, servers,
+        width], sharded over `axes` on dim 0; "codec", the codec's own arrays. In asynchronous modes
+        also "held", the parameters that each worker has read, [servers, workers, width], and
+        "rounding", the servers' parameters minus those that the loop carries: what was lost when
+        the change was rounded; "sum" and "gathered" of gradients for the next update; "squares" of
+        gradients. They are sharded over `axes` on dim 0.
       inner: the optimizer's state; moments are [servers, width].
       axes: the mesh axes of the workers, outermost first.
       inner_specs: of `inner`, in the order of its leaves.
@@ -72,14 +95,18 @@ class ServerState:
             return PartitionSpec() if kind in (CODEC, GATHERED) else PartitionSpec(self.axes)
 
         memory = {
-            path: {kind: jax.tree.map(lambda _, k=kind: spec(k), part) for kind, part in entry.items()}
+            path: {
+                kind: jax.tree.map(lambda _, k=kind: spec(k), part) for kind, part in entry.items()
+            }
             for path, entry in self.memory.items()
         }
         inner = jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs)
         return dataclasses.replace(self, step=PartitionSpec(), memory=memory, inner=inner)  # type: ignore[arg-type]
 
     def local_params(self, params: Tree) -> Tree:
-        """The parameters that this worker last read: one all-to-all per bucket. In synchronous mode `params`."""
+        """The parameters that this worker last read: one all-to-all per bucket. In synchronous mode
+        `params`.
+        """
         if not any(HELD in entry for entry in self.memory.values()):
             return params
         params, sizes = as_arrays(params), bound_sizes(self.axes)
@@ -120,7 +147,8 @@ class Servers:
         if self.asynchronous:
             declared = self.clock.declared
             entries = {
-                path: init_memory(declared, row, self.clock.workers) | {ROUNDING: jnp.zeros_like(row)}
+                path: init_memory(declared, row, self.clock.workers)
+                | {ROUNDING: jnp.zeros_like(row)}
                 for path, row in arrays_by_path(rows).items()
             }
             memory = {path: entry | memory.get(path, {}) for path, entry in entries.items()}
@@ -128,48 +156,89 @@ class Servers:
         return ServerState(jnp.zeros((), jnp.int32), memory, inner, self.axes, inner_specs)
 
     def update(
-        self, grads: Tree, state: ServerState, params: Tree = None, *, events: Any = None, value: Any = None, **extra: Any
+        self,
+        grads: Tree,
+        state: ServerState,
+        params: Tree = None,
+        *,
+        events: Any = None,
+        value: Any = None,
+        **extra: Any,
     ) -> tuple[Tree, ServerState]:
         """The change of the servers' parameters, equal on every worker, and the next state."""
         if params is None:
-            raise OptionError("wire.parameter_server: update without params.", fix="update(grads, state, params, events=events).")
+            raise OptionError(
+                "wire.parameter_server: update without params.",
+                fix="update(grads, state, params, events=events).",
+            )
         grads, params, sizes = as_arrays(grads), as_arrays(params), bound_sizes(self.axes)
         self._check_workers(sizes)
         self._check_events(events)
         check_dtypes(arrays_by_path(grads))
-        check_grads(self.axes, arrays_by_path(grads), lossless=False)  # the update ends in an all-gather in any format
+        # the update ends in an all-gather in any format
+        check_grads(self.axes, arrays_by_path(grads), lossless=False)
         rows = self._own(_pack_all(params, sizes))
         self._check_state(state, rows)
-        losses = None if value is None else collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
+        losses = (
+            None if value is None else collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
+        )
         apply = self._apply_arrivals if self.asynchronous else self._apply_mean
         change, memory, inner = apply(_pack_all(grads, sizes), state, rows, events, losses, extra)
-        full = gather_rows(arrays_by_path(change), _exact_buckets(_pack_all(params, sizes), sizes), self.axes)
+        full = gather_rows(
+            arrays_by_path(change), _exact_buckets(_pack_all(params, sizes), sizes), self.axes
+        )
         updates = map_paths(lambda path, leaf: _unpack(full[path], leaf), params)
         return updates, dataclasses.replace(state, step=state.step + 1, memory=memory, inner=inner)
 
     def _apply_mean(
-        self, grads: Tree, state: ServerState, rows: Tree, events: Mapping[str, Any], losses: Any, extra: dict[str, Any]
+        self,
+        grads: Tree,
+        state: ServerState,
+        rows: Tree,
+        events: Mapping[str, Any],
+        losses: Any,
+        extra: dict[str, Any],
     ) -> tuple[Tree, Memory, Any]:
         """An update with the mean over the workers that are present."""
         present = jnp.asarray(events.get("present", jnp.ones(self.clock.workers, bool)))
         if "present" in events:  # the mean over all workers is then that over those who are present
             share = present.sum() / self.clock.workers
-            grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / share).astype(g.dtype), self._where_present(present, grads))
+            grads = jax.tree.map(
+                lambda g: (g.astype(jnp.float32) / share).astype(g.dtype),
+                self._where_present(present, grads),
+            )
         if losses is not None:
-            extra = extra | {"value": jnp.where(present, losses, jnp.zeros_like(losses)).sum() / present.sum()}
-        means, wire = self.communication.update(grads, WireState(state.step, state.memory, self.axes))
-        means = lax.optimization_barrier(means)  # fused with it, the update would be rounded otherwise
-        check_elementwise("wire.parameter_server", FIX_CLIP, self.optimizer, means, state.inner, rows, extra)
+            extra = extra | {
+                "value": jnp.where(present, losses, jnp.zeros_like(losses)).sum() / present.sum()
+            }
+        means, wire = self.communication.update(
+            grads, WireState(state.step, state.memory, self.axes)
+        )
+        # fused with it, the update would be rounded otherwise
+        means = lax.optimization_barrier(means)
+        check_elementwise(
+            "wire.parameter_server", FIX_CLIP, self.optimizer, means, state.inner, rows, extra
+        )
         updates, inner = self.optimizer.update(means, state.inner, rows, **extra)
         return updates, wire.memory, inner
 
     def _apply_arrivals(
-        self, grads: Tree, state: ServerState, rows: Tree, events: Mapping[str, Any], losses: Any, extra: dict[str, Any]
+        self,
+        grads: Tree,
+        state: ServerState,
+        rows: Tree,
+        events: Mapping[str, Any],
+        losses: Any,
+        extra: dict[str, Any],
     ) -> tuple[Tree, Memory, Any]:
         """One update after the other, in order of arrival."""
-        optimizer = optax.GradientTransformationExtraArgs(self.optimizer.init, functools.partial(self.optimizer.update, **extra))
+        optimizer = optax.GradientTransformationExtraArgs(
+            self.optimizer.init, functools.partial(self.optimizer.update, **extra)
+        )
         value = {} if losses is None else {"value": losses[0]}
-        check_elementwise("wire.parameter_server", FIX_CLIP, optimizer, rows, state.inner, rows, value)
+        check_elementwise(
+            "wire.parameter_server", FIX_CLIP, optimizer, rows, state.inner, rows, value
+        )
         transfers = self.communication.transfers(arrays_by_path(grads), bound_sizes(self.axes))
         check_encodable(arrays_by_path(grads), transfers)
         buckets = make_buckets(transfers, min(self.communication.bucket_bytes, MAX_EXACT_BUCKET))
@@ -177,71 +246,123 @@ class Servers:
         grads = self._where_present(present, grads)
         mine = present[collectives.worker_index(self.axes)]
         arrived, memory = send_gradients(
-            {path: g[None] for path, g in arrays_by_path(grads).items()}, transfers, buckets, state.memory, mine[None]
+            {path: g[None] for path, g in arrays_by_path(grads).items()},
+            transfers,
+            buckets,
+            state.memory,
+            mine[None],
         )
         # the loop's parameters are sums of rounded changes; what was lost is added again
         before = map_paths(lambda path, row: row + memory[path][ROUNDING], rows)
         after, inner, memory = apply_arrivals(
-            self.clock.declared, optimizer, before, state.inner, memory, arrived=arrived, events=events, losses=losses
+            self.clock.declared,
+            optimizer,
+            before,
+            state.inner,
+            memory,
+            arrived=arrived,
+            events=events,
+            losses=losses,
         )
         change = jax.tree.map(lambda new, old: new - old, after, rows)
-        lost = arrays_by_path(jax.tree.map(lambda new, old, by: new - (old + by), after, rows, change))
-        return change, {path: entry | {ROUNDING: lost[path]} for path, entry in memory.items()}, inner
+        lost = arrays_by_path(
+            jax.tree.map(lambda new, old, by: new - (old + by), after, rows, change)
+        )
+        return (
+            change,
+            {path: entry | {ROUNDING: lost[path]} for path, entry in memory.items()},
+            inner,
+        )
 
     def _where_present(self, present: jax.Array, grads: Tree) -> Tree:
         """This worker's gradients; zeros if it takes no part."""
         mine = present[collectives.worker_index(self.axes)]
-        return jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)  # never by multiplying: 0 * NaN
+        # never by multiplying: 0 * NaN
+        return jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
 
     def _own(self, packed: Tree) -> Tree:
         """This server's rows, [1, width]."""
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, collectives.worker_index(self.axes), 0), packed)
+        return jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, collectives.worker_index(self.axes), 0), packed
+        )
 
     def _check_workers(self, sizes: Mapping[str, int]) -> None:
         if _count(sizes) != self.clock.workers:
             along = " x ".join(f"{size} along {axis}" for axis, size in sizes.items())
             raise CommunicationError(
-                f"wire.parameter_server: the clock is of {self.clock.workers} workers, and the mesh has {along}.",
+                f"wire.parameter_server: the clock is of {self.clock.workers} workers, and the "
+                f"mesh has {along}.",
                 fix=f"wire.server_clock(workers={_count(sizes)}, ...).",
             )
 
     def _check_events(self, events: Any) -> None:
         if events is None:
-            raise OptionError("wire.parameter_server: update without events.", fix=f"update(..., {EVENTS}), of step n.")
-        shapes = {name: jnp.shape(leaf) for name, leaf in events.items()} if isinstance(events, Mapping) else type_name(events)
+            raise OptionError(
+                "wire.parameter_server: update without events.",
+                fix=f"update(..., {EVENTS}), of step n.",
+            )
+        shapes = (
+            {name: jnp.shape(leaf) for name, leaf in events.items()}
+            if isinstance(events, Mapping)
+            else type_name(events)
+        )
         wanted = {name: jnp.shape(leaf) for name, leaf in self.clock.step_inputs(0).items()}
         if shapes != wanted:
-            why = f"the events are {short_repr(shapes)}; those of this clock are {short_repr(wanted)}."
+            why = (
+                f"the events are {short_repr(shapes)}; those of this clock are "
+                f"{short_repr(wanted)}."
+            )
             raise OptionError(
-                f"wire.parameter_server: {why}", fix=f"{EVENTS}, of step n, of the clock that wire.parameter_server was given."
+                f"wire.parameter_server: {why}",
+                fix=f"{EVENTS}, of step n, of the clock that wire.parameter_server was given.",
             )
 
     def _check_state(self, state: ServerState, rows: Tree) -> None:
-        """Refuse the state of another tree, or one that `jax.shard_map` did not split over servers."""
+        """Refuse the state of another tree, or one that `jax.shard_map` did not split over
+        servers.
+        """
         inner = jax.eval_shape(self.optimizer.init, rows)
         held = {path: entry[HELD].shape for path, entry in state.memory.items() if HELD in entry}
-        wanted = {path: (1, self.clock.workers, row.shape[1]) for path, row in arrays_by_path(rows).items()} if self.asynchronous else {}
+        wanted = (
+            {
+                path: (1, self.clock.workers, row.shape[1])
+                for path, row in arrays_by_path(rows).items()
+            }
+            if self.asynchronous
+            else {}
+        )
         if held != wanted or jax.tree.map(jnp.shape, state.inner) != jax.tree.map(jnp.shape, inner):
-            raise CommunicationError("the state is not that of these parameters, or is not split over servers.", fix=FIX_STATE)
+            raise CommunicationError(
+                "the state is not that of these parameters, or is not split over servers.",
+                fix=FIX_STATE,
+            )
 
 
 def parameter_server(
-    axes: Axes, optimizer: optax.GradientTransformation, clock: Events, codec: Codec = EXACT, **options: Any
+    axes: Axes,
+    optimizer: optax.GradientTransformation,
+    clock: Events,
+    codec: Codec = EXACT,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """A parameter server, simulated: who is late is data from `clock`, and the updates are real.
 
-    Each worker along `axes` is also a server, which keeps a row of each parameter and the optimizer's state for it. `update` needs
-    `params` and `events=clock.step_inputs(n)`, of step `n`. Its updates are the change of the servers' parameters; the loop carries the
-    parameters as always, equal on all workers.
+    Each worker along `axes` is also a server, which keeps a row of each parameter and the
+    optimizer's state for it. `update` needs `params` and `events=clock.step_inputs(n)`, of step
+    `n`. Its updates are the change of the servers' parameters; the loop carries the parameters as
+    always, equal on all workers.
 
-    In mode "synchronous" an update is the mean over the workers that `events` counts as present (all but the spares; Chen et al.,
-    arXiv:1604.00981). In modes "asynchronous", "bounded" (SSP, Ho et al. 2013) and "softsync" (Zhang et al., arXiv:1511.05950) a step is
-    a round: each worker computes its gradient at `wire.local_params(state, params)`, the parameters that it last read; gradients are
-    applied one after the other, in order of arrival; and who reads in between gets the version of that moment.
+    In mode "synchronous" an update is the mean over the workers that `events` counts as present
+    (all but the spares; Chen et al., arXiv:1604.00981). In modes "asynchronous", "bounded" (SSP, Ho
+    et al. 2013) and "softsync" (Zhang et al., arXiv:1511.05950) a step is a round: each worker
+    computes its gradient at `wire.local_params(state, params)`, the parameters that it last read;
+    gradients are applied one after the other, in order of arrival; and who reads in between gets
+    the version of that moment.
 
     Args:
       axes: mesh axes of the workers.
-      optimizer: the servers'; it works element by element, such as adamw, since each server has a part of each parameter.
+      optimizer: the servers'; it works element by element, such as adamw, since each server has a
+        part of each parameter.
       clock: from `server_clock`, which has all options of the parameter server.
       codec: of the gradients, on their way to the servers.
       options: as for `all_reduce`; an asynchronous server makes no mean, so it
@@ -251,8 +372,10 @@ def parameter_server(
       An optax gradient transformation, whose state is a `ServerState`.
 
     Raises:
-      OptionError: an option is wrong; in `update`: without `params` or `events`, or events of another clock.
-      CommunicationError: in `init` or `update`: another number of workers, or the state of another tree.
+      OptionError: an option is wrong; in `update`: without `params` or `events`, or events of
+        another clock.
+      CommunicationError: in `init` or `update`: another number of workers, or the state of another
+        tree.
       OptimizerError: `optimizer` combines elements of an array, or draws random numbers.
 
     Example:
@@ -267,7 +390,11 @@ def parameter_server(
       ...     return optax.apply_updates(params, updates), state
       >>> state = wire.init(tx, params, mesh)
       >>> specs = (P(), wire.specs(state))
-      >>> step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=specs, check_vma=False))
+      >>> step = jax.jit(
+      ...     jax.shard_map(
+      ...         step, mesh=mesh, in_specs=(*specs, P()), out_specs=specs, check_vma=False
+      ...     )
+      ... )
       >>> for n in range(2):
       ...     params, state = step(params, state, clock.step_inputs(n))
       ...     print(params["w"].tolist(), clock.metrics(n)["simulated_seconds"])
@@ -275,15 +402,33 @@ def parameter_server(
       [0.0, 0.0] 2.0
     """
     if not isinstance(clock, Events):
-        raise OptionError(f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.", fix="wire.server_clock(workers=...).")
-    communication = make_communication(axes, codec, options, rows=True, parameters=("optimizer", "clock", "codec"))
+        raise OptionError(
+            f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.",
+            fix="wire.server_clock(workers=...).",
+        )
+    communication = make_communication(
+        axes, codec, options, rows=True, parameters=("optimizer", "clock", "codec")
+    )
     check_transformation("wire.parameter_server: optimizer", optimizer)
     if clock.declared.local:
-        raise OptionError(f'wire.parameter_server: mode "{clock.declared.mode}" has no servers.', fix=local_fix(clock.declared.mode))
-    for value in (codec, *(value for _, value in communication.codecs)) if clock.declared.asynchronous else ():
+        raise OptionError(
+            f'wire.parameter_server: mode "{clock.declared.mode}" has no servers.',
+            fix=local_fix(clock.declared.mode),
+        )
+    for value in (
+        (codec, *(value for _, value in communication.codecs))
+        if clock.declared.asynchronous
+        else ()
+    ):
         if not value.lossless and not (isinstance(value, RowCodec) and value.reports_loss):
-            why = f"{value} works on a mean over workers; an asynchronous server applies each gradient separately."
-            raise OptionError(f"wire.parameter_server: {why}", fix='a codec of rows, such as wire.int8(), or mode="synchronous".')
+            why = (
+                f"{value} works on a mean over workers; an asynchronous server applies each "
+                "gradient separately."
+            )
+            raise OptionError(
+                f"wire.parameter_server: {why}",
+                fix='a codec of rows, such as wire.int8(), or mode="synchronous".',
+            )
     if clock.declared.asynchronous and communication.start_step:
         why = f"start_step={communication.start_step}: nothing reads it in an asynchronous mode."
         raise OptionError(f"wire.parameter_server: {why}", fix="leave it out.")
@@ -316,5 +461,11 @@ def _unpack(packed: jax.Array, like: jax.Array) -> jax.Array:
 def _exact_buckets(packed: Tree, sizes: Mapping[str, int]) -> Buckets:
     """The parameters that are sent together."""
     axes, counts = tuple(sizes), tuple(sizes.values())
-    layouts = {path: ShardLayout(leaf.shape, (axes,), axes, counts) for path, leaf in arrays_by_path(packed).items()}
-    return make_buckets({path: Transfer(layout, EXACT, error_feedback=False) for path, layout in layouts.items()}, MAX_EXACT_BUCKET)
+    layouts = {
+        path: ShardLayout(leaf.shape, (axes,), axes, counts)
+        for path, leaf in arrays_by_path(packed).items()
+    }
+    return make_buckets(
+        {path: Transfer(layout, EXACT, error_feedback=False) for path, layout in layouts.items()},
+        MAX_EXACT_BUCKET,
+    )
