@@ -29,7 +29,7 @@ from spmd.errors import (
 )
 from spmd.explicit_arrays import closed_over
 from spmd.tracebacks import trims_tracebacks
-from spmd.xla import simulate_cpus
+from spmd.xla import concerns_sharding_types, simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHOWN = 8  # arrays in an error
@@ -324,7 +324,7 @@ def _names_explicit_axes(error: Exception) -> bool:
     """Whether JAX raised it for a sharding that is part of an array's type."""
     if isinstance(error, SpmdError):
         return False
-    return type(error).__name__ == "ShardingTypeError" or _EXPLICIT.search(str(error)) is not None
+    return concerns_sharding_types(error) or _EXPLICIT.search(str(error)) is not None
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:

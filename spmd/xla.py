@@ -1,12 +1,19 @@
-"""Workarounds for XLA, each with the versions that need it."""
+"""Workarounds for XLA, each with the versions that need it, and what is private to JAX and Flax in
+fact: names of classes and files, scopes, printed programs.
+
+Two other files use what is private to JAX: `distributed/coordination.py` and
+`planner/gpu_kernels.py`.
+"""
 
 import functools
 import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import tracers
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -146,3 +153,87 @@ def shard_map(
         return mapped(*(leaves[n] for n in passed))
 
     return run
+
+
+# Private in fact -----------------------------------------------------------------------------
+# None of what follows is in JAX's or Flax's documentation: each function is checked against the
+# oldest and the newest version that the library takes.
+
+
+def scope_of(equation: Any) -> str:
+    """Return the names of scopes that an equation of a jaxpr is in, such as "jvp(Block)/attend"."""
+    return str(equation.source_info.name_stack)
+
+
+def in_scope(equation: Any, name: str) -> Any:
+    """Return an equation of a jaxpr in one more scope, inside those that it is in."""
+    source = equation.source_info
+    return equation.replace(source_info=source.replace(name_stack=source.name_stack.extend(name)))
+
+
+def joined_sources(caller: Any, source: Any) -> Any:
+    """Return the `source_info` of an equation inside a call, once the call is inlined: in the
+    scopes of its caller too.
+    """
+    return source.replace(name_stack=caller.name_stack + source.name_stack)
+
+
+def with_others(jaxpr: Any, **changes: Any) -> Any:
+    """Return a jaxpr with other inputs, outputs and equations, without names of its variables: JAX
+    checks that there are as many names as variables.
+    """
+    return jaxpr.replace(**changes, debug_info=jaxpr.debug_info.with_unknown_names())
+
+
+def compiled_count(function: Any) -> int:
+    """Return how many programs a jitted function has compiled, one for each kind of arguments."""
+    return function._cache_size()
+
+
+def defined_in(equation: Any) -> str:
+    """Return the file of the function that an equation of a jaxpr runs: one with a derivative of
+    its own, or one on shards; "" if it is not known.
+    """
+    inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
+    debug_info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
+    return getattr(debug_info, "func_filename", None) or ""
+
+
+def source_lines(equation: Any) -> list[tuple[str, int]]:
+    """Return the (file, line) of each Python call that an equation of a jaxpr comes from, innermost
+    first; [] if they were not recorded.
+    """
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    return [(frame.file_name, frame.line_num) for frame in frames]
+
+
+def is_of_jax(equation: Any) -> bool:
+    """Return whether an equation of a jaxpr runs a function that JAX itself defines."""
+    return defined_in(equation).startswith(str(Path(jax.__file__).parent))
+
+
+def has_shardings(equation: Any) -> bool:
+    """Return whether a jit says how its inputs or outputs are sharded. JAX has no public name for
+    a sharding that was not given.
+    """
+    params = equation.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+
+
+def printed(program: Any) -> str:
+    """Return the text of a program, or of another param of an equation, which equal ones share:
+    jaxprs have no equality of their own, and are printed with variables named in order.
+    """
+    return str(program)
+
+
+def concerns_sharding_types(error: Exception) -> bool:
+    """Return whether JAX raised an error for a sharding that is part of an array's type."""
+    return type(error).__name__ == "ShardingTypeError"
+
+
+def current_trace() -> Any:
+    """Return an object that is another one inside of every transformation of JAX."""
+    return tracers.current_trace()

@@ -42,13 +42,13 @@ LEVELS = [
         "output_files.py",
         "checksummed_files.py",
         "xla.py",
-        "jaxpr.py",
         "deprecated.py",
         "specs.py",
     }
     | {"ranking.py", "log_info.py"},
     {
         "user_paths.py",
+        "jaxpr",
         "render",
         "path_match.py",
         "fields.py",
@@ -206,12 +206,47 @@ def test_the_rule_would_notice():
     assert ("mesh.py", "layout/check.py") not in SIDEWAYS
 
 
+# What JAX and Flax do not document: attributes, and names of classes compared as text.
+PRIVATE = re.compile(
+    r"\b(func_filename|debug_info|with_unknown_names|name_stack|source_info\.traceback)\b"
+    r"|\b_cache_size\(|\btracers\b|\b__name__ [!=]= \"[A-Z]"
+)
+
+
 def test_nothing_private_of_jax():
     files = [name for name, path in FILES.items() if "jax._src" in path.read_text(encoding="utf-8")]
     assert files == ["distributed/coordination.py", "planner/gpu_kernels.py"], (
         f"jax._src in {files}; the coordination service and the lowering of cuDNN's attention have "
         "no other face, and are used there only"
     )
+
+
+def test_what_is_private_in_fact_is_used_in_one_file():
+    uses = {}
+    for name, path in FILES.items():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if PRIVATE.search(line):
+                uses.setdefault(name, []).append(f"{name}:{number} {line.strip()}")
+    assert "xla.py" in uses  # the rule would notice
+    del uses["xla.py"]
+    assert not uses, f"what JAX and Flax do not document, outside xla.py: {uses}"
+
+
+# the params in which equations keep programs, and the names of equations that do
+PROGRAM_PARAMS = re.compile(
+    r"params(\.get\(|\[)\"(jaxpr|call_jaxpr|fun_jaxpr|branches|(body|cond)_(jaxpr|nconsts)|num_carry)\""
+)
+
+
+def test_programs_of_equations_are_found_in_one_file():
+    uses = [
+        f"{name}: {match.group()}"
+        for name, path in FILES.items()
+        for match in PROGRAM_PARAMS.finditer(path.read_text(encoding="utf-8"))
+        if name not in ("jaxpr/inner_programs.py", "xla.py")
+    ]
+    assert not uses, f"ask spmd.jaxpr.inner_programs for them: {uses}"
+    assert PROGRAM_PARAMS.search(FILES["jaxpr/inner_programs.py"].read_text(encoding="utf-8"))
 
 
 def test_collectives_are_called_in_one_file():

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import EnsembleError, Problem, raise_problems
 from spmd.inference.forward import describe_tree, to_host, traced, with_rows
-from spmd.jaxpr import equations, has_convolution
+from spmd.jaxpr.programs import equations, has_convolution
 from spmd.tree import Tree, abstract, describe, flatten
 from spmd.xla import shard_map
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
-from flax.core import tracers
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.models.base import LAYER_PARAMS
 from spmd.tree import Tree, flatten
+from spmd.xla import current_trace
 
 INSIDE = (
     "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
@@ -117,7 +117,7 @@ class BlockTrace(BlockCalls):
 
     def begin(self) -> None:
         """The model was bound, under the trace in which all blocks are to be called."""
-        self._trace = tracers.current_trace()
+        self._trace = current_trace()
 
     def takes(self, path: str) -> bool:
         return not self._inside and path in self._paths
@@ -125,7 +125,7 @@ class BlockTrace(BlockCalls):
     def call(self, path: str, function: Callable[[], Any]) -> Any:
         """`function()`, a call of this block."""
         self.order.append(path)
-        if tracers.current_trace() != self._trace:
+        if current_trace() != self._trace:
             self.reasons[path] = INSIDE
         self._inside = True
         try:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.core import tracers
 from jax import lax
 
 from spmd.errors import ModelError
@@ -22,6 +21,7 @@ from spmd.nn.gathered_scan import Saved, complete, differentiable, together
 from spmd.nn.inner_program import InnerProgram
 from spmd.nn.stacking import gathered_policy, recomputed_by_caller
 from spmd.tree import Tree, flatten
+from spmd.xla import current_trace
 
 
 class GatheredBlocks(BlockCalls):
@@ -67,7 +67,7 @@ class GatheredBlocks(BlockCalls):
         self._carried: dict[tuple[str, ...], tuple[int, _Carried]] = dict.fromkeys(
             groups, (0, _Carried({}, jnp.zeros(())))
         )
-        self._trace = tracers.current_trace()
+        self._trace = current_trace()
 
     def takes(self, path: str) -> bool:
         """Whether it is a block."""
@@ -150,7 +150,7 @@ class GatheredBlocks(BlockCalls):
     def _next(self, group: tuple[str, ...], path: str) -> "_Carried":
         """Parameters of this block, if it is the next one."""
         number, carried = self._carried[group]
-        if number == len(group) or group[number] != path or tracers.current_trace() != self._trace:
+        if number == len(group) or group[number] != path or current_trace() != self._trace:
             why = (
                 f"{path} is gathered while the block before it computes, and was not called where "
                 "the loss called it when first traced."

@@ -16,7 +16,8 @@ from flax.errors import TraceContextError
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd.errors import ModelError, type_name
-from spmd.jaxpr import equations, inner_jaxprs
+from spmd.jaxpr.primitives import Kind, known, of_kind
+from spmd.jaxpr.programs import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
@@ -25,67 +26,15 @@ from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."
-MOVES = (
-    *(
-        "reshape",
-        "transpose",
-        "convert_element_type",
-        "bitcast_convert_type",
-        "reduce_precision",
-        "concatenate",
-        "split",
-    ),
-    *("slice", "squeeze", "broadcast_in_dim", "name"),
-)
+# of a parameter that is gathered, what is not kept for the backward pass either
+CONVERSIONS = ("convert_element_type", "bitcast_convert_type", "reduce_precision", "name")
+MOVES = of_kind(Kind.MOVEMENT).union(CONVERSIONS)
 # What a compiler computes again in each kernel that uses it, rather than to write and read it.
-# Comparisons stay: a mask is smaller.
-ELEMENTWISE = frozenset(
-    (
-        *(
-            "abs",
-            "add",
-            "add_any",
-            "cbrt",
-            "clamp",
-            "copy",
-            "cos",
-            "div",
-            "erf",
-            "erfc",
-            "exp",
-            "exp2",
-            "expm1",
-            "integer_pow",
-            "log",
-            "log1p",
-        ),
-        *(
-            "logistic",
-            "max",
-            "min",
-            "mul",
-            "neg",
-            "one_minus_square",
-            "pow",
-            "rsqrt",
-            "select_n",
-            "sign",
-            "sin",
-            "sqrt",
-            "square",
-            "sub",
-            "tanh",
-        ),
-        *(
-            "broadcast_in_dim",
-            "convert_element_type",
-            "iota",
-            "reduce_precision",
-            "reshape",
-            "squeeze",
-        ),
-    )
-)
+# Results of comparisons stay: a mask is smaller.
+COMPUTED_AGAIN = {
+    *(name for name in of_kind(Kind.ELEMENTWISE) if not known(name).flat),
+    *("broadcast_in_dim", "iota", "reshape", "sign", "squeeze"),
+} - {"name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -522,7 +471,7 @@ def gathered_policy(
             if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
                 return False
             if remat_policy is None:
-                return not (recomputes and primitive.name in ELEMENTWISE)
+                return not (recomputes and primitive.name in COMPUTED_AGAIN)
             return remat_policy(primitive, *inputs, **params)
 
         return policy

@@ -9,7 +9,7 @@ between the products covers their combinations.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
-from spmd.jaxpr import equations, inlined, inner_jaxprs, scanned, without_unused
+from spmd.jaxpr.inner_programs import (
+    CALLED,
+    CUSTOM,
+    constant_inputs,
+    inner_jaxprs,
+    opened,
+    with_programs,
+)
+from spmd.jaxpr.programs import equations, inlined, without_unused
 from spmd.nn.attention import attend
 from spmd.nn.attention_kernels import AS_WRITTEN, Attend, may_replace
 from spmd.nn.inner_program import InnerProgram, recorded_programs
@@ -27,6 +35,7 @@ from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide
 from spmd.nn.written_scores import Found, find
+from spmd.xla import in_scope, scope_of
 
 REPLACED = "is written out, and is replaced"
 # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and
@@ -100,8 +109,7 @@ class _Program:
     def rewritten(self) -> Any:
         """The jaxpr, or the same one if nothing is replaced."""
         jaxpr = self.jaxpr
-        found, known = inlined(jaxpr, SMALL)
-        outputs = [x if hasattr(x, "val") else known.get(x, x) for x in jaxpr.outvars]
+        found, outputs = inlined(jaxpr, SMALL)
         constants = {v: x for v, x in self.constants.items() if _is_known(x)}
         computed = {x: equation for equation in found for x in equation.outvars}
         values = Values(
@@ -132,14 +140,14 @@ class _Program:
         self.places.setdefault(text, []).append(place or "the model")
 
     def _scopes(self, equation: Any) -> str:
-        return f"{self.scopes}/{equation.source_info.name_stack}"
+        return f"{self.scopes}/{scope_of(equation)}"
 
     def _inside(self, equation: Any, values: Values) -> Any:
         """An equation with attention replaced in the jaxprs that it runs."""
-        steady = _steady(equation.primitive.name, equation.params, equation.invars)
-        if steady is not None:
-            return self._within(equation, steady, values)
-        if equation.primitive.name.startswith("custom_"):
+        inputs = constant_inputs(equation)
+        if inputs is not None:
+            return self._within(equation, inputs, values)
+        if equation.primitive.name in CUSTOM:
             if program := self._program_of(equation):
                 inputs = equation.invars[len(equation.invars) - len(program.constants) :]
                 outer = {
@@ -154,9 +162,8 @@ class _Program:
                     scopes=self._scopes(equation),
                 ).rewritten()
                 # the same, undifferentiated
-                return dataclasses.replace(self, places={})._within(
-                    equation, {"": equation.invars}, values
-                )
+                silent = dataclasses.replace(self, places={})
+                return silent._within(equation, dict.fromkeys(CALLED, equation.invars), values)
             self._look_into(equation)
         return equation
 
@@ -172,34 +179,26 @@ class _Program:
         )
         return next((self.programs[name] for name in named if name in self.programs), None)
 
-    def _within(self, equation: Any, steady: dict[str, list[Any]], values: Values) -> Any:
-        """An equation with attention replaced; `steady` as of `_steady`."""
-        params = dict(equation.params)
-        for key, value in params.items():
-            parts = value if isinstance(value, tuple) else (value,)
-            if parts and all(hasattr(part, "jaxpr") or hasattr(part, "eqns") for part in parts):
-                inputs = steady.get(key, steady.get("")) or []
-                new = tuple(
-                    self._inner(part, inputs, values, self._scopes(equation)) for part in parts
-                )
-                if any(part is not old for part, old in zip(new, parts, strict=True)):
-                    params[key] = new if isinstance(value, tuple) else new[0]
-        changed = any(params[key] is not value for key, value in equation.params.items())
-        return equation.replace(params=params) if changed else equation
+    def _within(self, equation: Any, inputs: Mapping[str, Sequence[Any]], values: Values) -> Any:
+        """Return an equation with attention replaced in its programs.
 
-    def _inner(self, part: Any, inputs: list[Any], values: Values, scopes: str) -> Any:
-        """A jaxpr, or a closed one, of an equation; `inputs`: what its first inputs always are."""
-        jaxpr, consts = (part.jaxpr, part.consts) if hasattr(part, "jaxpr") else (part, ())
-        outer = {x: (values, atom) for x, atom in zip(jaxpr.invars, inputs, strict=False)}
-        new = _Program(
-            jaxpr,
-            dict(zip(jaxpr.constvars, consts, strict=True)),
-            outer,
-            self.places,
-            self.programs,
-            scopes,
-        ).rewritten()
-        return part if new is jaxpr else part.replace(jaxpr=new) if hasattr(part, "jaxpr") else new
+        Args:
+          inputs: as of `constant_inputs`.
+        """
+        scopes = self._scopes(equation)
+
+        def rewritten(param: str, program: Any) -> Any:
+            jaxpr, consts = opened(program), getattr(program, "consts", ())
+            first = inputs.get(param, ())
+            return dataclasses.replace(
+                self,
+                jaxpr=jaxpr,
+                constants=dict(zip(jaxpr.constvars, consts, strict=True)),
+                outer={x: (values, atom) for x, atom in zip(jaxpr.invars, first, strict=False)},
+                scopes=scopes,
+            ).rewritten()
+
+        return with_programs(equation, rewritten)
 
     def _look_into(self, equation: Any) -> None:
         """Say so of attention in a function that has a gradient of its own."""
@@ -226,32 +225,11 @@ def _is_known(constant: Any) -> bool:
 
 
 def _marked(equation: Any, program: list[Any]) -> list[Any]:
-    """The equations, of which one is in a scope that says it is to stay, when the program around
-    this one is looked through.
+    """Return the equations, of which one is in a scope that says it is to stay, when the program
+    around this one is looked through.
     """
-    source = equation.source_info
-    kept = equation.replace(
-        source_info=source.replace(name_stack=source.name_stack.extend(AS_WRITTEN))
-    )
-    return [kept if old is equation else old for old in program]
-
-
-def _steady(name: str, params: Mapping[str, Any], inputs: list[Any]) -> dict[str, list[Any]] | None:
-    """By name of a parameter that is a jaxpr ("": any): what its first inputs are in every call.
-    None: no such equation.
-    """
-    if name == "scan":
-        return {"": inputs[: scanned(params)[0]]}
-    if name == "while":
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        return {"cond_jaxpr": inputs[:first], "body_jaxpr": inputs[first : first + second]}
-    if name == "cond":
-        return {"": inputs[1:]}
-    return (
-        {"": inputs}
-        if name in ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call")
-        else None
-    )
+    marked = in_scope(equation, AS_WRITTEN)
+    return [marked if old is equation else old for old in program]
 
 
 def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[Any] | str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from spmd.nn.attention_kernels import AS_WRITTEN
 from spmd.nn.traced_values import Band, Values, View
 from spmd.nn.written_dims import Roles, Sizes, reshaped, wide
+from spmd.xla import scope_of
 
 MASKED = -1e4  # a score of at most this is that of a key which is not seen
 LONGEST = 40  # operations between a product and the softmax
@@ -390,7 +391,7 @@ def find(equations: list[Any], values: Values) -> Iterator[Found]:
         softmax = _softmax(equation, values) if equation.primitive.name == "div" else None
         before = softmax and _from_product(softmax[0], values, set())
         after = before and _to_product(equation.outvars[0], users, set())
-        if softmax and before and after and AS_WRITTEN not in str(after[-1].source_info.name_stack):
+        if softmax and before and after and AS_WRITTEN not in scope_of(after[-1]):
             (product, steps), (*between, weighted) = before, after
             found = Found(product, equation, weighted, values, {}).read(softmax[1], steps, between)
             if found.why != "":

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.jaxpr import equations, inner_jaxprs, named_axes
+from spmd.jaxpr.inner_programs import inner_jaxprs, repeats
+from spmd.jaxpr.programs import equations, named_axes
 from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.cost import attention_products
@@ -97,9 +98,7 @@ def empty_places(jaxpr: Any, times: int = 1) -> float:
             places = math.prod(sides[0].shape[:2])
             total += PASSES * times * flops_of(equation) * max(1 - choices / places, 0.0)
         for inner in inner_jaxprs(equation):
-            total += empty_places(
-                inner, times * (equation.params["length"] if name == "scan" else 1)
-            )
+            total += empty_places(inner, times * repeats(equation))
     return total
 
 
@@ -133,11 +132,7 @@ def flops_of(equation: Any) -> float:
     inner = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     if name == "cond":
         return max(inner, default=0.0)
-    times = 1
-    if name == "pallas_call":
-        times = math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-    if name == "scan":
-        times = params.get("length", 1)
+    times = repeats(equation)
     if name == "shard_map":  # of the model's own code: its jaxpr is what one device does
         times = math.prod(params["mesh"].shape[axis] for axis in named_axes(params))
     return sum(inner) * times

@@ -9,12 +9,16 @@ an axis needs one sum over devices where it is contracted, as in Shoeybi et al. 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from spmd.jaxpr import inner_jaxprs, scanned
+import numpy as np
+
+from spmd.jaxpr.inner_programs import inner_programs
+from spmd.jaxpr.interpreter import Interpreter
 from spmd.layout.resolve import Names, each_name, named_spec
 from spmd.layout.schema import Layout, Rule
 from spmd.path_match import match_all
@@ -98,7 +102,7 @@ def names_of(program: Program) -> dict[str, Names]:
     axes, jaxpr = Axes(), trace_model(program)
     inputs = [axes.new(variable.aval.shape) for variable in jaxpr.invars]
     axes.weights = {dim for found in inputs[: len(params)] for dim in found}
-    walk(axes, jaxpr, inputs)
+    DimReader(axes).outputs(jaxpr, inputs)
     dims = {path: tuple(map(axes.find, found)) for path, found in zip(params, inputs, strict=False)}
     return name_axes(
         axes, dims, {path: leaf.size * leaf.dtype.itemsize for path, leaf in params.items()}
@@ -209,68 +213,47 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     return dataclasses.replace(layout, **words, axes=(), params=(*rules, *layout.params))
 
 
-def walk(axes: Axes, jaxpr: Any, inputs: Sequence[Dims]) -> list[Dims]:
-    """Join the dims that the equations of a jaxpr make one axis; returns those of its outputs."""
-    known: dict[Any, Dims] = dict(zip(jaxpr.invars, inputs, strict=True))
+class DimReader(Interpreter[Dims]):
+    """A walk that joins the dims that the equations of a program make one axis."""
 
-    def dims_of(variable: Any) -> Dims:
-        if hasattr(variable, "val"):
-            return axes.new(variable.aval.shape)
-        if variable not in known:
-            known[variable] = axes.new(variable.aval.shape)
-        return known[variable]
+    def __init__(self, axes: Axes):
+        self.axes = axes
 
-    for equation in jaxpr.eqns:
-        given = [dims_of(variable) for variable in equation.invars]
-        results = _inner(axes, equation, given)
-        if results is None:
-            results = [axes.new(variable.aval.shape) for variable in equation.outvars]
-            rule = _RULES.get(equation.primitive.name, _elementwise)
-            axes.join_all(rule(axes, equation, given, results))
-            if any(given) and axes.weights.issuperset(dim for dims in given for dim in dims):
-                axes.weights.update(dim for dims in results for dim in dims)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [dims_of(variable) for variable in jaxpr.outvars]
+    def constant(self, value: Any) -> Dims:
+        """Return the dims of a constant array."""
+        return self.axes.new(np.shape(value))
 
+    def unknown(self, variable: Any) -> Dims:
+        """Return the dims of a constant of a program that is not closed."""
+        return self.axes.new(variable.aval.shape)
 
-def _inner(axes: Axes, equation: Any, given: list[Dims]) -> list[Dims] | None:
-    """Outputs of an equation that runs other jaxprs; None for any other."""
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        body, (consts, carried) = params["jaxpr"].jaxpr, scanned(params)
-        outputs = walk(
-            axes,
-            body,
-            [*given[: consts + carried], *(dims[1:] for dims in given[consts + carried :])],
-        )
-        for before, after in zip(given[consts : consts + carried], outputs[:carried], strict=True):
-            axes.join_all(zip(before, after, strict=True))
-        return [
-            *outputs[:carried],
-            *((*axes.new((params["length"],)), *dims) for dims in outputs[carried:]),
-        ]
-    if name == "while":
-        first = params["cond_nconsts"] + params["body_nconsts"]
-        outputs = walk(axes, params["body_jaxpr"].jaxpr, given[params["cond_nconsts"] :])
-        for before, after in zip(given[first:], outputs, strict=True):
-            axes.join_all(zip(before, after, strict=True))
-        return outputs
-    if name == "cond":
-        branches = [walk(axes, branch.jaxpr, given[1:]) for branch in params["branches"]]
-        for other in branches[1:]:
-            for one, same in zip(branches[0], other, strict=True):
-                axes.join_all(zip(one, same, strict=True))
-        return branches[0]
-    alike = [inner for inner in inner_jaxprs(equation) if _takes(inner, equation)]
-    return walk(axes, alike[0], given) if alike else None
+    def joined(self, first: Dims, second: Dims) -> Dims:
+        """Return the dims of an array, after each is one axis with that of another array."""
+        self.axes.join_all(zip(first, second, strict=True))
+        return first
 
+    def entry(self, value: Dims) -> Dims:
+        """Return the dims of one slice of an array."""
+        return value[1:]
 
-def _takes(inner: Any, equation: Any) -> bool:
-    """Whether a jaxpr has the inputs and outputs of an equation."""
-    pairs = ((inner.invars, equation.invars), (inner.outvars, equation.outvars))
-    return all(
-        [x.aval.shape for x in ours] == [x.aval.shape for x in theirs] for ours, theirs in pairs
-    )
+    def stacked(self, value: Dims, length: int) -> Dims:
+        """Return the dims of an array of slices with these dims."""
+        return (*self.axes.new((length,)), *value)
+
+    def operation(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
+        """Return the dims of the outputs of an operation."""
+        axes, name = self.axes, equation.primitive.name
+        # on a mesh of one device, as that of `trace_model`, shards are the arrays
+        if name == "shard_map":
+            [program] = inner_programs(equation)
+            return self.outputs(program, inputs)
+        results = [axes.new(variable.aval.shape) for variable in equation.outvars]
+        rule = _RULES.get(name, _elementwise)
+        axes.join_all(rule(axes, equation, inputs, results))
+        read = set(itertools.chain.from_iterable(inputs))
+        if read and axes.weights.issuperset(read):
+            axes.weights.update(itertools.chain.from_iterable(results))
+        return results
 
 
 Pairs = Iterable[tuple[int, int]]

@@ -23,7 +23,7 @@ from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import replicate, shard_map
+from spmd.xla import compiled_count, replicate, shard_map
 
 NET, DATA = "net", "data"
 
@@ -349,10 +349,9 @@ class VmappedTrials:
         return self._compiled[key]
 
     def compilations(self) -> int:
-        """How many programs of steps have been compiled."""
-        return sum(
-            function._cache_size() for key, function in self._compiled.items() if key[0] == "steps"
-        )
+        """Return how many programs of steps have been compiled."""
+        steps = [function for key, function in self._compiled.items() if key[0] == "steps"]
+        return sum(map(compiled_count, steps))
 
 
 def _put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:

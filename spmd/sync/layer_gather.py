@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
-from spmd.jaxpr import uses
+from spmd.jaxpr.programs import uses
 from spmd.layout.resolve import num_shards
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups

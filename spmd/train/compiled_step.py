@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, LossError, SpmdError, first_line, option
-from spmd.jaxpr import equations, has_convolution
+from spmd.jaxpr.programs import equations, has_convolution
 from spmd.layout.compiler import xla_options
 from spmd.layout.gradients import Gradients
 from spmd.models.base import Call, Variables
@@ -35,14 +35,14 @@ from spmd.sync.parameter_sync import gather_outside
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
-from spmd.train.batch_rows.loss import (
+from spmd.train.batch_rows.loss import read_objective
+from spmd.train.batch_rows.reading import (
     BY_COMPILER,
     FullBatchError,
     Parts,
     Reading,
     check_pipelined,
     check_reading,
-    read_objective,
 )
 from spmd.train.compiler_options import check_compiler_options, without_buffering
 from spmd.train.differentiable import check_gradient, check_products
@@ -81,6 +81,7 @@ from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read
 from spmd.wire.server.events import Events
+from spmd.xla import compiled_count
 
 PROGRAMS = {  # what users call them, and what JAX does
     "step": ("the step", "jit_train_step"),
@@ -718,7 +719,7 @@ class Program:
 
     def compilations(self) -> int:
         """How many programs have been compiled so far."""
-        return sum(function._cache_size() for function in self._compiled.values())  # type: ignore[attr-defined]
+        return sum(map(compiled_count, self._compiled.values()))
 
 
 def prepare_program(placed: PlacedModel, sample: Tree) -> Program:

@@ -7,44 +7,44 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.errors import LossError, option, quoted
-from spmd.jaxpr import equations
-
-# gradient zero
-FLAT = frozenset(
-    "stop_gradient argmax argmin sign floor ceil round eq ne lt le gt ge is_finite not and or "
-    "xor".split()
-)
-# not custom derivatives, which need not be those of what they compute
-CALLS = ("jit", "pjit", "closed_call", "remat2", "checkpoint")
+from spmd.jaxpr.interpreter import Interpreter
+from spmd.jaxpr.primitives import known
+from spmd.jaxpr.programs import equations
 
 
-def differentiable(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-    """For each output whether a gradient can flow from it to an input that is `given` as True; what
-    is not known lets it through.
+class GradientFlow(Interpreter[bool]):
+    """A walk that finds from which values a gradient can flow to some inputs; what is not known
+    lets it through.
     """
-    flows = dict(zip(jaxpr.invars, given, strict=True))
 
-    def read(var: Any) -> bool:
-        return not hasattr(var, "val") and flows.get(var, False)
+    def constant(self, value: Any) -> bool:
+        """Return False: nothing flows to a constant."""
+        return False
 
-    for equation in jaxpr.eqns:
-        sources = [read(var) for var in equation.invars]
-        inner = equation.params.get("jaxpr") if equation.primitive.name in CALLS else None
-        if inner is not None:
-            found = differentiable(getattr(inner, "jaxpr", inner), sources)
-        else:
-            found = [any(sources) and equation.primitive.name not in FLAT] * len(equation.outvars)
-        floating = [
-            jnp.issubdtype(getattr(var.aval, "dtype", jnp.int32), jnp.inexact)
-            for var in equation.outvars
-        ]
-        flows.update(
-            {
-                var: flow and floats
-                for var, flow, floats in zip(equation.outvars, found, floating, strict=True)
-            }
-        )
-    return [read(var) for var in jaxpr.outvars]
+    def unknown(self, variable: Any) -> bool:
+        """Return False: nothing flows to a constant."""
+        return False
+
+    def joined(self, first: bool, second: bool) -> bool:
+        """Return whether a gradient can flow from a value that may be either of two."""
+        return first or second
+
+    def equation(self, equation: Any, inputs: list[bool]) -> Sequence[bool]:
+        """Return whether a gradient can flow from each output: only from floats."""
+        flows = super().equation(equation, inputs)
+        return [flow and _is_inexact(x) for flow, x in zip(flows, equation.outvars, strict=True)]
+
+    def operation(self, equation: Any, inputs: list[bool]) -> Sequence[bool]:
+        """Return whether a gradient can flow through an operation."""
+        flows = any(inputs) and not known(equation.primitive.name).flat
+        return [flows] * len(equation.outvars)
+
+    # its derivative need not be that of what it computes
+    custom = operation
+
+
+def _is_inexact(variable: Any) -> bool:
+    return jnp.issubdtype(getattr(variable.aval, "dtype", jnp.int32), jnp.inexact)
 
 
 def check_gradient(jaxpr: Any, params: int) -> None:
@@ -54,10 +54,8 @@ def check_gradient(jaxpr: Any, params: int) -> None:
     Raises:
       LossError: every gradient would be zero.
     """
-    if (
-        params
-        and not differentiable(jaxpr, [number < params for number in range(len(jaxpr.invars))])[0]
-    ):
+    trained = [number < params for number in range(len(jaxpr.invars))]
+    if params and not GradientFlow().outputs(jaxpr, trained)[0]:
         raise LossError(
             f"the loss has no gradient: by none of the {params} parameters does it change "
             "smoothly, so nothing would be trained.",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.errors import SpmdError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.models.base import Variables
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig
 from spmd.train.activations import Seen

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from spmd.data.batches import check_batch
 from spmd.errors import LayoutError, Problem, SpmdError, option, quoted, raise_problems
-from spmd.jaxpr import mesh_axes
+from spmd.jaxpr.programs import mesh_axes
 from spmd.mesh import abstract_mesh
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree

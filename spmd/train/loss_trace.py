@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from spmd.errors import LayoutError, ModelError, SpmdError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import BlockTrace
 from spmd.nn.parallel_context import FUSED, ParallelConfig, parallel_scope
@@ -22,6 +22,7 @@ from spmd.train.objective import Objective, naming_in_trace
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract
+from spmd.xla import scope_of
 
 
 def trace_objective(
@@ -90,8 +91,7 @@ def trace_objective(
 def _has_derivatives(jaxpr: Any) -> bool:
     """Whether a loss differentiates a part of the model itself."""
     return any(
-        re.search(r"\b(jvp|transpose)\(", str(equation.source_info.name_stack))
-        for equation in equations(jaxpr.jaxpr)
+        re.search(r"\b(jvp|transpose)\(", scope_of(equation)) for equation in equations(jaxpr.jaxpr)
     )
 
 

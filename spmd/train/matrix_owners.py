@@ -25,7 +25,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError
-from spmd.jaxpr import closed_jaxprs, equations, inlined, inner_jaxprs
+from spmd.jaxpr.inner_programs import inner_jaxprs, opened, with_programs
+from spmd.jaxpr.programs import closed_jaxprs, equations, inlined, is_literal, variables
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
 from spmd.train.matrix_regions import (
@@ -35,11 +36,10 @@ from spmd.train.matrix_regions import (
     layer_dim,
     needs_matrix,
     of_one_layer,
-    variables,
 )
 from spmd.tree import Tree, abstract, flatten, path_of
 from spmd.wire import collectives
-from spmd.xla import shard_map
+from spmd.xla import printed, shard_map
 
 ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
 # entries that batch dims have more: layers, those in each layer such as experts, both
@@ -286,7 +286,7 @@ class _Member:
     def kind(self) -> tuple:
         """Equal for members of one group, and of groups that differ in shared inputs."""
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        kind = self.region.level, str(self.program), constants, len(self.batch)
+        kind = self.region.level, printed(self.program), constants, len(self.batch)
         return *kind, self.stacked, self.slots, self.ways, self.specs
 
     @property
@@ -333,8 +333,7 @@ class _Program:
 
     def rewritten(self) -> Any:
         """The jaxpr with one equation in place of the regions of a group."""
-        found, known = inlined(self.jaxpr, ALL)
-        outputs = [x if hasattr(x, "val") else known.get(x, x) for x in self.jaxpr.outvars]
+        found, outputs = inlined(self.jaxpr, ALL)
         larger = [inlined(jaxpr, ALL)[0] for jaxpr in self.larger]
         larger = list(itertools.takewhile(functools.partial(_compares, found), larger))
         owners = {
@@ -375,13 +374,14 @@ class _Program:
         equation = found[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
             return equation
-        paths = [owners.get(x) if not hasattr(x, "val") else None for x in equation.invars[1:]]
-        branches = []
-        for number, branch in enumerate(equation.params["branches"]):
-            others = tuple(other[place].params["branches"][number].jaxpr for other in larger)
+        paths = [None if is_literal(x) else owners.get(x) for x in equation.invars[1:]]
+
+        def rewritten(_: str, branch: Any, *of_larger: Any) -> Any:
+            others = tuple(map(opened, of_larger))
             inside = dataclasses.replace(self, jaxpr=branch.jaxpr, larger=others, owners=paths)
-            branches.append(branch.replace(jaxpr=inside.rewritten()))
-        return equation.replace(params={**equation.params, "branches": tuple(branches)})
+            return inside.rewritten()
+
+        return with_programs(equation, rewritten, *(other[place] for other in larger))
 
     def _member(
         self, region: Region, found: Sequence[Any], larger: Sequence[Sequence[Any]]

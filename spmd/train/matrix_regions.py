@@ -9,26 +9,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Var
 
-from spmd.jaxpr import equations, inner_jaxprs
+from spmd.jaxpr.inner_programs import inner_jaxprs, inner_programs, opened, with_programs
+from spmd.jaxpr.primitives import Kind, known, of_kind
+from spmd.jaxpr.programs import equations, part_of, variables
+from spmd.xla import printed
 
-ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp conj convert_element_type copy cos div eq exp exp2 expm1 "
-    "floor ge gt imag integer_pow is_finite le"
-    " log log1p logistic lt max min mul ne neg not or pow real reduce_precision rem round rsqrt "
-    "select_n sign sin sqrt square stop_gradient"
-    " sub tan tanh xor".split()
-)
-MOVES = frozenset(
-    "broadcast_in_dim concatenate expand_dims pad reshape rev slice squeeze transpose".split()
-)
-FACTORIZATIONS = frozenset(
-    "cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve "
-    "tridiagonal".split()
-)
+MOVES, FACTORIZATIONS = of_kind(Kind.MOVEMENT), of_kind(Kind.FACTORIZATION)
 
 
 class DependentLayersError(Exception):
@@ -70,14 +59,7 @@ class Region:
     def program(self, found: Sequence[Any], around: Any) -> Any:
         """The region as a jaxpr; `found` are the equations of the jaxpr `around`."""
         inside = [found[place] for place in self.places]
-        unnamed = around.debug_info.with_unknown_names()
-        return around.replace(
-            constvars=[],
-            invars=list(self.inputs),
-            outvars=list(self.outputs),
-            eqns=inside,
-            debug_info=unnamed,
-        )
+        return part_of(around, inside, self.inputs, self.outputs)
 
 
 def needs_matrix(equation: Any) -> bool:
@@ -90,11 +72,6 @@ def needs_matrix(equation: Any) -> bool:
     return name in FACTORIZATIONS or any(
         needs_matrix(inner) for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr)
     )
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
-    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def find_regions(
@@ -171,7 +148,7 @@ def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
             )
             [x] = equation.outvars
             alike[x] = first.setdefault(
-                (equation.primitive, str(equation.params), inputs, x.aval), x
+                (equation.primitive, printed(equation.params), inputs, x.aval), x
             )
     return alike
 
@@ -253,7 +230,9 @@ def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...
 
 def _is_elementwise(equation: Any) -> bool:
     name = equation.primitive.name
-    return name in ELEMENTWISE or (name == "broadcast_in_dim" and not equation.invars[0].aval.ndim)
+    if name == "broadcast_in_dim":
+        return not equation.invars[0].aval.ndim
+    return known(name).is_elementwise
 
 
 def _reached(found: Sequence[Any], places: Sequence[int], start: set[int]) -> set[int]:
@@ -362,18 +341,12 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
     ):
         raise DependentLayersError
 
-    def inside(part: Any, other: Any) -> Any:
-        if hasattr(part, "jaxpr"):
-            return part.replace(jaxpr=of_one_layer(part.jaxpr, other.jaxpr, layers))
-        return of_one_layer(part, other, layers) if hasattr(part, "eqns") else part
-
-    if any(True for _ in inner_jaxprs(equation)):
-        return {
-            key: jax.tree.map(inside, value, twin.params[key], is_leaf=_is_jaxpr)
-            if any(_is_jaxpr(leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_jaxpr))
-            else value
-            for key, value in params.items()
-        }
+    if inner_programs(equation):
+        return with_programs(
+            equation,
+            lambda _, program, other: of_one_layer(opened(program), opened(other), layers),
+            twin,
+        ).params
     if {*before, *after} == {None}:
         return params
     if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
@@ -387,10 +360,6 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
         if resized is None or dim is None
         else params | {resized: _of_one(params[resized], dim, layers)}
     )
-
-
-def _is_jaxpr(part: Any) -> bool:
-    return hasattr(part, "jaxpr") or hasattr(part, "eqns")
 
 
 def _keeps_layers(
@@ -410,7 +379,7 @@ def _keeps_layers(
     if None in after:
         return False
     dim, rank = before[0], inputs[0].aval.ndim
-    if name in ELEMENTWISE or name in ("broadcast_in_dim", "squeeze", "transpose"):
+    if known(name).is_elementwise or name in ("broadcast_in_dim", "squeeze", "transpose"):
         return True
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]

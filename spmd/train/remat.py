@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from spmd.errors import LayoutError, Problem, closest, raise_problems
-from spmd.jaxpr import equations
+from spmd.jaxpr.inner_programs import called_program, opened
+from spmd.jaxpr.programs import equations
 from spmd.layout.remat import Remat
 from spmd.models.base import LAYER_PARAMS
 from spmd.train.host_memory import HOST, without_host_memory
@@ -89,13 +90,13 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
     checkpoints = [
         equation
         for equation in equations(jaxpr)
-        if "policy" in equation.params and "jaxpr" in equation.params
+        if "policy" in equation.params and called_program(equation) is not None
     ]
     for one in [*of_modules, *([remat] if not remat.modules and remat.names else [])]:
         policy = policy_of(one.saves, one.offload)
         inside = (
             [
-                equation.params["jaxpr"]
+                opened(called_program(equation))
                 for equation in checkpoints
                 if equation.params["policy"] is policy
             ]

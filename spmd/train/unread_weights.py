@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from spmd.errors import SpmdError, join_names
-from spmd.jaxpr import read_inputs
+from spmd.jaxpr.programs import read_inputs
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, describe, flatten
 

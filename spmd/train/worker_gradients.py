@@ -27,8 +27,9 @@ from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
-from spmd.train.batch_rows.compute import Place
-from spmd.train.batch_rows.loss import Reading, full_batch_loss, shared_arrays
+from spmd.train.batch_rows.loss import full_batch_loss, shared_arrays
+from spmd.train.batch_rows.reading import Reading
+from spmd.train.batch_rows.row_arrays import Place
 from spmd.train.batch_statistics import add_stats, no_stats
 from spmd.train.metrics import Sums, pack
 from spmd.train.objective import LOSS, Objective, check_worker

@@ -29,18 +29,23 @@ from typing import Any
 import jax
 
 from spmd.deprecated import warn
+from spmd.jaxpr.inner_programs import inner_jaxprs, repeats
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.render.svg import bars
 from spmd.tree import format_bytes
+from spmd.xla import scope_of
 
+# by primitive
 KINDS = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "unreduced_psum"), "all_reduce"),
+    **dict.fromkeys(("pmax", "pmin"), "all_reduce"),
+    **dict.fromkeys(
+        ("psum_scatter", "reduce_scatter", "unreduced_reduce_scatter"), "reduce_scatter"
+    ),
+    **dict.fromkeys(
+        ("all_gather", "all_gather_invariant", "all_gather_reduced", "pgather"), "all_gather"
+    ),
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all_to_all"),
     "ppermute": "collective_permute",
 }
 SENT = {
@@ -174,9 +179,7 @@ def _ops(
 ) -> Iterator[Op]:
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        here = "/".join(
-            part for part in (where, _scope(str(equation.source_info.name_stack))) if part
-        )
+        here = "/".join(part for part in (where, _scope(scope_of(equation))) if part)
         if name in KINDS:
             axes = params["axes"] if "axes" in params else params["axis_name"]
             axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
@@ -201,8 +204,8 @@ def _ops(
         elif name == "cond":
             is_warm_up = here.endswith(WARM_UP)
             branches = [
-                tuple(_ops(inner.jaxpr, sizes, times, branch, where if is_warm_up else here))
-                for inner in params["branches"]
+                tuple(_ops(inner, sizes, times, branch, where if is_warm_up else here))
+                for inner in inner_jaxprs(equation)
             ]
             if is_warm_up:
                 yield from (
@@ -213,9 +216,8 @@ def _ops(
             else:
                 yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
         else:
-            inner_times = times * params["length"] if name == "scan" else times
-            for inner in _inner_jaxprs(params):
-                yield from _ops(inner, sizes, inner_times, branch, here)
+            for inner in inner_jaxprs(equation):
+                yield from _ops(inner, sizes, times * repeats(equation), branch, here)
 
 
 def _scope(stack: str) -> str:
@@ -235,11 +237,3 @@ def _without_module(scope: str) -> str:
     it stands.
     """
     return re.sub(r"^(?!send/|receive/).*/(?=gather_params|reduce_gradients)", "", scope)
-
-
-def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr

@@ -5,7 +5,7 @@ gathered where they are used (FSDP).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from spmd.errors import CommunicationError, OptimizerError, OptionError, short_repr, type_name
+from spmd.jaxpr.primitives import Kind, of_kind
+from spmd.jaxpr.programs import equations
 from spmd.specs import Spec, entry_axes
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire import collectives
@@ -49,20 +51,17 @@ from spmd.wire.transformations import (
 )
 from spmd.xla import shard_map
 
-NOT_ELEMENTWISE = (
-    "reduce_",
-    "dot_general",
-    "sort",
-    "cum",
-    "arg",
-    "conv_",
-    "svd",
-    "eigh",
-    "qr",
-    "cholesky",
-    "triangular_solve",
+# of operations that combine entries of an array
+COMBINING = of_kind(
+    Kind.REDUCTION,
+    Kind.CUMULATIVE,
+    Kind.WINDOW,
+    Kind.PRODUCT,
+    Kind.FACTORIZATION,
+    Kind.TRANSFORM,
+    Kind.ORDER,
 )
-RANDOM = ("random_bits", "random_gamma", "threefry", "rng_")
+RANDOM = of_kind(Kind.RANDOM)
 FORMATS = ("exact", "bfloat16")
 FULL_GRADIENTS = (
     "optax.chain(wire.all_reduce(...), optimizer), which gives each worker full gradients."
@@ -320,29 +319,21 @@ def check_elementwise(
     for different shards.
     """
     program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
-    for name, shape in _operations(program.jaxpr):
-        if name.startswith(NOT_ELEMENTWISE) and shape:
+    for equation in equations(program.jaxpr):
+        name = equation.primitive.name
+        shape = equation.invars[0].aval.shape if equation.invars else ()
+        if name in COMBINING and shape:
             raise OptimizerError(
                 f"{where}: the optimizer combines the elements of an array ({name} of "
                 f"{list(shape)}); each worker has only its shard.",
                 fix=fix,
             )
-        if name.startswith(RANDOM):
+        if name in RANDOM:
             raise OptimizerError(
                 f"{where}: the optimizer draws random numbers ({name}): every worker would draw "
                 "the same ones for its shard.",
                 fix=f"an optimizer that draws none; else {FULL_GRADIENTS}",
             )
-
-
-def _operations(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name of every operation, with the shape of its first operand."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name, equation.invars[0].aval.shape if equation.invars else ()
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inside := getattr(item, "jaxpr", item), "eqns"):
-                    yield from _operations(inside)
 
 
 def gather(

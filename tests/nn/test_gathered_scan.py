@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
 from spmd.nn.stacking import gathered_policy
 from tests.compare import assert_close

@@ -16,7 +16,7 @@ from flax import nnx
 import spmd
 from examples import gpt
 from spmd.errors import LossError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.losses import cross_entropy_from_features
 from spmd.planner.hlo import arrays_of
 from spmd.tree import flatten

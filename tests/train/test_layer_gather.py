@@ -15,7 +15,7 @@ from flax import nnx
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.nn import LayerStack, RNNStack
 from spmd.planner.memory import usable_memory

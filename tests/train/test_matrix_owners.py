@@ -17,7 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import spmd
 from spmd.errors import LayoutError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.layout.resolve import resolve
 from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec

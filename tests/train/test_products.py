@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import spmd
 from spmd import Precision
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.tree import flatten
 
 ROWS, LENGTH, WIDTH = 16, 8, 16

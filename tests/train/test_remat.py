@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import spmd
 from spmd import Remat
 from spmd.errors import LayoutError, ModelError
-from spmd.jaxpr import equations
+from spmd.jaxpr.programs import equations
 from spmd.layout.toml_reader import loads
 from spmd.layout.toml_writer import dumps
 from spmd.planner.gpu_kernels import gpu_of

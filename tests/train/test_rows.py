@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import spmd
-from spmd.train.batch_rows.compute import Compute, Place
-from spmd.train.batch_rows.kinds import Fixed, PerRow, Summed
-from spmd.train.batch_rows.walk import Held, is_mean, read_loss
+from spmd.train.batch_rows.compute import Compute
+from spmd.train.batch_rows.kinds import Fixed, PerRow, Summed, is_mean
+from spmd.train.batch_rows.row_arrays import Place
+from spmd.train.batch_rows.walk import Held, read_loss
 
 ROWS, PART, FEATURES, CLASSES = 16, 4, 4, 3
 CE = optax.softmax_cross_entropy_with_integer_labels

@@ -15,17 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.jaxpr import without_unused
-from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed
-from spmd.train.batch_rows.walk import (
-    CALLS,
-    OWN_GRADIENT,
-    Held,
-    Unreadable,
-    Walk,
-    evaluated,
-    is_mean,
-)
+from spmd.jaxpr.inner_programs import CALLS, CUSTOM
+from spmd.jaxpr.programs import evaluated, part_of, without_unused
+from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed, is_mean
+from spmd.train.batch_rows.pairs import PairedEquation, Unreadable
+from spmd.train.batch_rows.walk import Held, Walk
 from spmd.train.objective import LOSS
 
 HALF = (jnp.bfloat16, jnp.float16)
@@ -61,19 +55,19 @@ class BatchSums(Walk):
     totals: Callable[[int], Any] | None = None
     total_rows: Any = None
 
-    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def equation(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of an equation."""
-        kinds = [value.kind for value in values]
-        if any(isinstance(kind, OfBatch) for kind in kinds):
-            return _of_batch(one)
-        if not any(isinstance(kind, OfAllRows) for kind in kinds):
-            return super().equation(one, other, values)
-        if one.primitive.name in (*CALLS, *OWN_GRADIENT):
-            return self.call(one, other, values)
-        return self.of_sums(one, other, values)
+        if any(isinstance(value.kind, OfBatch) for value in inputs):
+            return _of_batch(equation)
+        if not any(isinstance(value.kind, OfAllRows) for value in inputs):
+            return super().equation(equation, inputs)
+        if equation.primitive.name in CALLS | CUSTOM:
+            return self.called(equation, inputs)
+        return self.of_sums(equation, inputs)
 
-    def of_sums(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def of_sums(self, equation: PairedEquation, values: list[Held]) -> list[Held]:
         """Return the outputs of a function of sums over all rows, and of what all rows share."""
+        one, other = equation
         pairs = zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)
         alike = self.alike(one.params, other.params) and all(
             getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs
@@ -133,8 +127,9 @@ class BatchSums(Walk):
         arrays = evaluated(one, [value.array for value in values])
         return [each._replace(array=array) for each, array in zip(held, arrays, strict=True)]
 
-    def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def operation(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of an equation; sums that it needs of all rows are added up."""
+        (one, other), values = equation, inputs
         shapes = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
         kinds = [
             self.checked(kind, *pair)
@@ -149,41 +144,43 @@ class BatchSums(Walk):
         if mixed and not any(
             isinstance(value.kind, PerRow) or value.kind.power is None for value in values
         ):
-            return self.of_sums(one, other, values)
+            return self.of_sums(equation, inputs)
         if None not in kinds:
             return self.with_arrays(one, values, [Held(kind) for kind in kinds if kind is not None])
-        if one.primitive.name in OWN_GRADIENT:  # nothing is differentiated here
-            return self.call(one, other, values)
+        if one.primitive.name in CUSTOM:  # nothing is differentiated here
+            return self.called(equation, inputs)
         if any(isinstance(value.kind, PerRow) for value in values):
             return _of_batch(one)
-        return self.of_sums(one, other, values)
+        return self.of_sums(equation, inputs)
 
-    def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, which routes each group of tokens
         separately.
         """
-        return self.with_arrays(one, values, super().routed(one, other, values))
+        return self.with_arrays(equation.one, inputs, super().routed(equation, inputs))
 
     def looped(
         self,
-        one: Any,
-        other: Any,
-        values: list[Held],
+        equation: PairedEquation,
+        inputs: list[Held],
         carry: list[Held],
         ys: list[Held],
         shares: list[Any],
     ) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""
-        held = super().looped(one, other, values, carry, ys, shares)
-        return _of_batch(one) if shares else self.with_arrays(one, values, held)
+        held = super().looped(equation, inputs, carry, ys, shares)
+        return _of_batch(equation) if shares else self.with_arrays(equation.one, inputs, held)
 
-    def cond(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def cond(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of branches; a batch may take another one than all rows would."""
-        if not isinstance(values[0].kind, Fixed) or values[0].kind.power != 0:
-            return _of_batch(one)
+        branch = inputs[0].kind
+        if not isinstance(branch, Fixed) or branch.power != 0:
+            return _of_batch(equation)
         before = len(self.shares)
-        held = super().cond(one, other, values)
-        return _of_batch(one) if len(self.shares) > before else self.with_arrays(one, values, held)
+        held = list(super().cond(equation, inputs))
+        if len(self.shares) > before:
+            return _of_batch(equation)
+        return self.with_arrays(equation.one, inputs, held)
 
 
 def _of_batch(one: Any) -> list[Held]:
@@ -319,9 +316,5 @@ def _outputs_of(closed: Any, numbers: Sequence[int]) -> Any:
     """Return a closed jaxpr with some of the outputs, and only the equations that they need."""
     jaxpr = closed.jaxpr
     outputs = [jaxpr.outvars[number] for number in numbers]
-    kept = without_unused(jaxpr.eqns, outputs)
-    return closed.replace(
-        jaxpr=jaxpr.replace(
-            outvars=outputs, eqns=kept, debug_info=jaxpr.debug_info.with_unknown_names()
-        )
-    )
+    needed = without_unused(jaxpr.eqns, outputs)
+    return closed.replace(jaxpr=part_of(jaxpr, needed, jaxpr.invars, outputs, jaxpr.constvars))

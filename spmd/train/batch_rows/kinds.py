@@ -4,9 +4,13 @@ that.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+
+from spmd.jaxpr import primitives
+from spmd.jaxpr.primitives import known, of_kind
 
 Power = int | None
 
@@ -84,22 +88,15 @@ class Sizes:
         return next(powers, None) if math.isfinite(first) and math.isfinite(second) else None
 
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil "
-    "clamp conj copy copy_p cos cosh "
-    "convert_element_type digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
-    "igammac imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not or polygamma pow population_count real "
-    "reduce_precision "
-    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sharding_constraint sign "
-    "sin sinh sqrt square stop_gradient sub tan tanh name xor".split()
-)
-SCALING = frozenset(
-    "neg abs copy copy_p convert_element_type reduce_precision stop_gradient sharding_constraint "
-    "name".split()
-)  # f(c x) = c f(x)
-LINEAR = SCALING - {"abs"}
+ELEMENTWISE = of_kind(primitives.Kind.ELEMENTWISE)
+# f(c x) = c f(x)
+LINEAR = frozenset(name for name in ELEMENTWISE if known(name).linear == primitives.ALL) - {
+    "add",
+    "add_any",
+    "complex",
+    "sub",
+}
+SCALING = LINEAR | {"abs"}
 # of the power that all operands have
 ALIKE = frozenset("add add_any sub max min select_n clamp".split())
 COMPARED = frozenset("eq ne lt le gt ge".split())  # of two values of the same power it is of none
@@ -113,6 +110,15 @@ def total(*powers: Power) -> Power:
 def quotient(first: Power, second: Power) -> Power:
     """Return the power of a quotient."""
     return None if first is None or second is None else first - second
+
+
+def resized_dims(first: Sequence[int], second: Sequence[int]) -> set[int]:
+    """Return the dims in which two shapes differ: those whose size depends on the number of
+    rows.
+    """
+    return {
+        dim for dim, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]
+    }
 
 
 def with_power(value: Any, power: Power) -> Any:
@@ -293,3 +299,29 @@ def joined(a: Kind | None, b: Kind | None) -> Kind | None:
     if isinstance(a, PerRow) and isinstance(b, PerRow):
         return with_power(a, power) if (a.dim, a.inner) == (b.dim, b.inner) else None
     return Summed(power) if isinstance(a, Summed) and isinstance(b, Summed) else None
+
+
+def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
+    """Return whether workers that call a loss on their own rows get the right mean, and so need to
+    share nothing.
+
+    Args:
+      found: the kinds of a loss: one value per row, a scalar, or (sum, count), which may be of each
+        row.
+      shape: of the first one.
+    """
+    if len(found) == 2 and not shape:
+        total, count = found
+        if isinstance(total, Fixed) and isinstance(count, Fixed):
+            return total.power is not None and total.power == count.power
+        if not isinstance(total, Summed) or total.power is None:
+            return False
+        return (isinstance(count, Summed) and count.power == total.power) or (
+            isinstance(count, Fixed) and count.power == total.power + 1
+        )
+    if shape:
+        return all(
+            isinstance(kind, PerRow) and (kind.dim, kind.inner, kind.power) == (0, 1, 0)
+            for kind in found
+        )
+    return found[0] == Summed(-1) or (isinstance(found[0], Fixed) and found[0].power == 0)

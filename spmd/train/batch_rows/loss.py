@@ -3,7 +3,6 @@ how it is computed if they do not.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,292 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from spmd.errors import LossError, ModelError, option
-from spmd.jaxpr import without_unused
+from spmd.errors import LossError, ModelError
+from spmd.jaxpr.programs import without_unused
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import NamedBlocks
 from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, named_layers, parallel_scope
-from spmd.tracebacks import users_line
 from spmd.train.activations import Seen
-from spmd.train.batch_rows.compute import Compute, Place
-from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, Local, PerRow, Summed
-from spmd.train.batch_rows.walk import Held, Shared, Unreadable, is_mean, read_loss
+from spmd.train.batch_rows.compute import Compute
+from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, Local, PerRow, Summed, is_mean
+from spmd.train.batch_rows.pairs import Unreadable
+from spmd.train.batch_rows.reading import Parts, Reading, describe
+from spmd.train.batch_rows.row_arrays import Place
+from spmd.train.batch_rows.walk import Held, Shared, read_loss
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, Objective
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
 from spmd.tree import Tree, abstract, format_bytes
 
-BY_COMPILER = '[gradients] reduction = "compiler"'
-STATISTICS = "the model keeps statistics that are not means over rows"
 # stands for the axes over which layers average their statistics, while a loss is read
 WORKERS = "workers"
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The numbers of parts into which a step splits a batch before the loss sees them.
-
-    `workers` at positions of their own; at each position `simulated` workers one after the other;
-    of each `microbatches`; and of these the microbatches of a 1f1b pipeline (`ticks`: there are
-    any).
-    """
-
-    workers: int
-    simulated: int
-    microbatches: int
-    ticks: bool
-
-    @property
-    def several(self) -> bool:
-        """Return whether there is more than one part."""
-        return self.ticks or self.count > 1
-
-    @property
-    def count(self) -> int:
-        """Return the number of parts of a batch, before a 1f1b pipeline splits them."""
-        return self.workers * self.simulated * self.microbatches
-
-    @property
-    def of_position(self) -> bool:
-        """Return whether one position of the mesh sees its rows in parts, one after the other."""
-        return self.ticks or self.simulated * self.microbatches > 1
-
-    def __str__(self) -> str:
-        count, inner = self.workers * self.simulated, self.microbatches
-        said = [f"by {count} workers"] if count > 1 else []
-        said += [f"in {inner} microbatches"] if inner > 1 else []
-        return ", ".join(said + (["in the microbatches of a 1f1b pipeline"] if self.ticks else []))
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """The result of reading a traced loss.
-
-    Attributes:
-      mean: whether workers that call it on their own rows get the right mean, of metrics and
-        statistics, too.
-      shares: what they share if they do not.
-      row_wise: whether layers that a layout may compute in ways of its own are row by row.
-      joining: layers that join rows.
-      averages: whether a module such as BatchNorm averages over workers.
-      metrics: those that are no means over rows, where the loss itself and the statistics are.
-      backward: a function with a backward pass of its own that needs the gradient of the full
-        batch; "" if there is none.
-      problem: why it cannot be read; "" where it can.
-      statistics: whether the mean of the workers' statistics is right.
-      weights: the first share that depends on the weights, and not only on random numbers that each
-        part has anew.
-    """
-
-    mean: bool
-    shares: tuple[Shared, ...] = ()
-    problem: str = ""
-    statistics: bool = True
-    weights: Shared | None = None
-    row_wise: bool = True
-    joining: Shared | None = None
-    averages: bool = False
-    metrics: tuple[str, ...] = ()
-    backward: str = ""
-
-    @property
-    def subject(self) -> str:
-        """Return what joins rows, in the words of an error."""
-        return f'the metric "{self.metrics[0]}"' if self.metrics else "the loss"
-
-    @property
-    def trained(self) -> list[Shared]:
-        """Return the shares that depend on the weights, and so on all rows at once."""
-        return [share for share in self.shares if share.trained]
-
-    def note(self) -> str:
-        """Return a line on what is shared."""
-        if not self.shares:
-            return (
-                "the loss is that of the full batch: numbers of rows, and of random draws, are "
-                "those of the batch on each worker."
-            )
-        sizes = format_bytes(sum(share.bytes for share in self.shares))
-        rows = [share for share in self.shares if share.how == "rows"]
-        where = "".join(
-            f", {describe(share)}" for share in sorted(rows, key=lambda share: -share.bytes)[:2]
-        )
-        kinds = "sums over rows" if not rows else "sums over rows, and rows"
-        count = f"{len(self.shares)} array{'s' if len(self.shares) > 1 else ''}"
-        return (
-            f"the loss is that of the full batch: workers share {kinds} ({count}, {sizes} a "
-            f"step{where})."
-        )
-
-
-def describe(share: Shared) -> str:
-    """Return what is shared, and the line that needs it."""
-    traceback = share.equation.source_info.traceback
-    line = users_line(
-        (frame.file_name, frame.line_num) for frame in (traceback.frames if traceback else ())
-    )
-    what = {
-        "rows": "rows",
-        "sum": "a sum over rows",
-        "max": "a maximum over rows",
-        "min": "a minimum over rows",
-    }
-    needed = (
-        f"{what[share.how]} for {share.equation.primitive.name}" if share.how in what else "layers"
-    )
-    return f"{needed}{f' at {line}' if line else ''}"
-
-
-class FullBatchError(LossError):
-    """A step cannot compute the loss in parts, and could if XLA placed the collectives. Users see a
-    `LossError`.
-    """
-
-
-def check_reading(
-    reading: Reading, parts: Parts, source: str, rows: int, *, alone: bool, by_layer: bool
-) -> None:
-    """Check that a step that sees rows in parts can compute the loss of the batch.
-
-    Args:
-      alone: whether workers have weights of their own.
-      by_layer: whether the layout computes layers in a way of its own, each worker with its rows.
-
-    Raises:
-      LossError: it cannot. The fix is the smallest change with which it can; a `FullBatchError` if
-        that is to let XLA see all rows.
-    """
-    why = _refusal(reading, parts, alone, by_layer)
-    if not why:
-        return
-    changes = {
-        option("accumulate", 1): {"microbatches": 1},
-        '[pipeline] schedule = "gpipe"': {"ticks": False},
-        BY_COMPILER: {"workers": 1, "simulated": 1},
-    }
-    sets = [
-        chosen
-        for count in range(1, len(changes) + 1)
-        for chosen in itertools.combinations(changes, count)
-    ]
-
-    def mends(chosen: tuple[str, ...]) -> bool:
-        changed = dataclasses.replace(
-            parts, **{key: value for name in chosen for key, value in changes[name].items()}
-        )
-        manual = changed.workers * changed.simulated > 1
-        return changed != parts and not (
-            changed.several and _refusal(reading, changed, alone and manual, by_layer and manual)
-        )
-
-    smallest = next(chosen for chosen in sets if mends(chosen))
-    fix = " and ".join(smallest)
-    in_turn = (
-        ", one after the other"
-        if parts.of_position and not reading.problem and not parts.ticks
-        else ""
-    )
-    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{in_turn}"
-    if why == STATISTICS:
-        raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
-    ways = (
-        "one value per row that depends on no other row. Where the loss of a part is what you "
-        "want: loss=spmd.losses.of_parts(loss)."
-    )
-    because = f": {reading.problem}" if reading.problem and not reading.backward else "."
-    if reading.backward:
-        ways = (
-            "a function whose backward pass is a multiple of the gradient that it is given; "
-            "loss=spmd.losses.of_parts(loss), if that"
-        )
-        fix = f"{fix}; or {ways} of a part of the batch is what you want."
-    elif reading.metrics:
-        name = reading.metrics[0]
-        evaluated = (
-            f'an evaluation of it, fit(metrics={{"{name}": ...}}, eval_data=...), in place of '
-            "returning it with the loss."
-        )
-        fix = (
-            f"{fix}; or a metric that returns (sum, count), both summed over the rows it is given, "
-            f"or one value per row; or {evaluated}"
-        )
-    else:
-        fix = (
-            f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, "
-            f"or {ways}"
-        )
-    raise (FullBatchError if smallest == (BY_COMPILER,) else LossError)(
-        f"{why}, and {seen}{because}", fix=fix
-    )
-
-
-def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str:
-    """Return why a step that sees rows in these parts cannot compute the loss of the batch; "" if
-    it can.
-    """
-    if reading.mean:
-        return ""
-    if reading.backward:
-        return (
-            f"the loss calls {reading.backward} that is not linear, which needs the gradient of "
-            "the full batch"
-        )
-    if reading.problem:
-        return "the loss is not known to be a mean over rows"
-    if parts.ticks:
-        return "the loss is not a mean over rows"
-    if parts.of_position and reading.trained:
-        what = "the weights" if reading.weights else "random numbers that each part has anew"
-        return (
-            f"{reading.subject} joins rows with {describe(reading.weights or reading.trained[0])}, "
-            f"which depends on {what}"
-        )
-    nested = next((share for share in reading.shares if share.nested), None)
-    if parts.of_position and nested is not None:
-        return f"{reading.subject} joins rows with {describe(nested)}, in a loop or a branch"
-    if alone and reading.trained:
-        return (
-            f"{reading.subject} joins rows with {describe(reading.trained[0])}, workers have "
-            "weights of their own"
-        )
-    if parts.of_position and reading.averages:
-        return "the loss joins rows, a module such as BatchNorm averages over the rows of each part"
-    if by_layer and not reading.row_wise:
-        return "layers join rows, or use their number, and are computed one by one"
-    if parts.of_position and not reading.statistics:
-        return STATISTICS
-    return ""
-
-
-def check_pipelined(reading: Reading, source: str) -> None:
-    """Check that layers of a pipeline, which sees rows in microbatches, do not join them, and need
-    no gradient of all of them.
-
-    Raises:
-      LossError: they do.
-    """
-    if reading.backward:
-        why = (
-            f"the loss calls {reading.backward} that is not linear, and the [pipeline] of {source} "
-            "splits its gradient into microbatches."
-        )
-        raise LossError(
-            why,
-            fix="a function whose backward pass is a multiple of the gradient that it is given; or "
-            "a layout without [pipeline].",
-        )
-    if reading.joining is not None:
-        at = describe(reading.joining).removeprefix("layers")
-        why = (
-            f"layers join rows, or use their number{at}, and the [pipeline] of {source} computes "
-            "them on microbatches of its own."
-        )
-        raise LossError(
-            why,
-            fix="layers that compute each row alone; or a layout without [pipeline], such as fsdp.",
-        )
 
 
 def read_objective(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.lax import GatherScatterMode
 
 from spmd.train.batch_rows.kinds import (
     Fixed,
@@ -19,9 +18,12 @@ from spmd.train.batch_rows.kinds import (
     Sizes,
     Summed,
     joined,
+    resized_dims,
     total,
     with_power,
 )
+from spmd.train.batch_rows.lookups import look_up
+from spmd.train.batch_rows.random_numbers import along_keys, draw, split_key
 from spmd.train.batch_rows.scatters import scatter
 
 # what workers can find together
@@ -136,18 +138,14 @@ def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if name == "reduce_sum" and isinstance(value, Fixed):
         grown = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]]
         return with_power(
-            found, total(value.power, *grown) if value.uniform.issuperset(_sized(a, b)) else None
+            found,
+            total(value.power, *grown) if value.uniform.issuperset(resized_dims(a, b)) else None,
         )
     keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (
         value.power == 0 and name not in ("reduce_prod", "reduce_xor")
     )
-    same = not isinstance(value, Fixed) or value.uniform.issuperset(_sized(a, b))
+    same = not isinstance(value, Fixed) or value.uniform.issuperset(resized_dims(a, b))
     return with_power(found, value.power if keeps and same else None)
-
-
-def _sized(a: Sequence[int], b: Sequence[int]) -> set[int]:
-    """Dims whose size depends on the number of rows."""
-    return {dim for dim, (one, other) in enumerate(zip(a, b, strict=True)) if one != other}
 
 
 def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
@@ -165,7 +163,7 @@ def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind
         power = values[0].power if len({value.power for value in values}) == 1 else None
         return PerRow(*next(iter(rows)), power)
     single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
-    sized = _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
+    sized = resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
     numbers = {
         value.number for value in values if isinstance(value, Fixed) and value.columns is None
     } & sized
@@ -300,7 +298,7 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
         kept = dataclasses.replace(kept, zero=False)
     if isinstance(kept, Summed):
         return kept if one.primitive.name == "slice" else None
-    moved = _sized(one.params.get("start_indices", ()), other.params.get("start_indices", ()))
+    moved = resized_dims(one.params.get("start_indices", ()), other.params.get("start_indices", ()))
     if isinstance(kept, PerRow) and one.primitive.name == "slice" and kept.dim in touched:
         ends = [
             (one.params[key][kept.dim], other.params[key][kept.dim])
@@ -315,7 +313,7 @@ def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | No
     if (
         moved
         or any(value.power != 0 for value in values[1:])
-        or _sized(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept)
+        or resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept)
     ):
         kept = with_power(kept, None)
     if isinstance(kept, PerRow):
@@ -450,165 +448,10 @@ def _stack(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | Non
     return found
 
 
-def _gather(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """A look-up in a table, of entire rows of data, or for each row in its own."""
-    del sizes
-    numbers, (table, index) = one.params["dimension_numbers"], values
-    out, taken, shape = (
-        one.outvars[0].aval.ndim,
-        one.params["slice_sizes"],
-        one.invars[0].aval.shape,
-    )
-    # those of the index, in order
-    looked = [dim for dim in range(out) if dim not in numbers.offset_dims]
-    if isinstance(table, Summed) or isinstance(index, Summed):
-        return None
-    power = 0 if all(value.power == 0 for value in values) else None
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    offsets = dict(
-        zip([dim for dim in range(len(shape)) if dim not in gone], numbers.offset_dims, strict=True)
-    )
-    if isinstance(table, Fixed):
-        if shape != other.invars[0].aval.shape:
-            return None  # what lies outside depends on it
-        paired = set(numbers.start_indices_batching_dims)
-        if isinstance(index, PerRow):
-            return (
-                None
-                if index.dim in paired or index.dim == len(looked)
-                else PerRow(looked[index.dim], index.inner, power)
-            )
-        same = {
-            looked[dim]
-            for dim in index.uniform
-            if isinstance(index, Fixed) and dim < len(looked) and dim not in paired
-        }
-        return Fixed(
-            frozenset(same | {offsets[dim] for dim in table.uniform if dim in offsets}), power
-        )
-    if numbers_row(one, values) is not None:
-        return PerRow(looked[rows_of_index(index)], table.inner, total(table.power, index.power))
-    if table.dim in numbers.operand_batching_dims:
-        partner = numbers.start_indices_batching_dims[
-            list(numbers.operand_batching_dims).index(table.dim)
-        ]
-        if isinstance(index, PerRow):
-            return (
-                PerRow(looked[partner], table.inner, power)
-                if (index.dim, index.inner) == (partner, table.inner)
-                else None
-            )
-        return PerRow(looked[partner], table.inner, power if partner in index.uniform else None)
-    few = (
-        2 * math.prod(one.outvars[0].aval.shape) <= math.prod(shape)
-        and one.outvars[0].aval.dtype != np.bool_
-    )
-    if few and table.dim in numbers.collapsed_slice_dims and isinstance(index, Fixed):
-        return Summed(None)  # workers look up what is in their rows
-    full = table.dim in offsets and taken[table.dim] == shape[table.dim]
-    return (
-        PerRow(offsets[table.dim], table.inner, power)
-        if full and isinstance(index, Fixed)
-        else None
-    )
-
-
-def numbers_row(one: Any, values: list[Any]) -> int | None:
-    """The column of the index of a look-up with which each row looks into itself; None if there is
-    none.
-    """
-    numbers, (table, index) = one.params["dimension_numbers"], values
-    mode = one.params["mode"]
-    if (
-        not isinstance(table, PerRow)
-        or table.inner != 1
-        or mode != GatherScatterMode.PROMISE_IN_BOUNDS
-        or table.dim not in numbers.collapsed_slice_dims
-    ):
-        return None
-    if one.invars[0].aval.shape[table.dim] != one.invars[1].aval.shape[rows_of_index(index)]:
-        return None
-    column = list(numbers.start_index_map).index(table.dim)
-    return column if column in (index.columns or ()) and getattr(index, "inner", 1) == 1 else None
-
-
-def rows_of_index(index: Any) -> int:
-    """The dim of an index along which the rows are, or their numbers."""
-    return index.dim if isinstance(index, PerRow) else index.number or 0
-
-
 def _iota(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
     del sizes, other, values
     along = one.params["dimension"]
     return Fixed(frozenset(range(len(one.params["shape"]))) - {along}, number=along)
-
-
-def _bits(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Draws of one key are those of the rows, on whichever worker they are (`spmd.rng`); so are
-    draws of a key for each row.
-    """
-    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
-    if isinstance(key, PerRow):
-        return key
-    # each key of an array of keys, such as one for each time step, draws the dims after those of
-    # the array
-    dim = one.invars[0].aval.ndim
-    own = isinstance(key, Fixed) and key.key
-    if not isinstance(key, Fixed):
-        return None
-    if (
-        len(a) > dim
-        and a[dim] % sizes.rows == 0
-        and sizes.growth(a[dim], b[dim]) == 1
-        and _sized(a, b) == {dim}
-    ):
-        return PerRow(dim, a[dim] // sizes.rows, 0 if own and key.power == 0 else None)
-    return Fixed(
-        power=None if key.power != 0 or a != b or (own and _taken_for_rows(sizes, b[dim:])) else 0
-    )
-
-
-def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return whether a draw for all rows has as many entries as a worker has rows, so that
-    `spmd.rng` takes it for its rows.
-    """
-    return bool(shape) and shape[0] % sizes.others == 0
-
-
-def _split_key(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """As many keys as there are rows are a key for each."""
-    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
-    if isinstance(key, PerRow):
-        return with_power(key, None)
-    if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
-        return None
-    if a[0] % sizes.rows == 0 and _sized(a, b) == {0}:
-        return PerRow(0, a[0] // sizes.rows, None)
-    return Fixed(
-        power=None if key.power != 0 or a != b or (key.key and _taken_for_rows(sizes, b)) else 0,
-        key=key.key,
-    )
-
-
-def _along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """A function of each key of an array of them."""
-    found = values[0]
-    for value in values[1:]:
-        found = joined(found, value) if found is not None else None
-    if isinstance(found, PerRow):
-        aval = one.outvars[0].aval
-        return (
-            with_power(found, None)
-            if found.dim < aval.ndim - (one.primitive.name == "random_unwrap")
-            else None
-        )
-    if isinstance(found, Fixed):
-        key = any(isinstance(value, Fixed) and value.key for value in values)
-        return Fixed(
-            power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None,
-            key=key,
-        )
-    return None
 
 
 RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
@@ -618,16 +461,14 @@ RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
     "transpose": _transpose,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "gather": _gather,
+    "gather": look_up,
     **dict.fromkeys(
         ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), scatter
     ),
     "iota": _iota,
-    "random_bits": _bits,
-    "random_split": _split_key,
-    **dict.fromkeys(
-        ("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), _along_keys
-    ),
+    "random_bits": draw,
+    "random_split": split_key,
+    **dict.fromkeys(("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), along_keys),
     "psum": _psum,
     "stack": _stack,
     "dynamic_update_slice": _update,

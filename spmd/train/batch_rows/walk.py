@@ -15,14 +15,14 @@ that calls the loss on its own rows gets the right value.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from spmd.jaxpr import scanned
+from spmd.jaxpr.derivatives import both_passes, differentiated
+from spmd.jaxpr.inner_programs import CUSTOM, branches_of, called_program, is_closed, scan_of
+from spmd.jaxpr.interpreter import Interpreter
 from spmd.nn import scoring
 from spmd.nn.moe import ROUTES
 from spmd.nn.parallel_context import LAYERS
@@ -40,13 +40,12 @@ from spmd.train.batch_rows.kinds import (
     stacked,
     with_power,
 )
+from spmd.train.batch_rows.pairs import PairedEquation, PairedProgram, Unreadable
 from spmd.train.batch_rows.rules import OVER_ROWS, RULES
+from spmd.xla import defined_in, is_of_jax, printed
 
 # of a captured array that is not one and the same object in both traces, to be compared by value
 MOST_ELEMENTS = 4096
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-OWN_GRADIENT = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-JAX = str(Path(jax.__file__).parent)
 KEY_BYTES = 8
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
@@ -60,9 +59,7 @@ SIZED = (
     "sharding",
     "out_sharding",
 )  # the results' shapes determine these
-NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 ROUNDS = 6  # of a loop, until the kinds that it carries stay
-INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 class Held(NamedTuple):
@@ -100,7 +97,7 @@ class Shared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk(Sizes):
+class Walk(Sizes, Interpreter[Held]):
     """Two traces of one function, side by side.
 
     `shares`: takes what workers share. `forward_only`: nothing is differentiated.
@@ -109,39 +106,15 @@ class Walk(Sizes):
     shares: list[Shared] = dataclasses.field(default_factory=list, compare=False)
     forward_only: bool = False
 
-    # jaxprs ---------------------------------------------------------------------------------------
+    # programs -------------------------------------------------------------------------------------
 
-    def jaxpr(
-        self, first: Any, second: Any, given: Sequence[Held], consts: Sequence[Held]
-    ) -> list[Held]:
-        """Return the outputs of a jaxpr for these inputs."""
-        names = [[equation.primitive.name for equation in jaxpr.eqns] for jaxpr in (first, second)]
-        if names[0] != names[1]:
-            raise Unreadable("it does something else on few rows than on many")
-        seen: dict[Any, Held] = dict(
-            zip([*first.constvars, *first.invars], [*consts, *given], strict=True)
-        )
+    def closed(self, first: Any, second: Any, inputs: Sequence[Held]) -> list[Held]:
+        """Return the outputs of a program in two traces for these inputs."""
+        return self.outputs(PairedProgram(first, second), inputs)
 
-        def read(one: Any, other: Any) -> Held:
-            return self.constant(one.val, other.val) if hasattr(one, "val") else seen[one]
-
-        for one, other in zip(first.eqns, second.eqns, strict=True):
-            values = [read(a, b) for a, b in zip(one.invars, other.invars, strict=True)]
-            seen.update(zip(one.outvars, self.equation(one, other, values), strict=True))
-        return [read(a, b) for a, b in zip(first.outvars, second.outvars, strict=True)]
-
-    def closed(self, first: Any, second: Any, given: Sequence[Held]) -> list[Held]:
-        """Return the outputs of a closed jaxpr, or of one without constants."""
-        if not hasattr(first, "consts"):
-            return self.jaxpr(first, second, given, [])
-        if len(first.consts) != len(second.consts):
-            raise Unreadable("it captures other arrays on few rows than on many")
-        consts = [self.constant(a, b) for a, b in zip(first.consts, second.consts, strict=True)]
-        return self.jaxpr(first.jaxpr, second.jaxpr, given, consts)
-
-    def constant(self, first: Any, second: Any) -> Held:
-        """Return a captured array, or a literal, of the full batch."""
-        return Held(self.kind_of_constant(first, second), array=first)
+    def constant(self, value: tuple[Any, Any]) -> Held:
+        """Return a captured array, or a literal, of the full batch; `value`: in both traces."""
+        return Held(self.kind_of_constant(*value), array=value[0])
 
     def kind_of_constant(self, first: Any, second: Any) -> Kind:
         """Return the kind of a constant, from its values in the two traces."""
@@ -177,35 +150,39 @@ class Walk(Sizes):
 
     # equations ------------------------------------------------------------------------------------
 
-    def equation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def equation(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of an equation."""
-        name = one.primitive.name
         # jax 0.10.2: `jnp.where` with a number, of a batch that was traced without the mesh of the
         # step
-        if name == "reshard":
-            return values
-        if name == "scan":
-            return self.scan(one, other, values)
-        if name == "cond":
-            return self.cond(one, other, values)
-        if (
-            name in CALLS
-            and one.params.get("name") == ROUTES
-            and isinstance(values[0].kind, PerRow)
-        ):
-            return self.routed(one, other, values)
-        if name in CALLS and one.params.get("name") == LAYERS:
-            self.check_layers(one, other, values)
-        if name in CALLS:
-            return self.call(one, other, values)
-        if name in OWN_GRADIENT and self.forward_only:
-            return self.call(one, other, values)
-        if name == "custom_jvp_call" and defined_in(one).startswith(JAX):
-            return self.of_jax(one, other, values)
-        return self.operation(one, other, values)
+        if equation.primitive.name == "reshard":
+            return inputs
+        return super().equation(equation, inputs)
 
-    def operation(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of an equation that has no rule of its own here."""
+    def call(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
+        """Return the outputs of a function that is called once."""
+        name = equation.params.get("name")
+        if name == ROUTES and isinstance(inputs[0].kind, PerRow):
+            return self.routed(equation, inputs)
+        if name == LAYERS:
+            self.check_layers(equation, inputs)
+        return self.called(equation, inputs)
+
+    def called(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
+        """Return the outputs of the program that an equation runs once."""
+        one, other = map(called_program, equation)
+        return self.closed(one, other, inputs)
+
+    def custom(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
+        """Return the outputs of a function with a derivative of its own."""
+        if self.forward_only:
+            return self.called(equation, inputs)
+        if equation.primitive.name == "custom_jvp_call" and is_of_jax(equation.one):
+            return self.of_jax(equation, inputs)
+        return self.operation(equation, inputs)
+
+    def operation(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
+        """Return the outputs of an equation that runs no program of JAX's, or as if it ran none."""
+        (one, other), values = equation, inputs
         results = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
         variables = list(zip(one.invars, other.invars, strict=True))
         for kinds in self.attempts(one, values):
@@ -260,7 +237,7 @@ class Walk(Sizes):
             return values
         if all(isinstance(value, Fixed) for value in values):
             return self.without_rows(one, other, values)
-        if name not in OWN_GRADIENT:
+        if name not in CUSTOM:
             return self.by_rule(one, other, values)
         random = any(
             var.aval.dtype == np.uint32
@@ -338,9 +315,9 @@ class Walk(Sizes):
         so are they.
         """
         # two traces of it have other functions for its derivative
-        if one.primitive.name in OWN_GRADIENT:
+        if one.primitive.name in CUSTOM:
             reader = Walk(self.rows, self.others, forward_only=True)
-            found = reader.call(one, other, [Held(kind) for kind in values])
+            found = reader.called(PairedEquation(one, other), [Held(kind) for kind in values])
             return [
                 Fixed(power=None)
                 if reader.shares or not isinstance(held.kind, Fixed)
@@ -371,82 +348,74 @@ class Walk(Sizes):
         """
 
         def same(a: Any, b: Any) -> bool:
-            return a is b or str(a) == str(b)
+            return a is b or printed(a) == printed(b)
 
         def consts(params: Mapping[str, Any]) -> list[Any]:
-            return [
-                c
-                for p in jax.tree.leaves([*params.values()], is_leaf=_closed)
-                if _closed(p)
-                for c in p.consts
-            ]
+            programs = filter(is_closed, jax.tree.leaves([*params.values()], is_leaf=is_closed))
+            return [constant for program in programs for constant in program.consts]
 
         pairs = zip(consts(first), consts(second), strict=False)
         return all(same(first[key], second.get(key)) for key in first if key not in SIZED) and all(
             kind.power == 0 for kind in (self.kind_of_constant(a, b) for a, b in pairs)
         )
 
-    def call(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
-        """Return the outputs of a function that is called once."""
-        return self.closed(_inner(one), _inner(other), values)
+    while_loop = operation
 
-    def check_layers(self, one: Any, other: Any, values: list[Held]) -> None:
+    def check_layers(self, equation: PairedEquation, inputs: list[Held]) -> None:
         """Record layers that a layout cannot compute row by row, on a worker's rows: not where they
         join rows, or use their number.
         """
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
-        found = reader.call(
-            one, other, [Held(with_power(value.kind, 0), value.trained) for value in values]
-        )
+        without_powers = [Held(with_power(value.kind, 0), value.trained) for value in inputs]
+        found = reader.called(equation, without_powers)
         rows = [held.kind for held in found if not isinstance(held.kind, Summed)]
         joins = any(share.how != "averages" for share in reader.shares) or any(
             kind.power != 0 for kind in rows
         )
         if joins or reader.shares or len(rows) < len(found):
-            self.shares.append(Shared("layers" if joins else "statistics", False, 0, one))
+            self.shares.append(Shared("layers" if joins else "statistics", False, 0, equation.one))
 
-    def routed(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, in which each worker routes its own tokens.
 
         They are the tokens, the number of tokens that chose each expert, and two means over tokens.
         """
-        tokens = values[0].kind
+        tokens = inputs[0].kind
         kinds = [tokens, Summed(0 if tokens.power == 0 else None), Summed(-1), Summed(-1)]
         return [Held(kind, True) for kind in kinds]
 
-    def of_jax(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def of_jax(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a function of JAX that has a derivative of its own, such as
         relu.
         """
-        if not any(isinstance(value.kind, PerRow) for value in values):
-            return self.operation(one, other, values)
-        return self.closed(_inner(one), _inner(other), values)
+        if not any(isinstance(value.kind, PerRow) for value in inputs):
+            return self.operation(equation, inputs)
+        return self.called(equation, inputs)
 
-    def scan(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def scan(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of a loop over another dim than the rows; the kinds that it carries
         are followed until they stay.
         """
-        consts, carried = scanned(one.params)
-        xs = values[consts + carried :]
+        (one, other), loop = equation, scan_of(equation)
+        fixed, carry, xs = loop.split(inputs)
         along_rows = any(isinstance(value.kind, PerRow) and value.kind.dim == 0 for value in xs)
         if one.params["length"] != other.params["length"] or along_rows:
-            return self.operation(one, other, values)
-        fixed, carry = values[:consts], values[consts : consts + carried]
+            return self.operation(equation, inputs)
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         entries = self.scan_entries(xs)
         kinds = [Held(value.kind, value.trained) for value in carry]
         for _ in range(ROUNDS):
             reader.shares.clear()
             found = reader.closed(
-                one.params["jaxpr"], other.params["jaxpr"], [*_bare(fixed), *kinds, *entries]
+                loop.program, scan_of(other).program, [*_bare(fixed), *kinds, *entries]
             )
-            after = [_both(a, b) for a, b in zip(kinds, found[:carried], strict=True)]
+            after = [_both(a, b) for a, b in zip(kinds, found[: loop.carried], strict=True)]
             if after == kinds:
                 break
             kinds = after
         else:
-            return self.operation(one, other, values)
-        return self.looped(one, other, values, kinds, found[carried:], reader.shares)
+            return self.operation(equation, inputs)
+        return self.looped(equation, inputs, kinds, found[loop.carried :], reader.shares)
 
     @staticmethod
     def scan_entries(xs: Sequence[Held]) -> list[Held]:
@@ -455,9 +424,8 @@ class Walk(Sizes):
 
     def looped(
         self,
-        one: Any,
-        other: Any,
-        values: list[Held],
+        equation: PairedEquation,
+        inputs: list[Held],
         carry: list[Held],
         ys: list[Held],
         shares: list[Shared],
@@ -466,14 +434,14 @@ class Walk(Sizes):
         self.shares.extend(share._replace(nested=True) for share in shares)
         return [*carry, *(Held(stacked(value.kind), value.trained) for value in ys)]
 
-    def cond(self, one: Any, other: Any, values: list[Held]) -> list[Held]:
+    def cond(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of branches; all workers choose the same one."""
-        index, *inputs = values
+        (one, other), (index, *arguments) = equation, inputs
         if not isinstance(index.kind, Fixed):
             index = self.converted(index, Fixed(power=None), one, (one.invars[0], other.invars[0]))
-        branches = list(zip(one.params["branches"], other.params["branches"], strict=True))
+        branches = list(zip(branches_of(one), branches_of(other), strict=True))
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
-        found = [reader.closed(a, b, _bare(inputs)) for a, b in branches]
+        found = [reader.closed(a, b, _bare(arguments)) for a, b in branches]
         self.shares.extend(share._replace(nested=True) for share in reader.shares)
         kinds = found[0]
         for results in found[1:]:
@@ -486,10 +454,10 @@ class Walk(Sizes):
             )
             for value in kinds
         ]
-        return self.chosen(one, other, index, inputs, kinds)
+        return self.chosen(equation, index, arguments, kinds)
 
     def chosen(
-        self, one: Any, other: Any, index: Held, inputs: list[Held], kinds: list[Held]
+        self, equation: PairedEquation, index: Held, arguments: list[Held], kinds: list[Held]
     ) -> list[Held]:
         """Return the outputs of branches that agree on these kinds."""
         return kinds
@@ -520,55 +488,6 @@ class Walk(Sizes):
         return [Held(kind, trained) for kind in kinds]
 
 
-class Unreadable(Exception):
-    """A loss of which two traces cannot be read side by side."""
-
-
-def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation for these arrays; their shapes may differ from those that
-    it was traced for.
-    """
-    inputs = [Var(var.aval) for var in equation.invars]
-    outputs = [Var(var.aval) for var in equation.outvars]
-    alone = equation.replace(invars=inputs, outvars=outputs)
-    jaxpr = NOTHING.replace(invars=inputs, outvars=outputs, eqns=[alone], effects=equation.effects)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays)
-
-
-def differentiated(equation: Any) -> list[int]:
-    """Return the numbers of the inputs by which a function with a derivative of its own has one:
-    not those that it captures.
-    """
-    captured = equation.params.get("num_consts", 0)
-    numbers = range(captured, len(equation.invars))
-    return [
-        number
-        for number in numbers
-        if jax.numpy.issubdtype(equation.invars[number].aval.dtype, np.floating)
-    ]
-
-
-def both_passes(equation: Any) -> ClosedJaxpr:
-    """Return the jaxpr of a function with a derivative of its own: from its inputs and the gradient
-    of its outputs to its outputs, and to the gradients of its `differentiated` inputs.
-    """
-    floats = differentiated(equation)
-
-    def passes(inputs: list[Any], cotangents: list[Any]) -> Any:
-        def forward(*chosen: Any) -> list[Any]:
-            given = dict(enumerate(inputs)) | dict(zip(floats, chosen, strict=True))
-            return evaluated(equation, [given[number] for number in range(len(inputs))])
-
-        results, backward = jax.vjp(forward, *(inputs[number] for number in floats))
-        return results, backward(cotangents)
-
-    shapes = [
-        [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in each]
-        for each in (equation.invars, equation.outvars)
-    ]
-    return jax.make_jaxpr(passes)(*shapes)
-
-
 def _bare(values: Sequence[Held]) -> list[Held]:
     """Return values without their arrays."""
     return [Held(value.kind, value.trained) for value in values]
@@ -580,15 +499,6 @@ def _both(a: Held, b: Held) -> Held:
     return Held(Fixed(power=None) if kind is None else kind, a.trained or b.trained)
 
 
-def _closed(value: Any) -> bool:
-    return hasattr(value, "consts") and hasattr(value, "jaxpr")
-
-
-def _inner(equation: Any) -> Any:
-    """Return the jaxpr that an equation calls."""
-    return next(equation.params[key] for key in INNER if hasattr(equation.params.get(key), "eqns"))
-
-
 def _bytes(aval: Any) -> int:
     """Return the size of an array; of keys, that of two words for each, also where `spmd.rng` keeps
     a third one beside them.
@@ -596,15 +506,6 @@ def _bytes(aval: Any) -> int:
     return aval.size * (
         KEY_BYTES if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
     )
-
-
-def defined_in(equation: Any) -> str:
-    """Return the file that defines a function with a derivative of its own, or a function on
-    shards.
-    """
-    inner = equation.params.get("call_jaxpr", equation.params.get("jaxpr"))
-    defined = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
-    return getattr(defined, "func_filename", None) or ""
 
 
 def _sum_over_tokens(values: Sequence[Kind]) -> Kind | None:
@@ -649,29 +550,3 @@ def read_loss(
     """
     walk = Walk(rows, others)
     return walk.closed(first, second, given), walk.shares
-
-
-def is_mean(found: Sequence[Kind], shape: tuple[int, ...]) -> bool:
-    """Return whether workers that call a loss on their own rows get the right mean, and so need to
-    share nothing.
-
-    Args:
-      found: the kinds of a loss: one value per row, a scalar, or (sum, count), which may be of each
-        row.
-      shape: of the first one.
-    """
-    if len(found) == 2 and not shape:
-        total, count = found
-        if isinstance(total, Fixed) and isinstance(count, Fixed):
-            return total.power is not None and total.power == count.power
-        if not isinstance(total, Summed) or total.power is None:
-            return False
-        return (isinstance(count, Summed) and count.power == total.power) or (
-            isinstance(count, Fixed) and count.power == total.power + 1
-        )
-    if shape:
-        return all(
-            isinstance(kind, PerRow) and (kind.dim, kind.inner, kind.power) == (0, 1, 0)
-            for kind in found
-        )
-    return found[0] == Summed(-1) or (isinstance(found[0], Fixed) and found[0].power == 0)
