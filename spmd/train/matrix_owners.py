@@ -20,15 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd.errors import LayoutError
 from spmd.jaxpr.inner_programs import inner_jaxprs, opened, with_programs
-from spmd.jaxpr.programs import closed_jaxprs, equations, inlined, is_literal, variables
-from spmd.layout.resolve import Placement, Resolved, spread
-from spmd.specs import Spec, entry_axes, make_entry, pspec, spec_axes
+from spmd.jaxpr.programs import equations, inlined, is_literal, variables
+from spmd.layout.resolve import Resolved
+from spmd.specs import pspec
 from spmd.train.matrix_regions import (
     DependentLayersError,
     Region,
@@ -37,14 +36,21 @@ from spmd.train.matrix_regions import (
     needs_matrix,
     of_one_layer,
 )
+from spmd.train.owned_matrices import (
+    Member,
+    border_spec,
+    local_update,
+    shaped_like,
+    slots_of,
+    way_size,
+    ways_of,
+)
 from spmd.tree import Tree, abstract, flatten, path_of
-from spmd.wire import collectives
-from spmd.xla import printed, shard_map
+from spmd.xla import shard_map
 
 ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
 # entries that batch dims have more: layers, those in each layer such as experts, both
 LARGER = (1,), (0, 1), (1, 1)
-Way = tuple[str, ...]  # mesh axes along which matrices are sent to their owners at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +212,9 @@ def _traced(run: Callable[..., Any], arguments: tuple[Tree, ...]) -> tuple[Any, 
     """A function's program, which can be run inside and outside of `jax.shard_map`, since its
     equations know no mesh; and its results.
     """
-    shapes = jax.tree.map(lambda x: _shaped(x, jnp.shape(x)), arguments)
+    shapes = jax.tree.map(lambda x: shaped_like(x, jnp.shape(x)), arguments)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.make_jaxpr(run, return_shape=True)(*shapes)
-
-
-def _shaped(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """An abstract array like another one, in another shape."""
-    kind = like if hasattr(like, "weak_type") else jax.typeof(like)
-    return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def _of_larger_batches(
@@ -233,11 +233,11 @@ def _of_larger_batches(
                 size + add
                 for size, add in zip(leaf.shape[: max(leaf.ndim - 2, 0)], more, strict=False)
             ]
-            return _shaped(leaf, (*batch, *leaf.shape[len(batch) :]))
+            return shaped_like(leaf, (*batch, *leaf.shape[len(batch) :]))
 
         grads, weights = jax.tree.map(larger, (updates, params))
         opt = jax.tree.map(
-            lambda leaf, other: _shaped(leaf, other.shape),
+            lambda leaf, other: shaped_like(leaf, other.shape),
             state,
             jax.eval_shape(optimizer.init, weights),
         )
@@ -249,70 +249,6 @@ def _of_larger_batches(
         found += [traced(LARGER[0])] if deepest > 2 else []
         found += [traced(more) for more in LARGER[1:]] if deepest > 3 else []
     return tuple(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Member:
-    """A region with the program of one matrix.
-
-    Attributes:
-      program: a jaxpr.
-      shape: of the matrix.
-      batch: sizes of the dims in front, layers and what each has several of, if each entry is a
-        matrix of its own.
-      stacked: for each input and output whether it has these dims.
-      slots: mesh axes that shard them.
-      ways: how matrices are sent to owners, one after the other.
-      specs: how inputs and outputs are sharded.
-    """
-
-    region: Region
-    program: Any
-    shape: tuple[int, ...]
-    batch: tuple[int, ...]
-    stacked: tuple[bool, ...]
-    slots: tuple[Way, ...]
-    ways: tuple[Way, ...]
-    specs: tuple[Spec, ...]
-
-    @property
-    def key(self) -> tuple:
-        """Equal for members of one group."""
-        return self.kind, tuple(
-            self.region.shared[x] for x in self.region.inputs if x in self.region.shared
-        )
-
-    @property
-    def kind(self) -> tuple:
-        """Equal for members of one group, and of groups that differ in shared inputs."""
-        constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        kind = self.region.level, printed(self.program), constants, len(self.batch)
-        return *kind, self.stacked, self.slots, self.ways, self.specs
-
-    @property
-    def batched(self) -> Callable[..., Any]:
-        """The program of a batch of matrices."""
-        dims = [None if x in self.region.shared else 0 for x in self.region.inputs]
-        return jax.vmap(jaxpr_as_fun(ClosedJaxpr(self.program, ())), in_axes=dims)
-
-    def can_be_batched(self) -> bool:
-        shapes = [
-            (() if x in self.region.shared else (1,), y.aval)
-            for x, y in zip(self.region.inputs, self.program.invars, strict=True)
-        ]
-        try:
-            jax.eval_shape(
-                self.batched, *[_shaped(kind, (*batch, *kind.shape)) for batch, kind in shapes]
-            )
-        except Exception:  # a primitive, such as a callback, may refuse batches in any way
-            return False
-        return True
-
-    def held(self, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-        """The batch of matrices that the devices of one position along `slots` have."""
-        return tuple(
-            size // _size(way, mesh) for size, way in zip(self.batch, self.slots, strict=True)
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +277,7 @@ class _Program:
             for x, path in zip(self.jaxpr.invars, self.owners, strict=True)
             if path is not None
         }
-        groups: dict[tuple, list[_Member]] = {}
+        groups: dict[tuple, list[Member]] = {}
         regions, owners = find_regions(found, owners, outputs)
         for region in regions:
             # an empty array has no shards to send
@@ -385,7 +321,7 @@ class _Program:
 
     def _member(
         self, region: Region, found: Sequence[Any], larger: Sequence[Sequence[Any]]
-    ) -> _Member:
+    ) -> Member:
         placement = self.resolved.placements[region.path]
         program, atoms, batch, stacked = (
             region.program(found, self.jaxpr),
@@ -419,8 +355,8 @@ class _Program:
         region = dataclasses.replace(
             region, shared={x: y for x, y in region.shared.items() if x not in layered}
         )
-        slots = _slots(placement, len(batch))
-        ways = _ways(placement, slots, self.mesh)
+        slots = slots_of(placement, len(batch))
+        ways = ways_of(placement, slots, self.mesh)
         specs = tuple(
             # of all layers
             border_spec(x.aval.shape, placement, self.mesh, batch=len(batch))
@@ -428,7 +364,7 @@ class _Program:
             else ()
             for x, on in zip(atoms, stacked, strict=True)
         )
-        return _Member(
+        return Member(
             region, program, placement.shape[len(batch) :], batch, stacked, slots, ways, specs
         )
 
@@ -445,7 +381,7 @@ class _Program:
         }
         return dataclasses.replace(region, **named).program(other, self.jaxpr), names
 
-    def _equation(self, members: list[_Member]) -> Any:
+    def _equation(self, members: list[Member]) -> Any:
         """One equation in place of regions."""
         first = members[0]
         own = [
@@ -464,7 +400,7 @@ class _Program:
             after = [
                 [pspec(spec)] * len(members) for spec in first.specs[len(first.region.inputs) :]
             ]
-            local = _local_update(first, own, [member.held(self.mesh) for member in members])
+            local = local_update(first, own, [member.held(self.mesh) for member in members])
             with jax.named_scope("matrix_owners"):
                 return shard_map(
                     local,
@@ -474,7 +410,7 @@ class _Program:
                     axis_names=self.mesh.axis_names,
                 )(arrays, shared)
 
-        shapes = jax.tree.map(lambda x: _shaped(x.aval, x.aval.shape), (arrays, shared))
+        shapes = jax.tree.map(lambda x: shaped_like(x.aval, x.aval.shape), (arrays, shared))
         [equation] = jax.make_jaxpr(jax.jit(update))(*shapes).eqns
         outputs = [
             member.region.outputs[number]
@@ -530,175 +466,9 @@ def _in_order(found: list[Any]) -> list[Any]:
     return [found[number] for number in graphlib.TopologicalSorter(needed).static_order()]
 
 
-def _group(members: list[_Member], mesh: Mesh | AbstractMesh) -> Group:
+def _group(members: list[Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
     paths = {member.region.path: math.prod(member.batch) for member in members}
-    places = math.prod(_size(way, mesh) for way in first.ways)
+    places = math.prod(way_size(way, mesh) for way in first.ways)
     most = -(-sum(math.prod(member.held(mesh)) for member in members) // places)
     return Group(first.shape, sum(paths.values()), most, paths, first.kind)
-
-
-# where a matrix goes ------------------------------------------------------------------------------
-
-
-def _slots(placement: Placement, batch: int) -> tuple[Way, ...]:
-    """The mesh axes that shard each of the first dims, as the layers of a stack."""
-    return tuple(map(entry_axes, (*placement.state_spec, *[None] * batch)[:batch]))
-
-
-def _ways(
-    placement: Placement, slots: tuple[Way, ...], mesh: Mesh | AbstractMesh
-) -> tuple[Way, ...]:
-    """The mesh axes along which the parameter's matrices are sent to owners: those that shard a dim
-    together, then all others.
-    """
-    sharded = map(entry_axes, placement.state_spec[len(slots) :])
-    used = spec_axes(placement.state_spec)
-    ways = (*sharded, *((axis,) for axis in mesh.axis_names if axis not in used))
-    return tuple(way for way in ways if _size(way, mesh) > 1)
-
-
-def _size(way: Way, mesh: Mesh | AbstractMesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in way)
-
-
-def border_spec(
-    shape: tuple[int, ...],
-    placement: Placement,
-    mesh: Mesh | AbstractMesh,
-    *,
-    batch: int | None = None,
-) -> Spec:
-    """How an array that belongs to a parameter is sharded outside of regions: as the parameter's
-    moments, or over as many devices as the sizes of its dims allow, if it has at least two.
-
-    `batch`: how many of the first dims are a batch of matrices, as the layers of a stack; None if
-    their sizes have to show it.
-    """
-    if shape == placement.shape:
-        return (*placement.state_spec, *[None] * (len(shape) - len(placement.state_spec)))
-    if batch is None:
-        most = min(len(placement.shape), len(shape), len(LARGER) + 1) - 2
-        batch = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda dim: shape[dim] == placement.shape[dim], range(most)
-            )
-        )
-    slots = _slots(placement, batch)
-    ways = {make_entry(way): _size(way, mesh) for way in _ways(placement, slots, mesh)}
-    inner = shape[batch:]
-    spec = spread(inner, ways) if len(inner) > 1 else (None,) * len(inner)
-    return (*map(make_entry, slots), *spec)
-
-
-def _local_update(
-    member: _Member, own: list[int], held: list[tuple[int, ...]]
-) -> Callable[..., Any]:
-    """Of one device: its shards of a group's arrays to matrices that it owns, their update, and
-    back to shards.
-
-    Args:
-      member: any of the group.
-      own: which inputs are arrays of each member.
-      held: the batch of matrices that each member has.
-    """
-    inputs, dims, counts = (
-        member.region.inputs,
-        len(member.batch),
-        [math.prod(batch) for batch in held],
-    )
-
-    def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
-        """[count, ...] of what one program takes, of a shard."""
-        if member.stacked[number]:
-            return shard.reshape(count, *[1] * dims, *shard.shape[dims:])
-        return jnp.broadcast_to(shard, (count, *shard.shape))
-
-    def shard_of(matrices: jax.Array, number: int, batch: tuple[int, ...]) -> jax.Array:
-        """The opposite."""
-        return (
-            matrices.reshape(*batch, *matrices.shape[1 + dims :])
-            if member.stacked[number]
-            else matrices[0]
-        )
-
-    def local(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
-        owned = []
-        for number, shards in zip(own, arrays, strict=True):
-            joined = jnp.concatenate(
-                [
-                    matrices_of(shard, number, count)
-                    for shard, count in zip(shards, counts, strict=True)
-                ]
-            )
-            owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
-        taken, others = iter(owned), iter(shared)
-        updated = member.batched(
-            *[next(others) if x in member.region.shared else next(taken) for x in inputs]
-        )
-        results = []
-        for number, matrices in enumerate(updated, len(inputs)):
-            shards = _from_owners(matrices, _inner_spec(member, number), member.ways)
-            each = [
-                shards[end - count : end]
-                for end, count in zip(itertools.accumulate(counts), counts, strict=True)
-            ]
-            results.append(
-                [
-                    shard_of(matrices, number, batch)
-                    for matrices, batch in zip(each, held, strict=True)
-                ]
-            )
-        return results
-
-    return local
-
-
-def _inner_spec(member: _Member, number: int) -> Spec:
-    """How one matrix of an input or output is sharded, as the program of one matrix has it."""
-    spec = member.specs[number]
-    dims = len(member.batch)
-    return (*[None] * dims, *spec[dims:]) if member.stacked[number] else spec
-
-
-def _steps(spec: Spec, ways: tuple[Way, ...]) -> Iterator[tuple[Way, int | None]]:
-    """Each way, with the dim of [matrices, ...] that it shards, or None."""
-    dims = {entry_axes(entry): dim for dim, entry in enumerate(spec, 1) if entry is not None}
-    return ((way, dims.get(way)) for way in ways)
-
-
-def _to_owners(shards: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """The matrices that this device owns, of its shards of all, [matrices, ...].
-
-    If there are fewer than devices, some are there twice: zeros might never converge.
-    """
-    places = math.prod(collectives.worker_count(way) for way in ways)
-    missing = -shards.shape[0] % places
-    if missing:
-        shards = jnp.concatenate(
-            [shards, *[shards] * (missing // shards.shape[0]), shards[: missing % shards.shape[0]]]
-        )
-    for way, dim in _steps(spec, ways):
-        size = collectives.worker_count(way)
-        if dim is None:
-            each = shards.shape[0] // size
-            shards = lax.dynamic_slice_in_dim(shards, collectives.worker_index(way) * each, each)
-            continue
-        rows = shards.reshape(size, -1, *shards.shape[1:])
-        rows = jnp.moveaxis(collectives.all_to_all(rows, way), 0, dim)
-        shards = rows.reshape(*rows.shape[:dim], size * rows.shape[dim + 1], *rows.shape[dim + 2 :])
-    return shards
-
-
-def _from_owners(matrices: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """The inverse of `_to_owners`."""
-    for way, dim in reversed(list(_steps(spec, ways))):
-        size = collectives.worker_count(way)
-        if dim is None:
-            matrices = collectives.all_gather(matrices, way, 0)
-            continue
-        parts = matrices.reshape(*matrices.shape[:dim], size, -1, *matrices.shape[dim + 1 :])
-        rows = collectives.all_to_all(jnp.moveaxis(parts, dim, 0), way)
-        matrices = rows.reshape(-1, *rows.shape[2:])
-    return matrices

@@ -19,7 +19,8 @@ from spmd.models.base import Model, Variables
 from spmd.specs import Spec, pspec
 from spmd.train.adapt_optimizer import adapt_optimizer
 from spmd.train.host_memory import HOST
-from spmd.train.matrix_owners import border_spec, param_within
+from spmd.train.matrix_owners import param_within
+from spmd.train.owned_matrices import border_spec
 from spmd.tree import Tree, describe, flatten, path_of
 
 # from a key and the parameters to what the exchange remembers at step 0

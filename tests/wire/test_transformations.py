@@ -336,7 +336,7 @@ def test_zero1_takes_an_optimizer_that_rounds_each_element():
         return np.mean(np.concatenate([np.ravel(one[path] != other[path]) for path in one]))
 
     # a gradient summed in another order differs by about 1e-7 of itself, and so is rounded to
-    # another bfloat16, which are 2**-8 apart, once in some 10,000 times
+    # another bfloat16 (steps of 2**-8 of itself) once in some 10,000 times
     assert differing(ours, plain) < 0.01 < 0.5 < differing(ours, unrounded)
 
 
