@@ -23,9 +23,9 @@ from spmd.sync.gradient_sync import TOTAL, GradientSync
 from spmd.sync.mesh_axes import constrain
 from spmd.tree import Tree, flatten, format_bytes, map_paths
 from spmd.wire.codec.exact import EXACT
+from spmd.wire.gathering import Gathering
 from spmd.wire.reduction import RESIDUAL, Memory, Transfer
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.sharded import Gathering
 
 # `gather = "auto"` gathers one by one blocks of this size; or, where devices do not say how much
 # memory they have, stacks and blocks that have as much in all. Evidence:

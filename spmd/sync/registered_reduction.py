@@ -18,7 +18,7 @@ from spmd.sync.mesh_axes import MeshAxes
 from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.codec import make_codec
 from spmd.wire.reduction_registry import Reduction
-from spmd.wire.transformations import specs
+from spmd.wire.states import specs
 from spmd.xla import shard_map
 
 

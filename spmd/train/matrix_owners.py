@@ -269,45 +269,39 @@ class _Program:
 
     def rewritten(self) -> Any:
         """The jaxpr with one equation in place of the regions of a group."""
-        found, outputs = inlined(self.jaxpr, ALL)
+        equations, outputs = inlined(self.jaxpr, ALL)
         larger = [inlined(jaxpr, ALL)[0] for jaxpr in self.larger]
-        larger = list(itertools.takewhile(functools.partial(_compares, found), larger))
-        owners = {
-            x: path
-            for x, path in zip(self.jaxpr.invars, self.owners, strict=True)
-            if path is not None
-        }
+        larger = list(itertools.takewhile(functools.partial(_correspond, equations), larger))
+        inputs = zip(self.jaxpr.invars, self.owners, strict=True)
+        owners = {variable: path for variable, path in inputs if path is not None}
         groups: dict[tuple, list[Member]] = {}
-        regions, owners = find_regions(found, owners, outputs)
+        regions, owners = find_regions(equations, owners, outputs)
         for region in regions:
             # an empty array has no shards to send
             if all(x.aval.size for x in (*region.inputs, *region.outputs)):
-                member = self._member(region, found, larger)
+                member = self._member(region, equations, larger)
                 groups.setdefault(member.key, []).append(member)
-        groups = {key: members for key, members in groups.items() if members[0].can_be_batched()}
-        inside = {
-            place
-            for members in groups.values()
-            for member in members
-            for place in member.region.equations
-        }
-        kept = [
-            self._branches(place, found, larger, owners)
-            for place in range(len(found))
-            if place not in inside
-        ]
-        replaced = _in_order([*kept, *(self._equation(members) for members in groups.values())])
-        return self.jaxpr.replace(eqns=replaced, outvars=outputs)
+        by_owners, replaced = [], set[int]()
+        for members in groups.values():
+            if members[0].can_be_batched():
+                by_owners.append(self._equation(members))
+                for member in members:
+                    replaced.update(member.region.equations)
+        others = [place for place in range(len(equations)) if place not in replaced]
+        unchanged = [self._branches(place, equations, larger, owners) for place in others]
+        return self.jaxpr.replace(eqns=_in_order([*unchanged, *by_owners]), outvars=outputs)
 
     def _branches(
         self,
         place: int,
-        found: Sequence[Any],
+        equations: Sequence[Any],
         larger: Sequence[Sequence[Any]],
         owners: Mapping[Any, str],
     ) -> Any:
-        """An equation; the branches of a conditional, as `optax.MultiSteps` has, are rewritten."""
-        equation = found[place]
+        """Return an equation; the branches of a conditional, as `optax.MultiSteps` has, are
+        rewritten.
+        """
+        equation = equations[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
             return equation
         paths = [None if is_literal(x) else owners.get(x) for x in equation.invars[1:]]
@@ -320,115 +314,137 @@ class _Program:
         return with_programs(equation, rewritten, *(other[place] for other in larger))
 
     def _member(
-        self, region: Region, found: Sequence[Any], larger: Sequence[Sequence[Any]]
+        self, region: Region, equations: Sequence[Any], larger: Sequence[Sequence[Any]]
     ) -> Member:
+        """Return a region with the program of one matrix.
+
+        Args:
+          equations: of the program.
+          larger: those of larger batches.
+        """
         placement = self.resolved.placements[region.path]
-        program, atoms, batch, stacked = (
-            region.program(found, self.jaxpr),
-            (*region.inputs, *region.outputs),
-            (),
-            None,
-        )
-        others = [self._larger(region, found, other) for other in larger]
-        if others and len(placement.shape) > 2:
-            try:
-                batch = placement.shape[:1]
-                program, stacked = (
-                    of_one_layer(program, others[0][0], *batch),
-                    _batched(atoms, others[0][1], 0, *batch),
-                )
-                if len(others) == len(LARGER) and len(placement.shape) > 3:
-                    with contextlib.suppress(DependentLayersError):  # then each layer is one matrix
-                        (_, _), (wider, names), (both, _) = others
-                        if _batched(atoms, names, 1, placement.shape[1]) == stacked:
-                            program = of_one_layer(
-                                program, of_one_layer(wider, both, *batch), placement.shape[1]
-                            )
-                            batch = placement.shape[:2]
-            except DependentLayersError:
-                if region.without_sums is not None:  # which may be over all layers
-                    return self._member(region.without_sums, found, larger)
-                batch = ()
-        if stacked is None or not any(stacked):
-            program, batch, stacked = region.program(found, self.jaxpr), (), (False,) * len(atoms)
-        layered = {x for x, on in zip(atoms, stacked, strict=True) if on}
-        region = dataclasses.replace(
-            region, shared={x: y for x, y in region.shared.items() if x not in layered}
-        )
+        try:
+            program, batch, stacked = self._of_one_matrix(region, equations, larger)
+        except DependentLayersError:
+            if region.without_sums is not None:  # which may be over all layers
+                return self._member(region.without_sums, equations, larger)
+            program, batch, stacked = self._as_one_matrix(region, equations)
+        atoms = (*region.inputs, *region.outputs)
+        layered = {atom for atom, is_stacked in zip(atoms, stacked, strict=True) if is_stacked}
+        shared = {x: first for x, first in region.shared.items() if x not in layered}
         slots = slots_of(placement, len(batch))
-        ways = ways_of(placement, slots, self.mesh)
-        specs = tuple(
-            # of all layers
-            border_spec(x.aval.shape, placement, self.mesh, batch=len(batch))
-            if on or not batch
-            else ()
-            for x, on in zip(atoms, stacked, strict=True)
-        )
+        specs = []
+        for atom, is_stacked in zip(atoms, stacked, strict=True):
+            if is_stacked or not batch:
+                shape = atom.aval.shape
+                specs.append(border_spec(shape, placement, self.mesh, batch=len(batch)))
+            else:  # an array that all layers share
+                specs.append(())
         return Member(
-            region, program, placement.shape[len(batch) :], batch, stacked, slots, ways, specs
+            region=dataclasses.replace(region, shared=shared),
+            program=program,
+            shape=placement.shape[len(batch) :],
+            batch=batch,
+            stacked=stacked,
+            slots=slots,
+            ways=ways_of(placement, slots, self.mesh),
+            specs=tuple(specs),
         )
+
+    def _of_one_matrix(
+        self, region: Region, equations: Sequence[Any], larger: Sequence[Sequence[Any]]
+    ) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
+        """Return the program of one matrix of a region, the batch of matrices, and which inputs and
+        outputs have it; of as many batch dims as are computed independently of each other.
+
+        Raises:
+          DependentLayersError: what is computed of a layer depends on others.
+        """
+        shape, atoms = (
+            self.resolved.placements[region.path].shape,
+            (*region.inputs, *region.outputs),
+        )
+        others = [self._larger(region, equations, other) for other in larger]
+        if not others or len(shape) < 3:
+            return self._as_one_matrix(region, equations)
+        layers = shape[0]
+        program = of_one_layer(region.program(equations, self.jaxpr), others[0][0], layers)
+        batched = _batched(atoms, others[0][1], 0, layers)
+        if not any(batched):
+            return self._as_one_matrix(region, equations)
+        if len(others) == len(LARGER) and len(shape) > 3:
+            _, (wider, names), (both, _) = others
+            with contextlib.suppress(DependentLayersError):  # then each layer is one matrix
+                if _batched(atoms, names, 1, shape[1]) == batched:
+                    of_layer = of_one_layer(wider, both, layers)
+                    return of_one_layer(program, of_layer, shape[1]), shape[:2], batched
+        return program, shape[:1], batched
+
+    def _as_one_matrix(
+        self, region: Region, equations: Sequence[Any]
+    ) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
+        """Return the program of a region as `_of_one_matrix` does, with no batch."""
+        count = len(region.inputs) + len(region.outputs)
+        return region.program(equations, self.jaxpr), (), (False,) * count
 
     def _larger(
-        self, region: Region, found: Sequence[Any], other: Sequence[Any]
+        self, region: Region, equations: Sequence[Any], other: Sequence[Any]
     ) -> tuple[Any, dict[Any, Any]]:
-        """The program of a region in that of larger batches, and its variables there by those
-        here.
+        """Return the program of a region in that of larger batches, and its variables there by
+        those here.
         """
-        pairs = [pair for place in region.places for pair in _paired(found[place], other[place])]
-        names = {x: y for x, y in pairs if not hasattr(x, "val")}
-        named = {
-            kind: tuple(names[x] for x in getattr(region, kind)) for kind in ("inputs", "outputs")
-        }
-        return dataclasses.replace(region, **named).program(other, self.jaxpr), names
+        names = {}
+        for place in region.places:
+            for atom, twin in _paired(equations[place], other[place]):
+                if not is_literal(atom):
+                    names[atom] = twin
+        inputs = tuple(names[variable] for variable in region.inputs)
+        outputs = tuple(names[variable] for variable in region.outputs)
+        of_larger = dataclasses.replace(region, inputs=inputs, outputs=outputs)
+        return of_larger.program(other, self.jaxpr), names
 
     def _equation(self, members: list[Member]) -> Any:
-        """One equation in place of regions."""
+        """Return one equation in place of the regions of a group."""
         first = members[0]
-        own = [
-            number for number, x in enumerate(first.region.inputs) if x not in first.region.shared
-        ]
-        shared = [first.region.shared[x] for x in first.region.inputs if x in first.region.shared]
-        arrays = [[member.region.inputs[number] for member in members] for number in own]
+        region = first.region
+        arrays_of_each = [n for n, x in enumerate(region.inputs) if x not in region.shared]
+        shared = [region.shared[x] for x in region.inputs if x in region.shared]
+        arrays = []
+        for number in arrays_of_each:
+            arrays.append([member.region.inputs[number] for member in members])
         if self.groups is not None:
             self.groups.append(_group(members, self.mesh))
+        batches = [member.local_batch(self.mesh) for member in members]
+        out_specs = [pspec(spec) for spec in first.specs[len(region.inputs) :]]
+        array_specs = [[pspec(first.specs[n])] * len(members) for n in arrays_of_each]
 
         def update(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
-            specs = (
-                [[pspec(first.specs[number])] * len(members) for number in own],
-                [pspec(())] * len(shared),
-            )
-            after = [
-                [pspec(spec)] * len(members) for spec in first.specs[len(first.region.inputs) :]
-            ]
-            local = local_update(first, own, [member.held(self.mesh) for member in members])
             with jax.named_scope("matrix_owners"):
                 return shard_map(
-                    local,
+                    local_update(first, arrays_of_each, batches),
                     mesh=self.mesh,
-                    in_specs=specs,
-                    out_specs=after,
+                    in_specs=(array_specs, [pspec(())] * len(shared)),
+                    out_specs=[[spec] * len(members) for spec in out_specs],
                     axis_names=self.mesh.axis_names,
                 )(arrays, shared)
 
         shapes = jax.tree.map(lambda x: shaped_like(x.aval, x.aval.shape), (arrays, shared))
         [equation] = jax.make_jaxpr(jax.jit(update))(*shapes).eqns
-        outputs = [
-            member.region.outputs[number]
-            for number in range(len(first.region.outputs))
-            for member in members
-        ]
+        outputs = []
+        for number in range(len(region.outputs)):
+            outputs += [member.region.outputs[number] for member in members]
         return equation.replace(invars=[*jax.tree.leaves(arrays), *shared], outvars=outputs)
 
 
 def _batched(
     atoms: Sequence[Any], names: Mapping[Any, Any], dim: int, size: int
 ) -> tuple[bool, ...]:
-    """Which variables have a batch in this dim.
+    """Return which variables have a batch of `size` in this dim.
 
     Raises:
       DependentLayersError: one has it in another dim.
     """
-    dims = [layer_dim(x, names[x], size) for x in atoms]
+    dims = [layer_dim(atom, names[atom], size) for atom in atoms]
     if not {*dims} <= {dim, None}:
         raise DependentLayersError
     return tuple(each == dim for each in dims)
@@ -438,37 +454,40 @@ def _paired(equation: Any, other: Any) -> Iterator[tuple[Any, Any]]:
     return zip((*equation.invars, *equation.outvars), (*other.invars, *other.outvars), strict=True)
 
 
-def _compares(found: Sequence[Any], of_more: Sequence[Any]) -> bool:
-    """Whether two programs have the same equations on the same variables, but for shapes."""
-    numbers: tuple[dict, dict] = {}, {}
-    if len(found) != len(of_more):
+def _correspond(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Return whether two programs have the same equations on the same variables, but for shapes."""
+    if len(first) != len(second):
         return False
-    for pair in zip(found, of_more, strict=True):
-        wired = [
-            [
-                number.setdefault(x, len(number)) if not hasattr(x, "val") else None
-                for x in (*equation.invars, *equation.outvars)
-            ]
-            for number, equation in zip(numbers, pair, strict=True)
-        ]
-        if pair[0].primitive is not pair[1].primitive or wired[0] != wired[1]:
+    numbers: tuple[dict, dict] = {}, {}  # of variables, in the order in which they appear
+
+    def wiring(equation: Any, numbers: dict[Any, int]) -> list[int | None]:
+        places: list[int | None] = []
+        for atom in (*equation.invars, *equation.outvars):
+            places.append(None if is_literal(atom) else numbers.setdefault(atom, len(numbers)))
+        return places
+
+    for one, other in zip(first, second, strict=True):
+        if one.primitive is not other.primitive:
+            return False
+        if wiring(one, numbers[0]) != wiring(other, numbers[1]):
             return False
     return True
 
 
-def _in_order(found: list[Any]) -> list[Any]:
-    """Equations in an order in which each follows those that it uses."""
-    made_at = {x: number for number, equation in enumerate(found) for x in equation.outvars}
-    needed = {
-        number: {made_at[x] for x in variables(equation.invars) if x in made_at}
-        for number, equation in enumerate(found)
-    }
-    return [found[number] for number in graphlib.TopologicalSorter(needed).static_order()]
+def _in_order(equations: list[Any]) -> list[Any]:
+    """Return equations in an order in which each follows those that it uses."""
+    made_at: dict[Any, int] = {}
+    for place, equation in enumerate(equations):
+        made_at |= dict.fromkeys(equation.outvars, place)
+    needed = {}
+    for place, equation in enumerate(equations):
+        needed[place] = {made_at[x] for x in variables(equation.invars) if x in made_at}
+    return [equations[place] for place in graphlib.TopologicalSorter(needed).static_order()]
 
 
 def _group(members: list[Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
     paths = {member.region.path: math.prod(member.batch) for member in members}
-    places = math.prod(way_size(way, mesh) for way in first.ways)
-    most = -(-sum(math.prod(member.held(mesh)) for member in members) // places)
-    return Group(first.shape, sum(paths.values()), most, paths, first.kind)
+    owners = math.prod(way_size(way, mesh) for way in first.ways)
+    on_each_slot = sum(math.prod(member.local_batch(mesh)) for member in members)
+    return Group(first.shape, sum(paths.values()), -(-on_each_slot // owners), paths, first.kind)

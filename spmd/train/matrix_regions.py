@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Var
 
-from spmd.jaxpr.inner_programs import inner_jaxprs, inner_programs, opened, with_programs
+from spmd.jaxpr.inner_programs import inner_jaxprs, inner_programs, opened, repeats, with_programs
 from spmd.jaxpr.primitives import Kind, known, of_kind
-from spmd.jaxpr.programs import equations, part_of, variables
+from spmd.jaxpr.programs import equations, is_literal, part_of, variables
 from spmd.xla import printed
 
-MOVES, FACTORIZATIONS = of_kind(Kind.MOVEMENT), of_kind(Kind.FACTORIZATION)
+MOVES = of_kind(Kind.MOVEMENT)
+FACTORIZATIONS = of_kind(Kind.FACTORIZATION)
+# the params that hold sizes
+SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
 
 
 class DependentLayersError(Exception):
@@ -75,184 +78,178 @@ def needs_matrix(equation: Any) -> bool:
 
 
 def find_regions(
-    found: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]
+    equations: Sequence[Any], owners: Mapping[Any, str], outputs: Iterable[Any]
 ) -> tuple[list[Region], Mapping[Any, str]]:
-    """The regions of a program, and the parameter of every variable that is computed from arrays of
-    one.
+    """Return the regions of a program, and the parameter of every variable that is computed from
+    arrays of one.
 
     What is computed from arrays of several parameters, such as a global norm, is in none; what uses
     it is in another region than what it is computed from, so that the regions of one level can be
     computed at once.
 
     Args:
-      found: the equations of the program.
+      equations: of the program.
       owners: the parameter that an input of the program belongs to, by variable.
       outputs: of the program.
     """
-    owner, stage = dict(owners), dict.fromkeys(owners, 0)
-    parts: dict[tuple[str, int], list[int]] = {}
-    for place, equation in enumerate(found):
+    owner, level_of = dict(owners), dict.fromkeys(owners, 0)
+    places_by_region: dict[tuple[str, int], list[int]] = {}
+    for place, equation in enumerate(equations):
         inputs = variables(equation.invars)
         paths = {owner[x] for x in inputs if x in owner}
-        level = max((stage.get(x, 0) for x in inputs), default=0)
+        level = max((level_of.get(x, 0) for x in inputs), default=0)
         if len(paths) == 1:
             path = paths.pop()
-            parts.setdefault((path, level), []).append(place)
+            places_by_region.setdefault((path, level), []).append(place)
             owner |= dict.fromkeys(equation.outvars, path)
-        stage |= dict.fromkeys(equation.outvars, level + (len(paths) > 1))
-    needed_in: dict[Any, set[int]] = {x: {len(found)} for x in variables(outputs)}
-    for place, equation in enumerate(found):
-        for x in variables(equation.invars):
-            needed_in.setdefault(x, set()).add(place)
-    made_at = {x: place for place, equation in enumerate(found) for x in equation.outvars}
-    constant: set[Any] = set()
-    for equation in found:
-        if not equation.effects and constant.issuperset(variables(equation.invars)):
-            constant.update(equation.outvars)
-    known = _Known(found, owner, constant, made_at, needed_in, _alike(found, owner))
-    return [
-        region
-        for (path, level), places in parts.items()
-        if (region := _region(known, path, level, places))
-    ], owner
+        level_of |= dict.fromkeys(equation.outvars, level + (len(paths) > 1))
+    program = _Program(equations, owner, outputs)
+    regions = []
+    for (path, level), places in places_by_region.items():
+        region = _region(program, path, level, places)
+        if region is not None:
+            regions.append(region)
+    return regions, owner
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """A program: its equations, the parameter of each variable that has one, constants, who makes
-    and uses a variable, and `_alike`.
+class _Program:
+    """The equations of a program, and what is known of its variables.
+
+    Attributes:
+      owner: the parameter of a variable that has one.
+      constants: variables that depend on no input.
+      made_at: the place of the equation that makes a variable.
+      used_at: the places of those that use a variable; the end, for an output.
+      first_alike: of every variable of no parameter that element-wise functions compute, the first
+        that is computed alike. Each parameter's update may compute a scalar anew, such as the
+        learning rate in the parameter's dtype.
     """
 
-    found: Sequence[Any]
-    owner: Mapping[Any, str]
-    constant: set[Any]
-    made_at: Mapping[Any, int]
-    needed_in: Mapping[Any, set[int]]
-    alike: Mapping[Any, Any]
+    def __init__(self, equations: Sequence[Any], owner: Mapping[Any, str], outputs: Iterable[Any]):
+        self.equations, self.owner = equations, owner
+        self.constants: set[Any] = set()
+        self.made_at: dict[Any, int] = {}
+        self.used_at: dict[Any, set[int]] = {x: {len(equations)} for x in variables(outputs)}
+        self.first_alike: dict[Any, Any] = {}
+        first: dict[tuple, Any] = {}
+        for place, equation in enumerate(equations):
+            inputs = variables(equation.invars)
+            self.made_at |= dict.fromkeys(equation.outvars, place)
+            for variable in inputs:
+                self.used_at.setdefault(variable, set()).add(place)
+            if not equation.effects and self.constants.issuperset(inputs):
+                self.constants.update(equation.outvars)
+            if is_elementwise(equation) and equation.outvars[0] not in owner:
+                [result] = equation.outvars
+                self.first_alike[result] = first.setdefault(self._computation(equation), result)
+
+    def _computation(self, equation: Any) -> tuple:
+        """Return what is equal for element-wise equations that compute the same."""
+        inputs = []
+        for atom in equation.invars:
+            if is_literal(atom):
+                inputs.append((atom.aval, np.asarray(atom.val).tobytes()))
+            else:
+                inputs.append(self.first_alike.get(atom, atom))
+        params, aval = printed(equation.params), equation.outvars[0].aval
+        return equation.primitive, params, tuple(inputs), aval
 
 
-def _alike(found: Sequence[Any], owner: Mapping[Any, str]) -> dict[Any, Any]:
-    """Of every variable of no parameter that element-wise functions compute, the first that is
-    computed alike.
-
-    Each parameter's update may compute a scalar anew, such as the learning rate in the parameter's
-    dtype.
+def _region(program: _Program, path: str, level: int, places: list[int]) -> Region | None:
+    """Return the region among these equations of one parameter: what needs the matrix, what is
+    between, sums of elements that it uses, and what moves elements on either side, so that arrays
+    pass its borders in the parameter's own shape.
     """
-    alike: dict[Any, Any] = {}
-    first: dict[tuple, Any] = {}
-    for equation in found:
-        if _is_elementwise(equation) and equation.outvars[0] not in owner:
-            inputs = tuple(
-                (x.aval, np.asarray(x.val).tobytes()) if hasattr(x, "val") else alike.get(x, x)
-                for x in equation.invars
-            )
-            [x] = equation.outvars
-            alike[x] = first.setdefault(
-                (equation.primitive, printed(equation.params), inputs, x.aval), x
-            )
-    return alike
-
-
-def _region(known: _Known, path: str, level: int, places: list[int]) -> Region | None:
-    """The region among these equations of one parameter: what needs the matrix, what is between,
-    sums of elements that it uses, and what moves elements on either side, so that arrays pass its
-    borders in the parameter's own shape.
-    """
-    found = known.found
-    seeds = {place for place in places if needs_matrix(found[place])}
-    if not seeds:
+    equations = program.equations
+    matrices = {place for place in places if needs_matrix(equations[place])}
+    if not matrices:
         return None
-    moving = {
-        place
-        for place in places
-        if found[place].primitive.name in MOVES and not _is_elementwise(found[place])
-    }
-    plain = [place for place in places if place in seeds | moving or _is_elementwise(found[place])]
-    # with no sum on the way
-    moves = moving & (_reaching(found, plain, seeds) | _reached(found, plain, seeds))
-    sums = {place for place in _reaching(found, places, seeds) if not _is_elementwise(found[place])}
-    region, fewer = (
-        _hull(known, path, level, places, ends) for ends in (seeds | moves | sums, seeds | moves)
-    )
-    return (
-        region
-        if fewer.equations == region.equations
-        else dataclasses.replace(region, without_sums=fewer)
-    )
+    elementwise = {place for place in places if is_elementwise(equations[place])}
+    moving = {place for place in places if equations[place].primitive.name in MOVES} - elementwise
+    without_sums = [place for place in places if place in matrices | moving | elementwise]
+    around = _after(equations, without_sums, matrices) | _before(equations, without_sums, matrices)
+    moves = moving & around
+    sums = _before(equations, places, matrices) - elementwise
+    region = _hull(program, path, level, places, matrices | moves | sums)
+    fewer = _hull(program, path, level, places, matrices | moves)
+    if fewer.equations == region.equations:
+        return region
+    return dataclasses.replace(region, without_sums=fewer)
 
 
-def _hull(known: _Known, path: str, level: int, places: list[int], ends: set[int]) -> Region:
-    """The region of these equations, and of what is between them."""
-    found = known.found
-    inside = sorted(_reached(found, places, ends) & _reaching(found, places, ends))
-    inputs, copied = _inputs(known, path, inside)
-    outputs = [
-        x
-        for place in inside
-        for x in found[place].outvars
-        if known.needed_in.get(x, set()) - set(inside)
-    ]
-    shared = {x: known.alike.get(x, x) for x in inputs if x not in known.owner}
+def _hull(program: _Program, path: str, level: int, places: list[int], ends: set[int]) -> Region:
+    """Return the region of some equations, `ends`, and of what is between them."""
+    equations = program.equations
+    inside = sorted(_after(equations, places, ends) & _before(equations, places, ends))
+    inputs, copied = _inputs(program, path, inside)
+    outputs = []
+    for place in inside:
+        for variable in equations[place].outvars:
+            if program.used_at.get(variable, set()) - set(inside):
+                outputs.append(variable)
+    shared = {x: program.first_alike.get(x, x) for x in inputs if x not in program.owner}
     return Region(path, level, tuple(inside), copied, inputs, tuple(outputs), shared)
 
 
-def _inputs(known: _Known, path: str, inside: list[int]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What these equations take from others, and which others are copied: until no further one
-    makes inputs fewer.
+def _inputs(
+    program: _Program, path: str, inside: list[int]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return what some equations take from others, and which others are copied: until no further
+    one makes inputs fewer.
     """
     copied: set[int] = set()
     while True:
-        places = sorted({*inside, *copied})
-        made = {x for place in places for x in known.found[place].outvars}
-        inputs = dict.fromkeys(
-            x for place in places for x in variables(known.found[place].invars) if x not in made
-        )
+        chosen = [program.equations[place] for place in sorted({*inside, *copied})]
+        made: set[Any] = set()
+        inputs: dict[Any, None] = {}
+        for equation in chosen:
+            inputs |= dict.fromkeys(x for x in variables(equation.invars) if x not in made)
+            made.update(equation.outvars)
         arrays = {x for x in inputs if x.aval.ndim}
         more = set()
-        for x in inputs:
-            place = known.made_at.get(x)
-            if place is None:
+        for variable in inputs:
+            if variable not in program.made_at:
                 continue
-            equation = known.found[place]
-            taken = {y for y in variables(equation.invars) if y.aval.ndim}
-            of_others = (
-                known.owner.get(x) == path
-                and taken
-                and taken <= arrays - {x}
-                and _is_elementwise(equation)
+            place = program.made_at[variable]
+            equation = program.equations[place]
+            sources = {x for x in variables(equation.invars) if x.aval.ndim}
+            is_of_inputs = bool(sources) and sources <= arrays - {variable}
+            is_computed_again = (
+                program.owner.get(variable) == path and is_of_inputs and is_elementwise(equation)
             )
-            if x in known.constant or of_others:
+            if variable in program.constants or is_computed_again:
                 more.add(place)
         if not more:
             return tuple(inputs), tuple(sorted(copied))
         copied |= more
 
 
-def _is_elementwise(equation: Any) -> bool:
+def is_elementwise(equation: Any) -> bool:
+    """Return whether an equation is element-wise, or makes an array of a scalar."""
     name = equation.primitive.name
     if name == "broadcast_in_dim":
         return not equation.invars[0].aval.ndim
     return known(name).is_elementwise
 
 
-def _reached(found: Sequence[Any], places: Sequence[int], start: set[int]) -> set[int]:
-    """Those of `places` that are in `start`, or use what comes of it."""
-    reached, made = set(), set()
+def _after(equations: Sequence[Any], places: Sequence[int], start: set[int]) -> set[int]:
+    """Return those of `places` that are in `start`, or use what is computed there."""
+    after, made = set(), set()
     for place in places:
-        if place in start or not made.isdisjoint(variables(found[place].invars)):
-            reached.add(place)
-            made.update(found[place].outvars)
-    return reached
+        if place in start or not made.isdisjoint(variables(equations[place].invars)):
+            after.add(place)
+            made.update(equations[place].outvars)
+    return after
 
 
-def _reaching(found: Sequence[Any], places: Sequence[int], end: set[int]) -> set[int]:
-    """Those of `places` that are in `end`, or that it uses."""
-    reaching, used = set(), set()
+def _before(equations: Sequence[Any], places: Sequence[int], end: set[int]) -> set[int]:
+    """Return those of `places` that are in `end`, or compute what is used there."""
+    before, used = set(), set()
     for place in reversed(places):
-        if place in end or not used.isdisjoint(found[place].outvars):
-            reaching.add(place)
-            used.update(variables(found[place].invars))
-    return reaching
+        if place in end or not used.isdisjoint(equations[place].outvars):
+            before.add(place)
+            used.update(variables(equations[place].invars))
+    return before
 
 
 def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
@@ -280,47 +277,50 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
     def renamed(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         return [single(x, y) for x, y in zip(atoms, others, strict=True)]
 
-    constants = zip(stacked.constvars, other.constvars, strict=True)
-    if len(stacked.eqns) != len(other.eqns) or any(
-        layer_dim(*pair, layers) is not None for pair in constants
-    ):
+    if len(stacked.eqns) != len(other.eqns):
         raise DependentLayersError
-    found = []
+    if _layer_dims(stacked.constvars, other.constvars, layers) != [None] * len(stacked.constvars):
+        raise DependentLayersError
+    of_one = []
     for equation, twin in zip(stacked.eqns, other.eqns, strict=True):
         params = _params_of_one_layer(equation, twin, layers)
-        inputs, outputs = (
-            renamed(equation.invars, twin.invars),
-            renamed(equation.outvars, twin.outvars),
-        )
-        found.append(equation.replace(invars=inputs, outvars=outputs, params=params))
+        inputs = renamed(equation.invars, twin.invars)
+        outputs = renamed(equation.outvars, twin.outvars)
+        of_one.append(equation.replace(invars=inputs, outvars=outputs, params=params))
     return stacked.replace(
-        eqns=found,
+        eqns=of_one,
         invars=renamed(stacked.invars, other.invars),
         outvars=renamed(stacked.outvars, other.outvars),
     )
 
 
 def layer_dim(stacked: Any, other: Any, layers: int) -> int | None:
-    """The dim along which an array of a stack has its layers, by the same array of a stack of one
-    more; None if it has none.
+    """Return the dim along which an array of a stack has its layers, by the same array of a stack
+    of one more; None if it has none.
+
+    Raises:
+      DependentLayersError: the two arrays do not correspond.
     """
-    if hasattr(stacked, "val"):
-        if not hasattr(other, "val") or bool(stacked.val != other.val):
+    if is_literal(stacked):
+        if not is_literal(other) or bool(stacked.val != other.val):
             raise DependentLayersError
         return None
     shape, longer = stacked.aval.shape, other.aval.shape
-    dims = [
-        dim for dim, sizes in enumerate(zip(shape, longer, strict=False)) if sizes[0] != sizes[1]
-    ]
-    if len(shape) == len(longer) and not dims:
+    if len(shape) != len(longer):
+        raise DependentLayersError
+    pairs = zip(shape, longer, strict=True)
+    dims = [dim for dim, (size, more) in enumerate(pairs) if size != more]
+    if not dims:
         return None
-    if (
-        len(shape) != len(longer)
-        or len(dims) > 1
-        or shape[dims[0]] * (layers + 1) != longer[dims[0]] * layers
-    ):
+    # a dim may have several entries for each layer
+    if len(dims) > 1 or shape[dims[0]] * (layers + 1) != longer[dims[0]] * layers:
         raise DependentLayersError
     return dims[0]
+
+
+def _layer_dims(atoms: Sequence[Any], others: Sequence[Any], layers: int) -> list[int | None]:
+    """Return the `layer_dim` of each variable."""
+    return [layer_dim(*pair, layers) for pair in zip(atoms, others, strict=True)]
 
 
 def _of_one(sizes: Sequence[int], dim: int, layers: int) -> tuple[int, ...]:
@@ -328,38 +328,31 @@ def _of_one(sizes: Sequence[int], dim: int, layers: int) -> tuple[int, ...]:
 
 
 def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any]:
-    """An equation's parameters for one layer, if it computes each layer from the same layer of its
-    inputs.
+    """Return an equation's params for one layer, if it computes each layer from the same layer of
+    its inputs.
+
+    Raises:
+      DependentLayersError: it does not, or it is not known.
     """
     name, params = equation.primitive.name, dict(equation.params)
-    before, after = (
-        [layer_dim(x, y, layers) for x, y in zip(atoms, others, strict=True)]
-        for atoms, others in ((equation.invars, twin.invars), (equation.outvars, twin.outvars))
-    )
-    if twin.primitive is not equation.primitive or (
-        name == "scan" and params["length"] != twin.params["length"]
-    ):
+    before = _layer_dims(equation.invars, twin.invars, layers)
+    after = _layer_dims(equation.outvars, twin.outvars, layers)
+    if twin.primitive is not equation.primitive or repeats(equation) != repeats(twin):
         raise DependentLayersError
 
+    def inside(_: str, program: Any, other: Any) -> Any:
+        return of_one_layer(opened(program), opened(other), layers)
+
     if inner_programs(equation):
-        return with_programs(
-            equation,
-            lambda _, program, other: of_one_layer(opened(program), opened(other), layers),
-            twin,
-        ).params
+        return with_programs(equation, inside, twin).params
     if {*before, *after} == {None}:
         return params
     if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
         raise DependentLayersError
-    resized = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(
-        name
-    )
     dim = after[0]
-    return (
-        params
-        if resized is None or dim is None
-        else params | {resized: _of_one(params[resized], dim, layers)}
-    )
+    if name in SIZES and dim is not None:
+        params[SIZES[name]] = _of_one(params[SIZES[name]], dim, layers)
+    return params
 
 
 def _keeps_layers(
@@ -370,8 +363,8 @@ def _keeps_layers(
     before: list,
     after: list,
 ) -> bool:
-    """Whether an equation computes each layer of its outputs from that layer of its inputs; layers
-    are along these dims.
+    """Return whether an equation computes each layer of its outputs from that layer of its inputs;
+    layers are along these dims.
     """
     moved = [dim for dim in before if dim is not None]
     if not moved:
@@ -388,9 +381,8 @@ def _keeps_layers(
         return (before[0], before[1]) in zip(*batch, strict=True)
     if name == "reshape":
         in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
-        return in_order and math.prod(inputs[0].aval.shape[:dim]) == math.prod(
-            output.aval.shape[: after[0]]
-        )
+        entries_before = math.prod(inputs[0].aval.shape[:dim])
+        return in_order and entries_before == math.prod(output.aval.shape[: after[0]])
     if "axes" in params and name.startswith(("reduce_", "arg")):  # and not reduce_window
         return all(dim not in params["axes"] for dim in moved)
     if name == "slice":

@@ -51,61 +51,59 @@ class Member:
 
     @property
     def key(self) -> tuple:
-        """Equal for members of one group."""
-        return self.kind, tuple(
-            self.region.shared[x] for x in self.region.inputs if x in self.region.shared
-        )
+        """Return what is equal for members of one group."""
+        shared = self.region.shared
+        return self.kind, tuple(shared[x] for x in self.region.inputs if x in shared)
 
     @property
     def kind(self) -> tuple:
-        """Equal for members of one group, and of groups that differ in shared inputs."""
+        """Return what is equal for members of one group, and of groups that differ in shared
+        inputs alone.
+        """
         constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
         kind = self.region.level, printed(self.program), constants, len(self.batch)
         return *kind, self.stacked, self.slots, self.ways, self.specs
 
     @property
-    def batched(self) -> Callable[..., Any]:
-        """The program of a batch of matrices."""
+    def of_batch(self) -> Callable[..., Any]:
+        """Return the program of a batch of matrices."""
         dims = [None if x in self.region.shared else 0 for x in self.region.inputs]
         return jax.vmap(jaxpr_as_fun(ClosedJaxpr(self.program, ())), in_axes=dims)
 
     def can_be_batched(self) -> bool:
-        """Return whether the program can be vectorised over matrices."""
-        shapes = [
-            (() if x in self.region.shared else (1,), y.aval)
-            for x, y in zip(self.region.inputs, self.program.invars, strict=True)
-        ]
+        """Return whether there is a program of a batch of matrices."""
+        shapes = []
+        for outer, inner in zip(self.region.inputs, self.program.invars, strict=True):
+            batch = () if outer in self.region.shared else (1,)
+            shapes.append(shaped_like(inner.aval, (*batch, *inner.aval.shape)))
         try:
-            jax.eval_shape(
-                self.batched, *[shaped_like(kind, (*batch, *kind.shape)) for batch, kind in shapes]
-            )
+            jax.eval_shape(self.of_batch, *shapes)
         except Exception:  # a primitive, such as a callback, may refuse batches in any way
             return False
         return True
 
-    def held(self, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-        """The batch of matrices that the devices of one position along `slots` have."""
-        return tuple(
-            size // way_size(way, mesh) for size, way in zip(self.batch, self.slots, strict=True)
-        )
+    def local_batch(self, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+        """Return the batch of matrices that the devices of one position along `slots` have."""
+        pairs = zip(self.batch, self.slots, strict=True)
+        return tuple(size // way_size(way, mesh) for size, way in pairs)
 
 
 def shaped_like(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """An abstract array like another one, in another shape."""
+    """Return an abstract array like another one, in another shape."""
     kind = like if hasattr(like, "weak_type") else jax.typeof(like)
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def slots_of(placement: Placement, batch: int) -> tuple[Way, ...]:
-    """The mesh axes that shard each of the first dims, as the layers of a stack."""
+    """Return the mesh axes that shard each of the first dims, as the layers of a stack."""
     return tuple(map(entry_axes, (*placement.state_spec, *[None] * batch)[:batch]))
 
 
 def ways_of(
     placement: Placement, slots: tuple[Way, ...], mesh: Mesh | AbstractMesh
 ) -> tuple[Way, ...]:
-    """The mesh axes along which the parameter's matrices are sent to owners: those that shard a dim
-    together, then all others.
+    """Return the mesh axes along which the parameter's matrices are sent to owners: those that
+    shard a dim together, then all others.
     """
     sharded = map(entry_axes, placement.state_spec[len(slots) :])
     used = spec_axes(placement.state_spec)
@@ -125,8 +123,9 @@ def border_spec(
     *,
     batch: int | None = None,
 ) -> Spec:
-    """How an array that belongs to a parameter is sharded outside of regions: as the parameter's
-    moments, or over as many devices as the sizes of its dims allow, if it has at least two.
+    """Return how an array that belongs to a parameter is sharded outside of regions: as the
+    parameter's moments, or over as many devices as the sizes of its dims allow, if it has at least
+    two.
 
     `batch`: how many of the first dims are a batch of matrices, as the layers of a stack; None if
     their sizes have to show it.
@@ -135,12 +134,9 @@ def border_spec(
         return (*placement.state_spec, *[None] * (len(shape) - len(placement.state_spec)))
     if batch is None:
         most = min(len(placement.shape), len(shape), MOST_BATCH_DIMS + 2) - 2
-        batch = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda dim: shape[dim] == placement.shape[dim], range(most)
-            )
-        )
+        batch = 0
+        while batch < most and shape[batch] == placement.shape[batch]:
+            batch += 1
     slots = slots_of(placement, batch)
     ways = {make_entry(way): way_size(way, mesh) for way in ways_of(placement, slots, mesh)}
     inner = shape[batch:]
@@ -148,84 +144,72 @@ def border_spec(
     return (*map(make_entry, slots), *spec)
 
 
-def local_update(member: Member, own: list[int], held: list[tuple[int, ...]]) -> Callable[..., Any]:
-    """Of one device: its shards of a group's arrays to matrices that it owns, their update, and
-    back to shards.
+def local_update(
+    member: Member, arrays_of_each: list[int], batches: list[tuple[int, ...]]
+) -> Callable[..., Any]:
+    """Return the update of one device: from its shards of a group's arrays to matrices that it
+    owns, their update, and back to shards.
 
     Args:
       member: any of the group.
-      own: which inputs are arrays of each member.
-      held: the batch of matrices that each member has.
+      arrays_of_each: the numbers of inputs that are arrays of each member.
+      batches: the batch of matrices of each member at this position along `slots`.
     """
-    inputs, dims, counts = (
-        member.region.inputs,
-        len(member.batch),
-        [math.prod(batch) for batch in held],
-    )
+    inputs, dims = member.region.inputs, len(member.batch)
+    counts = [math.prod(batch) for batch in batches]
+    ends = list(itertools.accumulate(counts))
 
     def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
-        """[count, ...] of what one program takes, of a shard."""
+        """Return [count, ...] of what one program takes, from a shard."""
         if member.stacked[number]:
             return shard.reshape(count, *[1] * dims, *shard.shape[dims:])
         return jnp.broadcast_to(shard, (count, *shard.shape))
 
     def shard_of(matrices: jax.Array, number: int, batch: tuple[int, ...]) -> jax.Array:
-        """The opposite."""
-        return (
-            matrices.reshape(*batch, *matrices.shape[1 + dims :])
-            if member.stacked[number]
-            else matrices[0]
-        )
+        """Return the shard of which these are the matrices."""
+        if member.stacked[number]:
+            return matrices.reshape(*batch, *matrices.shape[1 + dims :])
+        return matrices[0]
 
     def local(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
         owned = []
-        for number, shards in zip(own, arrays, strict=True):
-            joined = jnp.concatenate(
-                [
-                    matrices_of(shard, number, count)
-                    for shard, count in zip(shards, counts, strict=True)
-                ]
-            )
-            owned.append(_to_owners(joined, _inner_spec(member, number), member.ways))
-        taken, others = iter(owned), iter(shared)
-        updated = member.batched(
-            *[next(others) if x in member.region.shared else next(taken) for x in inputs]
-        )
+        for number, shards in zip(arrays_of_each, arrays, strict=True):
+            pairs = zip(shards, counts, strict=True)
+            joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in pairs])
+            owned.append(_to_owners(joined, _matrix_spec(member, number), member.ways))
+        of_each, of_all = iter(owned), iter(shared)
+        arguments = [next(of_all if x in member.region.shared else of_each) for x in inputs]
         results = []
-        for number, matrices in enumerate(updated, len(inputs)):
-            shards = _from_owners(matrices, _inner_spec(member, number), member.ways)
-            each = [
-                shards[end - count : end]
-                for end, count in zip(itertools.accumulate(counts), counts, strict=True)
-            ]
-            results.append(
-                [
-                    shard_of(matrices, number, batch)
-                    for matrices, batch in zip(each, held, strict=True)
-                ]
-            )
+        for number, matrices in enumerate(member.of_batch(*arguments), len(inputs)):
+            rows = _from_owners(matrices, _matrix_spec(member, number), member.ways)
+            shards = []
+            for end, count, batch in zip(ends, counts, batches, strict=True):
+                shards.append(shard_of(rows[end - count : end], number, batch))
+            results.append(shards)
         return results
 
     return local
 
 
-def _inner_spec(member: Member, number: int) -> Spec:
-    """How one matrix of an input or output is sharded, as the program of one matrix has it."""
-    spec = member.specs[number]
-    dims = len(member.batch)
+def _matrix_spec(member: Member, number: int) -> Spec:
+    """Return how one matrix of an input or output is sharded, as the program of one matrix has
+    it.
+    """
+    spec, dims = member.specs[number], len(member.batch)
     return (*[None] * dims, *spec[dims:]) if member.stacked[number] else spec
 
 
 def _steps(spec: Spec, ways: tuple[Way, ...]) -> Iterator[tuple[Way, int | None]]:
-    """Each way, with the dim of [matrices, ...] that it shards, or None."""
+    """Yield each way, with the dim of [matrices, ...] that it shards, or None."""
     dims = {entry_axes(entry): dim for dim, entry in enumerate(spec, 1) if entry is not None}
     return ((way, dims.get(way)) for way in ways)
 
 
 def _to_owners(shards: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """The matrices that this device owns, of its shards of all, [matrices, ...].
+    """Return the matrices that this device owns, from its shards of all, [matrices, ...].
 
-    If there are fewer than devices, some are there twice: zeros might never converge.
+    If there are fewer than devices, some are there twice: an iteration on zeros might never
+    converge.
     """
     places = math.prod(collectives.worker_count(way) for way in ways)
     missing = -shards.shape[0] % places
@@ -246,7 +230,7 @@ def _to_owners(shards: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Arra
 
 
 def _from_owners(matrices: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """The inverse of `_to_owners`."""
+    """Return the shards of all matrices, from those that this device owns."""
     for way, dim in reversed(list(_steps(spec, ways))):
         size = collectives.worker_count(way)
         if dim is None:

@@ -11,7 +11,7 @@ from spmd.errors import CommunicationError, OptionError, check_integer, short_re
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
 from spmd.tree import Tree, describe
-from spmd.wire.transformations import communicates
+from spmd.wire.states import communicates
 
 MOST_COUNTED = 2**31 - 1  # in int32
 # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all

@@ -23,22 +23,17 @@ from spmd.wire.codec.int8 import Int8 as int8
 from spmd.wire.codec.power_sgd import PowerSgd as power_sgd
 from spmd.wire.codec.sign import Sign as sign
 from spmd.wire.codec.top_k import TopK as top_k
+from spmd.wire.communication import WireState
 from spmd.wire.count import bytes_sent, comm_log as log
+from spmd.wire.gathering import all_gather, gather, residual_like
 from spmd.wire.local_steps import LocalState, local_sgd
 from spmd.wire.reduction_registry import register_reduction
 from spmd.wire.resplit_state import resplit
 from spmd.wire.server.clock import server_clock
 from spmd.wire.server.transformation import ServerState, parameter_server
-from spmd.wire.sharded import ZeroState, all_gather, gather, residual_like, zero1
-from spmd.wire.transformations import (
-    WireState,
-    all_reduce,
-    hierarchical,
-    init,
-    local_params,
-    reduce_scatter,
-    specs,
-)
+from spmd.wire.states import init, local_params, specs
+from spmd.wire.transformations import all_reduce, hierarchical, reduce_scatter
+from spmd.wire.zero import ZeroState, zero1
 
 __all__ = [
     "Codec",

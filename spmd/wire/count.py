@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd.tree import Tree
 from spmd.wire.comm_log import CommLog, read
-from spmd.wire.transformations import check_mesh, check_transformation, local_params
+from spmd.wire.states import check_mesh, check_transformation, local_params
 from spmd.xla import shard_map
 
 

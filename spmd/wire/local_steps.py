@@ -17,14 +17,9 @@ from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
+from spmd.wire.communication import WireState, check_state, make_communication
 from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes
-from spmd.wire.transformations import (
-    WireState,
-    check_no_communication,
-    check_state,
-    check_transformation,
-    make_communication,
-)
+from spmd.wire.states import check_no_communication, check_transformation
 
 DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
 

@@ -11,11 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd.errors import CommunicationError, join_names, type_name
 from spmd.tree import Tree, describe, map_paths
+from spmd.wire.communication import WireState
 from spmd.wire.local_steps import LocalState
 from spmd.wire.reduction import CODEC, RESIDUAL, Memory
 from spmd.wire.server.transformation import ServerState
-from spmd.wire.sharded import ZeroState
-from spmd.wire.transformations import WireState, init, specs
+from spmd.wire.states import init, specs
+from spmd.wire.zero import ZeroState
 
 FIX = (
     "wire.resplit(tx, state, params, mesh) with the tx and the parameters that the state was made "

@@ -18,6 +18,13 @@ from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
+from spmd.wire.communication import (
+    Communication,
+    WireState,
+    arrays_by_path,
+    check_patterns,
+    make_communication,
+)
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
 from spmd.wire.region import (
     Axes,
@@ -33,16 +40,8 @@ from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
 from spmd.wire.server.exchange import Buckets, fetch_params, gather_rows, send_gradients
 from spmd.wire.shard_layout import ShardLayout
-from spmd.wire.sharded import check_elementwise, moment_specs
-from spmd.wire.transformations import (
-    Communication,
-    WireState,
-    arrays_by_path,
-    check_no_communication,
-    check_patterns,
-    check_transformation,
-    make_communication,
-)
+from spmd.wire.states import check_no_communication, check_transformation
+from spmd.wire.zero import check_elementwise, moment_specs
 
 # a server's parameters minus those that the loop carries: [servers, width], sharded over servers on
 # dim 0

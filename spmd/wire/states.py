@@ -1,0 +1,260 @@
+"""States of optax transformations that communicate: made on a mesh, and split over it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from spmd.errors import (
+    CommunicationError,
+    OptionError,
+    short_repr,
+    type_name,
+)
+from spmd.tree import Tree, describe
+from spmd.wire.communication import WireState
+from spmd.wire.region import (
+    check_axes,
+)
+
+
+def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMesh) -> Any:
+    """`tx.init(params)`, with each part of the state on the devices that use it.
+
+    `tx.init` alone will do where the state has no residuals, or inside `jax.shard_map`. With an
+    `AbstractMesh` the state has shapes in place of arrays: a template to restore a checkpoint of
+    that many workers, on any number of devices.
+
+    Args:
+      tx: one of `spmd.wire`, or an optimizer that contains some.
+      params: full, on the mesh or on the host.
+      mesh: with the axes that `tx` names.
+
+    Returns:
+      The state, residuals sharded over their workers and all else replicated.
+
+    Raises:
+      CommunicationError: the mesh lacks an axis, a pattern of `codecs` matches no parameter, or as
+        `specs`.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.all_reduce("data", wire.int8(), error_feedback=True)
+      >>> wire.init(tx, {"w": jnp.ones((64, 8))}, AbstractMesh((4,), ("data",))).memory["w"][
+      ...     "residual"
+      ... ].shape
+      (4, 64, 8)
+    """
+    check_transformation("tx", tx)
+    check_mesh(mesh)
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        state = tx.init(params) if isinstance(mesh, Mesh) else jax.eval_shape(tx.init, params)
+    for node in jax.tree.leaves(state, is_leaf=_has_specs):
+        check_axes(getattr(node, "axes", ()) if _has_specs(node) else (), mesh.axis_names)
+    split = specs(state)
+    if not isinstance(mesh, Mesh):
+        return state
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, split
+    )
+
+
+def specs(state: Tree) -> Tree:
+    """The specs of an optimizer state for `jax.shard_map`: residuals are split over their workers,
+    all else is replicated.
+
+    Args:
+      state: from `init`.
+
+    Returns:
+      A tree like the state, of `jax.sharding.PartitionSpec`.
+
+    Raises:
+      CommunicationError: the communication is inside an optax wrapper with which workers would
+        diverge, or behind a transformation with a state of each worker's own.
+
+    Example:
+      >>> from jax.sharding import AbstractMesh
+      >>> from spmd import wire
+      >>> tx = wire.all_reduce("data", wire.int8(), error_feedback=True)
+      >>> state = wire.init(tx, {"w": jnp.ones((64, 8))}, AbstractMesh((4,), ("data",)))
+      >>> tuple(wire.specs(state).memory["w"]["residual"]), tuple(wire.specs(state).step)
+      (('data',), ())
+    """
+    if any(callable(leaf) for leaf in jax.tree.leaves(state)):
+        raise OptionError(
+            "specs: this is a transformation.",
+            fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.",
+        )
+    for wrapper, name, why, fix in _WRAPPERS:
+        for node in jax.tree.leaves(
+            state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)
+        ):
+            if isinstance(node, wrapper) and communicates(node):
+                raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
+    _check_masked(state)
+    _check_order(state)
+    return jax.tree.map(
+        lambda node: node.specs() if _has_specs(node) else PartitionSpec(),
+        state,
+        is_leaf=_has_specs,
+    )
+
+
+def local_params(state: Tree, params: Tree) -> Tree:
+    """The parameters that this worker computes its gradients at, inside the region.
+
+    Under `local_sgd` they are its own, under an asynchronous `parameter_server` those that it last
+    read; otherwise `params`.
+
+    Args:
+      state: this worker's, of the transformation or of a chain with it.
+      params: the global ones, which the loop carries.
+
+    Returns:
+      A tree like `params`.
+
+    Example:
+      >>> import optax
+      >>> params = {"w": jnp.ones(2)}
+      >>> local_params(
+      ...     optax.adam(1e-3).init(params), params
+      ... ) is params  # nothing here keeps other ones
+      True
+    """
+    states = [
+        node
+        for node in jax.tree.leaves(state, is_leaf=_has_local_params)
+        if _has_local_params(node)
+    ]
+    return states[0].local_params(params) if states else params
+
+
+def _has_local_params(node: Any) -> bool:
+    return hasattr(node, "local_params")
+
+
+def _check_masked(state: Tree) -> None:
+    """Refuse `optax.masked` around a communication; `optax.partition`, made of it, has a
+    transformation for every parameter.
+    """
+    for node in jax.tree.leaves(state, is_leaf=_is_masked):
+        if isinstance(node, optax.PartitionState):
+            for part in node.inner_states.values():
+                _check_masked(part.inner_state)  # type: ignore[attr-defined]
+        elif _is_masked(node) and communicates(node):
+            raise CommunicationError(
+                "optax.masked around a communication: gradients that the mask leaves out stay each "
+                "worker's own, so workers would diverge.",
+                fix='for another format, codecs={"**/bias": wire.exact()}; else '
+                'optax.partition({"a": wire.all_reduce(...), "b": '
+                "optax.set_to_zero()}, labels), with optax.identity() for gradients that are "
+                "reduced already.",
+            )
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedState | optax.PartitionState)
+
+
+def _check_order(state: Tree) -> None:
+    """Refuse `optax.chain` with arrays of state before a communication: they would differ between
+    workers, and `specs` calls them equal.
+    """
+    parts = [
+        part
+        for part in jax.tree.leaves(state, is_leaf=lambda node: node is not state)
+        if part is not state
+    ]
+    communications = (
+        [at for at, part in enumerate(parts) if communicates(part)] if type(state) is tuple else []
+    )
+    for part in parts[: communications[-1]] if communications else ():
+        kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
+        if kept and not communicates(part):
+            raise CommunicationError(
+                f"{_keeper(part)} comes before a communication in optax.chain and keeps "
+                f"{describe(kept[0])}: it would see each "
+                "worker's own gradients, and its state would differ between workers.",
+                fix="the communication first: optax.chain(wire.all_reduce(...), ...).",
+            )
+    for part in parts:
+        if not _has_specs(part):
+            _check_order(part)
+
+
+def _keeper(part: Tree) -> str:
+    """The kind of state that keeps arrays, inside tuples of states."""
+    if type(part) is not tuple:
+        return type(part).__name__
+    return _keeper(next(inner for inner in part if any(map(jnp.ndim, jax.tree.leaves(inner)))))
+
+
+def communicates(part: Tree) -> bool:
+    """Whether a part of an optimizer's state is that of a communication."""
+    return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh, such as spmd's "data=8"."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        fix = 'a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)).'
+        raise OptionError(f"mesh={short_repr(mesh)} is {type_name(mesh)}.", fix=fix)
+
+
+def check_transformation(name: str, value: Any) -> None:
+    """Refuse what is no optax transformation."""
+    if isinstance(value, type) or not (
+        callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+    ):
+        shown = getattr(value, "__name__", None) or short_repr(value)
+        fix = (
+            "an optax transformation, such as optax.adamw(1e-3); a function that makes one must be "
+            "called."
+        )
+        raise OptionError(f"{name}={shown} is {type_name(value)}.", fix=fix)
+
+
+def check_no_communication(name: str, state: Tree) -> None:
+    """Refuse an optimizer that communicates inside another communication."""
+    if communicates(state):
+        raise CommunicationError(
+            f"{name} communicates itself: it is given what is reduced already, or one worker's "
+            "own.",
+            fix=f"without it in {name}.",
+        )
+
+
+_ALONE = (
+    "it looks at each worker's own gradients, before they are reduced, so workers would decide "
+    "differently"
+)
+_MULTI_STEPS = (
+    "optax.chain(wire.all_reduce(...), optax.MultiSteps(optimizer, ...).gradient_transformation())."
+)
+_SKIPS = "the steps that it leaves out apply each worker's own gradients, so workers would diverge"
+_WRAPPERS = (
+    (
+        optax.ApplyIfFiniteState,
+        "apply_if_finite",
+        _ALONE,
+        "optax.chain(wire.all_reduce(...), optax.apply_if_finite(optimizer, ...)).",
+    ),
+    (optax.MultiStepsState, "MultiSteps", _ALONE, _MULTI_STEPS),
+    (
+        optax.ConditionallyTransformState,
+        "conditionally_transform",
+        _SKIPS,
+        "wire.local_sgd, in which workers synchronize every few steps.",
+    ),
+)
+
+
+def _has_specs(node: Any) -> bool:
+    return isinstance(node, WireState) or (
+        hasattr(node, "specs") and dataclasses.is_dataclass(node)
+    )
