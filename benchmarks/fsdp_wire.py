@@ -173,11 +173,8 @@ def main() -> None:
         "compile s",
     )
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    gather_params, needs_gather, reduce_gradients = (
-        parameter_sync.gather_params,
-        parameter_sync.needs_gather,
-        GradientSync.reduce_gradients,
-    )
+    gather_param = parameter_sync.gather_param
+    reduce_gradients = GradientSync.reduce_gradients
     for count in map(int, options.gpus.split(",")):
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=H100, topology=f"1x{max(1, count // 8)}x{min(8, count)}"
@@ -185,11 +182,10 @@ def main() -> None:
         for arm in ("naive", "auto", "manual"):
             # naive: the partitioner knows how arrays are stored, and not where parameters are used
             # replicated
-            parameter_sync.needs_gather = (
-                (lambda placement, mesh_axes: False) if arm == "naive" else needs_gather
-            )
-            parameter_sync.gather_params = (
-                (lambda sync, placement, shard: shard) if arm == "naive" else gather_params
+            parameter_sync.gather_param = (
+                (lambda sync, placement, shard, **options: shard)
+                if arm == "naive"
+                else gather_param
             )
             GradientSync.reduce_gradients = (
                 (lambda self, grads, memory, step: (grads, memory, jnp.zeros((2, 0))))

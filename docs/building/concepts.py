@@ -295,7 +295,7 @@ def arrow(x0: float, y0: float, x1: float, y1: float) -> str:
 
 STEP = (  # kind, title, where in the code
     ("f", "parameter shards", "State.params"),
-    ("c", "1 gather parameters", "sync/parameter_sync.py, gather_all"),
+    ("c", "1 gather parameters", "sync/parameter_sync.py, gather_params"),
     ("a", "2 loss on local rows", "train/worker_gradients.py, _loss"),
     ("a", "3 backward pass", "train/worker_gradients.py, _of_microbatch"),
     ("f", "local gradients", "full shape, summed over microbatches"),

@@ -8,7 +8,6 @@ two layers exist at a time. A scan that gathers inside its body communicates the
 hides only what the layer itself lets it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.nn.inner_program import InnerProgram
+from spmd.nn.inner_program import InnerProgram, Saved
 from spmd.tree import Tree
 
 
@@ -34,6 +33,11 @@ class Communication(NamedTuple):
 
     gather: Callable[[Tree], Tree]
     reduce: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+    def gather_both(self, shards: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Full parameters of one layer, trained ones and frozen ones."""
+        trained, frozen = shards
+        return self.gather(trained), self.gather(frozen)
 
 
 class Stack(NamedTuple):
@@ -58,10 +62,6 @@ class _Loop(NamedTuple):
     run: Callable[..., tuple[Tree, Tree]]
     unroll: bool
 
-    def gather(self, shards: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Full parameters of a layer, and frozen ones."""
-        return self.communication.gather(shards[0]), self.communication.gather(shards[1])
-
 
 def scan_gathered(
     communication: Communication,
@@ -82,7 +82,7 @@ def scan_gathered(
         backward pass beside its input. None: nothing.
       unroll: the loop, as for a convolution on a CPU.
     """
-    full = jax.eval_shape(lambda shards: tuple(map(communication.gather, shards)), stack.at(0))
+    full = jax.eval_shape(communication.gather_both, stack.at(0))
 
     def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
         return run_layer(x, full[0] | full[1] if full[1] else full[0], others)
@@ -109,7 +109,7 @@ def _forward_loop(
     """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...],
     by the last, and its parameters.
     """
-    gather, count = loop.gather, _count(stack)
+    gather, count = loop.communication.gather_both, _count(stack)
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
         (x, full), (number,) = carry, inputs
@@ -125,42 +125,6 @@ def _forward_loop(
     x, kept_last, saved_last = run(x, full, _layer(stack.others, count - 1))
     kept = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), kept, kept_last)
     return x, kept, (saved, saved_last, full)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources")
-)
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What a layer saves for its backward pass: of the leaves of what `jax.vjp` returns, those that
-    are no input but x.
-
-    Attributes:
-      structure: of all leaves.
-      sources: of each leaf, its number among the leaves of the inputs; None: it is saved.
-    """
-
-    leaves: list[Any]
-    structure: Any
-    sources: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, function: Callable[..., tuple], inputs: tuple) -> "Saved":
-        """Of what `jax.vjp` returned."""
-        leaves, structure = jax.tree.flatten(function)
-        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
-        sources = tuple(known.get(id(leaf)) for leaf in leaves)
-        return cls(
-            [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None],
-            structure,
-            sources,
-        )
-
-    def gradients(self, inputs: tuple, cotangents: tuple) -> tuple:
-        """Of x and the inputs."""
-        known, saved = jax.tree.leaves(inputs), iter(self.leaves)
-        leaves = [next(saved) if source is None else known[source] for source in self.sources]
-        return jax.tree.unflatten(self.structure, leaves)(cotangents)
 
 
 def _scan_forward(
@@ -185,7 +149,8 @@ def _scan_backward(
     loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]
 ) -> tuple[Tree, Stack, list[Any]]:
     (saved, saved_last, full_last), stack, constants = residuals
-    gather, reduce, count = loop.gather, loop.communication.reduce, _count(stack)
+    gather, reduce = loop.communication.gather_both, loop.communication.reduce
+    count = _count(stack)
     dy, dkept = cotangents
 
     def gradients(

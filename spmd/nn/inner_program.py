@@ -1,9 +1,11 @@
-"""The program of a layer inside a function with a gradient of its own. It may be changed until the
-function is differentiated.
+"""Functions with a gradient of their own: the program of a layer inside one, which may be changed
+until it is differentiated, and the values that one saves for its backward pass.
 """
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,3 +92,49 @@ def recorded_programs() -> Iterator[dict[str, InnerProgram]]:
         yield _RECORDED.get()  # type: ignore[misc]
     finally:
         _RECORDED.reset(token)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("leaves",), meta_fields=("structure", "sources")
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Values that a function saves for its backward pass, without those that are its inputs: the
+    backward pass is given these once more, such as parameters that it gathers again.
+
+    `jax.vjp` returns a pytree of what it saves, and an input among that is the array itself.
+
+    Attributes:
+      leaves: what is no input.
+      structure: of all leaves of what `jax.vjp` returned.
+      sources: for each of these leaves its number among the leaves of the inputs; None: it is in
+        `leaves`.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    sources: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], inputs: Tree) -> "Saved":
+        """Return what `function`, of `jax.vjp`, has saved beside `inputs`."""
+        leaves, structure = jax.tree.flatten(function)
+        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
+        sources = tuple(numbers.get(id(leaf)) for leaf in leaves)
+        return cls(
+            [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None],
+            structure,
+            sources,
+        )
+
+    def used(self, inputs: Tree) -> Tree:
+        """Return for each leaf of the inputs whether the backward pass needs it."""
+        leaves, structure = jax.tree.flatten(inputs)
+        numbers = {*self.sources}
+        return structure.unflatten([number in numbers for number in range(len(leaves))])
+
+    def gradients(self, inputs: Tree, cotangents: Any) -> tuple:
+        """Return what `function(cotangents)` does, with these inputs."""
+        again, saved = jax.tree.leaves(inputs), iter(self.leaves)
+        leaves = [next(saved) if source is None else again[source] for source in self.sources]
+        return jax.tree.unflatten(self.structure, leaves)(cotangents)

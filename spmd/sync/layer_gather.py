@@ -36,14 +36,15 @@ AUTO_BYTES = 128 * 2**20
 # compiling, and for copies: XLA:GPU counts sums of gradients once more for each copy of a loop that
 # it unrolls, and where they then exceed a device, it recomputes products.
 ROOM = 1 / 3
-ANOTHER = "that of another block is, "  # gathered in full: its path follows
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGather:
-    """`ParallelConfig.gather_layer`, inside a worker: the step of `sync.layerwise`.
+    """`ParallelConfig.gather_layer`: how the parameters of `sync.layerwise` are gathered.
 
     Attributes:
+      manual: inside a worker, which sends what it gathers. False: outside of workers, for
+        evaluation and prediction, where the compiler gathers and nothing is reduced.
       dtype: in which the layers compute; None: that of the parameters.
       remat: patterns and policies of the layout's `[remat]`.
       stacked: whether arrays are one layer's of a stack's, [layers, ...]; False: a block's.
@@ -52,14 +53,11 @@ class LayerGather:
     """
 
     sync: GradientSync
+    manual: bool = True
     dtype: Any = None
     remat: tuple[tuple[str, Callable[..., Any]], ...] = ()
     stacked: bool = True
     only_sums: bool = False
-
-    def takes(self, path: str) -> bool:
-        """Whether this parameter is gathered by layer."""
-        return path in self.sync.layerwise
 
     def trains(self, path: str) -> bool:
         """Whether this parameter has a gradient."""
@@ -75,6 +73,8 @@ class LayerGather:
         Args:
           paths: of each parameter in the model, by its path in `shards`.
         """
+        if not self.manual:
+            return self._constrained(paths, shards)
         full: dict[str, jax.Array] = {}
         for chosen, as_they_are in (
             (self.trains, False),
@@ -88,6 +88,18 @@ class LayerGather:
                 else ()
             )
         return _replaced(paths, shards, full)
+
+    def _constrained(self, paths: Mapping[str, str], params: Tree) -> Tree:
+        """One layer's parameters, which the compiler is to replicate over the workers."""
+        mesh_axes, placement = self.sync.mesh_axes, self.sync.resolved.placement
+
+        def replicate(name: str, leaf: jax.Array) -> jax.Array:
+            if paths.get(name) not in self.sync.layerwise:
+                return leaf
+            spec = keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)
+            return constrain(mesh_axes, spec[self.stacked :], leaf)
+
+        return map_paths(replicate, params)
 
     def _frozen(self, path: str) -> bool:
         return not self.trains(path) and not self.sync.of_quantized(path)
@@ -160,50 +172,6 @@ class LayerGather:
             ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
         )
         return sharded, Gathering(transfers, weights, dtype, model_axes, along)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerReplicate:
-    """`ParallelConfig.gather_layer` outside of workers, where the compiler gathers. `stacked`: as
-    of `LayerGather`.
-    """
-
-    sync: GradientSync
-    stacked: bool = True
-
-    def takes(self, path: str) -> bool:
-        """Whether this parameter is gathered by layer."""
-        return path in self.sync.layerwise
-
-    def trains(self, path: str) -> bool:
-        """Whether this parameter has a gradient."""
-        return path in self.sync.resolved.placements
-
-    def remat_policy(self, layer: str) -> None:
-        """There is no backward pass."""
-        del layer
-
-    def gather(self, paths: Mapping[str, str], params: Tree) -> Tree:
-        """One layer's parameters, replicated over the workers."""
-        mesh_axes, placement = self.sync.mesh_axes, self.sync.resolved.placement
-
-        def replicate(name: str, leaf: jax.Array) -> jax.Array:
-            if paths.get(name) not in self.sync.layerwise:
-                return leaf
-            return constrain(
-                mesh_axes,
-                keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)[self.stacked :],
-                leaf,
-            )
-
-        return map_paths(replicate, params)
-
-    def reduce(
-        self, paths: Mapping[str, str], params: Tree, grads: Tree, residuals: Tree
-    ) -> tuple[Tree, Tree]:
-        """There is no backward pass."""
-        # this gather is for evaluation and prediction, which have no gradients
-        raise NotImplementedError
 
 
 def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:
@@ -306,63 +274,60 @@ def choose_layerwise(
         for number, path in enumerate(params)
         if (path in model.stacks() or path in owners) and sync.is_sharded(path)
     }
-    found = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
-    if not found or _too_small(sync, found, left):
+    used_by = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
+    if not used_by or _too_small(sync, used_by, left):
         return sync, _not_used(sync)
     one_by_one, why_blocks = _blocks_one_by_one(
-        sync, {path: owners[path] for path in found if path in owners}, left
+        sync, {path: owners[path] for path in used_by if path in owners}, left
     )
-    chosen = {path: used for path, used in found.items() if one_by_one or path not in owners}
-    reasons = {
-        path: why
-        for path, used in chosen.items()
-        if (why := _why_full(sync, path, used, owners.get(path)))
-    }
-    for group in called if one_by_one else ():
-        reasons |= _reasons_of_group(
-            sync, blocks, group, [path for path in found if owners.get(path) in group], reasons
-        )
+    chosen = [path for path in used_by if one_by_one or path not in owners]
+    reasons: dict[str, str] = {}
+    for path in chosen:
+        block = owners.get(path)
+        why = _why_block(blocks, block) if block else None
+        why = why or _why_full(sync, path, used_by[path], block)
+        if why:
+            reasons[path] = why
     if declared.gather == "layer":
         headline = (
             f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of '
             "stacks, and equal blocks, one by one"
         )
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
-    by_layer, notes = frozenset(chosen.keys() - reasons.keys()), []
-    for kind, way, before, paths in (
+    by_layer, notes = frozenset({*chosen} - reasons.keys()), []
+    for kind, how, before, paths in (
         (
             "stacks",
             "one layer at a time",
             "their loop, and again for the backward pass",
-            found.keys() - owners.keys(),
+            used_by.keys() - owners.keys(),
         ),
         (
             "blocks",
             f"block by block: {why_blocks}",
             "the loss, and again for its backward pass",
-            found.keys() & owners.keys(),
+            used_by.keys() & owners.keys(),
         ),
     ):
-        if now := by_layer & paths:
+        if by_layer & paths:
+            size = _size(sync, by_layer & paths)
+            count = len(by_layer & paths)
+            notes.append(f"{count} parameters of {kind} ({size}) are gathered {how}.")
+        if in_full := paths - {*chosen}:
             notes.append(
-                f"{len(now)} parameters of {kind} ({_size(sync, now)}) are gathered {way}."
+                f"{len(in_full)} parameters of {kind} ({_size(sync, in_full)}) are gathered in "
+                f"full, before {before}: {why_blocks}."
             )
-        if rest := paths - chosen.keys():
+        refused = [path for path in reasons if path in paths]
+        for path in refused[:1]:
+            size = _size(sync, refused)
             notes.append(
-                f"{len(rest)} parameters of {kind} ({_size(sync, rest)}) are gathered in full, "
-                f"before {before}: {why_blocks}."
-            )
-        full = [path for path in reasons if path in paths]
-        for path in full[:1]:
-            size = _size(sync, full)
-            notes.append(
-                f"note: {len(full)} parameters of {kind} ({size}) are gathered in full, before "
+                f"note: {len(refused)} parameters of {kind} ({size}) are gathered in full, before "
                 f"{before}. {path}: {reasons[path]}."
             )
     gathered = {owners[path] for path in by_layer & owners.keys()}
-    groups = tuple(
-        tuple(sorted(group, key=blocks.order.index)) for group in called if {*group} <= gathered
-    )
+    groups = (tuple(block for block in group if block in gathered) for group in called)
+    groups = tuple(group for group in groups if group)
     return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
 
 
@@ -415,29 +380,25 @@ def _not_used(sync: GradientSync) -> list[str]:
 def _problems(
     reasons: Mapping[str, str], owners: Mapping[str, str], groups: Iterable[tuple[str, ...]]
 ) -> list[Problem]:
-    """One for each cause in a stack, or in a group of equal blocks, of why parameters are gathered
-    in full.
+    """Return one problem for each cause, in a stack or in a group of equal blocks, of why
+    parameters are gathered in full.
     """
     patterns = {block: _patterns(group) for group in groups for block in group}
     causes: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for path, why in reasons.items():
         block = owners.get(path)
-        modules = (
-            patterns[block] if block else (path.partition("/layers/")[0].partition("/cells/")[0],)
-        )
-        cause = why.replace(f"{block}/", "")
-        if why.startswith(ANOTHER):
-            source = why.removeprefix(ANOTHER)
-            cause = reasons[source].replace(f"{owners[source]}/", "")
+        stack = path.partition("/layers/")[0].partition("/cells/")[0]
+        modules = patterns[block] if block else (stack,)
+        cause = why.removeprefix(f"{block}: ").replace(f"{block}/", "")
         causes.setdefault((modules, cause), []).append(path)
     problems = []
     for (modules, _), paths in causes.items():
-        first = min(paths, key=lambda path: reasons[path].startswith(ANOTHER))
-        why, of_block = (
-            reasons[first],
-            any(reasons[first].startswith(f"{block}: ") for block in owners.values()),
-        )
-        if len(paths) > 1 and not of_block:
+        first = paths[0]
+        why = reasons[first]
+        of_blocks = {owners[path] for path in paths if path in owners}
+        if len(of_blocks) == 1:
+            modules = tuple(of_blocks)
+        if len(paths) > 1 and not why.startswith(f"{owners.get(first)}: "):
             why = f"{first}: {why}"
         where = first if len(paths) == 1 else join_names(modules)
         count = "" if len(paths) == 1 else f", {len(paths)} parameters"
@@ -478,45 +439,11 @@ def _size(sync: GradientSync, paths: Iterable[str]) -> str:
     return format_bytes(sum(sync.resolved.placement(path).nbytes for path in paths))
 
 
-def _reasons_of_group(
-    sync: GradientSync,
-    blocks: BlockTrace,
-    group: tuple[str, ...],
-    paths: list[str],
-    reasons: Mapping[str, str],
-) -> dict[str, str]:
-    """Why parameters of equal blocks are gathered in full, beside `reasons`."""
-    for block in group:
-        count = blocks.order.count(block)
-        why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
-        if why:
-            return dict.fromkeys(paths, f"{block}: {why}")
-    # a block hands the next one's parameters on, and gets its own for them: their names are the
-    # same
-    names = {
-        block: {path.removeprefix(f"{block}/") for path in paths if path.startswith(f"{block}/")}
-        for block in group
-    }
-    alike = set.intersection(*names.values())
-    refused = {
-        name: path
-        for block in group
-        for name in names[block]
-        if (path := f"{block}/{name}") in reasons
-    }
-    trained = {
-        name: {f"{block}/{name}" in sync.resolved.placements for block in group} for name in alike
-    }
-    why = {name: "that of another block is not trained" for name in alike if len(trained[name]) > 1}
-    return {
-        path: f"{ANOTHER}{refused[name]}"
-        if name in refused
-        else why.get(name, "that of another block is not sharded over workers")
-        for block in group
-        for name in names[block]
-        if (path := f"{block}/{name}") not in reasons
-        and (name in refused or name not in alike or name in why)
-    }
+def _why_block(blocks: BlockTrace, block: str) -> str | None:
+    """Return why no parameter of this block can be gathered with its call; None if they can."""
+    count = blocks.order.count(block)
+    why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
+    return f"{block}: {why}" if why else None
 
 
 def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:

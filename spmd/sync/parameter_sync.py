@@ -1,6 +1,5 @@
 """Parameter communication: gather parameters from shards for use, and gather sharded updates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from spmd.layout.resolve import Placement
 from spmd.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
 from spmd.sync.gradient_sync import GradientSync
-from spmd.sync.mesh_axes import MeshAxes, constrain
+from spmd.sync.mesh_axes import constrain
 from spmd.tree import Tree, flatten
 from spmd.wire import collectives
 from spmd.wire.codec.bfloat16 import Bfloat16
@@ -17,79 +16,46 @@ from spmd.wire.server.exchange import gather_rows
 from spmd.xla import shard_map
 
 
-def needs_gather(placement: Placement, mesh_axes: MeshAxes) -> bool:
-    """Whether the parameter is sharded over workers."""
-    return any(axis in mesh_axes.data_axes for axis in spec_axes(placement.spec))
+def gather_params(sync: GradientSync, params: Tree, *, outside: bool = False) -> Tree:
+    """Return parameters, trained or frozen, replicated over the workers, from this worker's shards.
 
+    Parameters of `sync.layerwise` stay shards: they are gathered where they are used.
 
-def gather_params(sync: GradientSync, placement: Placement, shard: Any) -> Any:
-    """The parameter, replicated over the workers, from this worker's shard; unchanged if it is
-    replicated, or gathered by layer.
+    Args:
+      outside: on global arrays, outside of workers, for evaluation and prediction.
     """
-    mesh_axes = sync.mesh_axes
-    if not needs_gather(placement, mesh_axes) or placement.path in sync.layerwise:
-        return shard
-    if not sync.reduction.manual:
-        return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
-    with jax.named_scope("gather_params"):
-        gather = _all_gather if sync.of_quantized(placement.path) else _gather
-        return gather(sync, placement.spec, shard, mesh_axes.data_axes)
 
-
-def gather_outside(sync: GradientSync, params: Tree) -> Tree:
-    """On global arrays, for evaluation: parameters replicated over the workers, but for those that
-    are gathered by layer.
-    """
-    axes = sync.mesh_axes
-
-    def gather(placement: Placement, leaf: Any) -> Any:
-        return (
-            leaf
-            if placement.path in sync.layerwise
-            else constrain(axes, keep_axes(placement.spec, axes.model_axes), leaf)
-        )
+    def gather(placement: Placement, shard: Any) -> Any:
+        return gather_param(sync, placement, shard, outside=outside)
 
     return sync.map_params(gather, params)
 
 
-def gather_frozen(sync: GradientSync, frozen: Tree) -> Tree:
-    """Every array of a parameter that is not trained, replicated over the workers, from this
-    worker's shards.
+def gather_param(
+    sync: GradientSync, placement: Placement, shard: Any, *, outside: bool = False
+) -> Any:
+    """Return one parameter, as `gather_params` does."""
+    mesh_axes, path = sync.mesh_axes, placement.path
+    if path in sync.layerwise or not (outside or sync.is_sharded(path)):
+        return shard
+    if outside or not sync.reduction.manual:
+        return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
+    with jax.named_scope("gather_params"):
+        gather = _all_gather if sync.of_quantized(path) else _gather
+        return gather(sync, placement.spec, shard, mesh_axes.data_axes)
+
+
+def gather_again(sync: GradientSync, full: Tree, shards: Tree, used: Tree) -> Tree:
+    """Return `full`, the parameters that a backward pass has `used` (bools) gathered anew from
+    `shards`.
     """
-    return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), frozen)
 
+    def gather(placement: Placement, old: jax.Array, shard: jax.Array, is_used: bool) -> jax.Array:
+        if not is_used or not sync.is_sharded(placement.path):
+            return old
+        return gather_param(sync, placement, shard)
 
-def gather_all(sync: GradientSync, params: Tree) -> Tree:
-    """Every parameter, replicated over the workers, from this worker's shards."""
-    if sync.reduction.keeps_params:
-        return jax.tree.unflatten(
-            jax.tree.structure(params), list(gather_packed_params(sync, flatten(params)).values())
-        )
-    return sync.map_params(lambda placement, shard: gather_params(sync, placement, shard), params)
-
-
-def gather_again(sync: GradientSync, backward: Callable, gathered: Tree, params: Tree) -> Callable:
-    """`backward` with those of its residuals that are gathered parameters gathered anew from
-    `params`; two lists of trees, of which some may be frozen.
-
-    What `jax.vjp` returns is a pytree of its residuals, and a parameter among them is the array
-    that was passed in.
-    """
-    kept = {id(residual) for residual in jax.tree.leaves(backward)}
-
-    def gather(placement: Placement, old: jax.Array, shard: jax.Array) -> jax.Array:
-        return (
-            gather_params(sync, placement, shard)
-            if id(old) in kept and needs_gather(placement, sync.mesh_axes)
-            else old
-        )
-
-    again = [sync.map_params(gather, *trees) for trees in zip(gathered, params, strict=True)]
-    replaced = {
-        id(old): new
-        for old, new in zip(jax.tree.leaves(gathered), jax.tree.leaves(again), strict=True)
-    }
-    return jax.tree.map(lambda residual: replaced.get(id(residual), residual), backward)
+    return sync.map_params(gather, full, shards, used)
 
 
 def gather_packed_params(sync: GradientSync, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:

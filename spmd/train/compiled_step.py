@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import jax
@@ -30,8 +31,8 @@ from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
 from spmd.program_cache.records import watch
 from spmd.specs import Spec, pspec
-from spmd.sync.layer_gather import LayerReplicate, block_trace, choose_layerwise
-from spmd.sync.parameter_sync import gather_outside
+from spmd.sync.layer_gather import LayerGather, block_trace, choose_layerwise
+from spmd.sync.parameter_sync import gather_params
 from spmd.train.accumulate import choose_accumulation
 from spmd.train.activations import Activations, Seen
 from spmd.train.asynchronous import Asynchronous
@@ -196,10 +197,9 @@ class Program:
         self._parallel = dataclasses.replace(
             placed.parallel, unroll=self._unroll, schedules={}, notes={}
         )
-        self._outside = dataclasses.replace(
-            self._parallel, gather_layer=LayerReplicate(self.sync) if self.sync.layerwise else None
-        )
         layerwise = bool(self.sync.layerwise)
+        gather = LayerGather(self.sync, manual=False) if layerwise else None
+        self._outside = dataclasses.replace(self._parallel, gather_layer=gather)
         options = placed.resolved.layout.compiler
         # by XLA's names
         self.compiler_options = xla_options(
@@ -570,20 +570,17 @@ class Program:
 
     def _bind_model(self, variables: Variables) -> Any:
         params, frozen = (
-            gather_outside(self.sync, tree) for tree in (variables.params, variables.frozen)
+            gather_params(self.sync, tree, outside=True)
+            for tree in (variables.params, variables.frozen)
         )
         variables = cast_variables(
             dataclasses.replace(variables, params=params, frozen=frozen), self._dtype
         )
         activations = Activations(self.placed.resolved, self.placed.mesh)
-        gather = LayerReplicate(self.sync, stacked=False)
-        blocks = (
-            GatheredBlocks(
-                gather, self.sync.blocks, join(variables.params, variables.frozen), {}, ahead=False
-            )
-            if self.sync.blocks
-            else None
-        )
+        blocks = None
+        if self.sync.blocks:
+            gather = LayerGather(self.sync, manual=False, stacked=False)
+            blocks = GatheredBlocks(gather, chain(*self.sync.blocks), {})
         call = Call(
             training=False,
             dtype=self._dtype,

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.models.base import Call, Model, Variables
-from spmd.models.frozen import join
 from spmd.nn.gathered_blocks import GatheredBlocks
+from spmd.nn.inner_program import Saved
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, current, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
@@ -24,7 +25,7 @@ from spmd.nn.written_attention import fuse_attention
 from spmd.rng import part_key, worker_key
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
-from spmd.sync.parameter_sync import gather_again, gather_all, gather_frozen
+from spmd.sync.parameter_sync import gather_again, gather_packed_params, gather_params
 from spmd.train.accumulate import accumulate, microbatches, split_workers
 from spmd.train.activations import Activations
 from spmd.train.batch_rows.loss import full_batch_loss, shared_arrays
@@ -37,7 +38,7 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.remat import forward_policy, module_policies
 from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
-from spmd.tree import Tree, map_paths
+from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.reduction import RESIDUAL, Memory
 
@@ -273,7 +274,7 @@ class WorkerGradients:
             (self._gather(params), layers),
             state.stats,
             state.rngs,
-            gather_frozen(self.sync, self._cast(state.frozen)),
+            gather_params(self.sync, self._cast(state.frozen)),
         )
         keys = jax.random.split(jax.random.fold_in(self._step_key(state), 0))
         axes = axes if self.split else ()
@@ -293,7 +294,7 @@ class WorkerGradients:
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
         remat = module_policies(self.sync.resolved.layout.remat)
         return (
-            LayerGather(self.sync, self.dtype, remat, only_sums=only_sums)
+            LayerGather(self.sync, dtype=self.dtype, remat=remat, only_sums=only_sums)
             if self.sync.layerwise
             else None
         )
@@ -309,20 +310,18 @@ class WorkerGradients:
         self, loss: Callable, params: Tree, frozen: Tree, carried: Carried, rows: tuple, key: Any
     ) -> tuple[tuple[Tree, Sums], Carried]:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
-        gathered, gathered_frozen = (
-            self._gather(params),
-            gather_frozen(self.sync, self._cast(frozen)),
-        )
-        loss = functools.partial(loss, frozen=gathered_frozen, rows=rows, key=key)
-        value, backward, (sums, stats) = jax.vjp(loss, gathered, carried.layers, has_aux=True)
+        full = self._gather(params), gather_params(self.sync, self._cast(frozen))
+        loss = functools.partial(loss, frozen=full[1], rows=rows, key=key)
+        value, backward, (sums, stats) = jax.vjp(loss, full[0], carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are
             # gathered again from values that depend on the loss, so the compiler cannot merge the
             # two gathers into one.
-            sharded, value = lax.optimization_barrier(([params, frozen], value))
-            backward = gather_again(
-                self.sync, backward, [gathered, gathered_frozen], [*map(self._cast, sharded)]
-            )
+            sharded, value = lax.optimization_barrier(((params, frozen), value))
+            saved = Saved.of(backward, full)
+            trees = zip(full, map(self._cast, sharded), saved.used(full), strict=True)
+            again = tuple(gather_again(self.sync, *each) for each in trees)
+            backward = functools.partial(saved.gradients, again)
         # Reduced in the backward pass, the gradient of a residual is the next one. There it is that
         # of a mean over rows, as elsewhere.
         has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
@@ -342,7 +341,12 @@ class WorkerGradients:
         sent in that dtype.
         """
         params = self._cast(params)
-        return gather_all(self.sync, params) if self.gathers else params
+        if not self.gathers:
+            return params
+        if self.sync.reduction.keeps_params:
+            rows = gather_packed_params(self.sync, flatten(params))
+            return jax.tree.unflatten(jax.tree.structure(params), list(rows.values()))
+        return gather_params(self.sync, params)
 
     def _cast(self, params: Tree) -> Tree:
         """Those of `GradientSync.layerwise` are cast where they are gathered."""
@@ -403,7 +407,7 @@ class WorkerGradients:
             self._gather(params),
             rows,
             (
-                gather_frozen(self.sync, frozen),
+                gather_params(self.sync, frozen),
                 state.stats,
                 state.rngs,
                 jax.random.key_data(key),
@@ -449,19 +453,19 @@ class WorkerGradients:
         variables = Variables((params, layers), stats, rngs, frozen)
         with parallel_scope(parallel):
             if place is None or self.reading is None:
-                value, extra, after, (last, seen) = self._on_rows(gather, localize, sync_axes)(
+                value, extra, after, seen = self._on_rows(gather, localize, sync_axes)(
                     variables, batch, keys
                 )
             else:
                 loss = self._on_rows(gather, place.key_of_rows(batch))
-                value, extra, after, (last, seen) = full_batch_loss(
+                value, extra, after, seen = full_batch_loss(
                     loss, variables, batch, keys, place, self.reading
                 )
         if parallel.tap is not None:
             parallel.tap.seen = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        value = sums[LOSS][0] if last is None else sums[LOSS][0] + last
+        value = sums[LOSS][0]
         return value if scale is None else value * scale, (sums, cast_like(after, stats))
 
     def _on_rows(
@@ -470,9 +474,8 @@ class WorkerGradients:
         localize: Callable[[Any], Any] = lambda key: key,
         sync_axes: tuple[str, ...] = (),
     ) -> Callable[[Variables, Tree, jax.Array], tuple[Any, ...]]:
-        """Loss, metrics, the next statistics, and two more (the value that blocks gathered ahead
-        end with, what a pipeline's tap has seen), as a function of `Variables`, whose params are
-        (params, layers), of rows, and of two keys.
+        """Return a function of `Variables`, whose params are (params, layers), of rows, and of two
+        keys. It returns the loss, metrics, the next statistics, and what a pipeline's tap has seen.
         """
         remat = module_policies(self.sync.resolved.layout.remat)
         activations = Activations(self.sync.resolved, self.sync.mesh_axes.mesh)
@@ -482,10 +485,8 @@ class WorkerGradients:
             variables = dataclasses.replace(variables, params=params)
             blocks = None
             if gather is not None and self.sync.blocks:
-                full = join(params, variables.frozen)
-                blocks = GatheredBlocks(
-                    dataclasses.replace(gather, stacked=False), self.sync.blocks, full, layers
-                )
+                of_blocks = dataclasses.replace(gather, stacked=False)
+                blocks = GatheredBlocks(of_blocks, chain(*self.sync.blocks), layers)
             call = Call(
                 self.training,
                 keys[0],
@@ -499,9 +500,8 @@ class WorkerGradients:
             )
             bound = self.model.bind(variables, call)
             value, extra = self.objective(bound, batch, localize(keys[1]))
-            last = None if blocks is None else blocks.finish()
             tap = current().tap
-            return value, extra, self.model.get_stats(bound), (last, tap and tap.seen)
+            return value, extra, self.model.get_stats(bound), tap and tap.seen
 
         return fuse_attention(forward)
 

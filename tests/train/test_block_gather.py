@@ -224,7 +224,7 @@ def test_each_block_is_gathered_twice_and_reduced_once():
         for op in trainer.wire.ops
         if op.where == "reduce_gradients/bfloat16" and op.shape == (8, small)
     ]
-    assert sum(gathers) == 4 + 3  # the last block keeps its parameters for its backward pass
+    assert sum(gathers) == 4 + 4
     assert sum(reductions) == 4
 
 
@@ -255,21 +255,26 @@ class CountingNet(Net):
 
 @pytest.mark.sampled(system=3)
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "why", "others"),
     [
-        ({"loss": penalised}, "the loss reads it outside of its block, too (integer_pow)"),
-        ({"net": lambda: Net(order=(0, 1, 2, 3, 1))}, "blocks/1: it is called 2 times"),
-        ({"net": lambda: Net(order=(0, 1, 3))}, "blocks/2: it is called 0 times"),
-        ({"net": lambda: Checkpointed()}, "it is called inside of a transformation of JAX"),
-        ({"net": lambda: CountingNet()}, "its call changes attributes"),
+        ({"loss": penalised}, "the loss reads it outside of its block, too (integer_pow)", True),
+        ({"net": lambda: Net(order=(0, 1, 2, 3, 1))}, "blocks/1: it is called 2 times", True),
+        ({"net": lambda: Net(order=(0, 2, 3))}, "blocks/1: it is called 0 times", True),
+        ({"net": lambda: Checkpointed()}, "it is called inside of a transformation of JAX", False),
+        ({"net": lambda: CountingNet()}, "its call changes attributes", False),
         (
             {"remat": spmd.Remat(modules=("blocks/*/up",))},
             "[remat] recomputes only a part of its layer, blocks/0/up",
+            False,
         ),
-        ({"codec": "int8", "start_step": 3}, "[gradients] start_step is about full gradients"),
+        (
+            {"codec": "int8", "start_step": 3},
+            "[gradients] start_step is about full gradients",
+            False,
+        ),
     ],
 )
-def test_what_is_no_block_is_refused_or_gathered_in_full(options, why, monkeypatch):
+def test_what_is_no_block_is_refused_or_gathered_in_full(options, why, others, monkeypatch):
     gradients = {
         key: value for key, value in options.items() if key not in ("loss", "net", "remat")
     }
@@ -285,6 +290,8 @@ def test_what_is_no_block_is_refused_or_gathered_in_full(options, why, monkeypat
     monkeypatch.setattr("spmd.sync.layer_gather.AUTO_BYTES", 0)
     trainer = trainer_of(sharded("auto", remat=options.get("remat"), **gradients), **rest)
     assert "blocks/1/up/kernel" not in gathered_by_layer(trainer)
+    # the other blocks of the list are gathered one by one all the same
+    assert ("blocks/0/up/kernel" in gathered_by_layer(trainer)) == others
     assert any(
         "parameters of blocks" in note and "gathered in full" in note for note in trainer.notes()
     )
@@ -315,13 +322,13 @@ def refused(net, loss=loss, **declared):
     [
         (
             {"net": lambda: Net(order=(0, 1, 2, 3, 1, 1))},
-            "blocks/*, 20 parameters",
+            "blocks/1, 5 parameters",
             "blocks/1: it is called 3 times.",
         ),
         (
             {"net": lambda: Net(), "loss": penalised},
-            "blocks/*, 4 parameters",
-            "blocks/1/up/kernel: the loss reads it outside of its block",
+            "blocks/1/up/kernel",
+            "the loss reads it outside of its block",
         ),
         (
             {"net": lambda: Net(), "codec": "power_sgd", "error_feedback": True},
@@ -456,15 +463,13 @@ def test_stacks_are_gathered_by_layer_on_devices_that_say_how_much_memory_they_h
 
 
 @pytest.mark.system
-def test_calls_in_an_order_that_changes_are_an_error():
-    order = [0, 1, 2, 3]
+def test_calls_in_an_order_that_changes_train_as_on_one_device():
+    order, later = [0, 1, 2, 3], (0, 2, 1, 3)
     trainer = trainer_of(sharded("layer"), net=lambda: Net(order=order), loss=reordered(order))
-    trainer.prepare(batch())
-    order[1:3] = 2, 1
-    with pytest.raises(
-        spmd.errors.SpmdError, match="blocks/2 is gathered while the block before it computes"
-    ):
-        trainer.step(trainer.init(), batch())
+    assert KERNEL in gathered_by_layer(trainer)
+    order[:] = later
+    one = trainer_of("data_parallel", mesh="data=1", net=lambda: Net(order=later))
+    assert_close(params(train(trainer)[0]), params(train(one)[0]))
 
 
 def reordered(order):
@@ -481,7 +486,7 @@ def reordered(order):
     reason="package jax_cuda13_plugin is missing, XLA's compiler for GPUs (no GPU is needed): pip "
     "install '.[gpu-compiler]'",
 )
-def test_gpus_hold_weights_of_two_blocks_and_gather_while_they_compute():
+def test_gpus_hold_weights_and_gradients_of_one_block():
     from examples.gpt import GPT
 
     width, rows, length = 1024, 2, 1024
@@ -513,16 +518,3 @@ def test_gpus_hold_weights_of_two_blocks_and_gather_while_they_compute():
     }
     weights, carried = 12 * width**2, rows * length * width * 2  # of a block; bytes of its input
     assert grown["layer"] < carried + weights * 4 / 8 + 2**20 and grown["full"] > 2 * weights
-    lines = plans["layer"][1].compiled.hlo.splitlines()
-    hidden = {"all-gather": 0, "reduce-scatter": 0}
-    for first, line in enumerate(lines):
-        if started := re.search(r"(%(all-gather|reduce-scatter)-start\S*) = ", line):
-            last = next(
-                number for number, later in enumerate(lines) if f"-done({started[1]})" in later
-            )
-            products = sum(
-                "gemm_fusion" in inner or "custom-call(" in inner for inner in lines[first:last]
-            )
-            hidden[started[2]] += products >= (3 if started[2] == "all-gather" else 1)
-    # the first block's gather and the last reductions have nothing to hide behind
-    assert hidden["all-gather"] >= 2 * 7 and hidden["reduce-scatter"] >= 7

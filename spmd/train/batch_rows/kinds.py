@@ -50,8 +50,8 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Local(Fixed):
-    """An array without rows that a layout's own function gives each worker, such as parameters that
-    are gathered ahead.
+    """An array without rows that a layout's own function gives each worker, such as what layers
+    keep.
     """
 
 
