@@ -20,7 +20,6 @@ from spmd.models.base import (
     RECOMPUTED,
     Call,
     Model,
-    UnboundAxes,
     Variables,
     averaging_axes,
     no_such_module,
@@ -31,111 +30,15 @@ from spmd.models.base import (
     with_train_flag,
 )
 from spmd.models.blocks import BlockCalls, BlockTrace
-from spmd.models.linen_record import Record, recording
+from spmd.models.intercept import Around, change_outputs, surround
+from spmd.models.linen_record import NOT_KEPT, Record, Seen, recording, without
 from spmd.models.linen_switches import check_arguments, set_fields
 from spmd.path_match import matches
 from spmd.tree import Tree, describe, flatten, map_paths, path_of
 
-# collections that flax makes to look into a call; no state
-NOT_KEPT = ("intermediates", "perturbations")
 # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT, without importing its kernels
 BY_GRADIENT = "_overwrite_with_gradient"
 Method = Callable[..., Any] | str | None
-
-
-@dataclasses.dataclass
-class Seen:
-    """What traces of a linen module have shown.
-
-    Attributes:
-      training: what calls in training do.
-      returned: collections that calls return, by `mutable`.
-      rematerialised: paths of modules that were recomputed.
-      norms: paths of the `BatchNorm`s that were called in training.
-      dropouts: paths of the modules with dropout that were called in training, with their rates.
-      unbound: axes of `BatchNorm`s that the model does not bind.
-      checked: calls whose arguments were looked at: the function, and which arguments it is given.
-    """
-
-    training: Record = dataclasses.field(default_factory=Record)
-    returned: set[str] = dataclasses.field(default_factory=set)
-    rematerialised: set[str] = dataclasses.field(default_factory=set)
-    norms: dict[str, None] = dataclasses.field(default_factory=dict)
-    dropouts: dict[str, float] = dataclasses.field(default_factory=dict)
-    checked: set[tuple] = dataclasses.field(default_factory=set)
-    unbound: UnboundAxes = dataclasses.field(default_factory=UnboundAxes)
-
-    def kept(self, collections: Mapping[str, Any]) -> dict[str, Any]:
-        """Collections without what calls sow and return: each call sows it anew."""
-        return _without(
-            collections,
-            {path for path in self.training.sown if path.partition("/")[0] in self.returned},
-        )
-
-    def check_sown(self) -> None:
-        """Refuse values that the module sows and the loss does not take: they are no statistics,
-        and one more is added in every call.
-        """
-        problems = []
-        for path in sorted(self.training.sown):
-            collection = path.partition("/")[0]
-            if collection not in self.returned:
-                text = (
-                    f'sown into the collection "{collection}", which the loss does not read; each '
-                    "call would add to it"
-                )
-                fix = (
-                    f'outputs, sown = model(x, mutable=["{collection}"]) in the loss, which may '
-                    "add sum(jax.tree.leaves(sown)); "
-                )
-                problems.append(
-                    Problem(
-                        path,
-                        [text],
-                        f"{fix}or self.variable, for a value that is kept from step to step.",
-                    )
-                )
-        raise_problems(
-            ModelError, "the linen module sows values that the loss does not take", problems
-        )
-
-    def note_call(self, module: linen.Module, path: str, kwargs: Mapping[str, Any]) -> None:
-        """Record a module that is called in training, if it has statistics or drops."""
-        if isinstance(module, linen.BatchNorm):
-            self.norms[path] = None
-        rate = (
-            module.rate if isinstance(module, linen.Dropout) else getattr(module, "dropout_rate", 0)
-        )
-        if (
-            isinstance(module, linen.Dropout | linen.MultiHeadDotProductAttention)
-            and isinstance(rate, int | float)
-            and 0 < rate < 1
-        ):
-            # with a key that is given, none is drawn
-            if not {"rng", "dropout_rng"} & kwargs.keys():
-                self.dropouts[path] = rate
-
-    def notes(self) -> list[str]:
-        """Norms and dropouts that stayed in evaluation mode in training."""
-        frozen = [
-            path
-            for path in self.norms
-            if "/".join(filter(None, ("batch_stats", path, "mean"))) not in self.training.writes
-        ]
-        drawn = {path for path, _ in self.training.draws}
-        idle = [
-            f"{path or 'the module'} (rate {rate})"
-            for path, rate in self.dropouts.items()
-            if path not in drawn
-        ]
-        lines = []
-        for names, what in (
-            (frozen, "batch statistics are frozen, by use_running_average=True"),
-            (idle, "dropout drops nothing in training, by deterministic=True"),
-        ):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines += [f"note: {what}: {names[0] or 'the module'}{more}."] if names else []
-        return lines + self.unbound.notes()
 
 
 class LinenModel(Model):
@@ -245,22 +148,8 @@ class LinenModel(Model):
 
 def _split(variables: Any) -> Variables:
     """A linen module's collections; what is no parameter changes with a call."""
-    plain = _without(linen.meta.unbox(unfreeze(variables)), {*NOT_KEPT})
+    plain = without(linen.meta.unbox(unfreeze(variables)), {*NOT_KEPT})
     return Variables(plain.pop("params", {}), plain, {})
-
-
-def _without(tree: Mapping[str, Any], paths: set[str], at: str = "") -> dict[str, Any]:
-    """Nested dicts without what is at these paths, nor dicts that are empty then."""
-    rest: dict[str, Any] = {}
-    for name, part in tree.items():
-        path = f"{at}/{name}".lstrip("/")
-        if path in paths:
-            continue
-        if not isinstance(part, Mapping):
-            rest[name] = part
-        elif (inner := _without(part, paths, path)) or not part:
-            rest[name] = inner
-    return rest
 
 
 class _LinenHandle:
@@ -369,7 +258,7 @@ class _LinenInit(_LinenHandle):
             )
         self._seen.training.draws |= record.draws
         self._seen.training.sown |= record.sown
-        self.called, kept = True, _without(variables, set(NOT_KEPT))
+        self.called, kept = True, without(variables, set(NOT_KEPT))
         self._check_shapes(kept, _call_text(module, method, args, switched))
         self.variables = _joined(self.variables, kept)
         return outputs, variables
@@ -567,10 +456,16 @@ def key_of_stream(key: jax.Array, name: str) -> jax.Array:
 
 
 def _call_block(
-    blocks: BlockCalls, path: str, module: linen.Module, call: Callable[[linen.Module], Any]
+    blocks: BlockCalls,
+    path: str,
+    call: Callable[..., Any],
+    module: linen.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """`call(module)` by way of `blocks`, as a function of the module's parameters and other
-    variables.
+    """Return `call(module, *args, **kwargs)` by way of `blocks`, as a function of the module's
+    parameters and other variables.
     """
 
     def lifted(function: Callable[..., Any], scopes: Any) -> Any:
@@ -597,7 +492,10 @@ def _call_block(
 
         return lift.pack(run_packed, (True,), (True,), (True,))(scopes)
 
-    return lift_direct_transform(lifted, (call,), module)
+    def own_call(inner: linen.Module) -> Any:
+        return call(inner, *args, **kwargs)
+
+    return lift_direct_transform(lifted, (own_call,), module)
 
 
 def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
@@ -625,36 +523,49 @@ def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
                 "dot_general",
                 call.products(path, module.dot_general_cls or module.dot_general),
             )
-        if path in active:  # called by `again`
+        if path in active:  # called by `_call_again`
             return next_fun(*args, **kwargs)
-        change = call.output_hook(path) or (lambda outputs: outputs)
+        around: dict[str, Around] = {}
+        if (change := call.output_hook(path)) is not None:
+            around["outputs"] = change_outputs(change)
+        if call.blocks is not None and call.blocks.takes(path):
+            around["block"] = functools.partial(_call_block, call.blocks, path)
         called[path] = None
         policies = remat_policies(call.remat, called) if call.remat else {}
         if path in policies:
             seen.rematerialised.add(path)
+            around["remat"] = functools.partial(_recompute, policies[path])
+        if not around.keys() & {"block", "remat"}:
 
-        def again(inner: linen.Module) -> Any:
-            return type(inner).__call__(inner, *args, **kwargs)  # type: ignore[operator]
+            def call_next(module: linen.Module, /, *args: Any, **kwargs: Any) -> Any:
+                return next_fun(*args, **kwargs)
 
-        def recomputed(inner: linen.Module) -> Any:
-            """Unless by its caller."""
-            return (
-                linen.remat(again, policy=policies[path])(inner)
-                if path in policies and not RECOMPUTED.get()
-                else again(inner)
-            )
-
-        blocks = call.blocks if call.blocks is not None and call.blocks.takes(path) else None
-        if path not in policies and blocks is None:
-            return change(next_fun(*args, **kwargs))
+            return surround(around, call_next)(module, *args, **kwargs)
         active.add(path)
         try:
-            return change(
-                recomputed(module)
-                if blocks is None
-                else _call_block(blocks, path, module, recomputed)
-            )
+            return surround(around, _call_again)(module, *args, **kwargs)
         finally:
             active.discard(path)
 
     return intercept
+
+
+def _call_again(module: linen.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that flax may have made for a transformation; the interceptor sees this call,
+    too.
+    """
+    return type(module).__call__(module, *args, **kwargs)  # type: ignore[operator]
+
+
+def _recompute(
+    policy: Callable[..., Any],
+    call: Callable[..., Any],
+    module: linen.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Recompute a module in the backward pass, unless its caller does."""
+    if RECOMPUTED.get():
+        return call(module, *args, **kwargs)
+    return linen.remat(lambda inner: call(inner, *args, **kwargs), policy=policy)(module)

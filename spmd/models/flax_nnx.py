@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,8 +23,8 @@ from spmd.models.base import (
     remat_policies,
     trace_abstractly,
 )
-from spmd.models.blocks import BlockCalls
 from spmd.models.frozen import is_quantized, quantized_product
+from spmd.models.intercept import Around, change_outputs, intercept
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.models.nnx_blocks import call_block
 from spmd.models.quantized import dequantize
@@ -103,7 +103,7 @@ class NnxModel(Model):
         for leaf in jax.tree.leaves(self._concrete):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
-        self._given.__class__ = _consumed(type(self._given))
+        intercept(self._given, {"outputs": _refuse_call})
 
     def with_adapters(self, adapters: "Sequence[Adapter]", seed: Any) -> "NnxModel":
         """The model with adapters in its layers, drawn from a key of this seed. A module that was
@@ -255,44 +255,48 @@ class NnxModel(Model):
             variable.set_metadata(PATH, "/".join(map(str, path)))
         module.train() if call.training else module.eval()
         modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
-        for sub in modules.values():
-            if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
-                # of a kernel that the loss reads itself
-                sub.kernel.set_metadata(on_get_value=_values)
-                sub.__class__ = _dequantizing(type(sub))
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for path, sub in modules.items():
-            if isinstance(sub, nnx.BatchNorm):
-                sub.__class__ = _averaging(type(sub), call.sync_axes, self._unbound)
             if call.dtype is not None and _follows_inputs(sub):
                 sub.dtype = call.dtype  # type: ignore[attr-defined]
             if isinstance(sub, nnx.Linear | nnx.LinearGeneral):
                 sub.dot_general = call.products(path, sub.dot_general)
-        for path in self._uncalled:
-            modules[path].__class__ = _noted(
-                type(modules[path]), functools.partial(self._uncalled.discard, path)
-            )
+        recomputed = self._recomputed(call, modules)
+        for path, sub in modules.items():
+            around: dict[str, Around] = {}
+            if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
+                # of a kernel that the loss reads itself
+                sub.kernel.set_metadata(on_get_value=_values)
+                around["kernel"] = _dequantize_kernel
+            if isinstance(sub, nnx.BatchNorm):
+                around["axes"] = _average_over(call.sync_axes, self._unbound)
+            if path in self._uncalled:
+                around["noted"] = _note(functools.partial(self._uncalled.discard, path))
+            if path in recomputed:
+                around["remat"] = recomputed[path]
+            if callable(sub) and call.blocks is not None and call.blocks.takes(path):
+                around["block"] = functools.partial(call_block, call.blocks, path)
+            if callable(sub) and (change := call.output_hook(path)) is not None:
+                around["outputs"] = change_outputs(change)
+            if callable(sub) and path:
+                around["scope"] = _in_scope(_scope_of(path))
+            intercept(sub, around)
+        return module
+
+    def _recomputed(self, call: Call, modules: Mapping[str, Any]) -> dict[str, Around]:
+        """Return what recomputes the submodules that patterns of `call.remat` match, by path."""
         callables = [path for path, sub in modules.items() if callable(sub)]
-        matched: dict[str, list[str]] = {}  # patterns by path
+        patterns: dict[str, list[str]] = {}  # by path
         for pattern, _ in call.remat:
             if not (paths := matches(pattern, callables)):
                 raise no_such_module(pattern, sorted(filter(None, modules)))
             for path in paths:
-                matched.setdefault(path, []).append(pattern)
-        for path, policy in remat_policies(call.remat, callables).items():
-            note = functools.partial(self._called.update, matched[path])
-            modules[path].__class__ = _rematerialised(type(modules[path]), policy, note)
-        for path in callables:
-            if call.blocks is not None and call.blocks.takes(path):
-                modules[path].__class__ = _as_block(type(modules[path]), path, call.blocks)
-        for path, sub in modules.items():
-            change = call.output_hook(path) if callable(sub) else None
-            if change is not None:
-                sub.__class__ = _with_changed_outputs(type(sub), change)
-            if callable(sub) and path:
-                sub.__class__ = _scoped(type(sub), _scope_of(path))
-        return module
+                patterns.setdefault(path, []).append(pattern)
+        return {
+            path: _recompute(policy, functools.partial(self._called.update, patterns[path]))
+            for path, policy in remat_policies(call.remat, callables).items()
+        }
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:  # one that matches no submodule is refused by `bind` already
@@ -384,92 +388,86 @@ def _values(variable: Any, value: Any) -> Any:
     return dequantize(value) if is_quantized(value) else value
 
 
-@functools.lru_cache(maxsize=256)
-def _dequantizing(kind: type) -> type:
-    """A subclass of a kind of `nnx.Linear` with a quantized kernel, whose values exist only while
-    its product is computed.
+def _dequantize_kernel(
+    call: Callable[..., Any], module: Any, /, inputs: jax.Array, *args: Any, **kwargs: Any
+) -> Any:
+    """Call an `nnx.Linear` with a quantized kernel, whose values exist only while its product is
+    computed.
 
     Of the backward pass, too: it keeps the codes, and not the values.
     """
+    kernel, given = vars(module)["kernel"], vars(module)["dot_general"]
+    quantized, bias = kernel.get_raw_value(), vars(module).get("bias")
+    like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
+    promoted = jax.eval_shape(
+        lambda *arrays: module.promote_dtype(arrays, dtype=module.dtype),
+        inputs,
+        like,
+        *([] if bias is None else [bias.get_value()]),
+    )
+    values = dequantize(quantized, promoted[1].dtype)
 
-    def __call__(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        kernel, given = vars(self)["kernel"], vars(self)["dot_general"]
-        quantized, bias = kernel.get_raw_value(), vars(self).get("bias")
-        like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
-        promoted = jax.eval_shape(
-            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
-            inputs,
-            like,
-            *([] if bias is None else [bias.get_value()]),
+    def dot_general(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if rhs is not values:
+            return given(lhs, rhs, *args, **kwargs)
+        return quantized_product(
+            lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype
         )
-        values = dequantize(quantized, promoted[1].dtype)
 
-        def dot_general(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-            if rhs is not values:
-                return given(lhs, rhs, *args, **kwargs)
-            return quantized_product(
-                lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype
-            )
-
-        # without nnx's checks, which forbid to change a module inside of a transformation: it is as
-        # before when the call ends
-        vars(self).update(kernel=kernel.replace(values), dot_general=dot_general)
-        try:
-            return kind.__call__(self, inputs, *args, **kwargs)
-        finally:
-            vars(self).update(kernel=kernel, dot_general=given)
-
-    return _subclass(kind, "Dequantizing", __call__)
+    # without nnx's checks, which forbid to change a module inside of a transformation: it is as
+    # before when the call ends
+    vars(module).update(kernel=kernel.replace(values), dot_general=dot_general)
+    try:
+        return call(module, inputs, *args, **kwargs)
+    finally:
+        vars(module).update(kernel=kernel, dot_general=given)
 
 
 @functools.lru_cache(maxsize=256)
-def _averaging(kind: type, sync_axes: tuple[str, ...], unbound: UnboundAxes) -> type:
-    """A subclass of a kind of `nnx.BatchNorm` whose statistics are averaged over the workers,
-    too.
-    """
+def _average_over(sync_axes: tuple[str, ...], unbound: UnboundAxes) -> Around:
+    """Average the statistics of an `nnx.BatchNorm` over the workers, too."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)["axis_name"]
+    def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        own = vars(module)["axis_name"]
         # lax.pmean takes several axes
-        vars(self)["axis_name"] = averaging_axes(own, sync_axes, unbound)
+        vars(module)["axis_name"] = averaging_axes(own, sync_axes, unbound)
         try:
-            return kind.__call__(self, *args, **kwargs)
+            return call(module, *args, **kwargs)
         finally:
-            vars(self)["axis_name"] = own
+            vars(module)["axis_name"] = own
 
-    return _subclass(kind, "Averaging", __call__)
+    return around
 
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _noted(kind: type, note: Callable[[], None]) -> type:
-    """A subclass of an nnx module whose call is noted."""
+def _note(note: Callable[[], None]) -> Around:
+    """Note that a module is called."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         note()
-        return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+        return call(module, *args, **kwargs)
 
-    return _subclass(kind, "Noted", __call__)
+    return around
 
 
-def _rematerialised(kind: type, policy: Callable[..., Any], note: Callable[[], None]) -> type:
-    """A subclass of an nnx module whose call is recomputed in the backward pass, and noted."""
+def _recompute(policy: Callable[..., Any], note: Callable[[], None]) -> Around:
+    """Recompute a module in the backward pass, and note that it is called."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         note()
         if not RECOMPUTED.get():
-            return nnx.remat(lambda module: kind.__call__(module, *args, **kwargs), policy=policy)(
-                self
-            )
+            remat = nnx.remat(lambda module: call(module, *args, **kwargs), policy=policy)
+            return remat(module)
         token = RECOMPUTED.set(False)  # modules inside this one are recomputed once more
         try:
-            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+            return call(module, *args, **kwargs)
         finally:
             RECOMPUTED.reset(token)
 
-    return _subclass(kind, "Remat", __call__)
+    return around
 
 
 CONSUMED = (
@@ -478,31 +476,9 @@ CONSUMED = (
 CONSUMED_FIX = "result.model of that run; or load it once more."
 
 
-def _consumed(kind: type) -> type:
-    """A subclass of an nnx module whose call says that its arrays are gone."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(CONSUMED, fix=CONSUMED_FIX)
-
-    return _subclass(kind, "Consumed", __call__)
-
-
-def _as_block(kind: type, path: str, blocks: BlockCalls) -> type:
-    """A subclass of an nnx module whose call is taken over by `blocks`."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call_block(kind, path, blocks, self, args, kwargs)
-
-    return _subclass(kind, "Block", __call__)
-
-
-def _with_changed_outputs(kind: type, change: Callable[[Any], Any]) -> type:
-    """A subclass of an nnx module that gives what its call returned through `change`."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return change(kind.__call__(self, *args, **kwargs))  # type: ignore[operator]
-
-    return _subclass(kind, "Changed", __call__)
+def _refuse_call(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Say that the arrays of a module are gone."""
+    raise ModelError(CONSUMED, fix=CONSUMED_FIX)
 
 
 def _scope_of(path: str) -> str:
@@ -517,20 +493,14 @@ def _scope_of(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scoped(kind: type, name: str) -> type:
-    """A subclass of an nnx module whose call is named in the program, as linen names its own."""
+def _in_scope(name: str) -> Around:
+    """Name what a call computes in the program, as linen names its own calls."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(name):
-            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+            return call(module, *args, **kwargs)
 
-    return _subclass(kind, "Named", __call__)
-
-
-def _subclass(kind: type, prefix: str, call: Callable[..., Any]) -> type:
-    return type(kind)(
-        f"{prefix}{kind.__name__}", (kind,), {"__call__": call, "__module__": kind.__module__}
-    )
+    return around
 
 
 def _follows_inputs(module: Any) -> bool:

@@ -1,12 +1,21 @@
-"""What calls of a Flax linen module draw, write and sow, recorded while they are traced."""
+"""What calls of a Flax linen module draw, write and sow, recorded while they are traced, and what
+traces have shown of the module in all.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax import linen
 from flax.core import Scope
+
+from spmd.errors import ModelError, Problem, raise_problems
+from spmd.models.base import UnboundAxes
+from spmd.models.patches import Patches
+
+# collections that flax makes to look into a call; no state
+NOT_KEPT = ("intermediates", "perturbations")
 
 
 @dataclasses.dataclass
@@ -31,44 +40,158 @@ class Record:
 
 @contextlib.contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """Add to `record` what linen modules do."""
-    make_rng, value, put_variable, sow = (
-        Scope.make_rng,
-        linen.Variable.value,
-        linen.Module.put_variable,
-        linen.Module.sow,
-    )
+    """Add to `record` what linen modules do, and to those of scopes around this one."""
+    with _PATCHES.scope((*_PATCHES.value, record)):
+        yield
 
-    def recorded_draw(scope: Scope, name: str = "params") -> Any:
+
+def _make_rng(scope: Scope, name: str = "params") -> Any:
+    for record in _PATCHES.value:
         record.draws.add(("/".join(scope.path), name))
-        return make_rng(scope, name)
+    return _MAKE_RNG(scope, name)
 
-    # Not Scope.put_variable: lifted transforms write back all variables by it, changed or not.
-    def recorded_write(variable: Any, new: Any) -> None:
-        value.fset(variable, new)  # type: ignore[misc]
+
+# not Scope.put_variable: lifted transforms write back all variables by it, changed or not
+def _set_value(variable: Any, new: Any) -> None:
+    _VALUE.fset(variable, new)
+    for record in _PATCHES.value:
         record.writes.add("/".join((variable.collection, *variable.scope.path, variable.name)))
 
-    def recorded_put(module: linen.Module, col: str, name: str, new: Any) -> None:
-        put_variable(module, col, name, new)
+
+def _put_variable(module: linen.Module, col: str, name: str, new: Any) -> None:
+    _PUT_VARIABLE(module, col, name, new)
+    for record in _PATCHES.value:
         record.writes.add("/".join((col, *module.path, name)))
 
-    def recorded_sow(module: linen.Module, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
-        stored = sow(module, col, name, *args, **kwargs)
-        if stored:
-            record.sown.add("/".join((col, *module.path, name)))
-        return stored
 
-    patches: dict[tuple[Any, str], Any] = {
-        (Scope, "make_rng"): recorded_draw,
-        (linen.Variable, "value"): property(value.fget, recorded_write),  # type: ignore[attr-defined]
-        (linen.Module, "put_variable"): recorded_put,
-        (linen.Module, "sow"): recorded_sow,
-    }
-    before = {place: getattr(*place) for place in patches}
-    for (owner, name), function in patches.items():
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        for (owner, name), function in before.items():
-            setattr(owner, name, function)
+def _sow(module: linen.Module, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+    stored = _SOW(module, col, name, *args, **kwargs)
+    if stored:
+        for record in _PATCHES.value:
+            record.sown.add("/".join((col, *module.path, name)))
+    return stored
+
+
+_MAKE_RNG = Scope.make_rng
+_VALUE: Any = linen.Variable.value
+_PUT_VARIABLE = linen.Module.put_variable
+_SOW = linen.Module.sow
+_PATCHES = Patches(
+    "linen_records",
+    [
+        (Scope, "make_rng", _make_rng),
+        (linen.Variable, "value", property(_VALUE.fget, _set_value)),
+        (linen.Module, "put_variable", _put_variable),
+        (linen.Module, "sow", _sow),
+    ],
+    outside=(),
+)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What traces of a linen module have shown.
+
+    Attributes:
+      training: what calls in training do.
+      returned: collections that calls return, by `mutable`.
+      rematerialised: paths of modules that were recomputed.
+      norms: paths of the `BatchNorm`s that were called in training.
+      dropouts: paths of the modules with dropout that were called in training, with their rates.
+      unbound: axes of `BatchNorm`s that the model does not bind.
+      checked: calls whose arguments were looked at: the function, and which arguments it is given.
+    """
+
+    training: Record = dataclasses.field(default_factory=Record)
+    returned: set[str] = dataclasses.field(default_factory=set)
+    rematerialised: set[str] = dataclasses.field(default_factory=set)
+    norms: dict[str, None] = dataclasses.field(default_factory=dict)
+    dropouts: dict[str, float] = dataclasses.field(default_factory=dict)
+    checked: set[tuple] = dataclasses.field(default_factory=set)
+    unbound: UnboundAxes = dataclasses.field(default_factory=UnboundAxes)
+
+    def kept(self, collections: Mapping[str, Any]) -> dict[str, Any]:
+        """Collections without what calls sow and return: each call sows it anew."""
+        return without(
+            collections,
+            {path for path in self.training.sown if path.partition("/")[0] in self.returned},
+        )
+
+    def check_sown(self) -> None:
+        """Refuse values that the module sows and the loss does not take: they are no statistics,
+        and one more is added in every call.
+        """
+        problems = []
+        for path in sorted(self.training.sown):
+            collection = path.partition("/")[0]
+            if collection not in self.returned:
+                text = (
+                    f'sown into the collection "{collection}", which the loss does not read; each '
+                    "call would add to it"
+                )
+                fix = (
+                    f'outputs, sown = model(x, mutable=["{collection}"]) in the loss, which may '
+                    "add sum(jax.tree.leaves(sown)); "
+                )
+                problems.append(
+                    Problem(
+                        path,
+                        [text],
+                        f"{fix}or self.variable, for a value that is kept from step to step.",
+                    )
+                )
+        raise_problems(
+            ModelError, "the linen module sows values that the loss does not take", problems
+        )
+
+    def note_call(self, module: linen.Module, path: str, kwargs: Mapping[str, Any]) -> None:
+        """Record a module that is called in training, if it has statistics or drops."""
+        if isinstance(module, linen.BatchNorm):
+            self.norms[path] = None
+        rate = (
+            module.rate if isinstance(module, linen.Dropout) else getattr(module, "dropout_rate", 0)
+        )
+        if (
+            isinstance(module, linen.Dropout | linen.MultiHeadDotProductAttention)
+            and isinstance(rate, int | float)
+            and 0 < rate < 1
+        ):
+            # with a key that is given, none is drawn
+            if not {"rng", "dropout_rng"} & kwargs.keys():
+                self.dropouts[path] = rate
+
+    def notes(self) -> list[str]:
+        """Norms and dropouts that stayed in evaluation mode in training."""
+        frozen = [
+            path
+            for path in self.norms
+            if "/".join(filter(None, ("batch_stats", path, "mean"))) not in self.training.writes
+        ]
+        drawn = {path for path, _ in self.training.draws}
+        idle = [
+            f"{path or 'the module'} (rate {rate})"
+            for path, rate in self.dropouts.items()
+            if path not in drawn
+        ]
+        lines = []
+        for names, what in (
+            (frozen, "batch statistics are frozen, by use_running_average=True"),
+            (idle, "dropout drops nothing in training, by deterministic=True"),
+        ):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines += [f"note: {what}: {names[0] or 'the module'}{more}."] if names else []
+        return lines + self.unbound.notes()
+
+
+def without(tree: Mapping[str, Any], paths: set[str], at: str = "") -> dict[str, Any]:
+    """Nested dicts without what is at these paths, nor dicts that are empty then."""
+    rest: dict[str, Any] = {}
+    for name, part in tree.items():
+        path = f"{at}/{name}".lstrip("/")
+        if path in paths:
+            continue
+        if not isinstance(part, Mapping):
+            rest[name] = part
+        elif (inner := without(part, paths, path)) or not part:
+            rest[name] = inner
+    return rest

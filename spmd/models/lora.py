@@ -3,7 +3,7 @@ whose code stays as it is.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.models.base import STACKED
+from spmd.models.intercept import intercept, interceptions, original_class
 from spmd.path_match import matches, suggest
 
 if TYPE_CHECKING:
@@ -101,12 +102,12 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
         layer.kernel.set_value(add(kernel, a, b, layer.adapter.scale))
         for name in (*NAMES, "adapter", "lora_dropout"):
             delattr(layer, name)
-        layer.__class__ = type(layer).unadapted
+        layer.__class__ = original_class(layer)
     return merged
 
 
 def _has_adapter(module: Any) -> bool:
-    return hasattr(type(module), "unadapted")
+    return "adapter" in interceptions(module)
 
 
 def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
@@ -240,7 +241,7 @@ def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
         layer.lora_dropout.rngs = (
             rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
         )
-    layer.__class__ = _adapted(type(layer))
+    intercept(layer, {"adapter": _add_adapter}, name=f"Adapted{type(layer).__name__}")
 
 
 def adapter_shapes(kernel: Any, rank: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -279,25 +280,16 @@ def _sharding(kernel: Any, without: int | None = None) -> Sharding | None:
     return NamedSharding(kernel.sharding.mesh, PartitionSpec(*_blank(spec, without)))
 
 
-@functools.lru_cache(maxsize=256)
-def _adapted(kind: type) -> type:
-    """A subclass of a kind of `nnx.Linear` that adds what its adapter computes, in the adapter's
-    dtype if the layer has none.
+def _add_adapter(
+    call: Callable[..., Any], layer: Any, /, inputs: jax.Array, *args: Any, **kwargs: Any
+) -> jax.Array:
+    """Add what the adapter of an `nnx.Linear` computes, in the adapter's dtype if the layer has
+    none.
     """
-
-    def __call__(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        y = kind.__call__(self, inputs, *args, **kwargs)  # type: ignore[operator]
-        a, b = self.lora_a[...], self.lora_b[...]
-        x = inputs if self.lora_dropout is None else self.lora_dropout(inputs)
-        x, a, b = self.promote_dtype((x.astype(a.dtype), a, b), dtype=self.dtype)
-        contraction = (((x.ndim - 1,), (0,)), ((), ()))
-        low = self.adapter.scale * self.dot_general(x, a, contraction, precision=self.precision)
-        return y + self.dot_general(low, b, contraction, precision=self.precision).astype(y.dtype)
-
-    namespace = {
-        "__call__": __call__,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        "unadapted": kind,
-    }
-    return type(kind)(f"Adapted{kind.__name__}", (kind,), namespace)
+    y = call(layer, inputs, *args, **kwargs)
+    a, b = layer.lora_a[...], layer.lora_b[...]
+    x = inputs if layer.lora_dropout is None else layer.lora_dropout(inputs)
+    x, a, b = layer.promote_dtype((x.astype(a.dtype), a, b), dtype=layer.dtype)
+    contraction = (((x.ndim - 1,), (0,)), ((), ()))
+    low = layer.adapter.scale * layer.dot_general(x, a, contraction, precision=layer.precision)
+    return y + layer.dot_general(low, b, contraction, precision=layer.precision).astype(y.dtype)

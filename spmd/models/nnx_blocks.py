@@ -1,6 +1,7 @@
 """Calls of flax nnx modules as functions of their arrays, for `spmd.models.blocks`."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,27 +15,26 @@ OBJECTS = (nnx.Pytree, nnx.Variable)
 
 
 def call_block(
-    kind: type,
-    path: str,
     blocks: BlockCalls,
+    path: str,
+    call: Callable[..., Any],
     block: nnx.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """`block(*args, **kwargs)` by way of `blocks`, if it takes this call; `kind` is the class whose
-    call that is.
-    """
-    call = functools.partial(kind.__call__, block, *args, **kwargs)  # type: ignore[operator]
+    """Return `call(block, *args, **kwargs)`, by way of `blocks` if it takes this call."""
     if not blocks.takes(path):
-        return call()
+        return call(block, *args, **kwargs)
     if isinstance(blocks, BlockTrace):
-        return blocks.call(path, lambda: _named_call(path, blocks, block, call, (args, kwargs)))
+        own_call = functools.partial(call, block, *args, **kwargs)
+        return blocks.call(path, lambda: _named_call(path, blocks, block, own_call, (args, kwargs)))
     graphdef, *states = nnx.split(block, nnx.Param, ...)
     params, others = (_by_name(state) for state in states)
 
     def run(params_now: dict[str, Any], others_now: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         inner = nnx.merge(graphdef, _state(params, params_now), _state(others, others_now))
-        outputs = kind.__call__(inner, *args, **kwargs)  # type: ignore[operator]
+        outputs = call(inner, *args, **kwargs)
         after = _by_name(nnx.split(inner, nnx.Param, ...)[2])
         return outputs, {
             name: leaf

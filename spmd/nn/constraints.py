@@ -7,9 +7,7 @@ constraint, since the layout decides the sharding of parameters.
 """
 
 import contextlib
-import contextvars
 import math
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from flax.linen import spmd as logical
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd.errors import ModelError, did_you_mean
+from spmd.models.patches import Patches
 from spmd.specs import entry_axes
 
 
@@ -34,25 +33,17 @@ def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
 
     Other threads are not affected.
     """
-    token = _MESH.set((mesh,))
-    _replace(1)
-    try:
+    # a tuple, since a scope with None is a scope, too
+    with _PATCHES.scope((mesh,)):
         yield
-    finally:
-        _replace(-1)
-        _MESH.reset(token)
 
 
-_MESH: contextvars.ContextVar[tuple[Mesh | AbstractMesh | None] | None] = contextvars.ContextVar(
-    "constraints_on", default=None
-)
-_LOCK, _USERS = threading.Lock(), [0]
 _constrain = jax.lax.with_sharding_constraint
 
 
 def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
     """As `jax.lax.with_sharding_constraint`."""
-    scope = _MESH.get()
+    scope = _PATCHES.value
     if scope is None:
         return _constrain(x, shardings)
 
@@ -109,20 +100,14 @@ def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | Abs
 
 def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
     """As `unbox` of flax's boxes."""
-    return box.value if _MESH.get() is not None else _UNBOX[type(box)](box, apply_constraint)
+    return box.value if _PATCHES.value is not None else _UNBOX[type(box)](box, apply_constraint)
 
 
 _UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyPartitioned)}
-
-
-def _replace(more: int) -> None:
-    """Count the open scopes of all threads: the first one replaces the functions, and the last one
-    restores them.
-    """
-    with _LOCK:
-        before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
-        if before == (_USERS[0] > 0):
-            return
-        jax.lax.with_sharding_constraint = _constrain if before else _with_sharding_constraint
-        for kind, unbox in _UNBOX.items():
-            kind.unbox = unbox if before else _unboxed  # type: ignore[method-assign]
+_PATCHES = Patches(
+    "constraints_on",
+    [
+        (jax.lax, "with_sharding_constraint", _with_sharding_constraint),
+        *((kind, "unbox", _unboxed) for kind in _UNBOX),
+    ],
+)

@@ -7,9 +7,7 @@ Replaced are the names `jax.nn.dot_product_attention`, `flax.nnx.dot_product_att
 """
 
 import contextlib
-import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +18,8 @@ import flax.nnx as nnx
 import flax.nnx.nn.attention as nnx_attention
 import jax
 
+from spmd.models.patches import Patches
+
 ORIGINALS: dict[str, Callable[..., Any]] = {
     "jax": jax.nn.dot_product_attention,
     "nnx": nnx.dot_product_attention,
@@ -28,9 +28,6 @@ ORIGINALS: dict[str, Callable[..., Any]] = {
 _NAMES = {"jax": (jax.nn,), "nnx": (nnx, nnx_attention), "linen": (linen, linen_attention)}
 # that keep the function as `attention_fn`
 _MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)
-_FUNCTIONS: contextvars.ContextVar[Mapping[str, Callable[..., Any]]] = contextvars.ContextVar(
-    "replaced_calls", default=MappingProxyType({})
-)
 
 
 @contextlib.contextmanager
@@ -38,15 +35,8 @@ def replaced_calls(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None
     """Inside, a call of `ORIGINALS[name]` is one of `functions[name]`, which takes the original
     first. Other threads are not affected.
     """
-    token = _FUNCTIONS.set(functions)
-    if functions:
-        _count(1)
-    try:
+    with _PATCHES.scope(functions):
         yield
-    finally:
-        if functions:
-            _count(-1)
-        _FUNCTIONS.reset(token)
 
 
 def _replacement(name: str) -> Callable[..., Any]:
@@ -54,7 +44,7 @@ def _replacement(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        function = _FUNCTIONS.get().get(name)
+        function = _PATCHES.value.get(name)
         return (
             original(*args, **kwargs) if function is None else function(original, *args, **kwargs)
         )
@@ -81,26 +71,18 @@ class _AttentionFn:
         vars(module)["attention_fn"] = value
 
 
-_LOCK, _USERS = threading.Lock(), [0]
-_OF_CLASS = {kind: vars(kind).get("attention_fn") for kind in _MODULES}
-
-
-def _count(more: int) -> None:
-    """Count the open scopes of all threads: the first one replaces the functions, and the last one
-    restores them.
-    """
-    with _LOCK:
-        before, _USERS[0] = _USERS[0] > 0, _USERS[0] + more
-        if before == (_USERS[0] > 0):
-            return
-        functions = ORIGINALS if before else _REPLACEMENTS
-        for name, places in _NAMES.items():
-            for place in places:
-                place.dot_product_attention = functions[name]  # type: ignore[attr-defined]
-        for kind, of_class in _OF_CLASS.items():
-            if not before:
-                kind.attention_fn = _AttentionFn(of_class)
-            elif of_class is None:
-                del kind.attention_fn
-            else:
-                kind.attention_fn = of_class
+_PATCHES = Patches(
+    "replaced_calls",
+    [
+        *(
+            (place, "dot_product_attention", _REPLACEMENTS[name])
+            for name, places in _NAMES.items()
+            for place in places
+        ),
+        *(
+            (kind, "attention_fn", _AttentionFn(vars(kind).get("attention_fn")))
+            for kind in _MODULES
+        ),
+    ],
+    outside=MappingProxyType({}),
+)
