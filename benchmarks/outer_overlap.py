@@ -22,8 +22,8 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from spmd import wire
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import topology
-from spmd.planner.target import Cluster
 
 WIDTH, LAYERS, EVERY, STEPS, ROWS = 4096, 4, 4, 8, 512
 PROGRAMS = {

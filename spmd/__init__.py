@@ -41,11 +41,9 @@ _NAMES = {
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
     "spmd.planner.calibration": ("Calibration", "calibrate"),
-    "spmd.planner.comparison": ("compare",),
+    "spmd.planner.curves": ("saturation", "utilization"),
     "spmd.planner.layout_search": ("search",),
-    "spmd.planner.planning": ("Plan", "plan"),
-    "spmd.planner.link_speeds": ("utilization",),
-    "spmd.planner.scaling": ("saturation",),
+    "spmd.planner.planning": ("Plan", "compare", "plan"),
     "spmd.run.checkpoint": ("Checkpoint",),
     "spmd.run.history": ("History",),
     "spmd.run.step_profiler": ("Profile",),
@@ -109,11 +107,9 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     )
     from spmd.models.functional import FunctionalModel as FunctionalModel
     from spmd.planner.calibration import Calibration as Calibration, calibrate as calibrate
-    from spmd.planner.comparison import compare as compare
+    from spmd.planner.curves import saturation as saturation, utilization as utilization
     from spmd.planner.layout_search import search as search
-    from spmd.planner.link_speeds import utilization as utilization
-    from spmd.planner.planning import Plan as Plan, plan as plan
-    from spmd.planner.scaling import saturation as saturation
+    from spmd.planner.planning import Plan as Plan, compare as compare, plan as plan
     from spmd.run.checkpoint import Checkpoint as Checkpoint
     from spmd.run.history import History as History
     from spmd.run.step_profiler import Profile as Profile

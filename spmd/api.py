@@ -37,12 +37,13 @@ from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
 from spmd.planner.auto_layout import AUTO, auto_layout, check_auto
+from spmd.planner.cluster import of_device
 from spmd.planner.flop_shares import executed_flops
 from spmd.planner.hlo import parse
-from spmd.planner.memory_check import check_step_memory
+from spmd.planner.memory import check_step_memory
 from spmd.planner.model_flops import main_dtype, model_flops, trace_model
 from spmd.planner.step_profile import StepProfile, check_target, profile_of
-from spmd.planner.target import Target, of_device
+from spmd.planner.target import Target
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume

@@ -304,7 +304,6 @@ def test_no_assert_statements():
 
 # writes of a few bytes into pipes, which take all or none of so little, and to the terminal
 SHORT = {
-    "planner/compile_client.py",
     "planner/compile_server.py",
     "distributed/watchdog.py",
     "run/signals.py",
@@ -378,7 +377,7 @@ def test_every_written_file_is_named_in_errors():
         if not any(each in around for each in NAMING)
     }
     # a part of a file of `open_output`, and what another process prints
-    assert unnamed == {"inference/weights.py", "planner/compile_client.py"}, (
+    assert unnamed == {"inference/weights.py", "planner/compile_server.py"}, (
         "open_output and name_errors of spmd/output_files.py name it"
     )
 

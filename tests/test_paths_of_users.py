@@ -20,9 +20,9 @@ from spmd.inference.generation import Generator
 from spmd.launch.cli import main
 from spmd.launch.generate_command import _text
 from spmd.planner.calibration import Calibration
+from spmd.planner.cluster import Cluster
 from spmd.planner.planning import Plan
 from spmd.planner.search_result import Search
-from spmd.planner.target import Cluster
 from spmd.pretrained.name_map import NameMap
 from spmd.program_cache.folder import cache_folder, choose_folder
 from spmd.render.picture import Picture

@@ -31,9 +31,9 @@ from benchmarks import reported
 from benchmarks.gpu import attention, cases, codecs, recurrent
 from benchmarks.gpu.measure import PLANS
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import topology
 from spmd.planner.gpu_kernels import gpu_of
-from spmd.planner.target import Cluster
 
 TARGETS = ("h100", "h200")
 

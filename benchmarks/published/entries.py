@@ -8,7 +8,7 @@ from typing import Any
 
 import spmd
 from spmd.mesh import MeshSpec
-from spmd.planner.target import Cluster
+from spmd.planner.cluster import Cluster
 
 RUNS = Path(__file__).parent / "runs.toml"
 REMATS = {  # by an entry's `remat`

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 import spmd
-from spmd.planner.target import Cluster
+from spmd.planner.cluster import Cluster
 from spmd.planner.text_report import seconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

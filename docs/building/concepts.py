@@ -11,7 +11,7 @@ from flax import nnx
 
 import spmd
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.drawings import device_ranges, shards_of
+from spmd.planner.html_report import device_ranges, shards_of
 from spmd.render.svg import SERIES, box, caption, heading, on_box, svg
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import flatten

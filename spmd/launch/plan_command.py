@@ -16,7 +16,8 @@ from spmd.errors import OptionError
 from spmd.launch.progress_line import show_lines, show_progress
 from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
-from spmd.planner.target import Cluster, load as load_target, shipped
+from spmd.planner.cluster import Cluster
+from spmd.planner.target import load as load_target, shipped
 from spmd.render.colour import paint
 from spmd.user_paths import output_path
 

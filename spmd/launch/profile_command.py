@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
 
 
 def _profile(options: argparse.Namespace) -> str | int:
-    from spmd.planner.target import Cluster
+    from spmd.planner.cluster import Cluster
     from spmd.run.callbacks import as_callbacks, watched_metrics
     from spmd.run.step_profiler import Profile
 

@@ -16,9 +16,9 @@ from spmd.errors import OptionError
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import loads
 from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster, cluster_of, nearest_cluster
 from spmd.planner.layout_search import search
 from spmd.planner.search_result import FOUND
-from spmd.planner.target import Cluster, cluster_of, nearest_cluster
 from spmd.train.model_setup import check_numbers
 from spmd.tree import Tree, abstract
 

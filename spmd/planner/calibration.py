@@ -6,30 +6,159 @@ of small programs (`probes.py`).
 
 import dataclasses
 import datetime
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from spmd.errors import OptionError, did_you_mean, first_line, option, quoted
-from spmd.mesh import MeshSpec
-from spmd.planner.fit_figures import Observation, figure_of, fit, spread_of
-from spmd.planner.hlo import parse
-from spmd.planner.probes import AXIS, Probe, probes_of
-from spmd.planner.target import Achieved, Cluster, Link, Target, load, of_device, shipped
-from spmd.planner.target_file import target_text
+from spmd.planner.cluster import Cluster, of_device
+from spmd.planner.probes import AXIS, CompiledProbe, Observation, probes_of
+from spmd.planner.target import Achieved, Link, Spread, Target, load, shipped, target_text
 from spmd.planner.text_report import seconds as duration
-from spmd.planner.timeline import timeline_of
 from spmd.render.html import aligned, filled
 from spmd.user_paths import output_path, write_text
-from spmd.xla import shard_map
+
+PASSES = 3  # over all figures, because a program's time depends on several
+WIDEST = 1e3  # the largest factor between a figure before and after
+EXACT = 1e-4  # of the logarithm of predicted / measured
+SHOWS = 1.02  # a program whose time changes less when a figure is doubled says nothing about it
+SPREADS = {
+    "flops": "matmul",
+    "first_touch": "memory",
+    "inside": "link",
+    "attention_backward": "attention",
+}  # of [spread], if named otherwise
+
+
+def figure_of(target: Target, path: str) -> float:
+    """A figure by its key.
+
+    >>> from spmd.planner.target import load
+    >>> figure_of(load("h100"), "achieved.launch"), figure_of(load("h100"), "flops.bfloat16")
+    (4e-06, 989000000000000.0)
+    """
+    name, _, key = path.partition(".")
+    value = getattr(target, name)
+    return value if not key else value[key] if isinstance(value, Mapping) else getattr(value, key)
+
+
+def with_figure(target: Target, path: str, number: float) -> Target:
+    """The target with another figure.
+
+    >>> from spmd.planner.target import load
+    >>> figure_of(with_figure(load("h100"), "inside.latency", 1e-6), "inside.latency")
+    1e-06
+    """
+    name, _, key = path.partition(".")
+    value = getattr(target, name)
+    changed = (
+        number
+        if not key
+        else {**value, key: number}
+        if isinstance(value, Mapping)
+        else dataclasses.replace(value, **{key: number})
+    )
+    return dataclasses.replace(target, **{name: changed})
+
+
+def fit(
+    target: Target, observations: Sequence[Observation], *, most_share: float = 1.0
+) -> tuple[Target, tuple[str, ...]]:
+    """A target that predicts what was observed, and the figures that could not be fitted because no
+    program depends on them.
+
+    For each figure the geometric mean of predicted / measured of its programs becomes 1, in the
+    order of the observations.
+
+    Args:
+      target: the figures to start with; those that no observation shows stay.
+      most_share: the largest share in `[achieved]`.
+    """
+    by_figure: dict[str, list[Observation]] = {}
+    for one in observations:
+        by_figure.setdefault(one.figure, []).append(one)
+    unknown = [
+        path for path, group in by_figure.items() if not any(_shows(target, one) for one in group)
+    ]
+    for _ in range(PASSES):
+        for path, group in by_figure.items():
+            if path not in unknown:
+                most = (
+                    most_share
+                    if path.startswith("achieved.") and path != "achieved.launch"
+                    else math.inf
+                )
+                target = _solve(target, path, group, most)
+    return target, tuple(unknown)
+
+
+def spread_of(target: Target, observations: Sequence[Observation]) -> Spread:
+    """How far off the figures may be: the errors of each kind's programs, and the noise of their
+    times, added as squares.
+    """
+    squares: dict[str, list[float]] = {}
+    for one in observations:
+        name, _, key = one.figure.partition(".")
+        kind = SPREADS.get(name, SPREADS.get(key, key))
+        squares.setdefault(kind, []).append(
+            math.log(one.predict(target) / one.seconds) ** 2 + one.noise**2
+        )
+    shares = {
+        kind: round(min(max(math.sqrt(sum(values) / len(values)), 0.01), 1.0), 3)
+        for kind, values in squares.items()
+    }
+    return dataclasses.replace(target.spread, **shares)
+
+
+def _shows(target: Target, one: Observation) -> bool:
+    doubled = with_figure(target, one.figure, 2 * figure_of(target, one.figure))
+    return not 1 / SHOWS < one.predict(doubled) / one.predict(target) < SHOWS
+
+
+def _solve(target: Target, path: str, group: Sequence[Observation], most: float) -> Target:
+    """The target with the figure for which the mean logarithm of predicted / measured is 0;
+    otherwise with the nearest that it may have.
+    """
+
+    def error(logarithm: float) -> float:
+        changed = with_figure(target, path, math.exp(logarithm))
+        return sum(math.log(one.predict(changed) / one.seconds) for one in group) / len(group)
+
+    start = math.log(figure_of(target, path))
+    low, high = start - math.log(WIDEST), min(start + math.log(WIDEST), math.log(most))
+    return with_figure(target, path, math.exp(_root(error, low, min(start, high), high)))
+
+
+def _root(error: Callable[[float], float], low: float, start: float, high: float) -> float:
+    """Where a monotone function is 0 in an interval, or the end where it is nearest to 0: by
+    secants that keep a bracket (Illinois).
+    """
+    rises = error(high) > error(low)
+    here, there = start, low if (error(start) > 0) == rises else high
+    at_here, at_there = error(here), error(there)
+    if at_here * at_there > 0:
+        return there
+    for _ in range(40):
+        if abs(at_here) < EXACT:
+            break
+        new = here - at_here * (there - here) / (at_there - at_here)
+        at_new = error(new)
+        if at_new * at_here < 0:
+            there, at_there = here, at_here
+        else:
+            at_there /= 2
+        here, at_here = new, at_new
+    return here
+
 
 PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names
 SHARES = tuple(
@@ -132,14 +261,14 @@ class Measurement:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.devices, self.base = devices, base
-        self.programs: list[_Program] = []
+        self.programs: list[CompiledProbe] = []
         self.notes: list[str] = []
         mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
         probes = probes_of(devices[0].platform, len(devices))
         for number, probe in enumerate(probes, 1):
             say(f"compiling {number} of {len(probes)}: {probe.name}")
             try:
-                self.programs.append(_Program(probe, mesh))
+                self.programs.append(CompiledProbe(probe, mesh))
             except (RuntimeError, ValueError, NotImplementedError) as error:
                 # cuDNN is missing, or too old for this GPU
                 self.notes.append(
@@ -248,84 +377,6 @@ class Measurement:
             devices_per_node=count,
             simulated=count,
             sources=sources,
-        )
-
-
-def compile_probe(probe: Probe, mesh: Mesh) -> Any:
-    """A probe as all devices of a mesh run it, each on arrays of its own; arguments have a leading
-    dim for devices.
-    """
-    spec = PartitionSpec(AXIS)
-
-    def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x[None] for x in probe.function(*(x[0] for x in shards)))
-
-    mapped = jax.jit(
-        shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec),
-        donate_argnums=tuple(range(probe.donated)),
-    )
-    sharding = NamedSharding(mesh, spec)
-    return mapped.lower(
-        *(
-            jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
-            for shape, dtype in probe.shapes
-        )
-    ).compile()
-
-
-def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
-    """Predicts the seconds of a program that `compile_probe` has compiled, on a target."""
-    module, temporaries = parse(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
-
-    def predict(target: Target) -> float:
-        cluster, spec = Cluster(1, devices, target), MeshSpec(((AXIS, devices),))
-        return max(
-            timeline_of(module, spec, cluster, (AXIS,), temporaries=temporaries).seconds, 1e-12
-        )
-
-    return predict
-
-
-class _Program:
-    """A probe that is compiled for a mesh, its arguments, and its times."""
-
-    def __init__(self, probe: Probe, mesh: Mesh) -> None:
-        self.probe, self.times = probe, list[float]()
-
-        # not constants, which cost a GPU less power and so are multiplied faster
-        def draw(key: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(
-                0.02 * jax.random.normal(key, (mesh.size, *shape), dtype)
-                for shape, dtype in probe.shapes
-            )
-
-        self.compiled = compile_probe(probe, mesh)
-        self.predict = predictor(self.compiled, mesh.size)
-        self.arguments = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))(
-            jax.random.key(0)
-        )
-
-    def run(self) -> None:
-        """Run twice, and keep the second time: the first finds the caches and the free memory that
-        another program has left.
-        """
-        for timed in (False, True):
-            began = time.perf_counter()
-            results = jax.block_until_ready(self.compiled(*self.arguments))
-            self.times += [time.perf_counter() - began] if timed else []
-            self.arguments = (*results[: self.probe.donated], *self.arguments[self.probe.donated :])
-
-    def quartiles(self, begin: float) -> tuple[float, float]:
-        """Of its times, without `begin` seconds each."""
-        first, _, third = statistics.quantiles(self.times, n=4)
-        return max(first - begin, 1e-9), max(third - begin, 1e-9)
-
-    def observation(self, begin: float) -> Observation:
-        """Its median time, without the `begin` seconds in which any program starts."""
-        median = max(statistics.median(self.times) - begin, 1e-9)
-        first, third = self.quartiles(begin)
-        return Observation(
-            self.probe.figure, self.predict, median, min((third - first) / 2 / median, 1.0)
         )
 
 

@@ -1,8 +1,12 @@
-"""The candidates of `spmd.search`: each layout on every mesh of its axes, with reductions,
-microbatches and rematerialization.
+"""The candidates of `spmd.search`, and lower bounds on what they need.
 
+A candidate is a layout on a mesh of its axes, with a reduction, microbatches and rematerialization.
 An axis that a layout declares with one device may have one; the candidate is then the layout
 without it. Their order is deterministic. With the model, a candidate is all that a plan needs.
+
+For the bounds on memory and time nothing is compiled: the layout determines the shards of
+parameters and optimizer state, the FLOPs are those of the step on one device, divided evenly, and
+gradients cross the links once to be reduced.
 """
 
 import dataclasses
@@ -11,19 +15,29 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
 
 from spmd.errors import OptionError, option, type_name
 from spmd.fields import as_toml
 from spmd.layout.remat import Remat
+from spmd.layout.resolve import num_shards
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import shipped
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster
+from spmd.planner.plan_data import PlanData
+from spmd.planner.timeline import Timeline
+from spmd.planner.traffic import devices_per_node, reduction_time
 from spmd.specs import spec_axes
+from spmd.train.device_memory import tree_on_device
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import flatten
+from spmd.tree import Tree, flatten, nbytes
 
 # values of `[remat] save` that are tried, from most to least memory
 REMAT_SAVES = ("everything", "dots", "nothing")
@@ -375,3 +389,105 @@ def update_differences(layout: Layout) -> str | None:
     if gradients.reduction == "parameter_server" and server.spares:
         differences.append(f"{server.spares} of the workers' gradients are dropped in every step")
     return " and ".join(differences) or None
+
+
+@dataclasses.dataclass(frozen=True)
+class LowerBounds:
+    """Lower bounds of a step: `state` bytes on each device, and `seconds`; `why` says what these
+    are spent on.
+    """
+
+    state: int
+    seconds: float
+    why: str
+
+
+def trainable_paths(placed: PlacedModel) -> set[str]:
+    """Parameters that a gradient can change; those that an optimizer freezes are neither sent nor
+    written.
+    """
+    state = placed.abstract_state
+
+    def updates(grads: Tree, opt: Tree, params: Tree) -> Tree:
+        return placed.optimizer.update(grads, opt, params)[0]
+
+    jaxpr = jax.make_jaxpr(updates)(state.params, state.opt, state.params).jaxpr
+    dependent = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
+    for equation in jaxpr.eqns:
+        if any(not isinstance(var, Literal) and var in dependent for var in equation.invars):
+            dependent.update(equation.outvars)
+    changes = [not isinstance(var, Literal) and var in dependent for var in jaxpr.outvars]
+    return {path for path, change in zip(flatten(state.params), changes, strict=True) if change}
+
+
+def divided_activations(alone: PlanData) -> float:
+    """Bytes of activations of the step on one device, at least: its temporaries without two full
+    copies of all parameters.
+
+    One for gradients, and one for parameters in the dtype of the computation and their gradients:
+    on a mesh these need not be full.
+    """
+    arrays = alone.program.placed.abstract_variables
+    return max(
+        0.0,
+        alone.memory.temporaries
+        - 2.0 * sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen)))),
+    )
+
+
+def lower_bounds_of(
+    placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]
+) -> LowerBounds:
+    """The bounds of a placed model.
+
+    Args:
+      alone: the same step on one device of the cluster.
+      trainable: paths of the parameters that are not frozen.
+    """
+    state, target = placed.abstract_state, cluster.target
+    on_server = placed.resolved.layout.gradients.reduction == "parameter_server"
+    trained_params = {
+        path: leaf for path, leaf in flatten(state.params).items() if path in trainable
+    }
+    moved = (
+        0
+        if on_server
+        else 2 * tree_on_device((trained_params, state.opt)) + tree_on_device(state.frozen)
+    )  # read, and written but for those
+    parts = {
+        "matrix products, divided evenly": alone.multiplying / cluster.count,
+        "reading and writing parameters": moved
+        / (target.memory_bandwidth * target.achieved.memory),
+        "gradients on the links": _reduction_time(placed, cluster, trainable),
+    }
+    why = max(parts, key=lambda name: parts[name])
+    return LowerBounds(tree_on_device(state), parts[why], why)
+
+
+def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection[str]) -> float:
+    """Seconds to reduce all gradients in one collective."""
+    resolved, gradients, mesh = (
+        placed.resolved,
+        placed.resolved.layout.gradients,
+        placed.resolved.mesh,
+    )
+    if (
+        gradients.reduction not in ("all_reduce", "reduce_scatter")
+        or gradients.compressed
+        or resolved.workers == 1
+    ):
+        return 0.0  # what XLA or a codec sends is not known without compiling
+    size = 0
+    for place in (place for path, place in resolved.placements.items() if path in trainable):
+        size += place.nbytes // num_shards(
+            tuple(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes), mesh
+        )
+    ids = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
+    workers = (
+        ids[tuple(slice(None) if name in resolved.data_axes else 0 for name in mesh.names)]
+        .ravel()
+        .tolist()
+    )
+    return reduction_time(
+        gradients.reduction, size, len(workers), devices_per_node(workers, cluster), cluster
+    )

@@ -25,9 +25,10 @@ import jaxlib
 from spmd.errors import CompileError, OptionError, first_line, how_to_install, option
 from spmd.mesh import MeshSpec
 from spmd.output_files import name_errors, sync_tree
-from spmd.planner import compile_client
+from spmd.planner import compile_server
+from spmd.planner.cluster import Cluster
 from spmd.planner.gpu_kernels import VERSION, gpu_of
-from spmd.planner.target import Cluster, Target
+from spmd.planner.target import Target
 from spmd.program_cache.folder import cache_folder
 from spmd.train.compiled_step import Program
 from spmd.train.compiler_options import check_buffering
@@ -262,9 +263,9 @@ def _compile(
         ) as name:
             work = Path(name)
             (work / "request.pickle").write_bytes(blob)
-            compile_client.compile_request(work, _environment(), devices, target, timeout, say)
+            compile_server.compile_request(work, _environment(), devices, target, timeout, say)
             if not (work / "memory.json").is_file():
-                failed, log = f"compiling for {target} failed:", _last(work / compile_client.LOG)
+                failed, log = f"compiling for {target} failed:", _last(work / compile_server.LOG)
                 raise CompileError(
                     f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}"
                 )

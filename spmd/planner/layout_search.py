@@ -2,7 +2,7 @@
 others were skipped.
 
 A candidate is skipped if its layout does not fit the model or the batch, if its state, or its state
-and activations, exceed a device's memory, if its lower bound on time (`planner/lower_bounds.py`)
+and activations, exceed a device's memory, if its lower bound on time (`planner/candidates.py`)
 exceeds the best plan's time, or if the same with fewer microbatches or less recomputation already
 fits. Candidates near the fastest plan so far are compiled first.
 """
@@ -28,21 +28,25 @@ from spmd.errors import (
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
-from spmd.planner.candidates import Candidate, CandidateSpace, chosen_layouts, remats
-from spmd.planner.compile import check_timeout, compiler_of
-from spmd.planner.compiler_search import TUNED, tune, why_not_tuned
-from spmd.planner.lower_bounds import (
+from spmd.planner.candidates import (
+    Candidate,
+    CandidateSpace,
     LowerBounds,
+    chosen_layouts,
     divided_activations,
     lower_bounds_of,
+    remats,
     trainable_paths,
 )
+from spmd.planner.cluster import LARGEST, MIN_SAVING, Cluster
+from spmd.planner.compile import check_timeout, compiler_of
+from spmd.planner.known_changes import why_not_tuned
 from spmd.planner.memory import usable_memory
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
 from spmd.planner.search_result import Reason, Search
 from spmd.planner.structure import without_names
-from spmd.planner.target import LARGEST, MIN_SAVING, Cluster
+from spmd.planner.suggestions import TUNED, tune
 from spmd.planner.text_report import seconds
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.tree import Tree, abstract, format_bytes

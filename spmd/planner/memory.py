@@ -1,4 +1,6 @@
-"""The memory of one device in a step, by what it holds, compared with its capacity."""
+"""The memory of one device in a step, by what it holds, compared with its capacity: of a planned
+step, and of the step that `fit` is about to run.
+"""
 
 import dataclasses
 import math
@@ -9,16 +11,18 @@ from collections.abc import Mapping
 
 import jax
 
+from spmd.errors import DeviceMemoryError
 from spmd.layout.resolve import num_shards
+from spmd.planner.cluster import Cluster, of_device
 from spmd.planner.compile import Compiled
 from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
-from spmd.planner.target import Cluster, Target
+from spmd.planner.target import Overhead, Target
 from spmd.render.sparkline import gauge
 from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
-from spmd.train.device_memory import in_host_memory, on_device, tree_on_device
+from spmd.train.device_memory import in_host_memory, memory_limit, on_device, tree_on_device
 from spmd.tree import Tree, flatten, format_bytes, nbytes
 from spmd.wire.reduction import RESIDUAL
 from spmd.wire.server.arrivals import HELD, SQUARES, SUM
@@ -435,3 +439,46 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
         (size, f"{array}{f' x {count}' if count > 1 else ''}", where)
         for (size, array, where), count in shown
     )
+
+
+def check_step_memory(program: Program) -> str | None:
+    """The memory of a step on a full batch, as one line; None if devices do not report their limit.
+
+    The step is compiled for this, once: the first step reuses the program.
+
+    Raises:
+      DeviceMemoryError: a step needs more than a device has.
+    """
+    mesh = program.placed.mesh
+    limit = memory_limit(mesh)
+    if limit is None:
+        return None
+    analysis = program.compile().memory_analysis()
+    state, temporaries = tree_on_device(program.placed.abstract_state), analysis.temp_size_in_bytes
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    peak = max(analysis.argument_size_in_bytes, state) + fresh + temporaries
+    kind = mesh.local_devices[0].device_kind
+    target = of_device(kind)
+    # of its own compiler and device, XLA's figure is exact
+    needed = program_items(target.overhead if target else Overhead(), peak, 0)
+    chance, expected = likelihood(needed, limit), round(total(needed)[0])
+    share = f"{format_bytes(peak)} of {format_bytes(limit)} on each {kind} ({peak / limit:.0%})"
+    line = (
+        f"a step needs {share}: {format_bytes(state)} of state, {format_bytes(temporaries)} of "
+        "temporaries."
+    )
+    if chance < 0.5:
+        lost = (
+            f", with {format_bytes(expected - peak)} that the allocator cannot use"
+            if expected > peak
+            else ""
+        )
+        raise DeviceMemoryError(
+            f"{line}\n    {format_bytes(expected - limit)} too much on each of {mesh.size} "
+            f"devices{lost}.\n"
+            "    JAX preallocates 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION "
+            "says otherwise.",
+            fix="`spmd plan` shows what another layout, microbatches or [remat] would need; "
+            "check_memory=False starts anyway.",
+        )
+    return line if chance >= LIKELY else f"{line[:-1]}; it fits with {percent(chance)} likelihood."

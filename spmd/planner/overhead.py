@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from statistics import NormalDist
 
+from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import Instruction, Module, collective_kind, groups
-from spmd.planner.target import Cluster, Estimate, Overhead
+from spmd.planner.target import Estimate, Overhead
 
 PREFETCHED = 2  # batches that `fit` places ahead, unless its `prefetch` says otherwise
 ESTIMATED = 4  # times as far off is a program's memory by another compiler; assumed

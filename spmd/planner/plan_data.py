@@ -1,13 +1,11 @@
-"""The data of a plan, and how it is computed. Reports, drawings and fixes are functions over it, in
-modules that import this one.
+"""The data of a plan, and how it is computed. Reports, drawings and suggestions are functions over
+it, in modules that import this one.
 """
 
 import dataclasses
 import functools
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
@@ -16,43 +14,144 @@ from spmd.layout.compiler import TRITON, compiler_notes
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
-from spmd.nn.attention_kernels import PREFERRED, may_replace
-from spmd.nn.parallel_context import STORED
 from spmd.nn.schedule import Schedule
-from spmd.planner.communication_notes import (
-    crossing_notes,
-    gathered_stacks,
-    repeated_exchanges,
-    small_collectives,
-)
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import Compiled, compile_step
 from spmd.planner.cost import uncounted
-from spmd.planner.flop_shares import FlopShares, flop_shares
+from spmd.planner.flop_shares import (
+    BUBBLES,
+    BY_XLA,
+    RECOMPUTED,
+    REPLICATED,
+    FlopShares,
+    flop_shares,
+)
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import Module, parse
-from spmd.planner.low_precision import precision_notes
 from spmd.planner.memory import Memory, memory_of
 from spmd.planner.model_flops import (
-    LargeProducts,
     empty_places,
     large_products,
     model_flops,
     trace_model,
 )
-from spmd.planner.step_costs import StepCost, step_costs
-from spmd.planner.sync_period import StepTimes, SyncPeriod, sync_period, unmarked_parts
-from spmd.planner.target import Cluster
-from spmd.planner.timeline import Timeline, Wait, timeline_of
+from spmd.planner.notes import (
+    LARGE,
+    _large_arrays,
+    _period_notes,
+    _rematerialized,
+    _waits,
+    _warnings,
+    crossing_notes,
+    gathered_stacks,
+    precision_notes,
+    repeated_exchanges,
+    small_collectives,
+)
+from spmd.planner.timeline import (
+    StepTimes,
+    SyncPeriod,
+    Timeline,
+    sync_period,
+    timeline_of,
+)
 from spmd.planner.traffic import Traffic, traffic_of
 from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, flatten, format_bytes
+from spmd.tree import Tree, flatten
 from spmd.wire.server.declaration import ParameterServer
 
-WORTH_A_NOTE, SHOWN_WAITS = 0.02, 3  # of a step's time; and of its collectives
-LARGE = 0.1  # of a step's peak memory: an array that is worth a note
+SHOWN = 3  # costs at the end of a report
+MULTIPLYING = {
+    "products": "matrix products",
+    "convolutions": "convolutions",
+    "attention": "fused attention",
+}
+EXPOSED, RECOMPUTATION = "exposed", "recomputation"  # kinds that others name, too
+BEYOND = {  # kinds of products beyond the model's, with their causes
+    RECOMPUTATION: (RECOMPUTED, BY_XLA),
+    "bubbles": (BUBBLES,),
+    "replicated": (REPLICATED,),
+}
+TITLES = {
+    RECOMPUTATION: "recomputation",
+    "bubbles": "pipeline bubbles",
+    "replicated": "products replicated on several devices",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """A part of a step's time.
+
+    Attributes:
+      kind: "products", "convolutions", "attention", "memory", "launches", "exposed",
+        "recomputation", "bubbles" or "replicated".
+      what: the same in words, with how well the device is used or what is communicated.
+      seconds: of a step.
+      share: of the step.
+      purpose: of exposed communication, what is sent, as `Transfer.purpose`; "" of other costs.
+    """
+
+    kind: str
+    what: str
+    seconds: float
+    share: float
+    purpose: str = ""
+
+
+def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
+    """The costs of a step, largest first; they add up to it.
+
+    Products beyond the model's are costs of their own, in proportion to their FLOPs: those of the
+    model are what is left.
+    """
+    seconds: dict[tuple[str, str, str], float] = {}
+    shares = {
+        kind: sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes) / flops.executed
+        if flops.executed
+        else 0.0
+        for kind, causes in BEYOND.items()
+    }
+    for kind, share in shares.items():
+        seconds[kind, TITLES[kind], ""] = timeline.multiplying * share
+    seconds[RECOMPUTATION, TITLES[RECOMPUTATION], ""] += timeline.repeated_memory
+    for kind, title in MULTIPLYING.items():
+        if took := getattr(timeline, kind):
+            of_model = max(1 - sum(shares.values()), 0.0)
+            seconds[
+                kind, f"{title}, at {timeline.at_peak.get(kind, 0.0) / took:.0%} of peak", ""
+            ] = took * of_model
+    seconds["memory", "element-wise work and other operations, at memory bandwidth", ""] = (
+        timeline.memory - timeline.repeated_memory
+    )
+    seconds["launches", "launch overhead", ""] = timeline.launches
+    for wait in timeline.waits:
+        transfer = wait.transfer
+        _, nodes, sites = transfer.counts
+        where = (
+            " between sites"
+            if sites > 1 or transfer.leaving
+            else " between nodes"
+            if nodes > 1
+            else ""
+        )
+        key = (
+            EXPOSED,
+            f"exposed communication: {transfer.kind} of {transfer.purpose}{where}",
+            transfer.purpose,
+        )
+        seconds[key] = seconds.get(key, 0.0) + wait.exposed
+    hosts = timeline.exposed - sum(wait.exposed for wait in timeline.waits)
+    seconds[EXPOSED, "exposed communication: copies between device and host", "host"] = hosts
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return tuple(
+        StepCost(kind, what, took, took / timeline.seconds, purpose)
+        for (kind, what, purpose), took in ordered
+        if took > 1e-9 * timeline.seconds  # rounding
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,210 +373,3 @@ def synced_by(placed: PlacedModel) -> ParameterServer | None:
     """How workers synchronize, if they train separately."""
     server = placed.resolved.layout.parameter_server
     return server if placed.exchange.local else None
-
-
-def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Module) -> list[str]:
-    """Notes on synchronizations that the compiled program runs in another way than the layout
-    says.
-    """
-    if server is None:
-        return []
-    notes = []
-    if unmarked := unmarked_parts(server, module):
-        notes.append(
-            f"note: XLA has merged the branches of {', '.join(unmarked)} with others, so every "
-            "step is timed as if it took them."
-        )
-    waits = sum(kind.count * kind.exposed for kind in period.kinds if kind.due)
-    if server.overlap and period.hidden < waits:
-        ran = f"hides {period.hidden:.3g} s of them behind computation, and waits {waits:.3g} s"
-        later = f"{server.overlap} step{'s' * (server.overlap > 1)} after it was sent"
-        notes.append(
-            f"note: overlap = {server.overlap} applies a synchronization {later}, but the compiled "
-            "step ends when its own collectives "
-            f"have: in a period of {period.steps} steps it {ran}."
-        )
-    return notes
-
-
-def in_parts(placed: PlacedModel) -> str:
-    """The implementation of attention that stores no array of all scores where the layout's own
-    does.
-    """
-    written = placed.resolved.layout.attention.implementation == "as_written"
-    return "auto" if written and placed.platform in PREFERRED else "chunked"
-
-
-def stored_scores(
-    memory: Memory, placed: PlacedModel, products: LargeProducts
-) -> list[tuple[int, str, str]]:
-    """The largest temporaries that hold all scores of an attention: bytes, the array, and where in
-    the model it is.
-    """
-    # a gradient may have a length's sides
-    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]
-
-    def are_scores(sizes: list[int]) -> bool:
-        return any(
-            _has(sizes, pair)
-            and not any(_has(w, pair) and math.prod(sizes) <= math.prod(w) for w in weights)
-            for pair in products.scores
-        )
-
-    parallel = placed.parallel
-    if parallel.attention != "as_written" and may_replace(parallel) and STORED not in parallel.used:
-        return []
-    return [
-        (size, array, where) for size, array, where in memory.largest if are_scores(_sizes(array))
-    ]
-
-
-def _sizes(array: str) -> list[int]:
-    """The shape of an array in text.
-
-    >>> _sizes("float32[8,4,64,64] x 2")
-    [8, 4, 64, 64]
-    """
-    return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
-
-
-def _large_arrays(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[str]:
-    """Notes on scores of attention, and on logits, that are among the largest temporaries, with
-    what computes them in parts.
-    """
-    large = [
-        (size, array, where, _sizes(array))
-        for size, array, where in memory.largest
-        if size >= LARGE * memory.peak
-    ]
-    scores = [
-        found
-        for found in stored_scores(memory, placed, products)
-        if found[0] >= LARGE * memory.peak
-    ]
-    logits = [
-        found
-        for found in large
-        if any(v in found[3] and math.prod(found[3]) > width * v for width, v in products.logits)
-    ]
-    return [
-        f"note: {what} are stored: {array}, {format_bytes(size)} of "
-        f"{format_bytes(memory.peak)}{f', in {where}' if where else ''}; {fix}."
-        for what, found, fix in (
-            (
-                "all scores of attention",
-                scores,
-                f'[attention] implementation = "{in_parts(placed)}" computes them in parts',
-            ),
-            (
-                "the logits of all tokens",
-                logits,
-                "spmd.losses.cross_entropy_from_features computes them in parts",
-            ),
-        )
-        for size, array, where, *_ in found[:1]
-    ]
-
-
-def _has(dims: Sequence[int], pair: Sequence[int]) -> bool:
-    return not Counter(pair) - Counter(dims)
-
-
-def _waits(timeline: Timeline) -> list[str]:
-    """Notes on the collectives that take the most of a step because nothing hides them, each with
-    the reason.
-    """
-    groups: dict[tuple, list[Wait]] = {}
-    for wait in timeline.waits:
-        groups.setdefault(
-            (
-                wait.transfer.kind,
-                wait.transfer.purpose,
-                wait.transfer.where,
-                wait.transfer.asynchronous,
-            ),
-            [],
-        ).append(wait)
-    lines = []
-    for (kind, purpose, where, asynchronous), waits in groups.items():
-        exposed, times = sum(wait.exposed for wait in waits), sum(wait.times for wait in waits)
-        if exposed < WORTH_A_NOTE * timeline.seconds or len(lines) == SHOWN_WAITS:
-            continue
-        beside = sum(wait.beside * wait.times for wait in waits) / times
-        reason = "XLA runs it synchronously" if not asynchronous else "the next operation needs it"
-        if asynchronous and beside:
-            needed = beside + exposed / times
-            reason = (
-                f"{_milliseconds(beside)} of computation are scheduled beside it, and it takes "
-                f"{_milliseconds(needed)}"
-            )
-        often = f"{times} times, " if times > 1 else ""
-        lines.append(
-            f"note: {kind} of {purpose} ({where}) is waited for: {often}{_milliseconds(exposed)} "
-            f"of a step; {reason}."
-        )
-    return lines
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value * 1e3:,.0f} ms"
-
-
-def _rematerialized(timeline: Timeline) -> list[str]:
-    """A note on operations that XLA repeats to save memory."""
-    if timeline.rematerialized < WORTH_A_NOTE * timeline.seconds:
-        return []
-    took = f"{timeline.rematerialized * 1e3:,.3g} ms of a step"
-    off = '[compiler] options = { xla_disable_hlo_passes = "rematerialization" }'
-    return [
-        f"note: XLA computes some results twice to save memory, which takes {took}; {off} forbids "
-        "it, and [remat] says what to keep."
-    ]
-
-
-def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
-    """Notes on what the layout does not ask for: low-precision reductions, moved activations; and
-    on memory that JAX does not use.
-    """
-    lines = []
-    placed = program.placed
-    exact = placed.resolved.layout.gradients.codec == "exact"
-    low = traffic.dtypes("gradients") & {"bfloat16", "float16"}
-    if (
-        exact
-        and low
-        and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values())
-    ):
-        fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
-        lines.append(
-            f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not "
-            f"ask for; {fix}."
-        )
-    data_axes = set(placed.resolved.data_axes)
-    moved = sum(
-        t.sent * t.times
-        for t in traffic.transfers
-        if t.purpose == "activations" and set(t.axes) & data_axes
-    )
-    if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):
-        lines.append(
-            f"note: {format_bytes(moved)} of activations are sent over "
-            f"{', '.join(sorted(data_axes))}, more than parameters and gradients: "
-            "the layout moves activations to the parameters instead of parameters to the batch."
-        )
-    sometimes = sum(
-        transfer.sent * transfer.times for transfer in traffic.transfers if transfer.conditional
-    )
-    if sometimes:
-        lines.append(
-            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; "
-            "traffic and time are those of such a step, "
-            "in which all parameters are sent and received."
-        )
-    if memory.pool is not None and memory.fraction is not None:
-        reserved = f"JAX uses {memory.pool / memory.capacity:.0%} of a GPU's memory"
-        lines.append(
-            f"note: {reserved}; this step needs "
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.fraction:.2f}."
-        )
-    return lines

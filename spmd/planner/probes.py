@@ -7,13 +7,23 @@ devices run it at once, like a step.
 
 import dataclasses
 import functools
+import statistics
+import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster
+from spmd.planner.hlo import parse
+from spmd.planner.target import Target
+from spmd.planner.timeline import timeline_of
 from spmd.wire import collectives
+from spmd.xla import shard_map
 
 AXIS = "device"
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
@@ -266,3 +276,99 @@ def _scatters(x: jax.Array) -> tuple[jax.Array]:
     for _ in range(4):
         x = collectives.all_gather(collectives.reduce_scatter(x, (AXIS,), 0) / count, (AXIS,), 0)
     return (x,)
+
+
+def compile_probe(probe: Probe, mesh: Mesh) -> Any:
+    """A probe as all devices of a mesh run it, each on arrays of its own; arguments have a leading
+    dim for devices.
+    """
+    spec = PartitionSpec(AXIS)
+
+    def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x[None] for x in probe.function(*(x[0] for x in shards)))
+
+    mapped = jax.jit(
+        shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec),
+        donate_argnums=tuple(range(probe.donated)),
+    )
+    sharding = NamedSharding(mesh, spec)
+    return mapped.lower(
+        *(
+            jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
+            for shape, dtype in probe.shapes
+        )
+    ).compile()
+
+
+def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
+    """Predicts the seconds of a program that `compile_probe` has compiled, on a target."""
+    module, temporaries = parse(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
+
+    def predict(target: Target) -> float:
+        cluster, spec = Cluster(1, devices, target), MeshSpec(((AXIS, devices),))
+        return max(
+            timeline_of(module, spec, cluster, (AXIS,), temporaries=temporaries).seconds, 1e-12
+        )
+
+    return predict
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """One program's time.
+
+    Attributes:
+      figure: the key of the target's file that it shows, such as "achieved.matmul" or
+        "first_touch".
+      predict: the program's time in seconds on a target.
+      seconds: the median time.
+      noise: half of the distance between the quartiles, as a share of the median.
+    """
+
+    figure: str
+    predict: Callable[[Target], float]
+    seconds: float
+    noise: float = 0.0
+
+
+class CompiledProbe:
+    """A probe that is compiled for a mesh, its arguments, and its times."""
+
+    def __init__(self, probe: Probe, mesh: Mesh) -> None:
+        self.probe, self.times = probe, list[float]()
+
+        # not constants, which cost a GPU less power and so are multiplied faster
+        def draw(key: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(
+                0.02 * jax.random.normal(key, (mesh.size, *shape), dtype)
+                for shape, dtype in probe.shapes
+            )
+
+        self.compiled = compile_probe(probe, mesh)
+        self.predict = predictor(self.compiled, mesh.size)
+        self.arguments = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)))(
+            jax.random.key(0)
+        )
+
+    def run(self) -> None:
+        """Run twice, and keep the second time: the first finds the caches and the free memory that
+        another program has left.
+        """
+        for timed in (False, True):
+            began = time.perf_counter()
+            results = jax.block_until_ready(self.compiled(*self.arguments))
+            self.times += [time.perf_counter() - began] if timed else []
+            self.arguments = (*results[: self.probe.donated], *self.arguments[self.probe.donated :])
+
+    def quartiles(self, begin: float) -> tuple[float, float]:
+        """Of its times, without `begin` seconds each."""
+        first, _, third = statistics.quantiles(self.times, n=4)
+        return max(first - begin, 1e-9), max(third - begin, 1e-9)
+
+    def observation(self, begin: float) -> Observation:
+        """Its median time, without the `begin` seconds in which any program starts."""
+        median = max(statistics.median(self.times) - begin, 1e-9)
+        first, third = self.quartiles(begin)
+        return Observation(
+            self.probe.figure, self.predict, median, min((third - first) / 2 / median, 1.0)
+        )

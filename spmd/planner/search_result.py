@@ -11,9 +11,9 @@ from pathlib import Path
 from spmd.errors import OptionError
 from spmd.layout.schema import Layout
 from spmd.planner.candidates import Candidate
-from spmd.planner.drawings import pareto_chart
+from spmd.planner.cluster import Cluster
+from spmd.planner.html_report import pareto_chart
 from spmd.planner.planning import Plan
-from spmd.planner.target import Cluster
 from spmd.planner.text_report import seconds, step_time
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.tree import format_bytes

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from spmd.errors import OptionError, option, quoted
 from spmd.mesh import MeshSpec
-from spmd.planner.device_time import measure
+from spmd.planner.cluster import Cluster, cluster_of
+from spmd.planner.device_trace import Event, layer_of, measure, module_number, read_trace
 from spmd.planner.hlo import Instruction, Module, collective_kind, parse
-from spmd.planner.layer_scopes import layer_of
-from spmd.planner.target import Cluster, cluster_of, load
+from spmd.planner.target import load
 from spmd.planner.text_report import KERNELS, seconds
 from spmd.planner.timeline import LIMITS, Timeline, timeline_of
-from spmd.planner.trace_reader import Event, module_number, read_trace
 from spmd.render.html import Html, aligned, filled, framed, table
 from spmd.train.model_setup import PlacedModel
 

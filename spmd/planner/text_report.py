@@ -12,10 +12,8 @@ from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.flop_shares import NOTHING_BEYOND
-from spmd.planner.plan_data import PlanData
-from spmd.planner.step_costs import SHOWN
-from spmd.planner.sync_period import SyncPeriod
-from spmd.planner.timeline import LIMITS, Timeline
+from spmd.planner.plan_data import SHOWN, PlanData
+from spmd.planner.timeline import LIMITS, SyncPeriod, Timeline
 from spmd.render.html import Text, filled
 from spmd.specs import spec_axes, spec_text
 from spmd.train.device_memory import in_host_memory, on_device

@@ -1,26 +1,41 @@
-"""The predicted time of a step, from its compiled program and the target's figures.
+"""The predicted time of a step, from its compiled program and the target's figures, and of the
+steps between two synchronizations of workers that train separately.
 
 Each instruction takes its launch overhead and a roofline time: its products at the rate that their
-sizes reach on the target (`kernel_time.py`) or bytes at the memory's bandwidth, whichever takes
-longer. A collective takes the time of its bytes on the slowest of three levels of links
-(`Transfer.levels`) and the latencies of its hops; a site's devices share its link to other sites.
-Computation between its start and its end in XLA's schedule hides it. Collectives run one at a time.
-All devices are equal. Copies between device and host take the time of their bytes on the host's
-link, one at a time, and are hidden likewise.
+sizes reach on the target (`cost.py`) or bytes at the memory's bandwidth, whichever takes longer. A
+collective takes the time of its bytes on the slowest of three levels of links (`Transfer.levels`)
+and the latencies of its hops; a site's devices share its link to other sites. Computation between
+its start and its end in XLA's schedule hides it. Collectives run one at a time. All devices are
+equal. Copies between device and host take the time of their bytes on the host's link, one at a
+time, and are hidden likewise.
+
+The program of a step that synchronizes workers has a branch for each fragment that is sent and for
+each that is received. Which of them a step takes is data (`spmd.wire.server.sync_schedule`), so one
+compiled program has the times of all steps, for any number of steps between synchronizations.
 """
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from spmd.mesh import MeshSpec
-from spmd.planner.cost import FREE, Cost, cost_of, host_bytes
-from spmd.planner.hlo import Array, Instruction, Module, captured, collective_kind
-from spmd.planner.kernel_time import first_touch_time, memory_time, product_time
-from spmd.planner.target import Cluster, Target
-from spmd.planner.traffic import Partitioned, Transfer
+from spmd.planner.cluster import Cluster
+from spmd.planner.cost import (
+    FREE,
+    Cost,
+    cost_of,
+    first_touch_time,
+    host_bytes,
+    memory_time,
+    product_time,
+)
+from spmd.planner.hlo import Instruction, Module, captured, collective_kind
+from spmd.planner.target import Target
+from spmd.planner.traffic import Partitioned, Traffic, Transfer, transfer_time
+from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.server.sync_schedule import due_fragments
 
 LIMITS = {
     "matrix products": "products",
@@ -442,72 +457,147 @@ class _Schedule(Partitioned):
             clock.operations[operation] += times * value
 
 
-def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on
-    all at the same time, and its hops.
+StepTimes = Callable[..., Timeline]  # called with due=, as `timeline_of`
 
-    A site's link is shared: the bytes of all devices that send to other sites at the same time
-    cross it.
 
-    >>> cluster = Cluster.parse("64x8xh100")
-    >>> small, large = (
-    ...     reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30)
+@dataclasses.dataclass(frozen=True)
+class StepKind:
+    """Steps of a period that synchronize the same.
+
+    Attributes:
+      count: how many of these the period has.
+      due: what they send and receive, such as "send/0" of the first fragment; empty for steps in
+        which workers train alone.
+      seconds, deviation: the time of one, and how far off it may be.
+      exposed: seconds of it in which nothing is computed, because communication is waited for;
+        `hidden`: communication beside computation.
+    """
+
+    count: int
+    due: frozenset[str]
+    seconds: float
+    deviation: float
+    exposed: float
+    hidden: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncPeriod:
+    """The steps until the same parameters are synchronized again; a single step where workers
+    synchronize in each.
+
+    Attributes:
+      kinds: its steps, those of the most frequent kind first.
+      site_bytes: bytes that cross a site's link in one direction in a period.
+
+    >>> alone = StepKind(
+    ...     count=9, due=frozenset(), seconds=1.0, deviation=0.1, exposed=0.0, hidden=0.0
     ... )
-    >>> 1e-3 < small < 2e-3 and large > 3 * small
-    True
+    >>> outer = StepKind(
+    ...     count=1, due=frozenset({"send/0"}), seconds=6.0, deviation=1.1, exposed=5.0, hidden=0.0
+    ... )
+    >>> period = SyncPeriod((alone, outer))
+    >>> period.steps, period.total, period.seconds, round(period.utilization, 3)
+    (10, 15.0, 1.5, 0.667)
     """
-    target, (inside, between, sites) = cluster.target, transfer.levels
-    links = target.inside, target.between, target.sites
-    sent = inside, between, sites * transfer.leaving
-    seconds = (
-        max(size / link.bandwidth for size, link in zip(sent, links, strict=True))
-        / target.achieved.link
-    )
-    delays = (
-        count * link.latency
-        for count, link in zip(_hops(transfer, target.platform), links, strict=True)
-    )
-    return target.achieved.launch + seconds + sum(delays)
+
+    kinds: tuple[StepKind, ...]
+    site_bytes: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def total(self) -> float:
+        """The time of all steps together."""
+        return sum(kind.count * kind.seconds for kind in self.kinds)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of all steps in which communication is waited for."""
+        return sum(kind.count * kind.exposed for kind in self.kinds)
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step, on average."""
+        return self.total / self.steps
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The shortest and the longest average time that the target's figures allow for."""
+        off = sum(kind.count * kind.deviation for kind in self.kinds) / self.steps
+        return self.seconds - off, self.seconds + off
+
+    @property
+    def utilization(self) -> float:
+        """The share of the time in which a device computes."""
+        return 1 - self.exposed / self.total if self.total else 1.0
+
+    @property
+    def alone(self) -> StepKind | None:
+        """The steps in which workers train alone; None if there are none."""
+        return next((kind for kind in self.kinds if not kind.due), None)
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of synchronization that run beside computation, in all steps together."""
+        without = self.alone.hidden if self.alone else 0.0
+        return sum(kind.count * max(kind.hidden - without, 0.0) for kind in self.kinds if kind.due)
 
 
-def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
-    """How often the latency of links inside a node, between nodes, and between sites, delays one
-    collective.
+def sync_period(server: ParameterServer | None, times: StepTimes, traffic: Traffic) -> SyncPeriod:
+    """The period of a program's steps.
 
-    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a
-    ring of all devices, twice for an all-reduce, for which there are also trees, over nodes and
-    along the devices of each. Others are trees. Over several sites it is a collective of each site,
-    and one of the sites.
+    Args:
+      server: how workers synchronize, if they train separately; None: in every step.
+      times: of a step, called with `due` as `timeline_of` is.
+      traffic: of a step with all of them.
     """
-    inside, nodes, sites = transfer.counts
-    if transfer.kind == "collective_permute":
-        return (0, 0, 1) if transfer.leaving else (0, 1, 0) if nodes > 1 else (1, 0, 0)
-    rounds = 2 if transfer.kind == "all_reduce" else 1
-    tree = (
-        rounds * math.ceil(math.log2(inside)),
-        rounds * math.ceil(math.log2(nodes)),
-        rounds * math.ceil(math.log2(sites)),
+    counts = (
+        Counter(due_in_step(server, number) for number in range(server.every or 1))
+        if server
+        else Counter([frozenset[str]()])
     )
-    if platform != "cuda":
-        return tree
-    if transfer.kind == "all_to_all":  # everybody sends to everybody at the same time
-        return min(inside - 1, 1), min(nodes - 1, 1), min(sites - 1, 1)
-    if transfer.kind == "all_reduce":
-        return rounds * (inside - 1), *tree[1:]
-    return inside * nodes - nodes, nodes - 1, sites - 1
+    kinds = []
+    for due, count in counts.most_common():
+        step = times(due=due if server else None)
+        kinds.append(StepKind(count, due, step.seconds, step.deviation, step.exposed, step.hidden))
+    crossing = (
+        (t.leaving * t.levels[2] * t.times, 1 if t.conditional else counts.total())
+        for t in traffic.transfers
+    )
+    return SyncPeriod(tuple(kinds), sum(size * often for size, often in crossing))
 
 
-def latency(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective that do not depend on its bytes."""
-    return transfer_time(dataclasses.replace(transfer, arrays=()), cluster)
+def due_in_step(server: ParameterServer, number: int) -> frozenset[str]:
+    """What a step in the middle of a run sends and receives.
 
-
-def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
-    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group`
-    devices, `per_node` of them on a node.
+    >>> server = ParameterServer(mode="local", every=4, fragments=2, overlap=1)
+    >>> [sorted(due_in_step(server, number)) for number in range(4)]
+    [['send/1'], ['receive/1'], ['send/0'], ['receive/0']]
     """
-    array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)
-    return transfer_time(
-        Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True),
-        cluster,
+    number += 2 * (server.every or 1)  # so that all that was sent before has arrived
+    parts = {
+        "send": due_fragments(server, number),
+        "receive": due_fragments(server, number - server.overlap),
+    }
+    return frozenset(
+        f"{part}/{turn}" for part, turns in parts.items() for turn in turns.nonzero()[0]
+    )
+
+
+def unmarked_parts(server: ParameterServer, module: Module) -> list[str]:
+    """Parts of a synchronization whose branch the compiled program does not name, so that every
+    step is timed with them.
+    """
+    found = {sync_turn(instr) for _, instr in module.nested(module.entry)}
+    wanted = frozenset().union(
+        *(due_in_step(server, number) for number in range(server.every or 1))
+    )
+    return sorted(
+        part
+        for part in wanted
+        if part not in found and not (server.mode == "elastic" and part.startswith("receive"))
     )

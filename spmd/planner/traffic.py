@@ -1,5 +1,5 @@
 """The communication of a compiled step: every collective, how often it runs, over which devices,
-and how many bytes it sends.
+how many bytes it sends, and how long that takes on a target's links.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import numpy as np
 
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind, groups, payload
-from spmd.planner.target import Cluster
 from spmd.render.collapse import LEAST, ranges
 from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
@@ -398,4 +398,75 @@ def differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
     positions = np.unravel_index(devices, [size for _, size in mesh.axes])
     return tuple(
         name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1
+    )
+
+
+def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
+    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on
+    all at the same time, and its hops.
+
+    A site's link is shared: the bytes of all devices that send to other sites at the same time
+    cross it.
+
+    >>> cluster = Cluster.parse("64x8xh100")
+    >>> small, large = (
+    ...     reduction_time("reduce_scatter", size, 512, 8, cluster) for size in (1 << 20, 1 << 30)
+    ... )
+    >>> 1e-3 < small < 2e-3 and large > 3 * small
+    True
+    """
+    target, (inside, between, sites) = cluster.target, transfer.levels
+    links = target.inside, target.between, target.sites
+    sent = inside, between, sites * transfer.leaving
+    seconds = (
+        max(size / link.bandwidth for size, link in zip(sent, links, strict=True))
+        / target.achieved.link
+    )
+    delays = (
+        count * link.latency
+        for count, link in zip(_hops(transfer, target.platform), links, strict=True)
+    )
+    return target.achieved.launch + seconds + sum(delays)
+
+
+def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
+    """How often the latency of links inside a node, between nodes, and between sites, delays one
+    collective.
+
+    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a
+    ring of all devices, twice for an all-reduce, for which there are also trees, over nodes and
+    along the devices of each. Others are trees. Over several sites it is a collective of each site,
+    and one of the sites.
+    """
+    inside, nodes, sites = transfer.counts
+    if transfer.kind == "collective_permute":
+        return (0, 0, 1) if transfer.leaving else (0, 1, 0) if nodes > 1 else (1, 0, 0)
+    rounds = 2 if transfer.kind == "all_reduce" else 1
+    tree = (
+        rounds * math.ceil(math.log2(inside)),
+        rounds * math.ceil(math.log2(nodes)),
+        rounds * math.ceil(math.log2(sites)),
+    )
+    if platform != "cuda":
+        return tree
+    if transfer.kind == "all_to_all":  # everybody sends to everybody at the same time
+        return min(inside - 1, 1), min(nodes - 1, 1), min(sites - 1, 1)
+    if transfer.kind == "all_reduce":
+        return rounds * (inside - 1), *tree[1:]
+    return inside * nodes - nodes, nodes - 1, sites - 1
+
+
+def latency(transfer: Transfer, cluster: Cluster) -> float:
+    """Seconds of one collective that do not depend on its bytes."""
+    return transfer_time(dataclasses.replace(transfer, arrays=()), cluster)
+
+
+def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
+    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group`
+    devices, `per_node` of them on a node.
+    """
+    array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)
+    return transfer_time(
+        Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True),
+        cluster,
     )

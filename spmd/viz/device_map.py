@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd.errors import OptionError
 from spmd.mesh import MeshSpec, make_mesh
-from spmd.planner.drawings import array_drawing
+from spmd.planner.html_report import array_drawing
 from spmd.render.html import Html, framed, table
 
 

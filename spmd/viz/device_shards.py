@@ -15,7 +15,7 @@ from spmd.errors import OptionError, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import load
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner.drawings import shards_of
+from spmd.planner.html_report import shards_of
 from spmd.render.html import Html, framed
 from spmd.render.svg import SERIES, box, caption, frame, svg
 from spmd.train.model_setup import PlacedModel, TrainConfig

@@ -19,8 +19,8 @@ from spmd.nn.attention_kernels import IN_PLACE, KERNELS, Attend, choose
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.unchanged_models import with_calls
+from spmd.planner.cluster import Cluster
 from spmd.planner.gpu_kernels import gpu_of
-from spmd.planner.target import Cluster
 from tests.compare import assert_close
 
 TOKENS = np.zeros((8, 32, 4, 16), np.float32)

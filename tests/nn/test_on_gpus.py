@@ -140,9 +140,9 @@ def test_flash_kernels_fit_a_gpu(target, dtype, size, length, options):
 
     from spmd.nn.flash_kernel import FLASH
     from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, tiled_attention
+    from spmd.planner.cluster import Cluster
     from spmd.planner.compile import topology
     from spmd.planner.gpu_kernels import gpu_of
-    from spmd.planner.target import Cluster
 
     devices = topologies.get_topology_desc(**topology(Cluster.parse(target))).devices
     replicated = NamedSharding(Mesh(np.array(devices), ("gpu",)), PartitionSpec())

@@ -16,8 +16,9 @@ from spmd.errors import OptionError
 from spmd.planner import auto_layout
 from spmd.planner.auto_layout import devices_here
 from spmd.planner.calibration import base_target
+from spmd.planner.cluster import Cluster
 from spmd.planner.structure import names_of
-from spmd.planner.target import Cluster, shipped
+from spmd.planner.target import shipped
 
 ROWS = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 DATA = {"x": ROWS, "label": (np.arange(64) % 10).astype("int32")}

@@ -23,13 +23,21 @@ from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.mesh import MeshSpec
 from spmd.planner import calibration
-from spmd.planner.calibration import Measurement, base_target, compile_probe, predictor
-from spmd.planner.fit_figures import EXACT, Observation, figure_of, fit, spread_of, with_figure
+from spmd.planner.calibration import (
+    EXACT,
+    Measurement,
+    Observation,
+    base_target,
+    figure_of,
+    fit,
+    spread_of,
+    with_figure,
+)
+from spmd.planner.cluster import Cluster
+from spmd.planner.cost import KEPT, first_touch_time
 from spmd.planner.hlo import parse
-from spmd.planner.kernel_time import KEPT, first_touch_time
-from spmd.planner.probes import AXIS, probes_of
-from spmd.planner.target import Achieved, Cluster, load, shipped
-from spmd.planner.target_file import target_text
+from spmd.planner.probes import AXIS, compile_probe, predictor, probes_of
+from spmd.planner.target import Achieved, load, shipped, target_text
 from spmd.planner.timeline import timeline_of
 
 CPU, H100 = load("cpu"), load("h100")

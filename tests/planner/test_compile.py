@@ -13,9 +13,9 @@ from flax import nnx
 import spmd
 from examples import gpt_pipeline
 from spmd.errors import SpmdError
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import PLUGIN, compiler_of, topology
 from spmd.planner.hlo import parse
-from spmd.planner.target import Cluster
 from tests.planner.test_hlo import asynchronous
 from tests.train.plain import MODELS, batches
 

@@ -12,9 +12,10 @@ import pytest
 import spmd
 from spmd.errors import CompileError
 from spmd.planner.candidates import Candidate
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import PLUGIN
-from spmd.planner.compiler_search import tune, why_not_tuned
-from spmd.planner.target import Cluster
+from spmd.planner.known_changes import why_not_tuned
+from spmd.planner.suggestions import tune
 
 GPU = pytest.mark.skipif(
     importlib.util.find_spec(PLUGIN) is None,

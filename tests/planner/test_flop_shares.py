@@ -23,12 +23,13 @@ from spmd.planner.flop_shares import (
     PADDING,
     RECOMPUTED,
     REPLICATED,
+    Variance,
     executed_flops,
     flop_shares,
+    sharded_axes,
 )
 from spmd.planner.hlo import parse
 from spmd.planner.model_flops import empty_places, flops
-from spmd.planner.variance import Variance, sharded_axes
 from tests.planner.test_model_flops import CONFIG, HEAD, OPERANDS, SCORES, make_plan
 
 ROWS, WIDTH, HIDDEN = 32, 16, 64

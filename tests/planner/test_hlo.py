@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from spmd.mesh import MeshSpec
-from spmd.planner.cost import FREE, cost_of
+from spmd.planner.cluster import Cluster
+from spmd.planner.cost import FREE, cost_of, matmul, product_time
 from spmd.planner.hlo import Array, arrays_of, collective_kind, groups, parse, payload
-from spmd.planner.kernel_time import matmul, product_time
-from spmd.planner.target import Cluster
-from spmd.planner.timeline import timeline_of, transfer_time
-from spmd.planner.traffic import Traffic, Transfer, traffic_of, traffic_rows
+from spmd.planner.timeline import timeline_of
+from spmd.planner.traffic import Traffic, Transfer, traffic_of, traffic_rows, transfer_time
 from spmd.tree import format_bytes
 
 CLUSTER = Cluster.parse("2x4xh100")

@@ -7,18 +7,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spmd.planner.cost import cost_of
-from spmd.planner.hlo import parse
-from spmd.planner.kernel_time import (
+from spmd.planner.cost import (
     BALANCED,
     EXPONENTIALS,
     WAVE,
     Product,
     causal_share,
+    cost_of,
     matmul,
     memory_time,
     product_time,
 )
+from spmd.planner.hlo import parse
 from spmd.planner.target import Achieved, load
 from tests.planner.test_model_flops import SCORES, kernel
 

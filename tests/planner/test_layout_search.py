@@ -27,15 +27,15 @@ from spmd.planner import plan_data
 from spmd.planner.candidates import (
     CandidateSpace,
     chosen_layouts,
+    lower_bounds_of,
     microbatches,
     remats,
     update_differences,
 )
+from spmd.planner.cluster import Cluster
 from spmd.planner.layout_search import SearchRun
-from spmd.planner.lower_bounds import lower_bounds_of
 from spmd.planner.plan_data import build_plan
 from spmd.planner.planning import Plan
-from spmd.planner.target import Cluster
 from spmd.planner.text_report import seconds
 from spmd.planner.timeline import Timeline
 from spmd.train.model_setup import PlacedModel, TrainConfig

@@ -32,7 +32,7 @@ def fit(**options):
 
 
 def has(monkeypatch, limit):
-    monkeypatch.setattr("spmd.planner.memory_check.memory_limit", lambda mesh: limit)
+    monkeypatch.setattr("spmd.planner.memory.memory_limit", lambda mesh: limit)
 
 
 @pytest.mark.system

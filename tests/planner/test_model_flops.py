@@ -16,12 +16,12 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 import spmd
 from spmd.errors import CompileError
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import PLUGIN
 from spmd.planner.cost import cost_of, uncounted
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import parse
 from spmd.planner.model_flops import flops
-from spmd.planner.target import Cluster
 
 ROWS, LENGTH, HEADS, WIDTH = 8, 128, 2, 16
 INNER = HEADS * WIDTH

@@ -15,10 +15,11 @@ import pytest
 
 import spmd
 from spmd.errors import DeviceMemoryError, OptionError
+from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
 from spmd.planner.memory import FRACTIONS, usable_memory
 from spmd.planner.overhead import Item, communicators, direct_peers, overhead_items
-from spmd.planner.target import Cluster, Estimate, Overhead, load, shipped
+from spmd.planner.target import Estimate, Overhead, load, shipped
 
 GIB = 2**30
 MODEL = spmd.FunctionalModel(
@@ -233,13 +234,13 @@ def test_fit_refuses_what_does_not_fit_with_the_allocators_loss(monkeypatch, cap
     peak = plan("8xcpu").memory.peak
 
     def start(limit):
-        monkeypatch.setattr("spmd.planner.memory_check.memory_limit", lambda mesh: limit)
+        monkeypatch.setattr("spmd.planner.memory.memory_limit", lambda mesh: limit)
         return spmd.fit(MODEL, data, batch_size=32, steps=1, mesh="data=8", progress=True, **STEP)
 
     start(int(1.05 * peak))
     assert "likelihood" not in capsys.readouterr().err, "of a device that no target describes"
     monkeypatch.setattr(
-        "spmd.planner.memory_check.of_device", lambda kind: target if kind == "cpu" else None
+        "spmd.planner.memory.of_device", lambda kind: target if kind == "cpu" else None
     )
     with pytest.raises(DeviceMemoryError, match="that the allocator cannot use"):
         start(int(1.05 * peak))

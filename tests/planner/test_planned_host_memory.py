@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import spmd
 from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster
 from spmd.planner.cost import host_bytes
 from spmd.planner.hlo import arrays_of, parse
-from spmd.planner.target import Cluster
 from spmd.planner.timeline import timeline_of
 
 MIB = 2**20

@@ -30,10 +30,11 @@ import spmd
 from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
 from spmd.mesh import MeshSpec, abstract_mesh
-from spmd.planner import compile, compile_client, html_report, memory
+from spmd.planner import compile, compile_server, html_report, memory
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import compiler_of, description
-from spmd.planner.drawings import array_drawing
-from spmd.planner.target import Cluster, Overhead, Spread, load, shipped
+from spmd.planner.html_report import array_drawing
+from spmd.planner.target import Overhead, Spread, load, shipped
 from spmd.planner.text_report import seconds, time_range
 from spmd.wire.codec import CODECS
 
@@ -294,7 +295,7 @@ def stopped(monkeypatch):
     """The next process that compiles is stopped as it starts: it is in the list, and continues when
     a test says so, or after a minute.
     """
-    start, processes = compile_client._start, []
+    start, processes = compile_server._start, []
     late = threading.Timer(
         60, lambda: [process.send_signal(signal.SIGCONT) for process in processes]
     )
@@ -305,9 +306,9 @@ def stopped(monkeypatch):
         processes.append(server.process)
         return server
 
-    compile_client.stop()
-    monkeypatch.setattr(compile_client, "_start", stop)
-    monkeypatch.setattr(compile_client, "REPORT_INTERVAL", 0.01)
+    compile_server.stop()
+    monkeypatch.setattr(compile_server, "_start", stop)
+    monkeypatch.setattr(compile_server, "REPORT_INTERVAL", 0.01)
     late.start()
     yield processes
     late.cancel()
@@ -316,14 +317,14 @@ def stopped(monkeypatch):
 @pytest.mark.system
 def test_plan_stops_compiler_at_timeout(new, stopped, monkeypatch):
     said, clock = [], itertools.chain([0.0, 5.0], itertools.repeat(10.0))
-    monkeypatch.setattr(compile_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(compile_server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(
         CompileError, match=r"compiling for 1x2xcpu with XLA:CPU took more than 10 s\."
     ):
         new(timeout=10, say=said.append)
     assert (
         not said
-        and compile_client._server is None
+        and compile_server._server is None
         and [process.wait(60) for process in stopped] == [-signal.SIGKILL]
     )
 
@@ -332,7 +333,7 @@ def test_plan_stops_compiler_at_timeout(new, stopped, monkeypatch):
 def test_plan_reports_progress(new, stopped, monkeypatch):
     """The clock advances a second with each call, until the process continues."""
     said, clock = [], itertools.chain(range(4), itertools.repeat(4))
-    monkeypatch.setattr(compile_client, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(compile_server, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     new(say=lambda line: said.append(line) or stopped[0].send_signal(signal.SIGCONT))
     assert said[0] == "compiling for 1x2xcpu with XLA:CPU: 2 s of at most 600"
 
@@ -749,41 +750,41 @@ def test_plans_share_a_process_that_serves_them(new, monkeypatch):
     """Another only for more devices than it simulates, for other flags, or when it is gone; figures
     are the same from any.
     """
-    compile_client.stop()  # it may simulate any number
+    compile_server.stop()  # it may simulate any number
     new()
-    first = compile_client._server.process
+    first = compile_server._server.process
     before = new("4xcpu")
-    assert compile_client._server.process is first
+    assert compile_server._server.process is first
     new("16xcpu")
-    second = compile_client._server.process
+    second = compile_server._server.process
     assert second is not first and first.returncode is not None, "reaped"
     shutil.rmtree(compile.cache_folder("plans"))
     again = new("4xcpu")
     assert (
-        compile_client._server.process is second
+        compile_server._server.process is second
         and again.memory == before.memory
         and str(again.traffic) == str(before.traffic)
     )
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     new("4xcpu")
-    third = compile_client._server.process
+    third = compile_server._server.process
     assert third is not second
     third.kill()
     third.wait()
     new("8xcpu")
-    assert compile_client._server.process is not third
+    assert compile_server._server.process is not third
 
 
 @pytest.mark.system
 def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, monkeypatch):
     new()
-    served = compile_client._server.process
+    served = compile_server._server.process
     with monkeypatch.context() as patched:
         patched.setattr(
-            compile_client.CompileServer, "serves", lambda *_: served.kill() or True
+            compile_server.CompileServer, "serves", lambda *_: served.kill() or True
         )  # it ends when the request has been sent to it
         new("4xcpu")
-    assert compile_client._server.process is not served
+    assert compile_server._server.process is not served
     with monkeypatch.context() as patched:
         patched.setattr(compile.pickle, "dumps", lambda request: b"no pickle")
         with pytest.raises(
@@ -791,22 +792,22 @@ def test_a_process_that_dies_is_replaced_and_errors_are_no_reason_to_end(new, mo
             match=r"compiling for 1x8xcpu with XLA:CPU failed:\n    _pickle\.UnpicklingError",
         ):
             new("8xcpu")
-    living = compile_client._server.process
+    living = compile_server._server.process
     new("8xcpu")
-    assert compile_client._server.process is living
+    assert compile_server._server.process is living
 
 
 @pytest.mark.system
 def test_plan_raises_when_server_is_killed_twice(new, monkeypatch):
-    start = compile_client._start
+    start = compile_server._start
 
     def killed(*arguments):
         server = start(*arguments)
         server.process.kill()
         return server
 
-    monkeypatch.setattr(compile_client, "_start", killed)
-    compile_client.stop()
+    monkeypatch.setattr(compile_server, "_start", killed)
+    compile_server.stop()
     with pytest.raises(
         CompileError, match=r"ended with signal 9; the system sends 9 when memory runs out"
     ):
@@ -823,7 +824,7 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
     open_files = (
         [
             os.readlink(path)
-            for path in Path(f"/proc/{compile_client._server.process.pid}/fd").iterdir()
+            for path in Path(f"/proc/{compile_server._server.process.pid}/fd").iterdir()
         ]
         if sys.platform == "linux"
         else []
@@ -831,7 +832,7 @@ def test_what_is_printed_when_python_starts_is_no_answer(new, monkeypatch, tmp_p
     assert not any("plan-" in path for path in open_files), (
         "what is in a folder that is taken away is closed"
     )
-    compile_client.stop()
+    compile_server.stop()
 
 
 @pytest.mark.system
@@ -868,13 +869,13 @@ def test_more_open_files_than_select_can_name(new):
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        compile_client.stop()
+        compile_server.stop()
         assert new().fits
     finally:
         for file in files:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        compile_client.stop()
+        compile_server.stop()
 
 
 SCRIPTS = {

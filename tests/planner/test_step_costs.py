@@ -8,7 +8,7 @@ from spmd.planner import plan_data
 from spmd.planner.compile import Compiled
 from spmd.planner.flop_shares import flop_shares
 from spmd.planner.hlo import parse
-from spmd.planner.step_costs import SHOWN, step_costs
+from spmd.planner.plan_data import SHOWN, step_costs
 from spmd.planner.timeline import timeline_of
 from tests.planner.test_text_report import KEPT, make_plan
 from tests.planner.test_waits import CLUSTER, MESH, PROGRAM

@@ -17,13 +17,11 @@ import pytest
 
 import spmd
 from spmd.mesh import MeshSpec
-from spmd.planner.device_time import measure
+from spmd.planner.cluster import Cluster
+from spmd.planner.device_trace import REST, Event, events_of, layer_of, measure
 from spmd.planner.hlo import parse
-from spmd.planner.layer_scopes import REST, layer_of
 from spmd.planner.step_profile import CLEARED, OTHER, Line, StepProfile, profile_of
-from spmd.planner.target import Cluster
 from spmd.planner.timeline import LIMITS, timeline_of
-from spmd.planner.trace_reader import Event, events_of
 from spmd.run.step_profiler import Profile
 
 COLLECTIVE = r"psum\b|(all|reduce)[-_](reduce|gather|scatter)\b"

@@ -13,11 +13,11 @@ import pytest
 
 import spmd
 from spmd.errors import CompileError, OptionError
-from spmd.planner import plan_data
+from spmd.planner import notes, plan_data
 from spmd.planner.compile import PLUGIN, Compiled
+from spmd.planner.known_changes import ANOTHER_BATCH, fuse_attention, layout_difference
 from spmd.planner.model_flops import LargeProducts
-from spmd.planner.suggest_changes import ANOTHER_BATCH, COMPILES, layout_difference
-from spmd.planner.suggest_fixes import fuse_attention
+from spmd.planner.suggestions import COMPILES
 from tests.planner.test_planned_fixes import WIDTH, Net, fsdp, loss
 from tests.planner.test_text_report import CASES, KEPT, make_plan
 
@@ -290,7 +290,7 @@ def test_attention_in_parts_is_the_first_fix_where_scores_are_stored(width):
             (20, "float32[8,4,64,64] x 2", "attend"),
         ),
     )
-    (note,) = plan_data._large_arrays(
+    (note,) = notes._large_arrays(
         stored, plan.program.placed, LargeProducts(frozenset({(64, 64)}), frozenset())
     )
     assert "float32[8,4,64,64]" in note, "a gradient of a weight is none of them"

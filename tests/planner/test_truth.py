@@ -15,9 +15,9 @@ from flax import nnx
 import spmd
 from examples import gpt_pipeline
 from spmd.layout.toml_reader import shipped
+from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
 from spmd.planner.planning import plan
-from spmd.planner.target import Cluster
 from spmd.planner.traffic import traffic_of
 from tests.train.plain import MODELS, batches
 

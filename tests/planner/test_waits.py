@@ -14,10 +14,10 @@ from flax import nnx
 import spmd
 from spmd.layout.compiler import TRITON, UNROLLING
 from spmd.mesh import MeshSpec
+from spmd.planner.cluster import Cluster
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import parse
-from spmd.planner.plan_data import _rematerialized, _waits
-from spmd.planner.target import Cluster
+from spmd.planner.notes import _rematerialized, _waits
 from spmd.planner.timeline import timeline_of
 from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, TRITON_ERROR, other_options
 
