@@ -11,7 +11,7 @@ from typing import Any
 from spmd.errors import OptionError, option, type_name
 from spmd.planner.target import MOST, Link, Target, load, shipped
 
-SLOWEST = 3600
+SLOWEST = 3600  # seconds to another site
 LARGEST = 1024  # devices of the largest cluster that is tried if nothing fits
 # of the memory before; if doubling the devices saves less, more devices will not help
 MIN_SAVING = 0.95
@@ -52,14 +52,13 @@ class Cluster:
 
     def __str__(self) -> str:
         kind = f"{self.devices}x{self.target.name}"
-        return (
-            f"{self.sites}x{self.nodes // self.sites}x{kind}@{self.target.sites}"
-            if self.sites > 1
-            else f"{self.nodes}x{kind}"
-        )
+        if self.sites > 1:
+            return f"{self.sites}x{self.nodes // self.sites}x{kind}@{self.target.sites}"
+        return f"{self.nodes}x{kind}"
 
     def doubled(self) -> "Cluster":
-        """Twice the devices: on the same nodes if they have room, otherwise on twice the nodes.
+        """Return twice the devices: on the same nodes if they have room, otherwise on twice the
+        nodes.
 
         >>> str(Cluster.parse("4xh100").doubled()), str(Cluster.parse("8xh100").doubled())
         ('1x8xh100', '2x8xh100')
@@ -81,23 +80,24 @@ class Cluster:
         """
         if isinstance(value, Cluster):
             return value
-        match = _CLUSTER.fullmatch(value.strip()) if isinstance(value, str) else None
-        if match is None:
-            why = (
-                "the target is empty"
-                if isinstance(value, str)
-                else f"{option('target', repr(value))} is {type_name(value)}"
+        fix = 'such as "8xh100", or "4x8xh100" for 4 nodes of 8.'
+        if not isinstance(value, str):
+            raise OptionError(
+                f"{option('target', repr(value))} is {type_name(value)}.",
+                fix=fix,
             )
-            raise OptionError(f"{why}.", fix='such as "8xh100", or "4x8xh100" for 4 nodes of 8.')
+        match = _CLUSTER.fullmatch(value.strip())
+        if match is None:
+            raise OptionError("the target is empty.", fix=fix)
         *numbers, name = match.groups()
         name, link = _split_link(name)
         _check_kind(value, name)
         counts = [int(number) for number in numbers if number]
         sites, nodes, devices = [1, 1, 1, *counts][-3:]
         if min(sites, nodes, devices) < 1:
-            shown = " x ".join(map(str, (sites, nodes, devices)[len(counts) < 3 :]))
+            sizes = (sites, nodes, devices)[-max(len(counts), 2) :]
             raise OptionError(
-                f'target "{value}": {shown} devices are none.',
+                f'target "{value}": {" x ".join(map(str, sizes))} devices are none.',
                 fix=f'at least one, such as "{name}".',
             )
         if link and sites == 1:
@@ -107,7 +107,8 @@ class Cluster:
             )
             raise OptionError(f'target "{value}": a link between sites, but one site.', fix=fix)
         target = load(name)
-        target = dataclasses.replace(target, sites=_site_link(value, link)) if link else target
+        if link:
+            target = dataclasses.replace(target, sites=_site_link(value, link))
         most = target.devices_per_node
         if len(counts) < 2 and target.platform == "cuda" and devices > most:
             why = f"a node has only {most} devices, and links between nodes are slower"
@@ -142,14 +143,20 @@ def _check_kind(value: str, name: str) -> None:
 
 
 def _split_link(name: str) -> tuple[str, str]:
-    """A kind, and the link between sites that follows it; "" if none does. A file's path may have
-    an @.
-    """
+    """Split a kind from the link between sites that follows it; the link is "" if none does."""
     kind, at, link = name.rpartition("@")
-    return (kind, link) if at and not link.endswith(".toml") else (name, "")
+    # a file's path may have an @
+    if at and not link.endswith(".toml"):
+        return kind, link
+    return name, ""
 
 
 def _site_link(target: str, link: str) -> Link:
+    """Read the link between sites of a target's text, such as "1Gb/s,30ms".
+
+    Raises:
+      OptionError: no such bandwidth or latency.
+    """
     from spmd.wire.server.timing import Network  # it needs jax, which takes a second to import
 
     bandwidth, _, latency = link.partition(",")
@@ -169,7 +176,7 @@ def _site_link(target: str, link: str) -> Link:
 
 
 def of_device(kind: str) -> Target | None:
-    """The shipped target that a GPU is, by the name that it reports; None for other devices.
+    """Return the shipped target of a GPU, by the name that it reports; None for other devices.
 
     >>> target = of_device("NVIDIA H100 80GB HBM3")
     >>> target.name if target else "", of_device("cpu")
@@ -180,63 +187,57 @@ def of_device(kind: str) -> Target | None:
 
 @functools.cache
 def _gpus() -> dict[str, Target]:
-    """The shipped GPUs by the names that they report; read once, since every `fit` asks."""
+    """Return the shipped GPUs by the names that they report; read once, since every `fit` asks."""
     targets = [load(name) for name in shipped()]
     return {target.compiler["name"]: target for target in targets if target.platform == "cuda"}
 
 
 def cluster_of(devices: Sequence[Any]) -> Cluster | None:
-    """JAX's devices as a cluster, by the shipped descriptions; None if none describes them. Those
-    of one process are one node.
+    """Describe JAX's devices as a cluster of a shipped target; None if no target describes them.
+    The devices of one process are one node.
 
     >>> from types import SimpleNamespace
-    >>> str(
-    ...     cluster_of(
-    ...         [
-    ...             SimpleNamespace(
-    ...                 platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=n // 4
-    ...             )
-    ...             for n in range(16)
-    ...         ]
+    >>> devices = [
+    ...     SimpleNamespace(
+    ...         platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=n // 4
     ...     )
-    ... )
+    ...     for n in range(16)
+    ... ]
+    >>> str(cluster_of(devices))
     '2x8xh100'
     """
-    target = load("cpu") if devices[0].platform == "cpu" else of_device(devices[0].device_kind)
+    if devices[0].platform == "cpu":
+        return _as_cluster(devices, load("cpu"))
+    target = of_device(devices[0].device_kind)
     return None if target is None else _as_cluster(devices, target)
 
 
 def nearest_cluster(devices: Sequence[Any]) -> Cluster | None:
-    """JAX's devices as a cluster of the shipped target with the most similar name; None if none is
-    of their platform.
+    """Describe JAX's devices as a cluster of the shipped target with the most similar name; None if
+    no target is of their platform.
 
     >>> from types import SimpleNamespace
-    >>> str(
-    ...     nearest_cluster(
-    ...         [
-    ...             SimpleNamespace(
-    ...                 platform="gpu", device_kind="NVIDIA A100-PCIE-40GB", process_index=0
-    ...             )
-    ...         ]
-    ...         * 4
-    ...     )
+    >>> device = SimpleNamespace(
+    ...     platform="gpu", device_kind="NVIDIA A100-PCIE-40GB", process_index=0
     ... )
+    >>> str(nearest_cluster([device] * 4))
     '1x4xa100_40'
     """
-    kind, platform = (
-        devices[0].device_kind,
-        {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform),
-    )
+    kind = devices[0].device_kind
+    platform = devices[0].platform
+    if platform == "gpu":
+        platform = "cuda"  # of JAX's names, the one that targets use
     near = [target for target in map(load, shipped()) if target.platform == platform]
-    if not near:
-        return None
-    return _as_cluster(
-        devices,
-        max(near, key=lambda target: difflib.SequenceMatcher(None, kind, target.title).ratio()),
-    )
+
+    def similarity(target: Target) -> float:
+        return difflib.SequenceMatcher(None, kind, target.title).ratio()
+
+    return _as_cluster(devices, max(near, key=similarity)) if near else None
 
 
 def _as_cluster(devices: Sequence[Any], target: Target) -> Cluster:
-    processes = {device.process_index for device in devices}
-    nodes = max(len(devices) // target.devices_per_node, 1) if len(processes) > 1 else 1
+    """Divide devices into nodes of the target's size, or one node if one process has all."""
+    nodes = 1
+    if len({device.process_index for device in devices}) > 1:
+        nodes = max(len(devices) // target.devices_per_node, 1)
     return Cluster(nodes, len(devices) // nodes, target)

@@ -74,7 +74,7 @@ class Compiled:
 
 
 def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
-    """The platform whose compiler is used for a target, and a description of it."""
+    """Return the platform whose compiler is used for a target, and a description of it."""
     if target.platform == "cpu":
         return "cpu", "XLA:CPU, on simulated devices"
     module, _, extra, kind = COMPILERS[target.platform]
@@ -96,6 +96,13 @@ def compiler_of(target: Target, nodes: int = 1) -> tuple[str, str]:
     )
 
 
+def widened_dtype(precision: str, compiled: Compiled) -> str:
+    """Return the dtype whose products XLA:CPU computes in float32, in an estimate; "" if there is
+    none.
+    """
+    return precision if precision != "float32" and not compiled.exact else ""
+
+
 def compile_step(
     program: Program,
     cluster: Cluster,
@@ -114,6 +121,37 @@ def compile_step(
         too long.
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
+    exact = platform == cluster.target.platform
+    options = dict(program.compiler_options) if exact else {}
+    layout = program.placed.resolved.layout
+    blob = pickle.dumps(_request(program, cluster, platform, options))
+    _, _, _, kind = COMPILERS[platform]
+    try:
+        hlo, memory, buffers = program_files(
+            blob,
+            cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32],
+            cluster.count if platform == "cpu" else 1,
+            f"{cluster} with XLA:{kind}",
+            timeout,
+            say,
+        )
+    except CompileError as error:
+        check_buffering(str(error), layout.compiler, layout.source)
+        raise
+    sizes = json.loads(memory)
+    options |= sizes.pop("options", {})
+    seconds, retried = sizes.pop("seconds"), sizes.pop("retried", "")
+    return Compiled(compiler, exact, hlo, sizes, buffers, seconds, options, retried)
+
+
+def _request(
+    program: Program, cluster: Cluster, platform: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return everything that the compile server needs, and that the program depends on.
+
+    Raises:
+      CompileError: a part of the step runs in this process only.
+    """
     try:
         with gpu_of(cluster.target):
             exported, donated = program.export(platform)
@@ -135,56 +173,23 @@ def compile_step(
             '"compiler").',
         ) from error
     fields = {field.name: getattr(exported, field.name) for field in dataclasses.fields(exported)}
-    _, distribution, _, kind = COMPILERS[platform]
-    exact = platform == cluster.target.platform
-    options, declared = (
-        dict(program.compiler_options) if exact else {},
-        program.placed.resolved.layout.compiler,
-    )
-    request = {
-        # a function, which cannot be pickled and is not called
-        "exported": fields | {"_get_vjp": None},
+    fields["_get_vjp"] = None  # a function, which cannot be pickled and is not called
+    layout = program.placed.resolved.layout
+    _, distribution, _, _ = COMPILERS[platform]
+    source = layout.source if options else ""
+    devices = topology(cluster) if platform != "cpu" else {}
+    versions = (jax.__version__, jaxlib.__version__, importlib.metadata.version(distribution))
+    return {
+        "exported": fields,
         "donated": donated,
         "options": options,
-        "chosen": sorted(declared.chosen),
-        "layout": program.placed.resolved.layout.source if options else "",
+        "chosen": sorted(layout.compiler.chosen),
+        "layout": source,
         "mesh": MeshSpec.parse(program.placed.mesh).axes,
         "x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
-        "topology": topology(cluster) if platform != "cpu" else {},
-        # part of the cache's key
-        "compiler": (
-            jax.__version__,
-            jaxlib.__version__,
-            importlib.metadata.version(distribution),
-            _flags(),
-        ),
+        "topology": devices,
+        "compiler": (*versions, _flags()),  # part of the cache's key
     }
-    blob = pickle.dumps(request)
-    folder = cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32]
-    try:
-        hlo, memory, buffers = program_files(
-            blob,
-            folder,
-            cluster.count if platform == "cpu" else 1,
-            f"{cluster} with XLA:{kind}",
-            timeout,
-            say,
-        )
-    except CompileError as error:
-        check_buffering(str(error), declared, program.placed.resolved.layout.source)
-        raise
-    sizes = json.loads(memory)
-    options |= sizes.pop("options", {})
-    return Compiled(
-        compiler,
-        exact,
-        hlo,
-        sizes,
-        buffers,
-        sizes.pop("seconds"),
-        options,
-        sizes.pop("retried", ""),
-    )
 
 
 def check_timeout(timeout: float, name: str = "timeout") -> None:
@@ -200,8 +205,8 @@ def check_timeout(timeout: float, name: str = "timeout") -> None:
 def program_files(
     blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """`FILES` of a program, as texts: from its folder in the cache, where the compile server's
-    results are kept.
+    """Return `FILES` of a program, as texts: from its folder in the cache, where the compile
+    server's results are kept.
 
     Args:
       blob: the request, if they are not there.
@@ -218,7 +223,7 @@ def program_files(
     if files is None:
         _compile(blob, folder, devices, target, timeout, say)
         try:
-            files = _read(folder)
+            files = _read_files(folder)
         except (OSError, ValueError) as error:
             raise CompileError(
                 f"the compiled program in {folder} cannot be read: {error}.",
@@ -228,14 +233,16 @@ def program_files(
 
 
 def _cached(folder: Path) -> tuple[str, ...] | None:
-    """The files of a program in the cache, as texts; None if any is missing or truncated."""
+    """Return the files of a program in the cache, as texts; None if any is missing or
+    truncated.
+    """
     try:
-        return _read(folder)
+        return _read_files(folder)
     except (OSError, ValueError):
         return None
 
 
-def _read(folder: Path) -> tuple[str, ...]:
+def _read_files(folder: Path) -> tuple[str, ...]:
     """Read the files of a program; raises an `OSError` or a `ValueError` if any is missing or
     truncated.
     """
@@ -255,20 +262,21 @@ def _compile(
     blob: bytes, folder: Path, devices: int, target: str, timeout: float, say: Callable[[str], None]
 ) -> None:
     """Compile a request in the compile server, and store the results in the cache."""
+    prefix = f"plan-{os.getpid()}-{_HOST}-"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _evict(folder.parent)
         with tempfile.TemporaryDirectory(
-            prefix=f"plan-{os.getpid()}-{_HOST}-", dir=folder.parent, ignore_cleanup_errors=True
+            prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
         ) as name:
             work = Path(name)
             (work / "request.pickle").write_bytes(blob)
             compile_server.compile_request(work, _environment(), devices, target, timeout, say)
             if not (work / "memory.json").is_file():
-                failed, log = f"compiling for {target} failed:", _last(work / compile_server.LOG)
-                raise CompileError(
-                    f"{failed}\n{log}", summary=f"{failed} {log.splitlines()[0].strip()}"
-                )
+                failure = f"compiling for {target} failed:"
+                log = _last(work / compile_server.LOG)
+                first = log.splitlines()[0]
+                raise CompileError(f"{failure}\n{log}", summary=f"{failure} {first.strip()}")
             _store(work, folder)
     except OSError as error:
         why = f"the cache of compiled programs, {folder.parent}, cannot be written: {error}"
@@ -296,18 +304,19 @@ def _store(work: Path, folder: Path) -> None:
 def _evict(folder: Path) -> None:
     """Remove the oldest programs of a full cache, and what killed processes have left."""
     programs = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
-    old = sorted(programs, key=lambda path: path.stat().st_mtime)[: -CACHE_SIZE + 1]
-    local = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")  # a folder may be shared by hosts
-    stale = [
-        path
-        for path in folder.glob("plan-*")
-        if (match := local.match(path.name)) and not _alive(int(match.group(1)))
-    ]
-    for path in [*old, *stale]:
+    programs.sort(key=lambda path: path.stat().st_mtime)
+    removed = programs[: -CACHE_SIZE + 1]
+    # a folder may be shared by hosts, whose processes cannot be asked for
+    local = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")
+    for path in folder.glob("plan-*"):
+        if (match := local.match(path.name)) and not _alive(int(match.group(1))):
+            removed.append(path)
+    for path in removed:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(process: int) -> bool:
+    """Return True if a process exists."""
     try:
         os.kill(process, 0)  # sends no signal
     except OSError as error:
@@ -316,55 +325,51 @@ def _alive(process: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables that the compile server gets in addition to this process's; "" removes
-    one.
+    """Return environment variables that the compile server gets in addition to this process's; ""
+    removes one.
     """
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    variables = {
+    return {
         "XLA_FLAGS": _flags(),
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONPATH": paths,
+        "JAX_NUM_CPU_DEVICES": "",
+        # programs from JAX's own cache have no buffer report
+        "JAX_COMPILATION_CACHE_DIR": "",
+        # libtpu makes no query of a cloud's metadata, and no lock file
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    # programs from that cache have no buffer report
-    variables |= dict.fromkeys(("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"), "")
-    # no query of a cloud's metadata, and no lock file
-    return variables | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 def _flags() -> str:
-    """The user's XLA flags, which change the program, except the number of devices."""
+    """Return the user's XLA flags, which change the program, except the number of devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     return " ".join(flag for flag in flags if "host_platform_device_count" not in flag)
 
 
 def _last(path: Path) -> str:
-    """The last error of a log, without its traceback."""
-    lines = [
-        line
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line.strip()
-    ]
+    """Return the last error of a log, without its traceback."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     # the compiler aborted; its stack follows
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
     if fatal:
         return f"    {fatal[-1].partition('] ')[2] or fatal[-1]}"
     starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
-    shown = lines[starts[-1] :] if starts else lines[-5:]
-    # a note on JAX's frames follows
-    end = next(
-        (number for number, line in enumerate(shown) if line.startswith("-----")), len(shown)
-    )
-    return (
-        "\n".join(f"    {line}" for line in shown[:end][:12])
-        or "    it printed nothing; is the disk full?"
-    )
+    shown = []
+    for line in lines[starts[-1] if starts else -5 :]:
+        if line.startswith("-----"):  # a note on JAX's frames follows
+            break
+        shown.append(f"    {line}")
+    return "\n".join(shown[:12]) or "    it printed nothing; is the disk full?"
 
 
 def topology(cluster: Cluster) -> dict[str, Any]:
-    """The arguments of `jax.experimental.topologies.get_topology_desc` for a cluster; a TPU cluster
-    is a slice.
+    """Return the arguments of `jax.experimental.topologies.get_topology_desc` for a cluster; a TPU
+    cluster is a slice.
 
     Raises:
       OptionError: no slice has this number of chips.
@@ -373,40 +378,39 @@ def topology(cluster: Cluster) -> dict[str, Any]:
     if target.platform == "cuda":
         shape = f"1x{cluster.nodes}x{cluster.devices}"
         return {"platform": "cuda", "target_config": description(target), "topology": shape}
-    bounds, dims, remaining = (
-        [1] * target.compiler["dims"],
-        target.compiler["dims"],
-        cluster.devices,
-    )
+    dims = target.compiler["dims"]
+    bounds = [1] * dims
+    remaining = cluster.devices
     while remaining > 1 and remaining % 2 == 0:
+        # double the shortest dim: of two, first the last, as libtpu's slices of 2 chips are 1x2
         at = min(range(dims), key=lambda dim: (bounds[dim], -dim if dims == 2 else dim))
-        bounds[at], remaining = 2 * bounds[at], remaining // 2
+        bounds[at] *= 2
+        remaining //= 2
     if remaining != 1:
         near = 2 ** (cluster.devices.bit_length() - 1)
         fix = f'"{near}x{target.name}" or "{2 * near}x{target.name}"'
         raise OptionError(f'target "{cluster}": slices have 1, 2, 4, 8, 16 … chips.', fix=f"{fix}.")
-    host = [min(size, 2) for size in bounds[:2]] + [1]
-    name = f"{target.compiler['name']}:{'x'.join(map(str, bounds))}"
-    kind = "megacore" if dims == 3 else "default"  # both cores of a chip as one device
     return {
         "platform": "tpu",
-        "topology_name": name,
-        "chips_per_host_bounds": tuple(host),
-        "chip_config_name": kind,
+        "topology_name": f"{target.compiler['name']}:{'x'.join(map(str, bounds))}",
+        "chips_per_host_bounds": (*(min(size, 2) for size in bounds[:2]), 1),
+        "chip_config_name": "megacore" if dims == 3 else "default",  # both cores as one device
     }
 
 
 def description(target: Target) -> str:
-    """A device's description for the GPU compiler, as a text proto. All fields are set, because
-    missing ones go unnoticed.
+    """Return a device's description for the GPU compiler, as a text proto.
+
+    All fields are set, because missing ones go unnoticed.
     """
     specific = target.compiler
     major, minor = specific["compute_capability"]
-    common = {
+    large = (major, minor) in ((8, 0), (9, 0), (10, 0))  # the GPUs of data centres
+    fields = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "threads_per_core_limit": 2048 if (major, minor) in ((8, 0), (9, 0), (10, 0)) else 1536,
+        "threads_per_core_limit": 2048 if large else 1536,
         "block_dim_limit_x": 2147483647,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
@@ -417,29 +421,25 @@ def description(target: Target) -> str:
         "thread_dim_limit_z": 64,
         "device_address_bits": 64,
     }
-    fields = common | {
-        name: value
-        for name, value in specific.items()
-        if name not in ("compute_capability", "name")
-    }
-    fields |= {
-        "memory_bandwidth": int(target.memory_bandwidth),
-        "device_memory_size": target.memory,
-    }
-    lines = [f"  {name}: {value}" for name, value in fields.items()]
+    fields |= specific
+    del fields["compute_capability"], fields["name"]
+    fields["memory_bandwidth"] = int(target.memory_bandwidth)
+    fields["device_memory_size"] = target.memory
     texts = {
         "device_vendor": "NVIDIA Corporation",
         "name": specific["name"],
         "dnn_version": ".".join(map(str, VERSION)),
+        "driver_version": "13.0.0",
+        "runtime_version": "13.0.0",
+        "compile_time_toolkit_version": "13.0.0",
     }
-    texts |= dict.fromkeys(
-        ("driver_version", "runtime_version", "compile_time_toolkit_version"), "13.0.0"
-    )
+    lines = ["gpu_device_info {"]
+    lines += [f"  {name}: {value}" for name, value in fields.items()]
     lines += [f'  {name}: "{value}"' for name, value in texts.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    numbers = " ".join(
-        f"{part}: {number}"
-        for part, number in zip(("major", "minor", "patch"), VERSION, strict=True)
-    )
-    rest = f'dnn_version_info {{ {numbers} }}\ndevice_description_str: "{specific["name"]}"\n'
-    return "\n".join(["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"', rest])
+    lines += ["}", 'platform_name: "CUDA"']
+    version = zip(("major", "minor", "patch"), VERSION, strict=True)
+    numbers = " ".join(f"{part}: {number}" for part, number in version)
+    lines.append(f"dnn_version_info {{ {numbers} }}")
+    lines.append(f'device_description_str: "{specific["name"]}"\n')
+    return "\n".join(lines)

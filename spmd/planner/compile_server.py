@@ -74,7 +74,7 @@ class CompileServer:
     devices: int
 
     def serves(self, environment: dict[str, str], devices: int) -> bool:
-        """Whether it runs, and can compile for this environment and number of devices."""
+        """Return True if it runs, and can compile for this environment and number of devices."""
         return (
             self.process.poll() is None
             and self.devices >= devices
@@ -116,7 +116,7 @@ def compile_request(
     Raises:
       CompileError: it takes too long, or the server is killed.
     """
-    global _server, _owner
+    global _owner
     began = time.monotonic()
     if _owner == threading.get_ident():
         raise CompileError(
@@ -128,30 +128,44 @@ def compile_request(
     try:
         _owner = threading.get_ident()
         environment = {name: value for name, value in (os.environ | changes).items() if value}
-        server = _server if _server is not None and _server.serves(environment, devices) else None
-        if server is None or not _answered(server, folder, began, target, timeout, say):
-            # it does not serve this request, or it exited: after a minute idle, or because of this
-            # program, which a new one will show
-            _end()
-            server = _server = _start(folder, environment, max(devices, MIN_DEVICES))
-            if not _answered(server, folder, began, target, timeout, say):
-                code = _end()
-                if not (folder / LOG).stat().st_size:
-                    why = (
-                        f"signal {-code}; the system sends 9 when memory runs out"
-                        if code < 0
-                        else f"code {code}"
-                    )
-                    fix = "run `spmd plan` on another machine."
-                    raise CompileError(
-                        f"compiling for {target}: the compiler's process ended with {why}.", fix=fix
-                    )
+        _serve(folder, environment, devices, began, target, timeout, say)
     except BaseException:
         _end()  # its current work is no longer needed
         raise
     finally:
         _owner = 0
         _lock.release()
+
+
+def _serve(
+    folder: Path,
+    environment: dict[str, str],
+    devices: int,
+    began: float,
+    target: str,
+    timeout: float,
+    say: Callable[[str], None],
+) -> None:
+    """Have a request answered: by the current server, or by a new one."""
+    global _server
+    server = _server
+    if server is not None and server.serves(environment, devices):
+        if _answered(server, folder, began, target, timeout, say):
+            return
+    # it does not serve this request, or it exited: after a minute idle, or because of this
+    # program, which a new one will show
+    _end()
+    server = _server = _start(folder, environment, max(devices, MIN_DEVICES))
+    if _answered(server, folder, began, target, timeout, say):
+        return
+    code = _end()
+    if (folder / LOG).stat().st_size:
+        return  # the log says why
+    why = f"code {code}"
+    if code < 0:
+        why = f"signal {-code}; the system sends 9 when memory runs out"
+    fix = "run `spmd plan` on another machine."
+    raise CompileError(f"compiling for {target}: the compiler's process ended with {why}.", fix=fix)
 
 
 def _end() -> int:
@@ -173,9 +187,12 @@ def stop() -> None:
 
 
 def _forked() -> None:
-    """In a fork: the server belongs to the parent."""
+    """Forget the server in a fork: it belongs to the parent."""
     global _lock, _owner, _server
-    server, _server, _lock, _owner = _server, None, threading.Lock(), 0
+    server = _server
+    _server = None
+    _lock = threading.Lock()
+    _owner = 0
     if server is not None:
         server.process.returncode = 0  # this process does not wait for it
         os.close(server.requests)
@@ -187,10 +204,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _relevant(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables that JAX and XLA read."""
     return {name: value for name, value in environment.items() if name.startswith(RELEVANT)}
 
 
 def _start(folder: Path, environment: dict[str, str], devices: int) -> CompileServer:
+    """Start a server, whose output goes to the folder's log at first."""
     reads, requests = os.pipe()
     replies, writes = os.pipe()
     command = [sys.executable, "-P", "-m", "spmd.planner.compile_server", str(devices), str(writes)]
@@ -220,8 +239,8 @@ def _answered(
     timeout: float,
     say: Callable[[str], None],
 ) -> bool:
-    """Whether the server has completed a request, successfully or not; False if it ended first, for
-    whatever reason.
+    """Return True once the server has completed a request, successfully or not; False if it ended
+    first, for whatever reason.
     """
     try:
         os.write(server.requests, os.fsencode(folder.resolve()) + b"\n")
@@ -229,14 +248,19 @@ def _answered(
         return False
     with selectors.DefaultSelector() as selector:
         selector.register(server.replies, selectors.EVENT_READ)
-        while not selector.select(
-            min(REPORT_INTERVAL, max(0.0, began + timeout - time.monotonic()))
-        ):
+        while True:
+            remaining = max(0.0, began + timeout - time.monotonic())
+            if selector.select(min(REPORT_INTERVAL, remaining)):
+                return bool(os.read(server.replies, 1))
             _check_time(began, timeout, target, say)
-    return bool(os.read(server.replies, 1))
 
 
 def _check_time(began: float, timeout: float, target: str, say: Callable[[str], None]) -> None:
+    """Report how long the compiler has taken.
+
+    Raises:
+      CompileError: longer than it may take.
+    """
     spent = time.monotonic() - began
     if spent >= timeout:
         raise CompileError(
@@ -278,6 +302,7 @@ def main(devices: int, replies: int) -> None:
 
 
 def _print_to(path: Path, flags: int) -> None:
+    """Have this process's output, and XLA's, go to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(path, flags, 0o600)
@@ -287,30 +312,11 @@ def _print_to(path: Path, flags: int) -> None:
 
 
 def _compile(folder: Path) -> None:
+    """Compile the request in a folder, and write the results there."""
     # written by the process that started this one
     request = pickle.loads((folder / "request.pickle").read_bytes())
     jax.config.update("jax_enable_x64", request["x64"])
-    exported = jax.export.Exported(**request["exported"])
-    names, sizes = zip(*request["mesh"], strict=True)
-    devices = (
-        get_topology_desc(**request["topology"]).devices
-        if request["topology"]
-        else jax.devices()[: math.prod(sizes)]
-    )
-    check_compiler_options(request["options"], request["layout"], SingleDeviceSharding(devices[0]))
-    mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
-    places = exported.in_shardings_jax(mesh)
-    arguments = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at)
-        for aval, at in zip(exported.in_avals, places, strict=True)
-    ]
-    # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of
-    # results are given
-    on_host = any(aval.memory_space == jax.memory.Space.Host for aval in exported.in_avals)
-    results: dict[str, Any] = (
-        {"out_shardings": list(exported.out_shardings_jax(mesh))} if on_host else {}
-    )
-    lowered = jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
+    lowered = _lower(request)
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
     started, retried = time.perf_counter(), {}
     try:
@@ -331,6 +337,29 @@ def _compile(folder: Path) -> None:
         (folder / "memory.json").write_text(
             json.dumps(sizes | retried | {"seconds": seconds}), encoding="utf-8"
         )
+
+
+def _lower(request: dict[str, Any]) -> Any:
+    """Lower an exported step for the devices of a request."""
+    exported = jax.export.Exported(**request["exported"])
+    names, sizes = zip(*request["mesh"], strict=True)
+    if request["topology"]:
+        devices = get_topology_desc(**request["topology"]).devices
+    else:
+        devices = jax.devices()[: math.prod(sizes)]
+    check_compiler_options(request["options"], request["layout"], SingleDeviceSharding(devices[0]))
+    mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    places = exported.in_shardings_jax(mesh)
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=at)
+        for aval, at in zip(exported.in_avals, places, strict=True)
+    ]
+    results: dict[str, Any] = {}
+    if any(aval.memory_space == jax.memory.Space.Host for aval in exported.in_avals):
+        # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of
+        # results are given
+        results["out_shardings"] = list(exported.out_shardings_jax(mesh))
+    return jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
 
 
 def _listen(folders: SimpleQueue[Path]) -> None:

@@ -8,6 +8,7 @@ parts of the depth. Shares of the peak are those of the target's `[achieved]`.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from spmd.planner.hlo import Array, Instruction, Module, captured
+from spmd.planner.hlo import Array, Instruction, Module, captured, integers
 from spmd.planner.target import HIGHEST, Target
 
 # rows, columns: cuBLAS's usual ones
@@ -58,21 +59,23 @@ class Product:
 
 
 def matmul(dtype: str, sides: tuple[float, ...], kind: str = "matmul") -> Product:
-    """The product of (how many, rows, columns, depth)."""
+    """Return the product of (how many, rows, columns, depth)."""
     return Product(kind, dtype, 2.0 * math.prod(sides), sides)
 
 
 def causal_share(queries: int, keys: int) -> float:
-    """The share of scores that a kernel computes under a causal mask.
+    """Return the share of scores that a kernel computes under a causal mask.
 
     >>> causal_share(2048, 2048), causal_share(128, 128)
     (0.53125, 1.0)
     """
-    return min((1 + DIAGONAL / max(queries, 1)) / 2, 1.0) if queries == keys else 1.0
+    if queries != keys:
+        return 1.0
+    return min((1 + DIAGONAL / max(queries, 1)) / 2, 1.0)
 
 
 def product_time(product: Product, target: Target) -> float:
-    """Seconds of a product on one device, without its launch.
+    """Return the seconds of a product on one device, without its launch.
 
     >>> from spmd.planner.target import load
     >>> a100 = load("a100_80")  # 108 cores
@@ -85,36 +88,36 @@ def product_time(product: Product, target: Target) -> float:
     """
     rate = target.rate(product.dtype) * getattr(target.achieved, product.kind)
     if not product.sides:
-        special = EXPONENTIALS * target.cores * target.clock
-        return product.share * (
-            product.flops / rate + (product.scores / special if special else 0.0)
-        )
+        seconds = product.flops / rate
+        if target.cores:
+            seconds += product.scores / (EXPONENTIALS * target.cores * target.clock)
+        return product.share * seconds
     if not target.cores:
         return product.flops / rate
     count, rows, columns, _ = product.sides
     # a part of each result is written in float32, and read
-    added = memory_time(2 * 4.0 * count * rows * columns, target)
-    options = ((tile, split) for tile in TILES for split in SPLITS)
-    return min(
-        _tiled(product.sides, tile, split, rate / target.cores, target.cores)
-        + (split * added if split > 1 else 0.0)
-        for tile, split in options
-    )
+    addition = memory_time(2 * 4.0 * count * rows * columns, target)
+    fastest = math.inf
+    for tile, split in itertools.product(TILES, SPLITS):
+        seconds = _tiled(product.sides, tile, split, rate / target.cores, target.cores)
+        if split > 1:
+            seconds += split * addition
+        fastest = min(fastest, seconds)
+    return fastest
 
 
 def _tiled(
     sides: tuple[float, ...], tile: tuple[int, int], split: int, rate: float, cores: int
 ) -> float:
-    """Seconds with one size of tile; `rate` is one core's, in the largest tile."""
+    """Return the seconds with one size of tile; `rate` is one core's, in the largest tile."""
     count, rows, columns, depth = sides
-    waves = math.ceil(
-        count * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]) * split / cores
-    )
+    tiles = count * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]) * split
+    waves = math.ceil(tiles / cores)
     return waves * (2.0 * tile[0] * tile[1] * (depth / split) / (rate * _relative(tile)) + WAVE)
 
 
 def _relative(tile: tuple[int, int]) -> float:
-    """The rate of a tile, relative to the largest."""
+    """Return the rate of a tile, relative to the largest."""
 
     def reached(rows: int, columns: int) -> float:
         intensity = rows * columns / (rows + columns)
@@ -124,15 +127,19 @@ def _relative(tile: tuple[int, int]) -> float:
 
 
 def memory_time(size: float, target: Target) -> float:
-    """Seconds to move bytes between a device's cores and its memory, without a launch."""
+    """Return the seconds to move bytes between a device's cores and its memory, without a
+    launch.
+    """
     return size / (target.memory_bandwidth * target.achieved.memory)
 
 
 def first_touch_time(temporaries: float, target: Target) -> float:
-    """Seconds in which the operating system clears the memory of a step's temporaries; 0 where
-    steps keep it.
+    """Return the seconds in which the operating system clears the memory of a step's temporaries;
+    0 where steps keep it.
     """
-    return temporaries / target.first_touch if target.first_touch and temporaries > KEPT else 0.0
+    if not target.first_touch or temporaries <= KEPT:
+        return 0.0
+    return temporaries / target.first_touch
 
 
 FREE = {
@@ -166,11 +173,12 @@ PRODUCTS = (
     (r"", 2, 0),
 )
 SLICES = ("slice", "dynamic-slice", "gather")
+_HIGHEST_PRECISION = re.compile(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What an instruction multiplies, and bytes that it reads and writes."""
+    """The products that an instruction computes, and the bytes that it reads and writes."""
 
     products: tuple[Product, ...]
     bytes: float
@@ -185,65 +193,62 @@ class Cost:
 
 
 def cost_of(module: Module, computation: str, instr: Instruction) -> Cost:
-    """The cost of an instruction other than a collective or a loop, with everything that is fused
-    into it.
+    """Return the cost of an instruction other than a collective or a loop, with everything that is
+    fused into it.
     """
     if instr.op in FREE:
         return Cost((), 0.0)
-    parts = [
-        (computation, instr),
-        *(nested for called in instr.called for nested in module.nested(called)),
-    ]
-    products = [
-        product
-        for name, part in parts
-        if (product := product_of(module, name, part)) is not None and product.flops
-    ]
+    products = []
+    for name, part in module.fused(computation, instr):
+        product = product_of(module, name, part)
+        if product is not None and product.flops:
+            products.append(product)
     return Cost(tuple(products), _bytes(module, computation, instr))
 
 
 def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
-    """Bytes that an instruction, or an asynchronous copy that it starts, moves between the memories
-    of device and host.
+    """Return the bytes that an instruction, or an asynchronous copy that it starts, moves between
+    the memories of device and host.
 
     Of arrays in both memories the smaller side counts: a slice of a stack is copied, not the stack.
     """
-    if (
-        instr.op in FREE
-        or instr.op in ("while", "conditional", "call", "custom-call")
-        or instr.op.endswith("-done")
-    ):
+    if instr.op in FREE or instr.op in ("while", "conditional", "call", "custom-call"):
+        return 0.0
+    if instr.op.endswith("-done"):
         return 0.0
     arrays = list(instr.arrays)  # of a start: operands and results
     if not instr.op.endswith("-start"):
-        arrays += [array for part in module.operands(computation, instr) for array in part.arrays]
-    sides = [
-        sum(array.bytes for array in arrays if array.shape and array.host == host)
-        for host in (True, False)
-    ]
-    return float(min(sides))
+        for part in module.operands(computation, instr):
+            arrays += part.arrays
+    arrays = [array for array in arrays if array.shape]
+    on_host = sum(array.bytes for array in arrays if array.host)
+    on_device = sum(array.bytes for array in arrays if not array.host)
+    return float(min(on_host, on_device))
 
 
 def uncounted(module: Module) -> tuple[str, ...]:
-    """Solvers, transforms and kernels other than attention of a program, by name: their FLOPs are
-    not counted.
+    """Return solvers, transforms and kernels other than attention of a program, by name: their
+    FLOPs are not counted.
     """
-    names = []
-    for instr in (instr for lines in module.computations.values() for instr in lines):
+    names: dict[str, None] = {}
+    for _, instr in module.instructions:
         if KERNEL.search(instr.custom_call):
-            names += [] if ATTENTION.search(_kernel(instr)) else [_kernel(instr) or instr.name]
+            kernel = _kernel(instr)
+            if not ATTENTION.search(kernel):
+                names[kernel or instr.name] = None
         elif UNCOUNTED.search(instr.custom_call or instr.op):
-            names.append(instr.custom_call or instr.op)
-    return tuple(dict.fromkeys(names))
+            names[instr.custom_call or instr.op] = None
+    return tuple(names)
 
 
 def _kernel(instr: Instruction) -> str:
-    """The name of the Pallas kernel that a custom call runs; "" if it has none."""
+    """Return the name of the Pallas kernel that a custom call runs; "" if it has none."""
     return captured(r"([^/]*)/pallas_call\b", instr.scope)
 
 
 def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) -> float:
-    """FLOPs of a kernel of fused attention, masked scores included; 0 if its name is another's.
+    """Return the FLOPs of a kernel of fused attention, masked scores included; 0 if its name is
+    another's.
 
     Args:
       kernel: the name; "" is a forward pass.
@@ -257,220 +262,223 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
     """
     if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
         return 0.0
-    products = next(count for pattern, count, _ in PRODUCTS if re.search(pattern, kernel))
-    return products * 2.0 * math.prod(query) * max(key[1:-1])
+    count, _ = _kernel_products(kernel)
+    return count * 2.0 * math.prod(query) * max(key[1:-1])
+
+
+def _kernel_products(kernel: str) -> tuple[int, int]:
+    """Return the entry of `PRODUCTS` for a kernel: its products, and those that repeat others."""
+    for pattern, count, repeated in PRODUCTS[:-1]:
+        if re.search(pattern, kernel):
+            return count, repeated
+    _, count, repeated = PRODUCTS[-1]
+    return count, repeated
 
 
 def attention_recomputed(instr: Instruction) -> float:
-    """The share of a kernel's products that repeat what the forward pass, or another kernel, has
-    made; 0 for other instructions.
+    """Return the share of a kernel's products that repeat what the forward pass, or another
+    kernel, has made; 0 for other instructions.
     """
     name = instr.custom_call
-    if KERNEL.search(name) and ATTENTION.search(_kernel(instr)):
-        return next(
-            again / max(count, 1)
-            for pattern, count, again in PRODUCTS
-            if re.search(pattern, _kernel(instr))
-        )
+    kernel = _kernel(instr)
+    if KERNEL.search(name) and ATTENTION.search(kernel):
+        count, repeated = _kernel_products(kernel)
+        return repeated / max(count, 1)
+    # cuDNN's backward pass makes the scores again, one of its five products
     return 1 / 5 if "fmha" in name and "backward" in name.lower() else 0.0
 
 
 def product_of(module: Module, computation: str, instr: Instruction) -> Product | None:
-    """The matrix product, convolution or attention that an instruction is."""
+    """Return the matrix product, convolution or attention that an instruction is; None for
+    another instruction.
+    """
     if instr.op not in ("dot", "convolution", "custom-call") or not instr.arrays:
         return None
     inputs = [part.arrays[0] for part in module.operands(computation, instr) if part.arrays]
     if len(inputs) < 2:
         return None
     dtype = inputs[0].dtype
-    if dtype == "float32" and re.search(
-        r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"", instr.rest
-    ):
+    if dtype == "float32" and _HIGHEST_PRECISION.search(instr.attributes):
         dtype = HIGHEST
     if instr.op == "dot":
         return _matmul(instr, inputs[0], dtype, r"lhs_{}_dims=\{{([\d,]*)\}}")
     if instr.op == "convolution":
         return _convolution(instr, inputs[0], inputs[1], instr.arrays[0], dtype)
+    return _custom_product(instr, inputs, dtype)
+
+
+def _custom_product(instr: Instruction, inputs: list[Array], dtype: str) -> Product | None:
+    """Return the product that a custom call computes, by the name of the library's function."""
     name = instr.custom_call
+    result = instr.arrays[0]
     if "gemm" in name or "matmul" in name:
         return _matmul(instr, inputs[0], dtype, r'"lhs_{}_dimensions":\[([^\]]*)\]')
     if "conv" in name.lower():
         if "BackwardFilter" in name:  # from the input and the output's gradient
-            return _convolution(instr, inputs[0], instr.arrays[0], inputs[1], dtype)
-        ends = (
-            (instr.arrays[0], inputs[0])
-            if "BackwardInput" in name
-            else (inputs[0], instr.arrays[0])
-        )
-        return _convolution(instr, ends[0], inputs[1], ends[1], dtype)
+            return _convolution(instr, inputs[0], result, inputs[1], dtype)
+        if "BackwardInput" in name:
+            return _convolution(instr, result, inputs[1], inputs[0], dtype)
+        return _convolution(instr, inputs[0], inputs[1], result, dtype)
     if KERNEL.search(name):
         kernel = _kernel(instr)
-        return (
-            _attention(
-                kernel, attention_products(kernel, inputs[0].shape, inputs[1].shape), inputs, dtype
-            )
-            if kernel
-            else None
-        )
+        if not kernel:
+            return None
+        flops = attention_products(kernel, inputs[0].shape, inputs[1].shape)
+        return _attention(kernel, flops, inputs, dtype)
     if "fmha" in name or "Attention" in name:
         return _cudnn_attention(instr, inputs, name)
     return None
 
 
 def _matmul(instr: Instruction, left: Array, dtype: str, dims: str) -> Product:
-    """A matrix product; `dims` is the pattern of the dims of its left operand, contracting or
-    batch.
+    """Return a matrix product; `dims` is the pattern of the dims of its left operand, contracting
+    or batch.
     """
-    found = (
-        re.findall(r"\d+", captured(dims.format(kind), instr.rest))
-        for kind in ("contracting", "batch")
+    contracting, batch = (
+        integers(captured(dims.format(kind), instr.attributes)) for kind in ("contracting", "batch")
     )
-    depth, count = (math.prod(left.shape[int(dim)] for dim in numbers) for numbers in found)
-    rows = left.size / (depth * count) if left.size else 0.0
-    return matmul(
-        dtype, (count, rows, instr.arrays[0].size / (count * rows) if rows else 0.0, depth)
-    )
+    depth = math.prod(left.shape[dim] for dim in contracting)
+    count = math.prod(left.shape[dim] for dim in batch)
+    if not left.size:
+        return matmul(dtype, (count, 0.0, 0.0, depth))
+    rows = left.size / (depth * count)
+    return matmul(dtype, (count, rows, instr.arrays[0].size / (count * rows), depth))
 
 
 def _convolution(
     instr: Instruction, image: Array, kernel: Array, output: Array, dtype: str
 ) -> Product:
-    """A convolution, without products with padding or between dilated pixels, as a product with the
-    last dim of its result as columns.
+    """Return a convolution, without products with padding or between dilated pixels, as a product
+    with the last dim of its result as columns.
     """
     flops = _convolution_flops(instr, image, kernel, output)
-    size, columns = instr.arrays[0].size, instr.arrays[0].shape[-1] if instr.arrays[0].shape else 1
-    return Product(
-        "convolution",
-        dtype,
-        flops,
-        (1, size / max(columns, 1), columns, flops / (2.0 * max(size, 1))),
-    )
+    result = instr.arrays[0]
+    columns = result.shape[-1] if result.shape else 1
+    rows, depth = result.size / max(columns, 1), flops / (2.0 * max(result.size, 1))
+    return Product("convolution", dtype, flops, (1, rows, columns, depth))
 
 
 def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: Array) -> float:
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.rest)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.attributes)
     if labels is None:
         return 2.0 * output.size * kernel.size / max(kernel.shape[-1], 1)
     of_image, of_kernel, of_output = labels.groups()
-    dims = sorted(label for label in of_kernel if label.isdigit())
-    fields = re.findall(r"(\w+)=([\dx_-]+)", captured(r"window=\{([^}]*)\}", instr.rest))
+    fields = re.findall(r"(\w+)=([\dx_-]+)", captured(r"window=\{([^}]*)\}", instr.attributes))
     window = {key: re.findall(r"-?\d+(?:_-?\d+)?", value) for key, value in fields}
-    total = (
-        2.0
-        * output.shape[of_output.index("b")]
-        * output.shape[of_output.index("f")]
-        * kernel.shape[of_kernel.index("i")]
-    )
-    for number, label in enumerate(dims):
+    total = 2.0 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")]
+    total *= kernel.shape[of_kernel.index("i")]
+    for number, label in enumerate(sorted(filter(str.isdigit, of_kernel))):
         stride, kernel_dilation, image_dilation = (
             int(window[key][number]) if key in window else 1
             for key in ("stride", "rhs_dilate", "lhs_dilate")
         )
         low = int(window["pad"][number].split("_")[0]) if "pad" in window else 0
-        sides = [
-            array.shape[text.index(label)]
-            for array, text in ((image, of_image), (kernel, of_kernel), (output, of_output))
-        ]
-        total *= _pairs(tuple(sides), low, stride, kernel_dilation, image_dilation)
+        sides = (
+            image.shape[of_image.index(label)],
+            kernel.shape[of_kernel.index(label)],
+            output.shape[of_output.index(label)],
+        )
+        total *= _pairs(sides, low, stride, kernel_dilation, image_dilation)
     return total
 
 
 def _pairs(
-    sides: tuple[int, ...], low: int, stride: int, kernel_dilation: int, image_dilation: int
+    sides: tuple[int, int, int], low: int, stride: int, kernel_dilation: int, image_dilation: int
 ) -> int:
-    """Along one dim, how many pairs of an output pixel and a kernel pixel fall on a pixel of the
-    image.
+    """Count, along one dim, the pairs of an output pixel and a kernel pixel that fall on a pixel
+    of the image.
     """
     image, kernel, output = sides
     at = np.arange(output)[:, None] * stride - low + np.arange(kernel)[None] * kernel_dilation
-    return int(
-        ((at >= 0) & (at <= (image - 1) * image_dilation) & (at % image_dilation == 0)).sum()
-    )
+    inside = (at >= 0) & (at <= (image - 1) * image_dilation)
+    return int((inside & (at % image_dilation == 0)).sum())
 
 
 def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Product:
-    """The attention of a Pallas kernel. Its name says whether it leaves out what a causal mask
-    does.
+    """Return the attention of a Pallas kernel. Its name says whether it leaves out what a causal
+    mask does.
     """
     length = max(inputs[0].shape[1:-1], default=1)
-    backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel) is not None
+    backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel)
+    kind = "attention" if backward is None else "attention_backward"
     share = causal_share(length, length) if "causal" in kernel else 1.0
     scores = math.prod(inputs[0].shape[:-1]) * length
-    return Product(
-        "attention_backward" if backward else "attention", dtype, flops, scores=scores, share=share
-    )
+    return Product(kind, dtype, flops, scores=scores, share=share)
 
 
 def _cudnn_attention(instr: Instruction, inputs: list[Array], name: str) -> Product | None:
-    """cuDNN's attention: two matrix products in the forward pass, five in the backward pass; all
-    scores count as FLOPs.
+    """Return cuDNN's attention: two matrix products in the forward pass, five in the backward
+    pass; all scores count as FLOPs.
     """
-    shape = json.loads(
-        captured(r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})', instr.rest) or "{}"
-    ).get("dimensions", [])
+    pattern = r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})'
+    tensor = json.loads(captured(pattern, instr.attributes) or "{}")
+    shape = [int(size) for size in tensor.get("dimensions", ())]
     if not shape:
         return None
-    scores, backward = math.prod(map(int, shape)), "backward" in name.lower()
-    flops = (5 if backward else 2) * 2.0 * scores * inputs[0].shape[-1]
-    causal = "CAUSAL" in captured(r'"mask_type": ?"(\w*)"', instr.rest)
-    share = causal_share(int(shape[-2]), int(shape[-1])) if causal else 1.0
-    return Product(
-        "attention_backward" if backward else "attention",
-        inputs[0].dtype,
-        flops,
-        scores=scores,
-        share=share,
-    )
+    kind, products = "attention", 2
+    if "backward" in name.lower():
+        kind, products = "attention_backward", 5
+    scores = math.prod(shape)
+    causal = "CAUSAL" in captured(r'"mask_type": ?"(\w*)"', instr.attributes)
+    share = causal_share(shape[-2], shape[-1]) if causal else 1.0
+    flops = products * 2.0 * scores * inputs[0].shape[-1]
+    return Product(kind, inputs[0].dtype, flops, scores=scores, share=share)
 
 
 def _bytes(module: Module, computation: str, instr: Instruction) -> float:
-    """Bytes read and written. If a fusion only slices an operand, the slices count; if it updates
-    one in place, the update, twice.
-    """
+    """Return the bytes that an instruction reads and writes."""
     inputs = module.operands(computation, instr)
+    result = _size(instr)
     if instr.op in SLICES:
-        return 2.0 * sum(array.bytes for array in instr.arrays)
+        return 2.0 * result
     if instr.op in ("dynamic-update-slice", "scatter"):
-        return 2.0 * sum(array.bytes for part in inputs[1:2] for array in part.arrays)
-    sizes = [sum(array.bytes for array in part.arrays) for part in inputs]
-    result = float(sum(array.bytes for array in instr.arrays))
+        return 2.0 * sum(map(_size, inputs[1:2]))
     body = module.computations.get(instr.called_as("calls"), ()) if instr.op == "fusion" else ()
     if not body:
-        return sum(sizes) + result
-    total = result
-    table = {part.name: part for part in body}
-    for number, size in enumerate(sizes):
-        name = next(
-            (
-                part.name
-                for part in body
-                if part.op == "parameter" and part.rest.startswith(f"({number})")
-            ),
-            "",
-        )
-        users = list(_users(body, name))
-        if users and all(
-            part.op in (*SLICES, "dynamic-update-slice") and part.operands[0] == used
-            for used, part in users
-        ):
-            updated = [
-                array
-                for _, part in users
-                if part.op == "dynamic-update-slice"
-                for array in table[part.operands[1]].arrays
-            ]
-            total += sum(array.bytes for array in updated) - (min(result, size) if updated else 0.0)
-            size = min(
-                size,
-                sum(array.bytes for _, part in users if part.op in SLICES for array in part.arrays),
-            )
-        total += size
+        return float(sum(map(_size, inputs)) + result)
+    total = float(result)
+    for number, part in enumerate(inputs):
+        total += _fused_bytes(body, number, _size(part), result)
     return max(total, 0.0)
 
 
+def _size(instr: Instruction) -> int:
+    """Return the bytes of an instruction's result."""
+    return sum(array.bytes for array in instr.arrays)
+
+
+def _fused_bytes(body: Sequence[Instruction], number: int, size: int, result: int) -> float:
+    """Return the bytes that an operand of a fusion adds to those of the fusion's result. If the
+    fusion only slices the operand, the slices count; if it updates the operand in place, the
+    update, twice.
+
+    Args:
+      number: the operand's place.
+      size: its bytes.
+      result: bytes of the fusion's result.
+    """
+    name = ""
+    for part in body:
+        if part.op == "parameter" and part.attributes.startswith(f"({number})"):
+            name = part.name
+    users = list(_users(body, name))
+    for alias, part in users:
+        if part.op not in (*SLICES, "dynamic-update-slice") or part.operands[0] != alias:
+            return size
+    if not users:
+        return size
+    table = {part.name: part for part in body}
+    added = 0
+    if updates := [part for _, part in users if part.op == "dynamic-update-slice"]:
+        added = sum(_size(table[part.operands[1]]) for part in updates) - min(result, size)
+    sliced = sum(_size(part) for _, part in users if part.op in SLICES)
+    return added + min(size, sliced)
+
+
 def _users(body: Sequence[Instruction], name: str) -> Iterator[tuple[str, Instruction]]:
-    """Every instruction that reads a value, and under which name: its own or that of a bitcast."""
+    """Yield every instruction that reads a value, and the name under which it does: the value's
+    own, or a bitcast's.
+    """
     for part in body:
         if name in part.operands and part.op == "bitcast":
             yield from _users(body, part.name)

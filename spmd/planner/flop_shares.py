@@ -1,5 +1,5 @@
-"""Why the products that a compiled program executes are more than the model's: what MFU leaves out
-and HFU counts.
+"""The causes for which a compiled program executes more products than the model has: those that MFU
+leaves out and HFU counts.
 
 A product of values that are equal along a mesh axis is replicated work. Arguments differ along the
 axes over which they are sharded, and an operation's result along those of its operands. An
@@ -8,6 +8,7 @@ all-to-all and a permutation make it differ.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ import numpy as np
 
 from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
-from spmd.planner.cost import FREE, Product, attention_recomputed, cost_of, product_of
-from spmd.planner.hlo import Instruction, Module, captured, collective_kind, groups
+from spmd.planner.cost import FREE, Product, attention_recomputed, product_of
+from spmd.planner.hlo import Instruction, Module, captured, collective_kind, groups, integers
 from spmd.planner.model_flops import PASSES
 from spmd.planner.timeline import REMATERIALIZED, REMATTED
 from spmd.planner.traffic import differing_axes
@@ -29,8 +30,8 @@ _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([
 
 
 def sharded_axes(sharding: str, mesh: MeshSpec) -> frozenset[str]:
-    """The mesh axes over which XLA's sharding of an argument divides it; all of them if it is not
-    understood.
+    """Return the mesh axes over which XLA's sharding of an argument divides it; all of them if it
+    is not understood.
 
     In XLA's older notation, of tiles, or in the one with names of axes, which jax 0.11 has.
 
@@ -49,30 +50,26 @@ def sharded_axes(sharding: str, mesh: MeshSpec) -> frozenset[str]:
     match = _TILES.search(sharding)
     if match is None:
         return frozenset(mesh.names)
-    tiles, dims, order, listed = (
-        [int(n) for n in part.split(",")] if part else [] for part in match.groups()
-    )
-    ids = (
-        np.array(listed)
-        if listed
-        else np.arange(math.prod(dims)).reshape(dims).transpose(order or None).ravel()
-    )
-    rest = (
-        len(captured(r"last_tile_dims=\{([^}]*)\}", sharding).split(","))
-        if "last_tile_dims" in sharding
-        else 0
-    )
-    rest = rest or int("last_tile_dim_replicate" in sharding)
+    tiles, dims, order, listed = map(integers, match.groups())
+    ids = np.array(listed)
+    if not listed:
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).ravel()
+    # the last dims of the tiles say only how often each tile is repeated
+    repeating = int("last_tile_dim_replicate" in sharding)
+    if "last_tile_dims" in sharding:
+        repeating = len(captured(r"last_tile_dims=\{([^}]*)\}", sharding).split(","))
     tile = np.empty(mesh.size, int)
-    tile[ids] = np.arange(ids.size) // math.prod(tiles[len(tiles) - rest :])
+    tile[ids] = np.arange(ids.size) // math.prod(tiles[len(tiles) - repeating :])
     grid = tile.reshape([size for _, size in mesh.axes])
-    return frozenset(
-        name for dim, name in enumerate(mesh.names) if (grid != grid.take([0], axis=dim)).any()
-    )
+    axes = []
+    for dim, name in enumerate(mesh.names):
+        if (grid != grid.take([0], axis=dim)).any():
+            axes.append(name)
+    return frozenset(axes)
 
 
 def flat(value: Value) -> frozenset[str]:
-    """The axes along which any part of a value differs."""
+    """Return the axes along which any part of a value differs."""
     return value if isinstance(value, frozenset) else frozenset().union(*map(flat, value))
 
 
@@ -96,101 +93,109 @@ class Variance:
     _results: dict[tuple[str, tuple[Value, ...]], Value] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        entry = [
-            instr
-            for instr in self.module.computations.get(self.module.entry, ())
-            if instr.op == "parameter"
-        ]
-        by_number = {int(captured(r"^\((\d+)\)", instr.rest)): instr for instr in entry}
-        arguments = (
-            sharded_axes(captured(r"sharding=(\{.*?\})(?:, \w+=|$)", by_number[n].rest), self.mesh)
-            for n in sorted(by_number)
-        )
-        self._run(self.module.entry, tuple(arguments))
+        arguments: dict[int, Value] = {}
+        for instr in self.module.computations.get(self.module.entry, ()):
+            if instr.op == "parameter":
+                sharding = captured(r"sharding=(\{.*?\})(?:, \w+=|$)", instr.attributes)
+                arguments[_parameter(instr)] = sharded_axes(sharding, self.mesh)
+        self._trace(self.module.entry, tuple(arguments[number] for number in sorted(arguments)))
 
     def copies(self, computation: str, instr: Instruction) -> int:
-        """How many devices compute the same as an instruction does."""
+        """Return the number of devices that compute the same as an instruction does."""
         differing = self.operands.get((computation, instr.name), frozenset(self.mesh.names))
         return math.prod(size for name, size in self.mesh.axes if name not in differing)
 
-    def _run(self, computation: str, arguments: tuple[Value, ...]) -> Value:
-        """The result of a computation with these arguments."""
+    def _trace(self, computation: str, arguments: tuple[Value, ...]) -> Value:
+        """Return the result of a computation with these arguments."""
         key = computation, arguments
         if key not in self._results:
             values: dict[str, Value] = {}
             result: Value = frozenset()
             for instr in self.module.computations.get(computation, ()):
-                taken = [values[name] for name in instr.operands if name in values]
+                operands = [values[name] for name in instr.operands if name in values]
                 place = computation, instr.name
-                self.operands[place] = self.operands.get(place, frozenset()) | flat(tuple(taken))
-                result = values[instr.name] = self._result(computation, instr, taken, arguments)
+                before = self.operands.get(place, frozenset())
+                self.operands[place] = before | flat(tuple(operands))
+                result = values[instr.name] = self._result(instr, operands, arguments)
             self._results[key] = result
         return self._results[key]
 
     def _result(
-        self,
-        computation: str,
-        instr: Instruction,
-        taken: Sequence[Value],
-        arguments: tuple[Value, ...],
+        self, instr: Instruction, operands: Sequence[Value], arguments: tuple[Value, ...]
     ) -> Value:
-        op, everything = instr.op, flat(tuple(taken))
+        """Return the result of an instruction with these operands, in a computation with these
+        arguments.
+        """
+        op = instr.op
         if op == "parameter":
-            number = int(captured(r"^\((\d+)\)", instr.rest))
+            number = _parameter(instr)
             return arguments[number] if number < len(arguments) else frozenset(self.mesh.names)
         if op == "tuple":
-            return tuple(taken)
+            return tuple(operands)
         if op == "get-tuple-element":
-            number = int(captured(r"index=(\d+)", instr.rest))
-            return (
-                taken[0][number]
-                if isinstance(taken[0], tuple) and number < len(taken[0])
-                else flat(taken[0])
-            )
+            number, value = int(captured(r"index=(\d+)", instr.attributes)), operands[0]
+            if isinstance(value, tuple) and number < len(value):
+                return value[number]
+            return flat(value)
         if op in ("partition-id", "replica-id"):
             return frozenset(self.mesh.names)
         if kind := collective_kind(op):
-            return self._collective(kind, instr, taken)
+            return self._collective(kind, instr, operands)
         if op == "while":
-            state = taken[0]
-            while (after := _join(state, self._run(instr.called_as("body"), (state,)))) != state:
-                state = after
-            return state
+            return self._loop(instr, operands[0])
         if op == "conditional":
-            results = [
-                self._run(called, (value,))
-                for called, value in zip(instr.called, taken[1:], strict=False)
-            ]
-            chosen = flat(taken[0]) if taken else frozenset()
-            result = results[0] if results else everything
-            for other in results[1:]:
-                result = _join(result, other)
-            return flat(result) | chosen if chosen else result
+            return self._conditional(instr, operands)
         if op in ("fusion", "call", "async-start") and instr.called:
-            return self._run(instr.called[0], tuple(taken))
-        passes = op in ("opt-barrier", "copy", "bitcast") or op.endswith("-done")
-        return taken[0] if taken and passes else everything
+            return self._trace(instr.called[0], tuple(operands))
+        if operands and (op in ("opt-barrier", "copy", "bitcast") or op.endswith("-done")):
+            return operands[0]
+        return flat(tuple(operands))
 
-    def _collective(self, kind: str, instr: Instruction, taken: Sequence[Value]) -> Value:
+    def _loop(self, instr: Instruction, state: Value) -> Value:
+        """Return the state after a loop: of any number of iterations, so until it is stable."""
+        while True:
+            after = _join(state, self._trace(instr.called_as("body"), (state,)))
+            if after == state:
+                return state
+            state = after
+
+    def _conditional(self, instr: Instruction, operands: Sequence[Value]) -> Value:
+        """Return the joined results of all branches; they differ as what chooses between them
+        does.
+        """
+        branches = zip(instr.called, operands[1:], strict=False)
+        results = [self._trace(called, (operand,)) for called, operand in branches]
+        result = functools.reduce(_join, results) if results else flat(tuple(operands))
+        choice = flat(operands[0]) if operands else frozenset()
+        return flat(result) | choice if choice else result
+
+    def _collective(self, kind: str, instr: Instruction, operands: Sequence[Value]) -> Value:
+        """Return the result of a collective with these operands."""
         members = groups(instr, self.module.partitions)
         along = [frozenset(differing_axes(group, self.mesh)) for group in members]
+        values = [flat(value) for value in operands]
         if kind in ("all_reduce", "all_gather"):
             axes = along[0]
-            complete = all(one == axes for one in along) and len(members[0]) == math.prod(
-                self.mesh.sizes[name] for name in axes
-            )
-            results = [flat(value) - (axes if complete else frozenset()) for value in taken]
+            devices = math.prod(self.mesh.sizes[name] for name in axes)
+            complete = all(others == axes for others in along) and len(members[0]) == devices
+            results = [value - axes if complete else value for value in values]
         else:
-            results = [flat(value) | frozenset().union(*along) for value in taken]
+            results = [value.union(*along) for value in values]
         return results[0] if len(results) == 1 else tuple(results)
 
 
-RECOMPUTED, BY_XLA, IN_KERNELS = (
-    "recomputed in the backward pass",
-    "recomputed by XLA",
-    "recomputed in kernels of attention",
-)
-BUBBLES, REPLICATED, PADDING, OTHER = "pipeline bubbles", "replicated", "padding by XLA", "other"
+def _parameter(instr: Instruction) -> int:
+    """Return the number of the argument that an instruction is."""
+    return int(captured(r"^\((\d+)\)", instr.attributes))
+
+
+RECOMPUTED = "recomputed in the backward pass"
+BY_XLA = "recomputed by XLA"
+IN_KERNELS = "recomputed in kernels of attention"
+BUBBLES = "pipeline bubbles"
+REPLICATED = "replicated"
+PADDING = "padding by XLA"
+OTHER = "other"
 NOTHING_BEYOND = "nothing is executed beyond the model's products."
 NEGATIVE = "other: gradients that nothing needs, as of the batch"
 
@@ -215,36 +220,26 @@ class FlopShares:
     empty: float
 
     def __str__(self) -> str:
-        """A line or two; causes of less than a thousandth of what is executed are left out."""
+        """Causes of less than a thousandth of what is executed are left out."""
         if not self.executed:
             return NOTHING_BEYOND
-        causes = {
-            cause: flops
-            for cause, flops in self.beyond.items()
-            if abs(flops) >= 0.001 * self.executed
-        }
-        shares = [
-            f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}"
-            for cause, flops in causes.items()
-        ]
-        lines = (
-            [f"executed beyond the model's: {', '.join(shares)}."]
-            if max(causes.values(), default=0.0) > 0
-            else []
-        )
-        inside = (
-            (self.masked, "masked scores, which fused kernels leave out"),
-            (self.empty, "empty places of experts"),
-        )
-        counted = [
-            f"{flops / self.executed:.1%} {what}"
-            for flops, what in inside
-            if flops >= 0.001 * self.executed
-        ]
-        return (
-            "\n".join(lines + ([f"counted in both: {', '.join(counted)}."] if counted else []))
-            or NOTHING_BEYOND
-        )
+        least = 0.001 * self.executed
+        shares = []
+        more = False
+        for cause, flops in self.beyond.items():
+            if abs(flops) >= least:
+                shares.append(f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}")
+                more = more or flops > 0
+        lines = [f"executed beyond the model's: {', '.join(shares)}."] if more else []
+        counted = []
+        if self.masked >= least:
+            share = self.masked / self.executed
+            counted.append(f"{share:.1%} masked scores, which fused kernels leave out")
+        if self.empty >= least:
+            counted.append(f"{self.empty / self.executed:.1%} empty places of experts")
+        if counted:
+            lines.append(f"counted in both: {', '.join(counted)}.")
+        return "\n".join(lines) or NOTHING_BEYOND
 
 
 def flop_shares(
@@ -256,45 +251,39 @@ def flop_shares(
     model: float,
     empty: float = 0.0,
 ) -> FlopShares:
-    """The shares of a program.
+    """Return the shares of a program.
 
     Args:
       schedules: of its pipelines.
       executed, model, empty: FLOPs of one device.
     """
-    walk = _Walk(module, Variance(module, mesh), schedules)
-    beyond: dict[str, float] = dict.fromkeys(
-        (RECOMPUTED, BY_XLA, IN_KERNELS, BUBBLES, REPLICATED, PADDING), 0.0
-    )
+    products = _Products(module, Variance(module, mesh), schedules)
+    causes = (RECOMPUTED, BY_XLA, IN_KERNELS, BUBBLES, REPLICATED, PADDING)
+    beyond: dict[str, float] = dict.fromkeys(causes, 0.0)
     masked = forward = 0.0
-    for found in walk.products(module.entry):
-        masked += found.flops * (1 - found.product.share)
-        causes = dict(walk.causes(found))
-        forward += (
-            0.0
-            if "transpose(" in found.scope or RECOMPUTED in causes
-            else found.flops - sum(causes.values())
-        )
-        for cause, flops in causes.items():
+    for product in products.of_computation(module.entry):
+        masked += product.flops * (1 - product.product.share)
+        parts = dict(products.causes(product))
+        if "transpose(" not in product.scope and RECOMPUTED not in parts:
+            forward += product.flops - sum(parts.values())
+        for cause, flops in parts.items():
             beyond[cause] += flops
-    # XLA may merge a product with its repetition, and keep the repetition's scope.
+    # XLA may merge a product with its repetition, and keep the repetition's scope
     beyond[RECOMPUTED] -= min(beyond[RECOMPUTED], max(model / PASSES - forward, 0.0))
-    return FlopShares(
-        executed, model, beyond | {OTHER: executed - model - sum(beyond.values())}, masked, empty
-    )
+    beyond[OTHER] = executed - model - sum(beyond.values())
+    return FlopShares(executed, model, beyond, masked, empty)
 
 
 def executed_flops(module: Module, mesh: MeshSpec) -> float:
-    """FLOPs of all products that one device of a mesh executes in a compiled program, as HFU counts
-    them; 0 of a module without any.
+    """Return the FLOPs of all products that one device of a mesh executes in a compiled program, as
+    HFU counts them; 0 of a module without any.
     """
-    return sum(
-        found.flops for found in _Walk(module, Variance(module, mesh), ()).products(module.entry)
-    )
+    products = _Products(module, Variance(module, mesh), ())
+    return sum(product.flops for product in products.of_computation(module.entry))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Executed:
     """A product, the instruction that it is or is fused into, how often it runs, and the share of
     this that is a bubble.
     """
@@ -316,97 +305,91 @@ class _Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class _Products:
+    """The products that a program executes, and the causes of those that no model asks for."""
+
     module: Module
     variance: Variance
     schedules: Collection[Schedule]
 
-    def products(self, name: str, times: int = 1, bubble: float = 0.0) -> Iterator[_Found]:
-        """Every product of a computation, loops multiplied out; of a conditional, those of the
-        branch with the most.
+    def of_computation(self, name: str, times: int = 1, bubble: float = 0.0) -> Iterator[_Executed]:
+        """Yield every product of a computation, loops multiplied out; of a conditional, those of
+        the branch with the most.
         """
         for instr in self.module.computations.get(name, ()):
             if instr.op == "while":
                 body, trips = instr.called_as("body"), self.module.trip_count(name, instr) or 1
-                yield from self.products(body, times * trips, bubble or self._bubble(body, trips))
+                share = bubble or self._bubble(body, trips)
+                yield from self.of_computation(body, times * trips, share)
             elif instr.op == "conditional":
-                branches = [tuple(self.products(called, times, bubble)) for called in instr.called]
+                branches = [
+                    list(self.of_computation(called, times, bubble)) for called in instr.called
+                ]
                 yield from max(
-                    branches, key=lambda branch: sum(found.flops for found in branch), default=()
+                    branches,
+                    key=lambda branch: sum(product.flops for product in branch),
+                    default=[],
                 )
             elif instr.op in ("call", "async-start"):
                 for called in instr.called:
-                    yield from self.products(called, times, bubble)
-            elif (
-                instr.op not in FREE
-                and not collective_kind(instr.op)
-                and cost_of(self.module, name, instr).products
-            ):
-                parts = [
-                    (name, instr),
-                    *(nested for called in instr.called for nested in self.module.nested(called)),
-                ]
-                for computation, part in parts:
-                    if (
-                        product := product_of(self.module, computation, part)
-                    ) is not None and product.flops:
-                        yield _Found(product, computation, part, instr, times, bubble)
+                    yield from self.of_computation(called, times, bubble)
+            elif instr.op not in FREE and not collective_kind(instr.op):
+                for computation, part in self.module.fused(name, instr):
+                    product = product_of(self.module, computation, part)
+                    if product is not None and product.flops:
+                        yield _Executed(product, computation, part, instr, times, bubble)
 
-    def causes(self, found: _Found) -> Iterator[tuple[str, float]]:
-        """What of a product the model does not ask for, each part counted once."""
-        flops = found.flops
-        if REMATERIALIZED in found.instr.name or REMATERIALIZED in found.part.name:
+    def causes(self, executed: _Executed) -> Iterator[tuple[str, float]]:
+        """Yield the FLOPs of a product that the model does not ask for, by their causes, each part
+        counted once.
+        """
+        flops = executed.flops
+        if REMATERIALIZED in executed.instr.name or REMATERIALIZED in executed.part.name:
             yield BY_XLA, flops
             return
-        if REMATTED in found.scope:
+        if REMATTED in executed.scope:
             yield RECOMPUTED, flops
             return
+        copies = self.variance.copies(executed.computation, executed.part)
         shares = (
-            (BUBBLES, found.bubble),
-            (REPLICATED, 1 - 1 / self.variance.copies(found.computation, found.part)),
-            (IN_KERNELS, attention_recomputed(found.part)),
-            (PADDING, self._padded(found)),
+            (BUBBLES, executed.bubble),
+            (REPLICATED, 1 - 1 / copies),
+            (IN_KERNELS, attention_recomputed(executed.part)),
+            (PADDING, self._padded(executed)),
         )
         for cause, share in shares:
             yield cause, flops * share
             flops *= 1 - share
 
     def _bubble(self, body: str, trips: int) -> float:
-        """The share of a loop over the ticks of a pipeline in which a stage's results are
+        """Return the share of a loop over the ticks of a pipeline in which a stage's results are
         discarded; 0 for other loops.
         """
-        if not any(
-            collective_kind(instr.op) == "collective_permute"
-            for instr in self.module.computations.get(body, ())
-        ):
+        instructions = self.module.computations.get(body, ())
+        if all(collective_kind(instr.op) != "collective_permute" for instr in instructions):
             return 0.0
         for schedule in self.schedules:
             if trips in (schedule.ticks, schedule.forward.ticks):
                 return 1 - schedule.microbatches * schedule.groups / trips
         return 0.0
 
-    def _padded(self, found: _Found) -> float:
-        """The share of a product that XLA adds by padding its operands; a model's own padding is
-        its own.
+    def _padded(self, executed: _Executed) -> float:
+        """Return the share of a product that XLA adds by padding its operands; a model's own
+        padding is its own.
         """
-        if found.part.op != "dot":
+        if executed.part.op != "dot":
             return 0.0
-        kept = 1.0
-        for number, (operand, side) in enumerate(
-            zip(self.module.operands(found.computation, found.part), ("lhs", "rhs"), strict=False)
-        ):
+        share = 1.0
+        operands = self.module.operands(executed.computation, executed.part)
+        for operand, side in zip(operands, ("lhs", "rhs"), strict=False):
             if operand.op != "pad" or re.search(r"/pad\b", operand.scope):
                 continue
-            before = self.module.operands(found.computation, operand)[0].arrays[0].shape
-            shared = re.findall(
-                r"\d+",
-                "".join(
-                    re.findall(
-                        rf"{side}_(?:contracting|batch)_dims=(\{{[\d,]*\}})", found.part.rest
-                    )
-                ),
-            )
-            for dim, (old, new) in enumerate(zip(before, operand.arrays[0].shape, strict=True)):
+            source = self.module.operands(executed.computation, operand)[0]
+            pattern = rf"{side}_(?:contracting|batch)_dims=(\{{[\d,]*\}})"
+            both = integers("".join(re.findall(pattern, executed.part.attributes)))
+            sizes = zip(source.arrays[0].shape, operand.arrays[0].shape, strict=True)
+            for dim, (before, after) in enumerate(sizes):
                 # a dim that both sides have is padded in both
-                kept *= old / new if number == 0 or str(dim) not in shared else 1.0
-        return 1 - kept
+                if side == "lhs" or dim not in both:
+                    share *= before / after
+        return 1 - share

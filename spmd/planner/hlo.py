@@ -33,7 +33,7 @@ _CALLED = re.compile(
 
 
 def captured(pattern: str, text: str) -> str:
-    """The group of a pattern's first match in a text; "" if there is none."""
+    """Return the group of a pattern's first match in a text; "" if there is none."""
     match = re.search(pattern, text)
     return match.group(1) if match else ""
 
@@ -65,37 +65,38 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: its result (a tuple is flattened), its operands, and the rest as text."""
+    """One line: its result (a tuple is flattened), its operands, and its attributes as text."""
 
     name: str
     arrays: tuple[Array, ...]
     op: str
     operands: tuple[str, ...]
-    rest: str
+    attributes: str
 
     @functools.cached_property
     def scope(self) -> str:
-        """Its origin in the JAX program: XLA's `op_name`."""
-        return captured(r'op_name="([^"]*)"', self.rest)
+        """The origin in the JAX program: XLA's `op_name`."""
+        return captured(r'op_name="([^"]*)"', self.attributes)
 
     @property
     def custom_call(self) -> str:
         """The library's function that a custom call runs; "" for other operations."""
-        return captured(r'custom_call_target="([^"]*)"', self.rest)
+        return captured(r'custom_call_target="([^"]*)"', self.attributes)
 
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs."""
-        text = self.rest.split("metadata=")[0].split("backend_config=")[0]
-        return tuple(
-            name.lstrip("%") for names in _CALLED.findall(text) for name in re.split(r", ?", names)
-        )
+        text = self.attributes.split("metadata=")[0].split("backend_config=")[0]
+        computations: list[str] = []
+        for names in _CALLED.findall(text):
+            computations += [name.lstrip("%") for name in re.split(r", ?", names)]
+        return tuple(computations)
 
     def called_as(self, key: str) -> str:
-        """The computation that is called in this role, such as a loop's body; "" if there is
-        none.
+        """Return the computation that is called in this role, such as a loop's body; "" if there
+        is none.
         """
-        return captured(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        return captured(rf"\b{key}=%?([\w.\-]+)", self.attributes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +109,20 @@ class Module:
 
     @functools.cached_property
     def _tables(self) -> dict[str, dict[str, Instruction]]:
-        return {
-            name: {instr.name: instr for instr in lines}
-            for name, lines in self.computations.items()
-        }
+        tables = {}
+        for name, lines in self.computations.items():
+            tables[name] = {instr.name: instr for instr in lines}
+        return tables
+
+    @property
+    def instructions(self) -> Iterator[tuple[str, Instruction]]:
+        """Every instruction of the program, each with the name of its computation."""
+        for name, lines in self.computations.items():
+            for instr in lines:
+                yield name, instr
 
     def operands(self, computation: str, instr: Instruction) -> list[Instruction]:
-        """The instructions whose results `instr` takes."""
+        """Return the instructions whose results `instr` takes."""
         table = self._tables[computation]
         return [table[name] for name in instr.operands if name in table]
 
@@ -129,82 +137,80 @@ class Module:
         ]
 
     def trip_count(self, computation: str, instr: Instruction) -> int | None:
-        """How often a loop runs: as XLA says, or as its counter shows, if that is incremented from
-        one constant to another.
+        """Return the number of iterations of a loop: as XLA says, or as its counter shows, if that
+        is incremented from one constant to another; None if it is not known.
         """
-        if known := captured(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.rest):
-            return int(known)
+        if stated := captured(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.attributes):
+            return int(stated)
         condition, body = instr.called_as("condition"), instr.called_as("body")
-        test, result = (
-            self.computations.get(condition, ())[-1:],
-            self.computations.get(body, ())[-1:],
-        )
+        tests = self.computations.get(condition, ())[-1:]
+        results = self.computations.get(body, ())[-1:]
         start = self._source(computation, instr.operands[0]) if instr.operands else None
-        if (
-            not test
-            or not result
-            or start is None
-            or test[0].op != "compare"
-            or "direction=LT" not in test[0].rest
-        ):
+        if not tests or not results or start is None:
             return None
-        counter, end = (self._source(condition, name) for name in test[0].operands)
-        index = (
-            captured(r"index=(\d+)", counter.rest)
-            if counter is not None and counter.op == "get-tuple-element"
-            else ""
-        )
-        if not index or start.op != "tuple" or result[0].op != "tuple":
+        test, result = tests[0], results[0]
+        if test.op != "compare" or "direction=LT" not in test.attributes:
             return None
-        following = self._source(body, result[0].operands[int(index)])
-        steps = (
-            [_number(self._source(body, name)) for name in following.operands]
-            if following and following.op == "add"
-            else []
-        )
-        first, last = _number(self._source(computation, start.operands[int(index)])), _number(end)
-        return None if 1 not in steps or first is None or last is None else max(last - first, 0)
+        counter, end = (self._source(condition, name) for name in test.operands)
+        if counter is None or counter.op != "get-tuple-element":
+            return None
+        index = captured(r"index=(\d+)", counter.attributes)
+        if not index or start.op != "tuple" or result.op != "tuple":
+            return None
+        following = self._source(body, result.operands[int(index)])
+        if following is None or following.op != "add":
+            return None
+        steps = [_number(self._source(body, name)) for name in following.operands]
+        first = _number(self._source(computation, start.operands[int(index)]))
+        last = _number(end)
+        if 1 not in steps or first is None or last is None:
+            return None
+        return max(last - first, 0)
 
     def _source(self, computation: str, name: str) -> Instruction | None:
-        """The instruction that produces an operand, copies skipped."""
-        source = self._tables[computation].get(name)
-        while (
-            source is not None
-            and source.op in ("copy", "bitcast", "opt-barrier")
-            and source.operands
-        ):
-            source = self._tables[computation].get(source.operands[0])
+        """Return the instruction that produces an operand, copies skipped."""
+        table = self._tables[computation]
+        source = table.get(name)
+        while source is not None and source.op in ("copy", "bitcast", "opt-barrier"):
+            if not source.operands:
+                break
+            source = table.get(source.operands[0])
         return source
 
     def scopes(self, computation: str, instr: Instruction) -> list[str]:
-        """The scopes that an instruction comes from. XLA drops those of some merged instructions:
-        then the scopes of their reduction function and of their operands.
-        """
+        """Return the scopes that an instruction comes from."""
         if instr.scope:
             return plain_scopes(instr.scope)
+        # XLA drops the scopes of some merged instructions: take those of the reduction function,
+        # and of the operands, up to four operations back
         scopes = [part.scope for part in self.computations.get(instr.called_as("to_apply"), ())]
         unscoped = [instr]
         for _ in range(4):
-            operands = [
-                part
-                for last in unscoped
-                for part in self.operands(computation, last)
-                if part.op != "parameter"
-            ]
+            operands: list[Instruction] = []
+            for last in unscoped:
+                operands += self.operands(computation, last)
+            operands = [part for part in operands if part.op != "parameter"]
             scopes += [part.scope for part in operands]
             unscoped = [part for part in operands if not part.scope]
-        return list(
-            dict.fromkeys(plain for scope in scopes if scope for plain in plain_scopes(scope))
-        ) or [""]
+        plain: dict[str, None] = {}
+        for scope in filter(None, scopes):
+            plain |= dict.fromkeys(plain_scopes(scope))
+        return list(plain) or [""]
 
     def nested(self, name: str) -> Iterator[tuple[str, Instruction]]:
-        """All instructions of a computation and of those that it calls, each with the name of its
-        computation.
+        """Yield all instructions of a computation and of those that it calls, each with the name
+        of its computation.
         """
         for instr in self.computations.get(name, ()):
             yield name, instr
             for called in instr.called:
                 yield from self.nested(called)
+
+    def fused(self, computation: str, instr: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Yield an instruction and all that it runs, each with the name of its computation."""
+        yield computation, instr
+        for called in instr.called:
+            yield from self.nested(called)
 
 
 def parse(text: str) -> Module:
@@ -225,37 +231,37 @@ def parse(text: str) -> Module:
 
 
 def _number(instr: Instruction | None) -> int | None:
-    match = (
-        re.match(r"\((-?\d+)\)", instr.rest)
-        if instr is not None and instr.op == "constant"
-        else None
-    )
+    """Return the value of a constant; None for another instruction."""
+    if instr is None or instr.op != "constant":
+        return None
+    match = re.match(r"\((-?\d+)\)", instr.attributes)
     return int(match.group(1)) if match else None
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    kind, rest = _balanced(text) if text.startswith("(") else text.split(" ", 1)
-    op, _, rest = rest.strip().partition("(")
-    inner, rest = _balanced("(" + rest)
-    operands = (
-        () if op in ("constant", "parameter", "iota") else tuple(re.findall(r"%([\w.\-]+)", inner))
-    )
-    if op == "fusion-start" and not any(array.host for array in arrays_of(kind)):
+    """Read one line of a computation, from its result's type on."""
+    if text.startswith("("):
+        kind, text = _balanced(text)
+    else:
+        kind, text = text.split(" ", 1)
+    op, _, text = text.strip().partition("(")
+    inner, text = _balanced("(" + text)
+    operands: tuple[str, ...] = ()
+    if op not in ("constant", "parameter", "iota"):
+        operands = tuple(re.findall(r"%([\w.\-]+)", inner))
+    arrays = arrays_of(kind)
+    if op == "fusion-start" and not any(array.host for array in arrays):
         # ((operands), results, context): from jaxlib 0.11 on, XLA:GPU starts copies of slices
         # beside other kernels. Plans take them for fusions that nothing runs beside.
         results = arrays_of(_balanced(kind[1:])[1])[:-1]
-        return Instruction(name, results, "fusion", operands, rest)
-    return Instruction(
-        name,
-        arrays_of(kind),
-        op,
-        operands,
-        f"({inner[1:-1]}) {rest}" if op in ("parameter", "constant") else rest,
-    )
+        return Instruction(name, results, "fusion", operands, text)
+    if op in ("parameter", "constant"):
+        text = f"({inner[1:-1]}) {text}"
+    return Instruction(name, arrays, op, operands, text)
 
 
 def _balanced(text: str) -> tuple[str, str]:
-    """The parenthesized part that a text begins with, and the rest."""
+    """Split the parenthesized part that a text begins with from what follows."""
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -265,28 +271,25 @@ def _balanced(text: str) -> tuple[str, str]:
 
 
 def arrays_of(kind: str) -> tuple[Array, ...]:
-    """The arrays of a type; a tuple is flattened.
+    """Return the arrays of a type; a tuple is flattened.
 
     >>> [str(array) for array in arrays_of("(f32[2,3]{1,0}, /*index=1*/bf16[])")]
     ['float32[2, 3]', 'bfloat16[]']
     """
     arrays = []
     for letters, bits, more, sizes, order in _ARRAY.findall(kind):
-        shape, host = (
-            tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size),
-            _HOST in order,
-        )
-        arrays.append(
-            Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits), host)
-            if letters
-            else Array("bool", shape, 8, host)
-        )
+        shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        host = _HOST in order
+        if letters:
+            arrays.append(Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits), host))
+        else:
+            arrays.append(Array("bool", shape, 8, host))
     return tuple(arrays)
 
 
 def plain_scopes(scope: str) -> list[str]:
-    """An instruction's scope without the outermost functions; several scopes if XLA has merged
-    several instructions.
+    """Return an instruction's scope without the outermost functions; several scopes if XLA has
+    merged several instructions.
 
     >>> (
     ...     plain_scopes("jit(call)/call_exported/jit(<lambda>)/stats/psum"),
@@ -297,47 +300,45 @@ def plain_scopes(scope: str) -> list[str]:
     ['transpose(jvp(up))/query/dot', 'transpose(jvp(up))/key/dot']
     """
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
+    # the pattern backtracks much where it cannot match
     several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain) if ":" in plain else None
-    return [several.group(1) + part for part in several.group(2).split(":")] if several else [plain]
+    if several is None:
+        return [plain]
+    prefix, merged = several.groups()
+    return [prefix + part for part in merged.split(":")]
 
 
 def collective_kind(op: str) -> str | None:
-    """This library's name for a collective or its start; None for another operation or a
+    """Return this library's name for a collective or its start; None for another operation or a
     collective's end.
     """
     return COLLECTIVES.get(op.removesuffix("-start"))
 
 
 def payload(instr: Instruction) -> tuple[Array, ...]:
-    """A collective's result on each device; of a start that has its operands too, the half of its
-    tuple that is not these.
-
-    The start of an all-reduce has them from jaxlib 0.11 on.
-    """
+    """Return a collective's result on each device."""
     count = len(instr.operands)
-    return (
-        instr.arrays[count : 2 * count]
-        if instr.op.endswith("-start") and len(instr.arrays) > count
-        else instr.arrays
-    )
+    # a start has its operands and then its results; an all-reduce's only from jaxlib 0.11 on
+    if instr.op.endswith("-start") and len(instr.arrays) > count:
+        return instr.arrays[count : 2 * count]
+    return instr.arrays
 
 
 def groups(instr: Instruction, partitions: int) -> list[list[int]]:
-    """The groups of a collective, or the pairs of a permutation, in any of XLA's four notations."""
-    text = instr.rest
+    """Return the groups of a collective, or the pairs of a permutation, in any of XLA's four
+    notations.
+    """
+    text = instr.attributes
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
-        return [
-            [int(n) for n in group.split(",")]
-            for group in re.findall(r"\{([\d,]+)\}", listed.group(1))
-        ]
+        return [integers(group) for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims, order = (
-            [int(n) for n in part.split(",")] if part else [] for part in iota.groups()
-        )
+        shape, dims, order = map(integers, iota.groups())
         ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+        if order:
+            ids = ids.transpose(order)
+        return ids.reshape(shape).tolist()
     if mesh := re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? ?\{([^}]*)\}", text
     ):
@@ -345,36 +346,36 @@ def groups(instr: Instruction, partitions: int) -> list[list[int]]:
     return [list(range(partitions))]
 
 
+def integers(text: str | None) -> list[int]:
+    """Read the integers in a text; none if it is None.
+
+    >>> integers("4,2"), integers(None)
+    ([4, 2], [])
+    """
+    return [int(number) for number in re.findall(r"\d+", text or "")]
+
+
 def _mesh_groups(axes: str, ids: str | None, over: str) -> list[list[int]]:
-    """Groups along mesh axes: full ones ('axis') or parts ('axis':(before)size)."""
+    """Return groups along mesh axes: full ones ('axis') or parts ('axis':(before)size)."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    wanted = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over)
-    ]
-    split: list[tuple[str, int, int]] = []  # (axis, what lies before it, size), outermost first
+    parts = []  # (axis, what lies before the part, its size)
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over):
+        parts.append((name, int(before or 1), int(size or sizes[name])))
+    # all axes, divided at the bounds of the parts, outermost first
+    split: list[tuple[str, int, int]] = []
     for name, size in sizes.items():
-        bounds = {
-            1,
-            size,
-            *itertools.chain.from_iterable(
-                (before, before * part) for axis, before, part in wanted if axis == name
-            ),
-        }
-        split += [
-            (name, first, second // first) for first, second in itertools.pairwise(sorted(bounds))
-        ] or [(name, 1, 1)]
-    order = (
-        np.array([int(n) for n in re.findall(r"\d+", ids)])
-        if ids
-        else np.arange(math.prod(sizes.values()))
-    )
-    inner = [
-        n
-        for axis, before, part in wanted
-        for n, (name, at, size) in enumerate(split)
-        if name == axis and before <= at < before * part
-    ]
-    outer = [n for n in range(len(split)) if n not in inner]
+        bounds = {1, size}
+        for axis, before, part in parts:
+            if axis == name:
+                bounds |= {before, before * part}
+        pairs = list(itertools.pairwise(sorted(bounds))) or [(1, 1)]
+        split += [(name, first, second // first) for first, second in pairs]
+    inner = []  # the divided axes that lie in the parts
+    for axis, before, part in parts:
+        for number, (name, at, _) in enumerate(split):
+            if name == axis and before <= at < before * part:
+                inner.append(number)
+    outer = [number for number in range(len(split)) if number not in inner]
+    order = np.array(integers(ids)) if ids else np.arange(math.prod(sizes.values()))
     grid = order.reshape([size for _, _, size in split]).transpose(outer + inner)
-    return grid.reshape(-1, math.prod(split[n][2] for n in inner)).tolist()
+    return grid.reshape(-1, math.prod(split[number][2] for number in inner)).tolist()

@@ -140,41 +140,37 @@ class Memory:
 
     @property
     def range(self) -> tuple[int, int]:
-        """Between these are the bytes that are needed, with a likelihood of nine in ten."""
+        """The bytes that are needed lie between these, with a likelihood of nine in ten."""
         expected, deviation = total(self.items)
         return round(expected - DEVIATIONS * deviation), round(expected + DEVIATIONS * deviation)
 
     @property
     def inside(self) -> tuple[Item, ...]:
-        """What JAX allocates."""
+        """The items that JAX allocates."""
         return tuple(item for item in self.items if item.pool)
 
     @property
     def outside(self) -> tuple[Item, ...]:
-        """What the CUDA driver and libraries allocate on their own account."""
+        """The items that the CUDA driver and libraries allocate on their own account."""
         return tuple(item for item in self.items if not item.pool)
 
     @property
     def sides(self) -> tuple["Side", ...]:
-        """What each part of the device's memory must hold: on a GPU the part that JAX allocates
+        """The parts into which the device's memory is divided: on a GPU the part that JAX allocates
         from, and what that leaves.
         """
         if self.pool is None:
-            return (Side("", self.expected, self.capacity, likelihood(self.items, self.capacity)),)
+            return (_side("", self.items, self.capacity),)
         pool = round(self._best_pool or self.pool)
-        parts = (
-            ("in JAX's part", self.inside, pool),
-            ("beside it", self.outside, self.capacity - pool),
-        )
-        return tuple(
-            Side(where, round(total(items)[0]), room, likelihood(items, room))
-            for where, items, room in parts
+        return (
+            _side("in JAX's part", self.inside, pool),
+            _side("beside it", self.outside, self.capacity - pool),
         )
 
     @property
     def likelihood(self) -> float:
-        """How likely the step fits: that all sides do, whose parts are off independently of each
-        other.
+        """The likelihood that the step fits: that all sides do, whose parts are off independently
+        of each other.
         """
         return math.prod(side.likelihood for side in self.sides)
 
@@ -192,7 +188,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the step is more likely to fit than not."""
+        """True if the step is more likely to fit than not."""
         return self.likelihood >= 0.5
 
     @property
@@ -202,120 +198,129 @@ class Memory:
         """
         if self.pool is None or self.pool_is_set or likelihood(self.inside, self.pool) >= LIKELY:
             return None
-        (inside, spread), (outside, other) = total(self.inside), total(self.outside)
+        inside, deviation = total(self.inside)
+        outside, other = total(self.outside)
+        if not deviation + other:
+            return inside
         room = self.capacity - inside - outside
-        return inside + (
-            min(3 * spread, room * spread / (spread + other)) if spread + other else 0.0
-        )
+        return inside + min(3 * deviation, room * deviation / (deviation + other))
 
     @property
     def fraction(self) -> float | None:
         """The share of a GPU's memory that JAX must be given for the step to fit; None if it has
         enough, or nothing would do.
         """
-        return (
-            None
-            if self._best_pool is None or not self.fits
-            else math.ceil(100 * self._best_pool / self.capacity) / 100
-        )
+        pool = self._best_pool
+        if pool is None or not self.fits:
+            return None
+        return math.ceil(100 * pool / self.capacity) / 100
 
     @property
     def per_device(self) -> dict[str, int]:
         """All figures by name, in bytes."""
         others = ("largest", "items", "pool", "pool_is_set", "exchange_parts")
-        sizes = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in others
-        }
+        names = [field.name for field in dataclasses.fields(self) if field.name not in others]
+        sizes = {name: getattr(self, name) for name in names}
         return sizes | {"expected": self.expected, "headroom": self.headroom}
+
+    @property
+    def _is_sure(self) -> bool:
+        """True where a target does not say how far off anything may be."""
+        return not total(self.items)[1]
 
     @property
     def word(self) -> str:
         """The first words of the verdict: "fits", "tight" or "DOES NOT FIT"."""
-        sure = not total(self.items)[1]
-        tight = self.likelihood < LIKELY or (sure and self.expected > TIGHT * self.capacity)
-        return "DOES NOT FIT" if not self.fits else "tight" if tight else "fits"
+        if not self.fits:
+            return "DOES NOT FIT"
+        if self.likelihood < LIKELY or (self._is_sure and self.expected > TIGHT * self.capacity):
+            return "tight"
+        return "fits"
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, with the numbers."""
+        """The word, with the numbers."""
+        share, chance = self._shares, self._chance
+        if not self.fits:
+            left = f"only {format_bytes(self.headroom)} left"
+            if self.headroom < 0:
+                left = f"{format_bytes(-self.headroom)} too much"
+            return f"{self.word}{chance}: {share}; {left} on each device."
+        if self.likelihood < LIKELY:
+            return f"{self.word}: fits{chance}: {share}."
+        if self.word == "tight":
+            return f"{self.word}: {share}; drivers, NCCL and fragmentation need some as well."
+        return f"fits{chance}: {share}."
+
+    @property
+    def _shares(self) -> str:
+        """The expected bytes as a share of the capacity, with their range, and the share that JAX
+        must be given.
+        """
         share = (
             f"{format_bytes(self.expected)} of {format_bytes(self.capacity)} "
             f"({self.expected / self.capacity:.1%})"
         )
-        sure = not total(self.items)[1]
-        low, high = map(format_bytes, self.range)
-        share += "" if sure else f", from {low} to {high} in nine cases of ten"
-        chance = (
-            ""
-            if sure
-            else f" with {percent(self.likelihood if self.fits else 1 - self.likelihood)} "
-            "likelihood"
-        )
-        share += f", if JAX may use {self.fraction:.0%} of it" if self.fraction else ""
-        if (
-            not sure
-            and self.pool is not None
-            and self.likelihood < LIKELY
-            and self.range[0] <= self.capacity
-        ):
+        if not self._is_sure:
+            low, high = map(format_bytes, self.range)
+            share += f", from {low} to {high} in nine cases of ten"
+        if self.fraction:
+            share += f", if JAX may use {self.fraction:.0%} of it"
+        doubtful = not self._is_sure and self.pool is not None and self.likelihood < LIKELY
+        if doubtful and self.range[0] <= self.capacity:
             share += f"; {' and '.join(map(str, self.sides))}"
-        if not self.fits:
-            left = (
-                f"{format_bytes(-self.headroom)} too much"
-                if self.headroom < 0
-                else f"only {format_bytes(self.headroom)} left"
-            )
-            return f"{self.word}{chance}: {share}; {left} on each device."
-        if self.likelihood < LIKELY:
-            return f"{self.word}: fits{chance}: {share}."
-        return (
-            f"{self.word}: {share}; drivers, NCCL and fragmentation need some as well."
-            if self.word == "tight"
-            else f"fits{chance}: {share}."
-        )
+        return share
+
+    @property
+    def _chance(self) -> str:
+        """The likelihood of the word, as the verdict has it."""
+        if self._is_sure:
+            return ""
+        likelihood = self.likelihood if self.fits else 1 - self.likelihood
+        return f" with {percent(likelihood)} likelihood"
 
     def __str__(self) -> str:
-        titles = TITLES | (
-            {"parameters": "parameters of servers"} if EXCHANGE[OWN] in self.exchange_parts else {}
-        )
-        sizes = {
-            name: {titles.get(name, name): getattr(self, name)}
-            for name in PARTS
-            if getattr(self, name)
-        }
-        sizes |= {"exchange": self.exchange_parts} if self.exchange else {}
-        sizes = [(title, size) for part in sizes.values() for title, size in part.items()]
-        rows = [
-            (title, size, "") for title, size in [*sizes, ("  of which gradients", self.gradients)]
-        ]
+        rows = [(title, size, "") for title, size in self._parts.items()]
+        rows.append(("  of which gradients", self.gradients, ""))
         program, *beside = self.items
-        rows.append(
-            (
-                "peak",
-                self.peak,
-                f"  +- {format_bytes(round(program.deviation))}" if program.deviation else "",
-            )
-        )
+        off = f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""
+        rows.append(("peak", self.peak, off))
         rows += [(item.title, round(item.expected), _deviation(item)) for item in beside]
-        rows += [("expected", self.expected, "")] if beside else []
-        rows += [("in the host's memory", self.host, "")] if self.host else []
-        lines = [
-            *(f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows),
-            self.verdict,
-        ]
+        if beside:
+            rows.append(("expected", self.expected, ""))
+        if self.host:
+            rows.append(("in the host's memory", self.host, ""))
+        lines = [f"{title:<26}{format_bytes(size):>12}{more}" for title, size, more in rows]
+        lines.append(self.verdict)
         lines.append(f"{gauge(self.expected, self.capacity)} {format_bytes(self.capacity)}")
         if self.largest:
             lines += ["", "largest temporaries (they share memory; sizes do not add up):"]
-            lines += [
-                f"  {format_bytes(size):>10}  {array}  {where}"
-                for size, array, where in self.largest
-            ]
+        for size, array, where in self.largest:
+            lines.append(f"  {format_bytes(size):>10}  {array}  {where}")
         return "\n".join(lines)
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        """Bytes of the program by their titles in a report."""
+        titles = dict(TITLES)
+        if EXCHANGE[OWN] in self.exchange_parts:
+            titles["parameters"] = "parameters of servers"
+        sizes: dict[str, int] = {}
+        for name in PARTS:
+            if name == "exchange" and self.exchange:
+                sizes |= self.exchange_parts
+            elif size := getattr(self, name):
+                sizes[titles.get(name, name)] = size
+        return sizes
+
+
+def _side(where: str, items: tuple[Item, ...], room: int) -> Side:
+    """Return the part of a device's memory that must hold some items."""
+    return Side(where, round(total(items)[0]), room, likelihood(items, room))
 
 
 def _deviation(item: Item) -> str:
+    """Write how far off an item may be, and that it is outside of the memory that JAX allocates."""
     if not item.deviation and item.pool:
         return ""
     outside = "" if item.pool else ", outside of what JAX allocates"
@@ -323,106 +328,100 @@ def _deviation(item: Item) -> str:
 
 
 def percent(likelihood: float) -> str:
-    """A likelihood, never rounded to certainty.
+    """Write a likelihood, never rounded to certainty.
 
     >>> percent(0.973), percent(0.99999), percent(1e-6)
     ('97%', 'more than 99%', 'less than 1%')
     """
-    return (
-        "more than 99%"
-        if likelihood > 0.99
-        else "less than 1%"
-        if likelihood < 0.01
-        else f"{likelihood:.0%}"
-    )
+    if likelihood > 0.99:
+        return "more than 99%"
+    if likelihood < 0.01:
+        return "less than 1%"
+    return f"{likelihood:.0%}"
 
 
 def memory_fraction() -> float | None:
-    """The share of a GPU's memory that the environment has JAX allocate from; None if it does not
-    say.
+    """Return the share of a GPU's memory that the environment has JAX allocate from; None if it
+    does not say.
     """
-    chosen = next((value for name in FRACTIONS if (value := os.environ.get(name))), None)
-    return None if chosen is None else float(chosen)
+    for name in FRACTIONS:
+        if fraction := os.environ.get(name):
+            return float(fraction)
+    return None
 
 
 def usable_memory(target: Target) -> int | None:
-    """Bytes that programs may use on each device, as a device would report them to `fit`; None for
-    CPUs, which do not.
+    """Return the bytes that programs may use on each device, as a device would report them to
+    `fit`; None for CPUs, which do not.
     """
     if target.platform == "cuda":
         return int((memory_fraction() or PREALLOCATED) * target.memory)
-    return (
-        None if target.platform == "cpu" else int(target.memory - target.overhead.runtime.expected)
-    )
+    if target.platform == "cpu":
+        return None
+    return int(target.memory - target.overhead.runtime.expected)
 
 
 def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Cluster) -> Memory:
-    """The memory of a compiled step."""
+    """Return the memory of a compiled step."""
     target = cluster.target
     state, batch, weights, events = program.arguments
     sizes = compiled.sizes
     arguments = tree_on_device((state, batch, weights, events))
-    unread = max(arguments - sizes["argument"], 0)
     fresh = sizes["output"] - sizes["alias"]
-    constants = sum(
-        int(size)
-        for size in re.findall(
-            r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE
-        )
+    constants = re.findall(
+        r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE
     )
-    peak, batch_size = (
-        arguments + constants + fresh + sizes["temp"] + sizes["generated_code"],
-        tree_on_device((batch, weights, events)),
-    )
-    beside = overhead_items(module, cluster, batch_size)
-    by_kind = Counter[str]()
-    for kind, leaf in (
-        (kind, leaf) for entry in state.exchange.values() for kind, leaf in entry.items()
-    ):
-        by_kind[EXCHANGE.get(kind, TITLES["exchange"])] += tree_on_device(leaf)
-    own, lost = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
+    constant_bytes = sum(map(int, constants))
+    peak = arguments + constant_bytes + fresh + sizes["temp"] + sizes["generated_code"]
+    batch_bytes = tree_on_device((batch, weights, events))
+    exchange_parts = Counter[str]()
+    for entry in state.exchange.values():
+        for kind, leaf in entry.items():
+            exchange_parts[EXCHANGE.get(kind, TITLES["exchange"])] += tree_on_device(leaf)
+    items = program_items(target.overhead, peak, sizes["temp"], exact=compiled.exact)
+    if not items[1].expected:
+        items = items[:1]  # nothing is lost
+    on_host = [leaf for leaf in jax.tree.leaves(state) if in_host_memory(leaf)]
+    on_gpu = target.platform == "cuda"
     return Memory(
         parameters=tree_on_device(state.params),
         frozen=tree_on_device(state.frozen),
         optimizer=tree_on_device(state.opt),
         exchange=tree_on_device(state.exchange),
         statistics=tree_on_device((state.stats, state.rngs, state.key, state.step)),
-        batch=batch_size,
-        gradients=by_kind[EXCHANGE[OWN]] or _gradients(program, state.params),
+        batch=batch_bytes,
+        gradients=exchange_parts[EXCHANGE[OWN]] or _gradients(program, state.params),
         temporaries=sizes["temp"],
-        constants=constants,
+        constants=constant_bytes,
         fresh=fresh,
-        host=sum(on_device(leaf) for leaf in jax.tree.leaves(state) if in_host_memory(leaf))
-        + sizes.get("host_temp", 0),
+        host=sum(map(on_device, on_host)) + sizes.get("host_temp", 0),
         peak=peak,
         capacity=target.memory,
-        unread=unread,
+        unread=max(arguments - sizes["argument"], 0),
         largest=_largest(compiled.buffers, module),
-        items=(own, *([lost] if lost.expected else []), *beside),
-        pool=usable_memory(target) if target.platform == "cuda" else None,
-        pool_is_set=target.platform == "cuda" and memory_fraction() is not None,
-        exchange_parts={title: size for title, size in by_kind.items() if size},
+        items=(*items, *overhead_items(module, cluster, batch_bytes)),
+        pool=usable_memory(target) if on_gpu else None,
+        pool_is_set=on_gpu and memory_fraction() is not None,
+        exchange_parts={title: size for title, size in exchange_parts.items() if size},
     )
 
 
 def _gradients(program: Program, params: Tree) -> int:
-    """Bytes of reduced gradients, sharded as the reduction leaves them."""
+    """Return the bytes of reduced gradients, sharded as the reduction leaves them."""
     placed = program.placed
     resolved, mean_spec = placed.resolved, placed.exchange.reduction.mean_spec
     size = 0
     for path, leaf in flatten(params).items():
         place = resolved.placements[path]
-        axes = {
-            *spec_axes(mean_spec(place)),
-            *(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes),
-        }
+        axes = set(spec_axes(place.spec)) - set(resolved.data_axes)
+        axes |= set(spec_axes(mean_spec(place)))
         size += nbytes(leaf) // num_shards(tuple(axes), resolved.mesh)
     return size
 
 
 def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
-    """The largest values that XLA has assigned to temporary memory, one for each buffer."""
-    scopes = {instr.name: instr.scope for lines in module.computations.values() for instr in lines}
+    """Return the largest values that XLA has assigned to temporary memory, one for each buffer."""
+    scopes = {instr.name: instr.scope for _, instr in module.instructions}
     values: dict[tuple[int, int], tuple[int, str, str]] = {}
     temporary = False
     for line in buffers.splitlines():
@@ -430,19 +429,21 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
             temporary = "preallocated-temp" in line
         elif temporary and (value := _VALUE.match(line)):
             name, size, offset, kind = value.groups()
-            key = (int(offset), int(size))
-            if key not in values and (arrays := arrays_of(kind)) and not arrays[0].host:
-                values[key] = (int(size), str(arrays[0]), plain_scopes(scopes.get(name, ""))[0])
+            key, arrays = (int(offset), int(size)), arrays_of(kind)
+            if key not in values and arrays and not arrays[0].host:
+                scope = plain_scopes(scopes.get(name, ""))[0]
+                values[key] = (int(size), str(arrays[0]), scope)
     counts = Counter(sorted(values.values(), key=lambda item: -item[0]))
-    shown = list(counts.items())[:LARGEST]
-    return tuple(
-        (size, f"{array}{f' x {count}' if count > 1 else ''}", where)
-        for (size, array, where), count in shown
-    )
+    largest = []
+    for (size, array, scope), count in list(counts.items())[:LARGEST]:
+        shown = f"{array} x {count}" if count > 1 else array
+        largest.append((size, shown, scope))
+    return tuple(largest)
 
 
 def check_step_memory(program: Program) -> str | None:
-    """The memory of a step on a full batch, as one line; None if devices do not report their limit.
+    """Return the memory of a step on a full batch, as one line; None if devices do not report
+    their limit.
 
     The step is compiled for this, once: the first step reuses the program.
 
@@ -454,31 +455,32 @@ def check_step_memory(program: Program) -> str | None:
     if limit is None:
         return None
     analysis = program.compile().memory_analysis()
-    state, temporaries = tree_on_device(program.placed.abstract_state), analysis.temp_size_in_bytes
+    state = tree_on_device(program.placed.abstract_state)
+    temporaries = analysis.temp_size_in_bytes
     fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     peak = max(analysis.argument_size_in_bytes, state) + fresh + temporaries
     kind = mesh.local_devices[0].device_kind
     target = of_device(kind)
     # of its own compiler and device, XLA's figure is exact
-    needed = program_items(target.overhead if target else Overhead(), peak, 0)
-    chance, expected = likelihood(needed, limit), round(total(needed)[0])
-    share = f"{format_bytes(peak)} of {format_bytes(limit)} on each {kind} ({peak / limit:.0%})"
+    items = program_items(target.overhead if target else Overhead(), peak, 0)
+    chance, expected = likelihood(items, limit), round(total(items)[0])
     line = (
-        f"a step needs {share}: {format_bytes(state)} of state, {format_bytes(temporaries)} of "
-        "temporaries."
+        f"a step needs {format_bytes(peak)} of {format_bytes(limit)} on each {kind} "
+        f"({peak / limit:.0%}): {format_bytes(state)} of state, {format_bytes(temporaries)} of "
+        "temporaries"
     )
     if chance < 0.5:
-        lost = (
-            f", with {format_bytes(expected - peak)} that the allocator cannot use"
-            if expected > peak
-            else ""
-        )
+        lost = ""
+        if expected > peak:
+            lost = f", with {format_bytes(expected - peak)} that the allocator cannot use"
         raise DeviceMemoryError(
-            f"{line}\n    {format_bytes(expected - limit)} too much on each of {mesh.size} "
+            f"{line}.\n    {format_bytes(expected - limit)} too much on each of {mesh.size} "
             f"devices{lost}.\n"
             "    JAX preallocates 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION "
             "says otherwise.",
             fix="`spmd plan` shows what another layout, microbatches or [remat] would need; "
             "check_memory=False starts anyway.",
         )
-    return line if chance >= LIKELY else f"{line[:-1]}; it fits with {percent(chance)} likelihood."
+    if chance >= LIKELY:
+        return f"{line}."
+    return f"{line}; it fits with {percent(chance)} likelihood."

@@ -6,47 +6,180 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from spmd.errors import SpmdError
-from spmd.layout.compiler import GPU
+from spmd.fields import as_toml
+from spmd.layout.compiler import GPU, TRITON, compiler_notes
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import num_shards
+from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.attention_kernels import PREFERRED, may_replace
 from spmd.nn.low_precision import DTYPES, scope_of
 from spmd.nn.parallel_context import STORED
 from spmd.planner.cluster import Cluster
+from spmd.planner.compile import Compiled, widened_dtype
+from spmd.planner.cost import uncounted
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import Module
 from spmd.planner.memory import Memory
-from spmd.planner.model_flops import (
-    LargeProducts,
-)
-from spmd.planner.timeline import (
-    SyncPeriod,
-    Timeline,
-    Wait,
-    unmarked_parts,
-)
+from spmd.planner.model_flops import LargeProducts
+from spmd.planner.timeline import SyncPeriod, Timeline, Wait, unmarked_parts
 from spmd.planner.traffic import Traffic, Transfer, latency, sites_of, transfer_time
 from spmd.specs import keep_axes
+from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
+from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import flatten, format_bytes, parse_bytes
 from spmd.wire.reduction import MAX_EXACT_BUCKET
 from spmd.wire.server.declaration import ParameterServer
 
-WORTH_A_NOTE, SHOWN_WAITS = 0.02, 3  # of a step's time; and of its collectives
+WORTH_A_NOTE = 0.02  # of a step's time
+SHOWN_WAITS = 3  # of a step's collectives
 LARGE = 0.1  # of a step's peak memory: an array that is worth a note
+# bytes of a collective's operands on each device, below which latency is most of its time
+SMALL = 256 * 2**10
+MANY = 16  # of them in a step
+LOST = 0.01  # of a step: latency that is worth a note
+XLA_THRESHOLD = "30 MiB"  # up to which XLA:GPU merges collectives by default
+THRESHOLDS = {
+    "all_gather": "combine_all_gather",
+    "reduce_scatter": "combine_reduce_scatter",
+    "all_reduce": "combine_all_reduce",
+}
+GEMM = re.compile(r"gemm|matmul")
+
+
+def plan_notes(
+    program: Program,
+    cluster: Cluster,
+    compiled: Compiled,
+    module: Module,
+    products: LargeProducts,
+    *,
+    memory: Memory,
+    traffic: Traffic,
+    timeline: Timeline,
+    server: ParameterServer | None,
+    period: SyncPeriod,
+) -> list[str]:
+    """Return all notes of a plan.
+
+    Args:
+      program, compiled, module: the step, its compiled program, and that program as it is read.
+      products: of the model, those that are large.
+      server: how workers synchronize, if they train separately.
+    """
+    placed = program.placed
+    mesh, data_axes = MeshSpec.parse(placed.mesh), placed.resolved.data_axes
+    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
+    notes += compiler_notes(placed.resolved.layout.compiler, placed.platform)
+    notes += _traffic_notes(program, traffic)
+    notes += _pool_note(memory)
+    notes += _retried(program, compiled)
+    # XLA:CPU runs every collective synchronously
+    if compiled.exact and placed.platform != "cpu":
+        notes += _waits(timeline)
+    notes += _rematerialized(timeline)
+    notes += precision_notes(module, placed.products.layers)
+    notes += _large_arrays(memory, placed, products)
+    notes += small_collectives(program, traffic, timeline, cluster)
+    notes += gathered_stacks(program, traffic, cluster, LARGE * memory.peak)
+    notes += crossing_notes(traffic, mesh, cluster, data_axes, period)
+    notes += repeated_exchanges(traffic)
+    notes += _period_notes(server, period, module)
+    notes += _uncertain(placed.config.precision, cluster, compiled, module)
+    return notes
+
+
+def _traffic_notes(program: Program, traffic: Traffic) -> Iterator[str]:
+    """Note communication that the layout does not ask for: reductions in low precision, and moved
+    activations.
+    """
+    placed = program.placed
+    params = flatten(placed.abstract_state.params).values()
+    low = traffic.dtypes("gradients") & {"bfloat16", "float16"}
+    exact = placed.resolved.layout.gradients.codec == "exact"
+    if exact and low and any(leaf.dtype == "float32" for leaf in params):
+        fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
+        yield (
+            f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not "
+            f"ask for; {fix}."
+        )
+    data_axes = set(placed.resolved.data_axes)
+    moved = sometimes = 0
+    for transfer in traffic.transfers:
+        if transfer.purpose == "activations" and set(transfer.axes) & data_axes:
+            moved += transfer.sent * transfer.times
+        if transfer.conditional:
+            sometimes += transfer.sent * transfer.times
+    if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):
+        yield (
+            f"note: {format_bytes(moved)} of activations are sent over "
+            f"{', '.join(sorted(data_axes))}, more than parameters and gradients: "
+            "the layout moves activations to the parameters instead of parameters to the batch."
+        )
+    if sometimes:
+        yield (
+            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; "
+            "traffic and time are those of such a step, "
+            "in which all parameters are sent and received."
+        )
+
+
+def _pool_note(memory: Memory) -> list[str]:
+    """Note that a step needs more of a GPU's memory than JAX allocates by default."""
+    if memory.pool is None or memory.fraction is None:
+        return []
+    reserved = f"JAX uses {memory.pool / memory.capacity:.0%} of a GPU's memory"
+    needed = f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.fraction:.2f}"
+    return [f"note: {reserved}; this step needs {needed}."]
+
+
+def _retried(program: Program, compiled: Compiled) -> list[str]:
+    """Note options of the compiler that were needed because XLA failed without them."""
+    if not compiled.retried:
+        return []
+    changed = {}
+    for name, value in compiled.options.items():
+        if program.compiler_options.get(name) != value:
+            changed[name] = value
+    options = ", ".join(f"{name}={as_toml(value)}" for name, value in changed.items())
+    fix = f"fit does the same; {AT_ONCE}"
+    if TRITON in changed:
+        fix = "XLA tunes nothing without a GPU"
+    return [f"note: compiled with {options}, because XLA failed: {compiled.retried}; {fix}."]
+
+
+def _uncertain(
+    precision: str, cluster: Cluster, compiled: Compiled, module: Module
+) -> Iterator[str]:
+    """Note where the figures of a plan are not those of the step on its target."""
+    if widened_dtype(precision, compiled):
+        yield (
+            f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more "
+            "memory than the target would."
+        )
+    if cluster.target.simulated not in (0, cluster.count):
+        which = f"those of {cluster.target.simulated} devices that share this machine's cores"
+        yield (
+            f"note: the figures are {which}, and {cluster.count} share them otherwise; spmd "
+            f"calibrate --devices {cluster.count}."
+        )
+    if names := uncounted(module):
+        kernels = ", ".join(names[:3])
+        yield f"note: the FLOPs of {kernels} are not counted, only their memory traffic."
+    if loops := module.unbounded_loops:
+        names = ", ".join(loops[:3])
+        yield f"note: XLA does not know the trip count of {names}: counted once each."
 
 
 def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Module) -> list[str]:
-    """Notes on synchronizations that the compiled program runs in another way than the layout
-    says.
-    """
+    """Note synchronizations that the compiled program runs in another way than the layout says."""
     if server is None:
         return []
     notes = []
@@ -68,8 +201,8 @@ def _period_notes(server: ParameterServer | None, period: SyncPeriod, module: Mo
 
 
 def in_parts(placed: PlacedModel) -> str:
-    """The implementation of attention that stores no array of all scores where the layout's own
-    does.
+    """Return the implementation of attention that stores no array of all scores where the layout's
+    own does.
     """
     written = placed.resolved.layout.attention.implementation == "as_written"
     return "auto" if written and placed.platform in PREFERRED else "chunked"
@@ -78,101 +211,96 @@ def in_parts(placed: PlacedModel) -> str:
 def stored_scores(
     memory: Memory, placed: PlacedModel, products: LargeProducts
 ) -> list[tuple[int, str, str]]:
-    """The largest temporaries that hold all scores of an attention: bytes, the array, and where in
-    the model it is.
+    """Return the largest temporaries that hold all scores of an attention: bytes, the array, and
+    where in the model it is.
     """
-    # a gradient may have a length's sides
-    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]
-
-    def are_scores(sizes: list[int]) -> bool:
-        return any(
-            _has(sizes, pair)
-            and not any(_has(w, pair) and math.prod(sizes) <= math.prod(w) for w in weights)
-            for pair in products.scores
-        )
-
     parallel = placed.parallel
     if parallel.attention != "as_written" and may_replace(parallel) and STORED not in parallel.used:
         return []
-    return [
-        (size, array, where) for size, array, where in memory.largest if are_scores(_sizes(array))
-    ]
+    weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]
+    stored = []
+    for size, array, where in memory.largest:
+        shape = _shape(array)
+        for pair in products.scores:
+            if _has(shape, pair) and not _is_gradient(shape, pair, weights):
+                stored.append((size, array, where))
+                break
+    return stored
 
 
-def _sizes(array: str) -> list[int]:
-    """The shape of an array in text.
+def _is_gradient(
+    shape: Sequence[int], pair: Sequence[int], weights: Sequence[Sequence[int]]
+) -> bool:
+    """Return True if an array with the sides of an attention's scores may be the gradient of a
+    weight, whose sides may be as long.
+    """
+    size = math.prod(shape)
+    return any(_has(weight, pair) and size <= math.prod(weight) for weight in weights)
 
-    >>> _sizes("float32[8,4,64,64] x 2")
+
+def _shape(array: str) -> list[int]:
+    """Return the shape of an array in text.
+
+    >>> _shape("float32[8,4,64,64] x 2")
     [8, 4, 64, 64]
     """
-    return [int(size) for size in re.findall(r"\d+", array.partition("[")[2].partition("]")[0])]
+    sizes, _, _ = array.partition("[")[2].partition("]")
+    return [int(size) for size in re.findall(r"\d+", sizes)]
 
 
 def _large_arrays(memory: Memory, placed: PlacedModel, products: LargeProducts) -> list[str]:
-    """Notes on scores of attention, and on logits, that are among the largest temporaries, with
-    what computes them in parts.
+    """Note scores of attention, and logits, that are among the largest temporaries, with what
+    computes them in parts.
     """
-    large = [
-        (size, array, where, _sizes(array))
-        for size, array, where in memory.largest
-        if size >= LARGE * memory.peak
-    ]
-    scores = [
-        found
-        for found in stored_scores(memory, placed, products)
-        if found[0] >= LARGE * memory.peak
-    ]
-    logits = [
-        found
-        for found in large
-        if any(v in found[3] and math.prod(found[3]) > width * v for width, v in products.logits)
-    ]
-    return [
-        f"note: {what} are stored: {array}, {format_bytes(size)} of "
-        f"{format_bytes(memory.peak)}{f', in {where}' if where else ''}; {fix}."
-        for what, found, fix in (
-            (
-                "all scores of attention",
-                scores,
-                f'[attention] implementation = "{in_parts(placed)}" computes them in parts',
-            ),
-            (
-                "the logits of all tokens",
-                logits,
-                "spmd.losses.cross_entropy_from_features computes them in parts",
-            ),
-        )
-        for size, array, where, *_ in found[:1]
-    ]
+    notes = []
+    scores = stored_scores(memory, placed, products)
+    fix = f'[attention] implementation = "{in_parts(placed)}"'
+    notes += _stored("all scores of attention", scores, memory.peak, fix)
+    logits = [part for part in memory.largest if _are_logits(_shape(part[1]), products)]
+    fix = "spmd.losses.cross_entropy_from_features"
+    notes += _stored("the logits of all tokens", logits, memory.peak, fix)
+    return notes
+
+
+def _stored(
+    what: str, arrays: Sequence[tuple[int, str, str]], peak: int, fix: str
+) -> Iterator[str]:
+    """Note the first of these arrays that is large, and what computes it in parts."""
+    for size, array, where in [part for part in arrays if part[0] >= LARGE * peak][:1]:
+        sizes = f"{format_bytes(size)} of {format_bytes(peak)}"
+        place = f", in {where}" if where else ""
+        yield f"note: {what} are stored: {array}, {sizes}{place}; {fix} computes them in parts."
+
+
+def _are_logits(shape: Sequence[int], products: LargeProducts) -> bool:
+    size = math.prod(shape)
+    return any(count in shape and size > width * count for width, count in products.logits)
 
 
 def _has(dims: Sequence[int], pair: Sequence[int]) -> bool:
+    """Return True if a shape has both sizes among its dims."""
     return not Counter(pair) - Counter(dims)
 
 
 def _waits(timeline: Timeline) -> list[str]:
-    """Notes on the collectives that take the most of a step because nothing hides them, each with
-    the reason.
+    """Note the collectives that take the most of a step because nothing hides them, each with the
+    reason.
     """
     groups: dict[tuple, list[Wait]] = {}
     for wait in timeline.waits:
-        groups.setdefault(
-            (
-                wait.transfer.kind,
-                wait.transfer.purpose,
-                wait.transfer.where,
-                wait.transfer.asynchronous,
-            ),
-            [],
-        ).append(wait)
+        transfer = wait.transfer
+        key = (transfer.kind, transfer.purpose, transfer.where, transfer.asynchronous)
+        groups.setdefault(key, []).append(wait)
     lines = []
     for (kind, purpose, where, asynchronous), waits in groups.items():
         exposed, times = sum(wait.exposed for wait in waits), sum(wait.times for wait in waits)
         if exposed < WORTH_A_NOTE * timeline.seconds or len(lines) == SHOWN_WAITS:
             continue
         beside = sum(wait.beside * wait.times for wait in waits) / times
-        reason = "XLA runs it synchronously" if not asynchronous else "the next operation needs it"
-        if asynchronous and beside:
+        reason = "the next operation needs it"
+        if not asynchronous:
+            reason = "XLA runs it synchronously"
+        elif beside:
             needed = beside + exposed / times
             reason = (
                 f"{_milliseconds(beside)} of computation are scheduled beside it, and it takes "
@@ -191,7 +319,7 @@ def _milliseconds(value: float) -> str:
 
 
 def _rematerialized(timeline: Timeline) -> list[str]:
-    """A note on operations that XLA repeats to save memory."""
+    """Note operations that XLA repeats to save memory."""
     if timeline.rematerialized < WORTH_A_NOTE * timeline.seconds:
         return []
     took = f"{timeline.rematerialized * 1e3:,.3g} ms of a step"
@@ -202,91 +330,28 @@ def _rematerialized(timeline: Timeline) -> list[str]:
     ]
 
 
-def _warnings(program: Program, traffic: Traffic, memory: Memory, cluster: Cluster) -> list[str]:
-    """Notes on what the layout does not ask for: low-precision reductions, moved activations; and
-    on memory that JAX does not use.
-    """
-    lines = []
-    placed = program.placed
-    exact = placed.resolved.layout.gradients.codec == "exact"
-    low = traffic.dtypes("gradients") & {"bfloat16", "float16"}
-    if (
-        exact
-        and low
-        and any(leaf.dtype == "float32" for leaf in flatten(placed.abstract_state.params).values())
-    ):
-        fix = 'reduction = "all_reduce" or "reduce_scatter" reduces them in float32'
-        lines.append(
-            f"note: XLA reduces gradients in {', '.join(sorted(low))}, which the layout does not "
-            f"ask for; {fix}."
-        )
-    data_axes = set(placed.resolved.data_axes)
-    moved = sum(
-        t.sent * t.times
-        for t in traffic.transfers
-        if t.purpose == "activations" and set(t.axes) & data_axes
-    )
-    if moved > traffic.bytes("parameters") + traffic.bytes("gradients"):
-        lines.append(
-            f"note: {format_bytes(moved)} of activations are sent over "
-            f"{', '.join(sorted(data_axes))}, more than parameters and gradients: "
-            "the layout moves activations to the parameters instead of parameters to the batch."
-        )
-    sometimes = sum(
-        transfer.sent * transfer.times for transfer in traffic.transfers if transfer.conditional
-    )
-    if sometimes:
-        lines.append(
-            f"note: {format_bytes(sometimes)} are sent only in steps that synchronize workers; "
-            "traffic and time are those of such a step, "
-            "in which all parameters are sent and received."
-        )
-    if memory.pool is not None and memory.fraction is not None:
-        reserved = f"JAX uses {memory.pool / memory.capacity:.0%} of a GPU's memory"
-        lines.append(
-            f"note: {reserved}; this step needs "
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={memory.fraction:.2f}."
-        )
-    return lines
-
-
-# bytes of a collective's operands on each device, below which latency is most of its time
-SMALL = 256 * 2**10
-MANY = 16  # of them in a step
-LOST = 0.01  # of a step: latency that is worth a note
-XLA_THRESHOLD = "30 MiB"  # up to which XLA:GPU merges collectives by default
-KEYS = {
-    "all_gather": "combine_all_gather",
-    "reduce_scatter": "combine_reduce_scatter",
-    "all_reduce": "combine_all_reduce",
-}
-
-
 def small_collectives(
     program: Program, traffic: Traffic, timeline: Timeline, cluster: Cluster
 ) -> list[str]:
-    """Many collectives that send little each, where the layout keeps them separate."""
-    declared, notes = program.placed.resolved.layout, []
+    """Note many collectives that send little each, where the layout keeps them separate."""
+    layout = program.placed.resolved.layout
+    buckets = layout.gradients.compressed and layout.gradients.bucket_bytes < MAX_EXACT_BUCKET
     by_fix: dict[str, list[Transfer]] = {}
     for transfer in traffic.transfers:
-        key = KEYS.get(transfer.kind, "")
-        threshold = getattr(declared.compiler, key, None)
+        key = THRESHOLDS.get(transfer.kind, "")
+        threshold = getattr(layout.compiler, key, None)
         if transfer.operand >= SMALL:
             continue
-        if (
-            declared.gradients.compressed
-            and transfer.purpose == "gradients"
-            and declared.gradients.bucket_bytes < MAX_EXACT_BUCKET
-        ):
-            by_fix.setdefault(f"[gradients] bucket_bytes = {Gradients.bucket_bytes}", []).append(
-                transfer
-            )
-        elif (
-            cluster.target.platform in GPU
-            and threshold is not None
-            and parse_bytes(threshold) < parse_bytes(XLA_THRESHOLD)
-        ):
-            by_fix.setdefault(f'[compiler] {key} = "{XLA_THRESHOLD}"', []).append(transfer)
+        if buckets and transfer.purpose == "gradients":
+            fix = f"[gradients] bucket_bytes = {Gradients.bucket_bytes}"
+        elif cluster.target.platform not in GPU or threshold is None:
+            continue
+        elif parse_bytes(threshold) < parse_bytes(XLA_THRESHOLD):
+            fix = f'[compiler] {key} = "{XLA_THRESHOLD}"'
+        else:
+            continue
+        by_fix.setdefault(fix, []).append(transfer)
+    notes = []
     for fix, transfers in by_fix.items():
         count = sum(transfer.times for transfer in transfers)
         lost = sum(transfer.times * latency(transfer, cluster) for transfer in transfers)
@@ -303,50 +368,53 @@ def small_collectives(
 def gathered_stacks(
     program: Program, traffic: Traffic, cluster: Cluster, least: float
 ) -> list[str]:
-    """Stacks that are gathered in full before the loop over their layers, `least` bytes or more,
-    where they need not be.
+    """Note stacks that are gathered in full before the loop over their layers, `least` bytes or
+    more, where they need not be.
     """
-    placed, sync = program.placed, program.sync
-    mesh, layout = placed.resolved.mesh, placed.resolved.layout
-    stacks = {}  # by the number of elements on a device, once gathered
-    for path in placed.model.stacks().keys() & placed.resolved.all_placements.keys():
-        place = placed.resolved.placement(path)
-        if path not in sync.layerwise and any(keep_axes(place.spec, sync.mesh_axes.data_axes)):
-            stacks[
-                math.prod(place.shape)
-                // num_shards(keep_axes(place.spec, sync.mesh_axes.model_axes), mesh)
-            ] = path
-    found = [
-        (array, stacks[math.prod(array.shape)])
-        for transfer in traffic.transfers
-        if transfer.kind == "all_gather" and set(transfer.axes) & set(placed.resolved.data_axes)
-        for array in transfer.arrays
-        if math.prod(array.shape) in stacks
-    ]
-    size = sum(array.bytes for array, _ in found)
-    if not found or size < least:
+    placed = program.placed
+    stacks = _sharded_stacks(program)
+    arrays = []  # that are gathered, each with the path of its stack
+    for transfer in traffic.transfers:
+        if transfer.kind == "all_gather" and set(transfer.axes) & set(placed.resolved.data_axes):
+            sizes = [(array, math.prod(array.shape)) for array in transfer.arrays]
+            arrays += [(array, stacks[size]) for array, size in sizes if size in stacks]
+    size = sum(array.bytes for array, _ in arrays)
+    if not arrays or size < least:
         return []
-    changes = (
-        {"gather": "layer"}
-        if sync.reduction.manual
-        else {"reduction": "reduce_scatter", "gather": "layer"}
-    )
+    changes = {"gather": "layer"}
+    if not program.sync.reduction.manual:
+        changes = {"reduction": "reduce_scatter", "gather": "layer"}
+    layout = placed.resolved.layout
     try:
-        changed = dataclasses.replace(
-            layout, gradients=dataclasses.replace(layout.gradients, **changes)
-        )
+        gradients = dataclasses.replace(layout.gradients, **changes)
+        changed = dataclasses.replace(layout, gradients=gradients)
         with gpu_of(cluster.target):
             prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
     except SpmdError:
         # such as a loss that reads the stack elsewhere, too; a note of the step says so
         return []
-    array, path = max(found, key=lambda pair: pair[0].bytes)
+    array, path = max(arrays, key=lambda pair: pair[0].bytes)
     fix = ", ".join(f'{key} = "{value}"' for key, value in changes.items())
     return [
-        f"note: {len(found)} arrays of stacks are gathered in full before the loop over their "
+        f"note: {len(arrays)} arrays of stacks are gathered in full before the loop over their "
         f"layers, {format_bytes(size)}, such as "
         f"{path} as {array}; [gradients] {fix} gathers one layer at a time."
     ]
+
+
+def _sharded_stacks(program: Program) -> dict[int, str]:
+    """Return the paths of sharded stacks that are not gathered by layer, by the number of elements
+    on a device, once gathered.
+    """
+    placed, sync = program.placed, program.sync
+    stacks = {}
+    for path in placed.model.stacks().keys() & placed.resolved.all_placements.keys():
+        place = placed.resolved.placement(path)
+        if path in sync.layerwise or not any(keep_axes(place.spec, sync.mesh_axes.data_axes)):
+            continue
+        shards = num_shards(keep_axes(place.spec, sync.mesh_axes.model_axes), placed.resolved.mesh)
+        stacks[math.prod(place.shape) // shards] = path
+    return stacks
 
 
 def crossing_notes(
@@ -356,15 +424,14 @@ def crossing_notes(
     data_axes: tuple[str, ...],
     period: SyncPeriod,
 ) -> list[str]:
-    """Collectives that cross sites in every step, by the axis that does, and what they cost."""
+    """Note collectives that cross sites in every step, by the axis that does, and their cost."""
     step = period.alone.seconds if period.alone else period.seconds
     across = [axis for axis in mesh.names if crosses_sites(axis, mesh, cluster)]
     by_axes: dict[tuple[str, ...], list[Transfer]] = {}
     for transfer in traffic.transfers:
         if transfer.leaving and not transfer.conditional:
-            by_axes.setdefault(tuple(axis for axis in transfer.axes if axis in across), []).append(
-                transfer
-            )
+            axes = tuple(axis for axis in transfer.axes if axis in across)
+            by_axes.setdefault(axes, []).append(transfer)
     notes = []
     for axes, transfers in by_axes.items():
         took = sum(transfer.times * transfer_time(transfer, cluster) for transfer in transfers)
@@ -372,13 +439,11 @@ def crossing_notes(
         if took < LOST * step:
             continue
         purposes = ", ".join(dict.fromkeys(transfer.purpose for transfer in transfers))
-        named = f"axis {', '.join(axes)}" if axes else "a part of an axis"
-        count, fix = (
-            sum(transfer.times for transfer in transfers),
-            _crossing_fix(axes, purposes, mesh, cluster, data_axes),
-        )
+        title = f"axis {', '.join(axes)}" if axes else "a part of an axis"
+        count = sum(transfer.times for transfer in transfers)
+        fix = _crossing_fix(axes, purposes, mesh, cluster, data_axes)
         notes.append(
-            f"note: {named} crosses sites in every step: collectives of {purposes} ({count}) send "
+            f"note: {title} crosses sites in every step: collectives of {purposes} ({count}) send "
             f"{format_bytes(int(sent))} "
             f"over each site's link and take {took:.3g} s of a step of {step:.3g} s{fix}."
         )
@@ -386,20 +451,18 @@ def crossing_notes(
 
 
 def repeated_exchanges(traffic: Traffic) -> list[str]:
-    """All-to-alls between workers that train separately in which each device of a site sends as
-    much as one of them has to.
+    """Note all-to-alls between workers that train separately in which each device of a site sends
+    as much as one of them has to.
     """
-    found = [
-        t
-        for t in traffic.transfers
-        if t.conditional and t.kind == "all_to_all" and t.leaving and t.counts[0] * t.counts[1] > 1
-    ]
-    if not found:
+    sent, devices = 0.0, 0
+    for transfer in traffic.transfers:
+        on_site = transfer.counts[0] * transfer.counts[1]
+        exchanges = transfer.conditional and transfer.kind == "all_to_all" and transfer.leaving
+        if exchanges and on_site > 1:
+            sent += transfer.times * transfer.leaving * transfer.levels[2]
+            devices = max(devices, on_site)
+    if not devices:
         return []
-    sent, devices = (
-        sum(t.times * t.leaving * t.levels[2] for t in found),
-        max(t.counts[0] * t.counts[1] for t in found),
-    )
     return [
         f"note: {devices} devices of a site each send a change of their own to other sites, "
         f"{format_bytes(int(sent))} over each site's "
@@ -409,7 +472,7 @@ def repeated_exchanges(traffic: Traffic) -> list[str]:
 
 
 def crosses_sites(axis: str, mesh: MeshSpec, cluster: Cluster) -> bool:
-    """Whether neighbours along a mesh axis are on different sites.
+    """Return True if neighbours along a mesh axis are on different sites.
 
     >>> mesh, far = MeshSpec.parse("data=4,model=2"), Cluster.parse("2x1x4xcpu")
     >>> crosses_sites("data", mesh, far), crosses_sites("model", mesh, far)
@@ -428,22 +491,19 @@ def _crossing_fix(
     cluster: Cluster,
     data_axes: tuple[str, ...],
 ) -> str:
-    """A change that keeps these collectives on a site, or makes them rare; "" if there is none."""
+    """Return a change that keeps these collectives on a site, or makes them rare; "" if there is
+    none.
+    """
     inner = [axis for axis in axes if axis not in data_axes]
     if inner:
         order = (*(axis for axis in mesh.names if axis not in inner), *inner)
         moved = MeshSpec(tuple((axis, mesh.sizes[axis]) for axis in order))
-        if not any(crosses_sites(axis, moved, cluster) for axis in inner):
-            return f'; mesh="{moved}" keeps {", ".join(inner)} on a site'
+        if any(crosses_sites(axis, moved, cluster) for axis in inner):
+            return ""
+        return f'; mesh="{moved}" keeps {", ".join(inner)} on a site'
+    if "gradients" not in purposes:
         return ""
-    return (
-        '; [parameter_server] mode = "local" sends once in many steps (layout diloco)'
-        if "gradients" in purposes
-        else ""
-    )
-
-
-GEMM = re.compile(r"gemm|matmul")
+    return '; [parameter_server] mode = "local" sends once in many steps (layout diloco)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,7 +524,7 @@ class LayerProducts:
     rounded: bool = False
 
     @property
-    def wanted(self) -> tuple[str, str | None]:
+    def dtypes(self) -> tuple[str, str | None]:
         """The dtypes for the forward pass and for a gradient; None: that of the model."""
         forward, backward = (
             dtype and dtype.dtype.name.replace("_", "") for dtype in DTYPES[self.asked]
@@ -474,60 +534,59 @@ class LayerProducts:
     @property
     def others(self) -> list[str]:
         """Dtypes that are multiplied, and that were not asked for."""
-        forward, backward = self.wanted
-        return sorted(
-            (self.forward - {forward})
-            | (self.backward - {forward, backward} if backward is not None else set())
-        )
+        forward, backward = self.dtypes
+        others = self.forward - {forward}
+        if backward is not None:
+            others |= self.backward - {forward, backward}
+        return sorted(others)
 
 
 def layer_products(module: Module, layers: Mapping[str, str]) -> dict[str, LayerProducts]:
-    """The products of layers, by path.
+    """Return the products of layers, by path.
 
     Args:
       layers: by path, what `[[precision]]` asks for.
     """
+    if not layers:
+        return {}
     paths = {scope_of(path): path for path in layers}
-    found = {path: LayerProducts(asked) for path, asked in layers.items()}
-    pattern = re.compile(
-        "|".join(f"{re.escape(scope)}(?![^/)])" for scope in sorted(paths, key=len, reverse=True))
-    )
-    for name, lines in module.computations.items() if layers else ():
-        for instr in lines:
-            if (match := pattern.search(instr.scope)) is None:
-                continue
-            layer = found[paths[match[0]]]
-            if instr.op == "dot" or GEMM.search(instr.custom_call):
-                dtypes = layer.backward if "transpose(" in instr.scope else layer.forward
-                dtypes.update(
-                    part.arrays[0].dtype for part in module.operands(name, instr)[:2] if part.arrays
-                )
-            elif layer.wanted[0] in {array.dtype for array in instr.arrays}:
-                found[paths[match[0]]] = dataclasses.replace(layer, rounded=True)
-    return found
+    products = {path: LayerProducts(asked) for path, asked in layers.items()}
+    scopes = sorted(paths, key=len, reverse=True)
+    pattern = re.compile("|".join(f"{re.escape(scope)}(?![^/)])" for scope in scopes))
+    for name, instr in module.instructions:
+        if (match := pattern.search(instr.scope)) is None:
+            continue
+        layer = products[paths[match[0]]]
+        if instr.op == "dot" or GEMM.search(instr.custom_call):
+            dtypes = layer.backward if "transpose(" in instr.scope else layer.forward
+            factors = module.operands(name, instr)[:2]
+            dtypes.update(part.arrays[0].dtype for part in factors if part.arrays)
+        elif layer.dtypes[0] in {array.dtype for array in instr.arrays}:
+            products[paths[match[0]]] = dataclasses.replace(layer, rounded=True)
+    return products
 
 
 def precision_notes(module: Module, layers: Mapping[str, str]) -> list[str]:
-    """For everything that is asked for, in which layers the program multiplies that, and in which
-    it does not.
+    """Note, for everything that `[[precision]]` asks for, the layers in which the program
+    multiplies that, and those in which it does not.
     """
-    found, notes = layer_products(module, layers), {}
-    held = {layer.asked for layer in found.values() if layer.wanted[0] in layer.forward}
-    for path, layer in found.items():
-        merged = not layer.forward and layer.rounded and layer.asked in held
+    products = layer_products(module, layers)
+    multiplied = {layer.asked for layer in products.values() if layer.dtypes[0] in layer.forward}
+    notes: dict[str, list[str]] = {}
+    for path, layer in products.items():
+        merged = not layer.forward and layer.rounded and layer.asked in multiplied
         if layer.others or not (layer.forward or merged):
-            multiplied = ", ".join(layer.others) or "nothing"
+            others = ", ".join(layer.others) or "nothing"
             what = (
                 f"note: [[precision]] asks for products in {layer.asked}, and the program "
-                f"multiplies {multiplied} in"
+                f"multiplies {others} in"
             )
         else:
-            gradients = (
-                f", gradients in {', '.join(sorted(layer.backward))}"
-                if layer.wanted[1] is None and layer.backward
-                else ""
-            )
-            together = ", which XLA merges with those of another layer" if merged else ""
-            what = f"products in {layer.asked}{gradients}{together}:"
+            what = f"products in {layer.asked}"
+            if layer.dtypes[1] is None and layer.backward:
+                what += f", gradients in {', '.join(sorted(layer.backward))}"
+            if merged:
+                what += ", which XLA merges with those of another layer"
+            what += ":"
         notes.setdefault(what, []).append(path)
     return [f"{what} {', '.join(paths)}." for what, paths in notes.items()]

@@ -1,4 +1,4 @@
-"""What a step uses of a device's memory beside what XLA plans for its program, as independent
+"""The memory of a device that a step uses beside what XLA plans for its program, as independent
 estimates.
 
 In the memory that JAX allocates from: workspaces of libraries, batches that `fit` places ahead, and
@@ -8,6 +8,7 @@ without it has none of these.
 """
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,7 @@ class Item:
 
 
 def likelihood(items: Iterable[Item], limit: float) -> float:
-    """The probability that these need no more than `limit` bytes together, if each is off
+    """Return the probability that these need no more than `limit` bytes together, if each is off
     independently of the others.
 
     >>> (
@@ -52,129 +53,108 @@ def likelihood(items: Iterable[Item], limit: float) -> float:
 
 
 def total(items: Iterable[Item]) -> tuple[float, float]:
-    """The expected sum, and its standard deviation: that of independent parts."""
+    """Return the expected sum, and its standard deviation: that of independent parts."""
     items = tuple(items)
     return sum(item.expected for item in items), math.hypot(*(item.deviation for item in items))
 
 
 def program_items(
     overhead: Overhead, size: int, temporaries: int, *, exact: bool = True
-) -> tuple[Item, Item]:
-    """A program's bytes, and what the allocator loses beside them.
+) -> tuple[Item, ...]:
+    """Return a program's bytes, and what the allocator loses beside them.
 
     Args:
       size: according to XLA, with its `temporaries`.
       exact: whether the program is that of the device's own compiler.
     """
     off = overhead.temporaries
+    deviation = off.deviation * temporaries * (1 if exact else ESTIMATED)
+    lost = overhead.fragmentation
     return (
-        Item(
-            "program",
-            size + off.expected * temporaries,
-            off.deviation * temporaries * (1 if exact else ESTIMATED),
-        ),
-        Item(
-            "fragmentation",
-            size * overhead.fragmentation.expected,
-            size * overhead.fragmentation.deviation,
-        ),
+        Item("program", size + off.expected * temporaries, deviation),
+        Item("fragmentation", size * lost.expected, size * lost.deviation),
     )
 
 
 def overhead_items(module: Module, cluster: Cluster, batch: int) -> tuple[Item, ...]:
-    """Everything else that a step needs on one device of a cluster; `batch` is the size of its
-    arrays there. () if the target has none.
+    """Return everything else that a step needs on one device of a cluster; `batch` is the size of
+    its arrays there. () if the target has none.
     """
-    target, platform = cluster.target.overhead, cluster.target.platform
-    if target == Overhead():
+    overhead = cluster.target.overhead
+    if overhead == Overhead():
         return ()
     items = [Item("batches placed ahead", PREFETCHED * batch, 0.0)]
-    if workspace := max(_workspaces(module, target), key=lambda one: one.expected, default=None):
+    if workspace := max(_workspaces(module, overhead), key=lambda one: one.expected, default=None):
         items.append(_item("workspace of a library", workspace))
-    items.append(
-        _item(
-            "CUDA context" if platform == "cuda" else "the runtime's own",
-            target.runtime,
-            pool=False,
-        )
-    )
+    runtime = "CUDA context" if cluster.target.platform == "cuda" else "the runtime's own"
+    items.append(_item(runtime, overhead.runtime, pool=False))
     if count := len(communicators(module)):
-        items.append(
-            _item(
-                f"NCCL, {count} group{'s' * (count > 1)} of devices",
-                target.communicator,
-                count,
-                pool=False,
-            )
-        )
+        title = f"NCCL, {count} group{'s' * (count > 1)} of devices"
+        items.append(_item(title, overhead.communicator, count, pool=False))
     if peers := direct_peers(module, cluster):
-        items.append(
-            _item(f"NCCL, {peers} direct peer{'s' * (peers > 1)}", target.peer, peers, pool=False)
-        )
+        title = f"NCCL, {peers} direct peer{'s' * (peers > 1)}"
+        items.append(_item(title, overhead.peer, peers, pool=False))
     return tuple(item for item in items if item.expected)
 
 
 def _item(title: str, estimate: Estimate, count: int = 1, *, pool: bool = True) -> Item:
-    """Several of the same kind: all of them are off by the same share."""
+    """Return several of the same kind as one item: all of them are off by the same share."""
     return Item(title, count * estimate.expected, count * estimate.deviation, pool)
 
 
 def _collectives(module: Module) -> Iterator[tuple[Instruction, list[list[int]]]]:
-    """Every collective of a program between several devices, with its groups."""
-    for instr in (instr for lines in module.computations.values() for instr in lines):
-        if (
-            collective_kind(instr.op)
-            and max(map(len, members := groups(instr, module.partitions)), default=0) > 1
-        ):
-            yield instr, members
+    """Yield every collective of a program between several devices, with its groups."""
+    for _, instr in module.instructions:
+        if collective_kind(instr.op):
+            members = groups(instr, module.partitions)
+            if max(map(len, members), default=0) > 1:
+                yield instr, members
 
 
 def communicators(module: Module) -> set[frozenset[int]]:
-    """The groups of devices of which the first device is a member: XLA makes one of NCCL's
+    """Return the groups of devices of which the first device is a member: XLA makes one of NCCL's
     communicators for each.
-
-    A permutation has no groups in XLA's programs, only pairs; its communicator is that of all
-    devices.
     """
-    everything = frozenset(range(module.partitions))
-    return {
-        everything
-        if collective_kind(instr.op) == "collective_permute"
-        else next(frozenset(group) for group in members if 0 in group)
-        for instr, members in _collectives(module)
-    }
+    communicators = set()
+    for instr, members in _collectives(module):
+        if collective_kind(instr.op) == "collective_permute":
+            # XLA has no groups for it, only pairs; its communicator is that of all devices
+            communicators.add(frozenset(range(module.partitions)))
+        else:
+            communicators.add(next(frozenset(group) for group in members if 0 in group))
+    return communicators
 
 
 def direct_peers(module: Module, cluster: Cluster) -> int:
-    """With how many devices of its own node a device exchanges data directly; the most of any
-    device.
+    """Return the number of devices of its own node with which a device exchanges data directly;
+    the most of any device.
     """
     peers: dict[int, set[int]] = defaultdict(set)
     for instr, members in _collectives(module):
-        for group in members if collective_kind(instr.op) in DIRECT else ():
-            for device in group:
-                peers[device].update(
-                    other
-                    for other in group
-                    if other // cluster.devices == device // cluster.devices and other != device
-                )
+        if collective_kind(instr.op) not in DIRECT:
+            continue
+        for group in members:
+            for device, other in itertools.permutations(group, 2):
+                neighbours = device // cluster.devices == other // cluster.devices
+                if neighbours and device != other:
+                    peers[device].add(other)
     return max(map(len, peers.values()), default=0)
 
 
 def _workspaces(module: Module, overhead: Overhead) -> Iterator[Estimate]:
-    """Workspaces of kernels of libraries for which the program has none; kernels run one at a time,
-    so the largest is enough.
-
-    Without a GPU, XLA has products computed by Triton, which on a GPU cuBLAS may compute faster.
-    cuDNN's backward pass of attention adds up the gradient of the queries in float32 (Dao 2023,
-    arXiv:2307.08691, section 3.1), and reads as 0 bytes here.
+    """Yield the workspaces of kernels of libraries for which the program has none; kernels run one
+    at a time, so the largest is enough.
     """
-    for name, lines in module.computations.items():
-        for instr in lines:
-            if instr.op == "dot":
-                yield overhead.workspace
-            elif "conv" in (call := instr.custom_call.lower()) and "convert" not in call:
-                yield overhead.convolution
-            elif "fmha" in call and "backward" in call:
-                query = module.operands(name, instr)[0].arrays[0]
-                yield Estimate(4.0 * query.size, query.size)
+    for name, instr in module.instructions:
+        call = instr.custom_call.lower()
+        if instr.op == "dot":
+            # without a GPU, XLA has products computed by Triton, which on a GPU cuBLAS may compute
+            # faster
+            yield overhead.workspace
+        elif "conv" in call and "convert" not in call:
+            yield overhead.convolution
+        elif "fmha" in call and "backward" in call:
+            # cuDNN's backward pass of attention adds up the gradient of the queries in float32 (Dao
+            # 2023, arXiv:2307.08691, section 3.1), and reads as 0 bytes here
+            query = module.operands(name, instr)[0].arrays[0]
+            yield Estimate(4.0 * query.size, query.size)

@@ -9,15 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from spmd.errors import OptionError, did_you_mean
-from spmd.fields import as_toml
-from spmd.layout.compiler import TRITON, compiler_notes
 from spmd.layout.schema import Layout
-from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.schedule import Schedule
 from spmd.planner.cluster import Cluster
-from spmd.planner.compile import Compiled, compile_step
-from spmd.planner.cost import uncounted
+from spmd.planner.compile import Compiled, compile_step, widened_dtype
 from spmd.planner.flop_shares import (
     BUBBLES,
     BY_XLA,
@@ -35,19 +31,7 @@ from spmd.planner.model_flops import (
     model_flops,
     trace_model,
 )
-from spmd.planner.notes import (
-    LARGE,
-    _large_arrays,
-    _period_notes,
-    _rematerialized,
-    _waits,
-    _warnings,
-    crossing_notes,
-    gathered_stacks,
-    precision_notes,
-    repeated_exchanges,
-    small_collectives,
-)
+from spmd.planner.notes import plan_notes
 from spmd.planner.timeline import (
     StepTimes,
     SyncPeriod,
@@ -55,10 +39,8 @@ from spmd.planner.timeline import (
     sync_period,
     timeline_of,
 )
-from spmd.planner.traffic import Traffic, traffic_of
-from spmd.sync.notes import notes as exchange_notes
+from spmd.planner.traffic import Traffic, Transfer, traffic_of
 from spmd.train.compiled_step import Program, prepare_program
-from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
 from spmd.tree import Tree, flatten
 from spmd.wire.server.declaration import ParameterServer
@@ -69,7 +51,8 @@ MULTIPLYING = {
     "convolutions": "convolutions",
     "attention": "fused attention",
 }
-EXPOSED, RECOMPUTATION = "exposed", "recomputation"  # kinds that others name, too
+EXPOSED = "exposed"
+RECOMPUTATION = "recomputation"
 BEYOND = {  # kinds of products beyond the model's, with their causes
     RECOMPUTATION: (RECOMPUTED, BY_XLA),
     "bubbles": (BUBBLES,),
@@ -103,55 +86,47 @@ class StepCost:
 
 
 def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
-    """The costs of a step, largest first; they add up to it.
+    """Return the costs of a step, largest first; they add up to it.
 
     Products beyond the model's are costs of their own, in proportion to their FLOPs: those of the
     model are what is left.
     """
     seconds: dict[tuple[str, str, str], float] = {}
-    shares = {
-        kind: sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes) / flops.executed
-        if flops.executed
-        else 0.0
-        for kind, causes in BEYOND.items()
-    }
-    for kind, share in shares.items():
+    shares = []  # of products beyond the model's
+    for kind, causes in BEYOND.items():
+        beyond = sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes)
+        share = beyond / flops.executed if flops.executed else 0.0
         seconds[kind, TITLES[kind], ""] = timeline.multiplying * share
+        shares.append(share)
     seconds[RECOMPUTATION, TITLES[RECOMPUTATION], ""] += timeline.repeated_memory
+    of_model = max(1 - sum(shares), 0.0)
     for kind, title in MULTIPLYING.items():
         if took := getattr(timeline, kind):
-            of_model = max(1 - sum(shares.values()), 0.0)
-            seconds[
-                kind, f"{title}, at {timeline.at_peak.get(kind, 0.0) / took:.0%} of peak", ""
-            ] = took * of_model
-    seconds["memory", "element-wise work and other operations, at memory bandwidth", ""] = (
-        timeline.memory - timeline.repeated_memory
-    )
+            what = f"{title}, at {timeline.at_peak.get(kind, 0.0) / took:.0%} of peak"
+            seconds[kind, what, ""] = took * of_model
+    moving = timeline.memory - timeline.repeated_memory
+    seconds["memory", "element-wise work and other operations, at memory bandwidth", ""] = moving
     seconds["launches", "launch overhead", ""] = timeline.launches
     for wait in timeline.waits:
         transfer = wait.transfer
-        _, nodes, sites = transfer.counts
-        where = (
-            " between sites"
-            if sites > 1 or transfer.leaving
-            else " between nodes"
-            if nodes > 1
-            else ""
-        )
-        key = (
-            EXPOSED,
-            f"exposed communication: {transfer.kind} of {transfer.purpose}{where}",
-            transfer.purpose,
-        )
+        what = f"exposed communication: {transfer.kind} of {transfer.purpose}{_between(transfer)}"
+        key = (EXPOSED, what, transfer.purpose)
         seconds[key] = seconds.get(key, 0.0) + wait.exposed
     hosts = timeline.exposed - sum(wait.exposed for wait in timeline.waits)
     seconds[EXPOSED, "exposed communication: copies between device and host", "host"] = hosts
-    ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return tuple(
-        StepCost(kind, what, took, took / timeline.seconds, purpose)
-        for (kind, what, purpose), took in ordered
-        if took > 1e-9 * timeline.seconds  # rounding
-    )
+    costs = []
+    for (kind, what, purpose), took in sorted(seconds.items(), key=lambda item: -item[1]):
+        if took > 1e-9 * timeline.seconds:  # rounding
+            costs.append(StepCost(kind, what, took, took / timeline.seconds, purpose))
+    return tuple(costs)
+
+
+def _between(transfer: Transfer) -> str:
+    """Name the links that a collective crosses; "" for those inside of a node."""
+    _, nodes, sites = transfer.counts
+    if sites > 1 or transfer.leaving:
+        return " between sites"
+    return " between nodes" if nodes > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +150,7 @@ class PlanData:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the target's memory."""
+        """True if the step fits in the target's memory."""
         return self.memory.fits
 
     @property
@@ -185,7 +160,7 @@ class PlanData:
 
     @property
     def costs(self) -> tuple[StepCost, ...]:
-        """What the step spends its time on, largest first; together they are the step."""
+        """The costs of the step, largest first; together they are the step."""
         return step_costs(self.timeline, self.flops)
 
     @property
@@ -193,13 +168,10 @@ class PlanData:
         """Bytes that the step's own collectives send from each device, as `trainer.wire` lists
         them; None where XLA places all of them.
         """
-        placed = self.program.placed
+        if not self.program.placed.exchange.reduction.manual and not self.schedules:
+            return None
         with gpu_of(self.cluster.target):
-            return (
-                self.program.wire.bytes()
-                if placed.exchange.reduction.manual or self.schedules
-                else None
-            )
+            return self.program.wire.bytes()
 
     @property
     def rows_per_second(self) -> float:
@@ -216,16 +188,15 @@ class PlanData:
         )
 
     def least_memory(self, accumulate: int) -> float:
-        """A lower bound on a device's bytes with more microbatches: all temporaries except
+        """Return a lower bound on a device's bytes with more microbatches: all temporaries except
         gradients shrink in proportion.
         """
         divisible = max(self.memory.temporaries - self.memory.gradients, 0)
-        return self.memory.expected - divisible * (
-            1 - self.program.placed.config.accumulate / accumulate
-        )
+        left = self.program.placed.config.accumulate / accumulate
+        return self.memory.expected - divisible * (1 - left)
 
     def parameter(self, path: str) -> Any:
-        """A parameter's shape and sharding.
+        """Return a parameter's shape and sharding.
 
         Raises:
           OptionError: there is no such parameter.
@@ -251,97 +222,58 @@ def build_plan(
     timeout: float = 600.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> PlanT:
-    """A plan, of class `kind`, for a model placed on a mesh with as many devices as the cluster.
+    """Return a plan, of class `kind`, for a model placed on a mesh with as many devices as the
+    cluster.
 
     Raises:
       SpmdError: as `spmd.plan`.
     """
     with gpu_of(cluster.target):
         program = prepare_program(placed, batch)
-        placed = program.placed
         model = trace_model(program)
-    mesh, data_axes, precision = (
-        MeshSpec.parse(placed.mesh),
-        placed.resolved.data_axes,
-        placed.config.precision,
-    )
+    placed = program.placed
+    mesh = MeshSpec.parse(placed.mesh)
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
-    traffic = traffic_of(module, mesh, cluster, data_axes)
+    traffic = traffic_of(module, mesh, cluster, placed.resolved.data_axes)
     memory = memory_of(program, compiled, module, cluster)
-    of_model = model_flops(model) / cluster.count
-    times = step_times(module, placed, compiled, cluster, of_model)
+    flops = model_flops(model) / cluster.count
+    times = step_times(module, placed, compiled, cluster, flops)
     timeline, server = times(), synced_by(placed)
     period = sync_period(server, times, traffic)
-    empty, pipelines = empty_places(model) / cluster.count, tuple(program.schedules.values())
-    work = flop_shares(
-        module, mesh, pipelines, executed=timeline.flops, model=of_model, empty=empty
-    )
-    notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
-    notes += [
-        *compiler_notes(placed.resolved.layout.compiler, placed.platform),
-        *_warnings(program, traffic, memory, cluster),
-    ]
-    if compiled.retried:
-        changed = {
-            name: value
-            for name, value in compiled.options.items()
-            if program.compiler_options.get(name) != value
-        }
-        with_ = ", ".join(f"{name}={as_toml(value)}" for name, value in changed.items())
-        fix = (
-            "XLA tunes nothing without a GPU"
-            if TRITON in changed
-            else f"fit does the same; {AT_ONCE}"
-        )
-        notes.append(f"note: compiled with {with_}, because XLA failed: {compiled.retried}; {fix}.")
-    # XLA:CPU runs every collective synchronously
-    overlaps = compiled.exact and placed.platform != "cpu"
-    notes += [*(_waits(timeline) if overlaps else []), *_rematerialized(timeline)]
-    notes += precision_notes(module, placed.products.layers)
-    notes += _large_arrays(memory, placed, large_products(program, model))
-    notes += [
-        *small_collectives(program, traffic, timeline, cluster),
-        *gathered_stacks(program, traffic, cluster, LARGE * memory.peak),
-    ]
-    notes += [
-        *crossing_notes(traffic, mesh, cluster, data_axes, period),
-        *repeated_exchanges(traffic),
-    ]
-    notes += _period_notes(server, period, module)
-    if widened_dtype(placed, compiled):
-        notes.append(
-            f"note: XLA:CPU computes {precision} in float32, so this estimate needs and reads more "
-            "memory than the target would."
-        )
-    if cluster.target.simulated not in (0, cluster.count):
-        which = f"those of {cluster.target.simulated} devices that share this machine's cores"
-        notes.append(
-            f"note: the figures are {which}, and {cluster.count} share them otherwise; spmd "
-            f"calibrate --devices {cluster.count}."
-        )
-    if unknown := uncounted(module):
-        notes.append(
-            f"note: the FLOPs of {', '.join(unknown[:3])} are not counted, only their memory "
-            "traffic."
-        )
-    if loops := module.unbounded_loops:
-        notes.append(
-            f"note: XLA does not know the trip count of {', '.join(loops[:3])}: counted once each."
-        )
-    return kind(
-        cluster,
+    shares = flop_shares(
+        module,
         mesh,
-        program.rows,
-        memory,
-        traffic,
-        timeline,
-        work,
-        program.schedules,
-        compiled,
-        tuple(notes),
+        tuple(program.schedules.values()),
+        executed=timeline.flops,
+        model=flops,
+        empty=empty_places(model) / cluster.count,
+    )
+    notes = plan_notes(
         program,
-        period,
+        cluster,
+        compiled,
+        module,
+        large_products(program, model),
+        memory=memory,
+        traffic=traffic,
+        timeline=timeline,
+        server=server,
+        period=period,
+    )
+    return kind(
+        cluster=cluster,
+        mesh=mesh,
+        rows=program.rows,
+        memory=memory,
+        traffic=traffic,
+        timeline=timeline,
+        flops=shares,
+        schedules=program.schedules,
+        compiled=compiled,
+        notes=tuple(notes),
+        program=program,
+        period=period,
     )
 
 
@@ -352,24 +284,19 @@ def step_times(
     cluster: Cluster,
     model_flops: float = math.inf,
 ) -> StepTimes:
-    """The times of a step of a compiled program; see `PlanData.step_times`."""
-    mesh, data_axes = MeshSpec.parse(placed.mesh), placed.resolved.data_axes
-    widened = widened_dtype(placed, compiled)
-    options = {
-        "model_flops": model_flops,
-        "widened": widened,
-        "temporaries": compiled.sizes["temp"],
-    }
-    return functools.partial(timeline_of, module, mesh, cluster, data_axes, **options)
-
-
-def widened_dtype(placed: PlacedModel, compiled: Compiled) -> str:
-    """The dtype whose products XLA:CPU computes in float32, in an estimate; "" if there is none."""
-    precision = placed.config.precision
-    return precision if precision != "float32" and not compiled.exact else ""
+    """Return the times of a step of a compiled program; see `PlanData.step_times`."""
+    return functools.partial(
+        timeline_of,
+        module,
+        MeshSpec.parse(placed.mesh),
+        cluster,
+        placed.resolved.data_axes,
+        model_flops=model_flops,
+        widened=widened_dtype(placed.config.precision, compiled),
+        temporaries=compiled.sizes["temp"],
+    )
 
 
 def synced_by(placed: PlacedModel) -> ParameterServer | None:
-    """How workers synchronize, if they train separately."""
-    server = placed.resolved.layout.parameter_server
-    return server if placed.exchange.local else None
+    """Return how workers synchronize, if they train separately; None if they do not."""
+    return placed.resolved.layout.parameter_server if placed.exchange.local else None

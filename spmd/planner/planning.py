@@ -40,7 +40,7 @@ REPORT = "a report", (".html", ".txt")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """What a step will need, as `spmd.plan` computes it. Printed, it is a report.
+    """The needs of a step, as `spmd.plan` computes them. Printed, it is a report.
 
     Attributes:
       cluster, mesh: the hardware, and the mesh of its devices.
@@ -86,7 +86,7 @@ class Plan(PlanData):
     def fixes(
         self, *, timeout: float = 600.0, say: Callable[[str], None] = lambda line: None
     ) -> "tuple[Fix[Plan], ...]":
-        """Changes that would make the step fit, each one planned, in the order of
+        """Plan changes that would make the step fit, in the order of
         `spmd.planner.suggestions.fixes_of`; () if it fits.
 
         Args:
@@ -110,8 +110,8 @@ class Plan(PlanData):
         timeout: float = 600.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> "Changes[Plan]":
-        """What known changes to the three largest costs would bring, each one planned separately;
-        printed, a table.
+        """Plan each known change to the three largest costs separately; printed, a table of what
+        they would bring.
 
         Args:
           tokens, rows, steps, price: as for `cost`; with them, the cost of a run of as many rows is
@@ -142,8 +142,8 @@ class Plan(PlanData):
         steps: float | None = None,
         price: float | None = None,
     ) -> RunCost:
-        """Hours and device-hours of a run, and money if `price` is that of a device-hour; each with
-        the range of the step's time.
+        """Return hours and device-hours of a run, and money if `price` is that of a device-hour;
+        each with the range of the step's time.
 
         Args:
           tokens, rows, steps: one of them, how long the run is. Tokens of a row are those of the
@@ -188,16 +188,13 @@ class Plan(PlanData):
           OptionError: another suffix, or the file cannot be written.
         """
         path, more = output_path(path, *REPORT, overwrite=True), more or {}
-        return write_text(
-            path,
-            page(self, more)
-            if path.suffix.lower() == ".html"
-            else f"{with_sections(str(self), more)}\n",
-        )
+        if path.suffix.lower() == ".html":
+            return write_text(path, page(self, more))
+        return write_text(path, f"{with_sections(str(self), more)}\n")
 
     def explain(self, path: str) -> Text:
-        """Everything about one parameter: its spec and the rule that chose it, its shards, and how
-        it is gathered and reduced.
+        """Return everything about one parameter: its spec and the rule that chose it, its shards,
+        and how it is gathered and reduced.
 
         Args:
           path: of the parameter, such as "blocks/0/up/kernel".
@@ -211,8 +208,8 @@ class Plan(PlanData):
         return explanation(self, path)
 
     def drawing(self, path: str) -> Html:
-        """One parameter's shards on the mesh, each with the devices that hold it, as HTML for a
-        notebook's cell or a page.
+        """Draw one parameter's shards on the mesh, each with the devices that hold it, as HTML for
+        a notebook's cell or a page.
 
         Raises:
           OptionError: there is no such parameter.
@@ -220,13 +217,13 @@ class Plan(PlanData):
         return array_drawing(path, self.parameter(path))
 
     def placements(self) -> Text:
-        """Every array of the state and the devices that hold each shard of it, one line each, in
-        the model's order.
+        """List every array of the state and the devices that hold each shard of it, one line each,
+        in the model's order.
         """
         return placements_text(self)
 
     def to_json(self, **more: Any) -> str:
-        """All figures, for a script; `more` are added under their names."""
+        """Return all figures, for a script; `more` are added under their names."""
         return to_json(self, **more)
 
 
@@ -294,32 +291,33 @@ def plan(
     """
     check_timeout(timeout)
     cluster, declared = Cluster.parse(target), Layout.load(layout)
-    spec = _mesh(mesh if mesh is not None else dict(declared.mesh) or {"data": -1}, cluster)
-    config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
+    if mesh is None:
+        mesh = dict(declared.mesh) or {"data": -1}
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
-    platform, memory = cluster.target.platform, usable_memory(cluster.target)
     placed = PlacedModel(
-        config,
-        abstract_mesh(spec),
+        TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed),
+        abstract_mesh(_mesh(mesh, cluster)),
         declared,
-        platform=platform,
+        platform=cluster.target.platform,
         kernels=compiler,
-        device_memory=memory,
+        device_memory=usable_memory(cluster.target),
     )
     return build_plan(Plan, placed, batch, cluster, timeout=timeout, say=say)
 
 
 def _mesh(mesh: Any, cluster: Cluster) -> MeshSpec:
-    """The mesh over all devices of the cluster."""
+    """Return the mesh over all devices of the cluster.
+
+    Raises:
+      MeshError: its axes have another number of devices.
+    """
     spec = MeshSpec.parse(mesh)
     try:
         return spec.resolve(cluster.count)
     except MeshError:
-        other = (
-            ""
-            if -1 in spec.sizes.values()
-            else f", or {option('target', quoted(f'{spec.size}x{cluster.target.name}'))}"
-        )
+        other = ""
+        if -1 not in spec.sizes.values():
+            other = f", or {option('target', quoted(f'{spec.size}x{cluster.target.name}'))}"
         raise MeshError(
             f"mesh {spec} does not use the {cluster.count} devices of target {cluster} exactly.",
             fix=f"{option('mesh', quoted(spec.nearest(cluster.count)))}{other}.",
@@ -346,19 +344,11 @@ class Comparison:
     def _rows(self) -> list[tuple[str, ...]]:
         rows = []
         for name, values in self.figures.items():
-            ratios = [
-                f" ({value / values[0]:.2f})" if values[0] and at else ""
-                for at, value in enumerate(values)
-            ]
-            rows.append(
-                (
-                    name,
-                    *(
-                        _format(name, value) + ratio
-                        for value, ratio in zip(values, ratios, strict=True)
-                    ),
-                )
-            )
+            cells = [_format(name, value) for value in values]
+            if values[0]:
+                ratios = [f" ({value / values[0]:.2f})" for value in values[1:]]
+                cells[1:] = [cell + ratio for cell, ratio in zip(cells[1:], ratios, strict=True)]
+            rows.append((name, *cells))
         return rows
 
     def __str__(self) -> str:
@@ -368,18 +358,14 @@ class Comparison:
 
     def _repr_html_(self) -> Html:
         """Bars of what decides between plans, and the table of all figures."""
-        drawn = []
+        drawings = []
         for name in DRAWN:
             if values := self.figures.get(name):
-                shown = [
-                    (plan, value, _format(name, value))
-                    for plan, value in zip(self.names, values, strict=True)
-                ]
-                drawn.append(f"<p>{html.escape(name)}</p>{bars(shown, name)}")
-        listed = folded(
-            "all figures", f'<div class="wide">{table(("", *self.names), self._rows())}</div>'
-        )
-        return framed("".join(drawn) + listed)
+                pairs = zip(self.names, values, strict=True)
+                shown = [(plan, value, _format(name, value)) for plan, value in pairs]
+                drawings.append(f"<p>{html.escape(name)}</p>{bars(shown, name)}")
+        figures = f'<div class="wide">{table(("", *self.names), self._rows())}</div>'
+        return framed("".join(drawings) + folded("all figures", figures))
 
 
 def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
@@ -416,65 +402,74 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
     listed = tuple(plans[0]) if len(plans) == 1 and isinstance(plans[0], Sequence) else plans
-    compared = tuple(plan for plan in listed if isinstance(plan, Plan))
+    compared = [plan for plan in listed if isinstance(plan, Plan)]
     if len(compared) < 2 or len(compared) < len(listed):
         kinds = ", ".join(map(type_name, listed)) or "nothing"
         raise OptionError(f"compare({kinds}).", fix="two plans or more, each of spmd.plan.")
+    columns = [_figures(plan) for plan in compared]
+    figures = {}
+    for name in columns[0]:
+        values = tuple(column[name] for column in columns)
+        if any(values):
+            figures[name] = values
+    return Comparison(_names(compared), figures)
+
+
+def _figures(plan: Plan) -> dict[str, float]:
+    """Return the figures of a plan, by their names in a comparison."""
+    memory, traffic, timeline, period = plan.memory, plan.traffic, plan.timeline, plan.period
     figures = {
-        "rows of a batch": [plan.rows for plan in compared],
-        "peak memory": [plan.memory.peak for plan in compared],
-        "beside the program": [plan.memory.expected - plan.memory.peak for plan in compared],
-        "parameters": [plan.memory.parameters for plan in compared],
-        "optimizer": [plan.memory.optimizer for plan in compared],
-        "temporaries": [plan.memory.temporaries for plan in compared],
-        "sent": [plan.traffic.bytes() for plan in compared],
-        **{
-            f"  {purpose}": [plan.traffic.bytes(purpose) for plan in compared]
-            for purpose in PURPOSES
-        },
-        "  to other nodes": [plan.traffic.between for plan in compared],
-        "  to other sites": [plan.traffic.between_sites for plan in compared],
-        "step": [plan.timeline.seconds for plan in compared],
-        **{f"  {limit}": [plan.timeline.parts[limit] for plan in compared] for limit in LIMITS},
-        "step, on average": [
-            plan.period.seconds if plan.period.steps > 1 else 0 for plan in compared
-        ],
-        "rows/s": [plan.rows_per_second for plan in compared],
+        "rows of a batch": plan.rows,
+        "peak memory": memory.peak,
+        "beside the program": memory.expected - memory.peak,
+        "parameters": memory.parameters,
+        "optimizer": memory.optimizer,
+        "temporaries": memory.temporaries,
+        "sent": traffic.bytes(),
     }
-    return Comparison(
-        _names(compared), {name: tuple(values) for name, values in figures.items() if any(values)}
-    )
+    figures |= {f"  {purpose}": traffic.bytes(purpose) for purpose in PURPOSES}
+    figures["  to other nodes"] = traffic.between
+    figures["  to other sites"] = traffic.between_sites
+    figures["step"] = timeline.seconds
+    figures |= {f"  {limit}": value for limit, value in timeline.parts.items()}
+    figures["step, on average"] = period.seconds if period.steps > 1 else 0
+    figures["rows/s"] = plan.rows_per_second
+    return figures
 
 
-def _names(plans: tuple[Plan, ...]) -> tuple[str, ...]:
-    """Names from as few properties as distinguish the plans: layout, mesh, target, precision,
-    microbatches, reduction, codec.
+def _names(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return names from as few properties as distinguish the plans: layout, mesh, target,
+    precision, microbatches, reduction, codec.
     """
     properties = []
     for plan in plans:
         config, gradients = plan.program.placed.config, plan.layout.gradients
-        how = (
+        values = (
+            plan.layout.name,
+            f"mesh {plan.mesh}",
+            str(plan.cluster),
             config.precision,
             f"{config.accumulate} microbatches",
             gradients.reduction,
             gradients.codec,
         )
-        properties.append((plan.layout.name, f"mesh {plan.mesh}", str(plan.cluster), *how))
-    differ = [
-        at for at, values in enumerate(zip(*properties, strict=True)) if len(set(values)) > 1
-    ] or [0]
-    names = [
-        tuple(", ".join(values[at] for at in differ[:count]) for values in properties)
-        for count in range(1, len(differ) + 1)
-    ]
-    return next((few for few in names if len(set(few)) == len(plans)), names[-1])
+        properties.append(values)
+    differ = []
+    for at, values in enumerate(zip(*properties, strict=True)):
+        if len(set(values)) > 1:
+            differ.append(at)
+    names = [values[differ[0] if differ else 0] for values in properties]
+    for at in differ[1:]:
+        if len(set(names)) == len(plans):
+            break
+        names = [f"{name}, {values[at]}" for name, values in zip(names, properties, strict=True)]
+    return tuple(names)
 
 
 def _format(name: str, value: float) -> str:
+    """Write a figure in its unit."""
     if name.startswith("rows"):
         return f"{value:,.0f}"
-    return (
-        seconds(value)
-        if name.strip() in ("step", "step, on average", *LIMITS)
-        else format_bytes(value)
-    )
+    if name.strip() in ("step", "step, on average", *LIMITS):
+        return seconds(value)
+    return format_bytes(value)

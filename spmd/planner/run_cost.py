@@ -1,4 +1,4 @@
-"""What a run costs, by a plan of its step: hours, device-hours, and money at a price."""
+"""The cost of a run, by a plan of its step: hours, device-hours, and money at a price."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
     high: float
 
     def times(self, factor: float) -> "Estimate":
-        """The figure and its range, multiplied."""
+        """Return the figure and its range, multiplied."""
         return Estimate(*(value * factor for value in self))
 
 
@@ -51,7 +51,7 @@ class RunCost:
 
     @property
     def hours(self) -> Estimate:
-        """Of wall time."""
+        """Hours of wall time."""
         return self.step.times(self.steps / 3600)
 
     @property
@@ -66,50 +66,47 @@ class RunCost:
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """For a script: each estimate as (expected, low, high)."""
-        estimates = {"hours": self.hours, "device_hours": self.device_hours, "money": self.money}
+        """The figures for a script: each estimate as (expected, low, high)."""
         return {
             "rows": self.rows,
             "steps": self.steps,
             "devices": self.devices,
             "price": self.price,
             "fits": self.fits,
-        } | estimates
+            "hours": self.hours,
+            "device_hours": self.device_hours,
+            "money": self.money,
+        }
 
     def __str__(self) -> str:
+        hours, device_hours, money = self.hours, self.device_hours, self.money
         rows = [
-            ("hours", self.hours, ""),
-            ("device-hours", self.device_hours, f", of {self.devices} devices"),
+            ("hours", amount(hours.expected), _range(hours)),
+            (
+                "device-hours",
+                amount(device_hours.expected),
+                f"{_range(device_hours)}, of {self.devices} devices",
+            ),
         ]
-        rows += (
-            [("money", self.money, f", at {self.price:,.6g} per device-hour")]
-            if self.money is not None
-            else []
-        )
-        lines = [f"{self.length}: {_count(self.steps, 'step')}"]
-        lines += aligned(
-            [
-                (name, amount(of.expected), f"from {amount(of.low)} to {amount(of.high)}{more}")
-                for name, of, more in rows
-            ]
-        )
+        if money is not None:
+            price = f"at {self.price:,.6g} per device-hour"
+            rows.append(("money", amount(money.expected), f"{_range(money)}, {price}"))
+        lines = [f"{self.length}: {_count(self.steps, 'step')}", *aligned(rows)]
         lines.append("Data loading, evaluation, checkpoints and restarts are not included.")
-        return filled(
-            "\n".join(
-                lines
-                + (
-                    []
-                    if self.fits
-                    else ["The step does not fit: on these devices the run is not possible."]
-                )
-            )
-        )
+        if not self.fits:
+            lines.append("The step does not fit: on these devices the run is not possible.")
+        return filled("\n".join(lines))
 
     __repr__ = __str__
 
 
+def _range(estimate: Estimate) -> str:
+    """Write the range of a figure."""
+    return f"from {amount(estimate.low)} to {amount(estimate.high)}"
+
+
 def _count(number: float, what: str) -> str:
-    """How many of something.
+    """Write how many of something there are.
 
     >>> _count(1, "step"), _count(1e12, "token"), _count(1954, "step")
     ('1 step', '1e+12 tokens', '1,954 steps')
@@ -119,7 +116,7 @@ def _count(number: float, what: str) -> str:
 
 
 def amount(value: float) -> str:
-    """Three digits, without an exponent below 1e15.
+    """Write three digits, without an exponent below 1e15.
 
     >>> amount(1234567.0), amount(12.345), amount(0.001234), amount(1e300)
     ('1,230,000', '12.3', '0.00123', '1e+300')
@@ -135,27 +132,31 @@ def run_cost(
     steps: float | None = None,
     price: float | None = None,
 ) -> RunCost:
-    """The cost of a run of so many tokens, rows or steps.
+    """Return the cost of a run of so many tokens, rows or steps.
 
     Raises:
       OptionError: a number is not positive; not exactly one of the three is given; or the batch has
         no tokens.
     """
     check_run(tokens=tokens, rows=rows, steps=steps, price=price)
-    batch = _count(plan.rows, "row")
+    length = f"batches of {_count(plan.rows, 'row')}"
     if tokens is not None:
-        leaf, length = tokens_of_row(plan.program.sample)
-        rows, said = (
-            tokens / length,
-            f"{_count(tokens, 'token')}, {length:,} in each row of {leaf}, in batches of {batch}",
-        )
+        leaf, tokens_per_row = tokens_of_row(plan.program.sample)
+        rows = tokens / tokens_per_row
+        of_rows = f"{tokens_per_row:,} in each row of {leaf}"
+        length = f"{_count(tokens, 'token')}, {of_rows}, in {length}"
     elif rows is not None:
-        said = f"{_count(rows, 'row')}, in batches of {batch}"
+        length = f"{_count(rows, 'row')}, in {length}"
     else:
-        said, rows = f"batches of {batch}", (steps or 0) * plan.rows
-    step = Estimate(plan.period.seconds, *plan.period.range)
+        rows = (steps or 0) * plan.rows
     return RunCost(
-        said, rows, math.ceil(rows / plan.rows), plan.cluster.count, step, price, plan.fits
+        length,
+        rows,
+        math.ceil(rows / plan.rows),
+        plan.cluster.count,
+        Estimate(plan.period.seconds, *plan.period.range),
+        price,
+        plan.fits,
     )
 
 
@@ -175,40 +176,39 @@ def check_run(
     Raises:
       OptionError: names each argument and its value.
     """
-    numbers_ = {"tokens": tokens, "rows": rows, "steps": steps, "price": price}
-    wrong = [
-        option(name, short_repr(value))
-        for name, value in numbers_.items()
-        if value is not None and not _positive(value)
-    ]
-    if not wrong and steps is not None and steps != int(steps):
-        raise OptionError(
-            f"{option('steps', short_repr(steps))}: not a whole number.",
-            fix=f"such as {option('steps', math.ceil(steps))}.",
-        )
+    lengths = {"tokens": tokens, "rows": rows, "steps": steps}
+    lengths = {name: value for name, value in lengths.items() if value is not None}
+    wrong = []
+    for name, value in [*lengths.items(), ("price", price)]:
+        if value is not None and not _is_positive(value):
+            wrong.append(option(name, short_repr(value)))
     if wrong:
         raise OptionError(
             f"{', '.join(wrong)}: not a positive number.",
             fix=f"such as {option('tokens', '1e12')}, {option('price', 2.5)}.",
         )
-    given = [name for name in ("tokens", "rows", "steps") if numbers_[name] is not None]
-    if len(given) > 1:
-        raise OptionError(f"{' and '.join(given)} are given, and {ONE}.", fix=f"only {given[0]}.")
-    if not given and (price is not None or not optional):
+    if steps is not None and steps != int(steps):
+        raise OptionError(
+            f"{option('steps', short_repr(steps))}: not a whole number.",
+            fix=f"such as {option('steps', math.ceil(steps))}.",
+        )
+    if len(lengths) > 1:
+        first, *_ = lengths
+        raise OptionError(f"{' and '.join(lengths)} are given, and {ONE}.", fix=f"only {first}.")
+    if not lengths and (price is not None or not optional):
         raise OptionError(f"{ONE}, and none is given.", fix=f"such as {option('tokens', '1e12')}.")
 
 
-def _positive(value: Any) -> bool:
-    return (
-        isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
-        and 0 < float(value) < math.inf
-    )
+def _is_positive(value: Any) -> bool:
+    """Return True for a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return 0 < float(value) < math.inf
 
 
 def tokens_of_row(sample: Any) -> tuple[str, int]:
-    """Tokens in a row of a batch, with the names of the leaves that hold them: those of integers,
-    [rows, tokens].
+    """Return the names of the leaves of a batch that hold tokens, those of integers [rows, tokens],
+    and the number of tokens in a row of them.
 
     Padding counts.
 
@@ -224,29 +224,22 @@ def tokens_of_row(sample: Any) -> tuple[str, int]:
     ... )
     ('"tokens"', 128)
     """
-    leaves = flatten(sample)
-    lengths = {
-        path: leaf.shape[1]
-        for path, leaf in leaves.items()
-        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer)
-    }
-    named = {f'"{path}"' if path else "the only array": length for path, length in lengths.items()}
+    lengths, shapes = {}, []
+    for path, leaf in flatten(sample).items():
+        shapes.append(f"{path or 'the only array'} {leaf.dtype}{list(leaf.shape)}")
+        if leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            lengths[f'"{path}"' if path else "the only array"] = leaf.shape[1]
+    fix = f"{option('rows', '...')} or {option('steps', '...')} instead of tokens."
     if not lengths:
-        shapes = ", ".join(
-            f"{path or 'the only array'} {leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in leaves.items()
-        )
-        why = (
-            "tokens of a row are not known: no array of the batch is one of integers [rows, "
-            f"tokens] ({shapes})."
-        )
         raise OptionError(
-            why, fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens."
+            "tokens of a row are not known: no array of the batch is one of integers [rows, "
+            f"tokens] ({', '.join(shapes)}).",
+            fix=fix,
         )
     if len(set(lengths.values())) > 1:
-        several = ", ".join(f"{path} {length:,}" for path, length in named.items())
+        several = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
         raise OptionError(
             f"tokens of a row are not known: arrays differ ({several}).",
-            fix=f"{option('rows', '...')} or {option('steps', '...')} instead of tokens.",
+            fix=fix,
         )
-    return " and ".join(named), next(iter(lengths.values()))
+    return " and ".join(lengths), next(iter(lengths.values()))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from spmd.errors import OptionError, Problem, did_you_mean, raise_problems
 from spmd.user_paths import as_path
 
 PLATFORMS = ("cuda", "tpu", "cpu")
-# figures of a target's file, in bytes, FLOPs and the like; seconds to another site
-MOST = 1e24
+MOST = 1e24  # of a figure of a target's file, in bytes, FLOPs and the like
 HIGHEST = "float32 at highest precision"  # products without rounding in matrix units
 _GPU = (
     "core_count",
@@ -39,11 +38,10 @@ _TABLES = {
     "overhead": (),
 }
 _MORE_FIGURES = ("devices_per_node", "first_touch", "simulated")
+# of tables, which a target may leave out
 _OPTIONAL = {
     "achieved": _MORE_SHARES,
     "spread": ("matmul", "memory", "link", "launch", "convolution", "attention"),
-}
-_OPTIONAL |= {
     "overhead": (
         "runtime",
         "communicator",
@@ -52,13 +50,13 @@ _OPTIONAL |= {
         "convolution",
         "fragmentation",
         "temporaries",
-    )
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects a device to others: bytes per second in one direction, and seconds until the
+    """The link of a device to others: bytes per second in one direction, and seconds until the
     first byte arrives.
     """
 
@@ -102,7 +100,7 @@ class Achieved:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """How far off the figures of `Achieved` may be, as shares of them: half of the range that a
+    """The uncertainty of the figures of `Achieved`, as shares of them: half of the range that a
     plan prints.
     """
 
@@ -116,7 +114,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What is expected, and its standard deviation."""
+    """An expected value, and its standard deviation."""
 
     expected: float = 0.0
     deviation: float = 0.0
@@ -124,7 +122,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """What a step uses of a device's memory beside what XLA plans.
+    """The memory of a device that a step uses beside what XLA plans.
 
     Attributes:
       runtime: bytes of the CUDA context with its kernels; on a TPU, those that its runtime keeps
@@ -210,34 +208,26 @@ class Target:
 
     def rate(self, dtype: str) -> float:
         """FLOPs per second of a matrix product of this dtype; float32's if the table lacks it."""
-        key = {HIGHEST: "vector"}.get(dtype, "float8" if dtype.startswith("float8") else dtype)
-        return self.flops.get(key, self.flops["float32"])
+        if dtype == HIGHEST:
+            dtype = "vector"  # matrix units round, so the product is computed outside of them
+        elif dtype.startswith("float8"):
+            dtype = "float8"  # all formats of float8 have the same rate
+        return self.flops.get(dtype, self.flops["float32"])
 
 
 def shipped() -> dict[str, Path]:
-    """The files of the targets that come with the library, by name."""
+    """Return the files of the targets that come with the library, by name."""
     folder = Path(str(resources.files("spmd"))) / "planner" / "targets"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def load(name: str) -> Target:
-    """A target by its name, or by the path of a TOML file.
+    """Read a target by its name, or from the path of a TOML file.
 
     Raises:
       OptionError: no such target or file, or an invalid file; all its problems at once.
     """
-    known = shipped()
-    path = known[name] if name in known else as_path(name, "target")
-    if name.endswith(".toml") and not path.is_file():
-        raise OptionError(
-            f'there is no file "{name}", the target.',
-            fix="the path of a target's file, or a name that `spmd targets` lists.",
-        )
-    if name not in known and not name.endswith(".toml"):
-        raise OptionError(
-            f'there is no target "{name}".',
-            fix=f"{did_you_mean(name, known)} Paths of TOML files end in .toml.",
-        )
+    path = _target_path(name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -245,140 +235,136 @@ def load(name: str) -> Target:
             f"{path} is not TOML: {error}.", fix="`spmd targets` shows those that are shipped."
         ) from error
     raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
-    links = [key for key in ("inside", "between", "sites") if key in table]
-    parsed: dict[str, Any] = {
-        key: Link(float(table[key]["bandwidth"]), float(table[key]["latency"])) for key in links
-    }
-    parsed |= {"name": path.stem, "achieved": Achieved(**table["achieved"])}
-    parsed |= {"spread": Spread(**table["spread"])} if "spread" in table else {}
-    parsed |= {
-        "overhead": Overhead(
-            **{key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()}
+    fields = dict(table)
+    fields["name"] = path.stem
+    fields["achieved"] = Achieved(**table["achieved"])
+    for key in ("inside", "between", "sites"):
+        if key in table:
+            fields[key] = Link(float(table[key]["bandwidth"]), float(table[key]["latency"]))
+    if "spread" in table:
+        fields["spread"] = Spread(**table["spread"])
+    estimates = {key: Estimate(*pair) for key, pair in table.get("overhead", {}).items()}
+    fields["overhead"] = Overhead(**estimates)
+    return Target(**fields)
+
+
+def _target_path(name: str) -> Path:
+    """Return the file of a target that is shipped, or of one's own.
+
+    Raises:
+      OptionError: there is no such target or file.
+    """
+    files = shipped()
+    path = files[name] if name in files else as_path(name, "target")
+    if name.endswith(".toml") and not path.is_file():
+        raise OptionError(
+            f'there is no file "{name}", the target.',
+            fix="the path of a target's file, or a name that `spmd targets` lists.",
         )
-    }
-    return Target(**(table | parsed))
+    if name not in files and not name.endswith(".toml"):
+        raise OptionError(
+            f'there is no target "{name}".',
+            fix=f"{did_you_mean(name, files)} Paths of TOML files end in .toml.",
+        )
+    return path
 
 
 def _problems(table: dict[str, Any]) -> list[Problem]:
-    """Missing and unknown keys and wrong values in a target's file."""
-    fields = {field.name: field for field in dataclasses.fields(Target) if field.name != "name"}
+    """List missing and unknown keys and wrong values in a target's file."""
+    fields = [field.name for field in dataclasses.fields(Target) if field.name != "name"]
     optional = {*_MORE_FIGURES, "sites", "sources", "spread", "overhead"}
-    optional |= {"compiler"} if table.get("platform") not in ("cuda", "tpu") else set()
-    needed = [name for name in fields if name not in optional]
-    problems = [Problem(name, ["it is missing."]) for name in needed if name not in table]
-    problems += [
-        Problem(name, ["unknown key."], did_you_mean(name, fields))
-        for name in table
-        if name not in fields
-    ]
+    if table.get("platform") not in ("cuda", "tpu"):
+        optional.add("compiler")
+    problems = []
+    for name in fields:
+        if name not in optional and name not in table:
+            problems.append(Problem(name, ["it is missing."]))
+    for name in table:
+        if name not in fields:
+            problems.append(Problem(name, ["unknown key."], did_you_mean(name, fields)))
     if table.get("platform", PLATFORMS[0]) not in PLATFORMS:
         fix = did_you_mean(str(table["platform"]), PLATFORMS)
         problems.append(Problem("platform", [f"{table['platform']!r} is not a platform."], fix))
-    problems += _not_positive(
-        {
-            name: table[name]
-            for name in ("memory", "memory_bandwidth", *_MORE_FIGURES)
-            if name in table
-        }
-    )
-    floats = {
-        name: table[name]
-        for name in ("memory", "devices_per_node", "simulated")
-        if isinstance(table.get(name), float)
-    }
-    parts = [
-        name for name, value in floats.items() if math.isfinite(value) and not value.is_integer()
-    ]
-    problems += [
-        Problem(
-            name, [f"{table[name]} is not a whole number."], f"such as {math.ceil(table[name])}."
-        )
-        for name in parts
-    ]
-    slices = table.get("platform") == "tpu"
-    for name, wanted in (_TABLES | ({"compiler": ("name", "dims")} if slices else {})).items():
-        part = table.get(name)
-        if part is None:
-            continue
-        if not isinstance(part, dict):
-            problems.append(Problem(name, [f"{part!r} is not a table."]))
-            continue
-        problems += [
-            Problem(f"[{name}] {key}", ["it is missing."]) for key in wanted if key not in part
-        ]
-        known = (*wanted, *_OPTIONAL.get(name, ()))
-        # [flops] may have any dtype
-        unknown = [] if name == "flops" else [key for key in part if key not in known]
-        problems += [
-            Problem(f"[{name}] {key}", ["unknown key."], did_you_mean(key, known))
-            for key in unknown
-        ]
-        if name == "overhead":
-            problems += _not_estimates(part)
-            continue
-        problems += _not_positive(
-            {
-                f"[{name}] {key}": part[key]
-                for key in part
-                if key not in ("name", "compute_capability")
-            }
-        )
-        shares = (
-            ("matmul", "memory", "link", *_MORE_SHARES)
-            if name == "achieved"
-            else tuple(part)
-            if name == "spread"
-            else ()
-        )
-        large = [key for key in shares if isinstance(part.get(key), int | float) and part[key] > 1]
-        problems += [
-            Problem(f"[{name}] {key}", [f"{part[key]} is a share above 1."], "such as 0.6.")
-            for key in large
-        ]
-        version = part.get("compute_capability", [0, 0])
-        if (
-            name == "compiler"
-            and not slices
-            and not (
-                isinstance(version, list) and [type(number) for number in version] == [int, int]
-            )
-        ):
-            problems.append(
-                Problem(
-                    "[compiler] compute_capability",
-                    [f"{version!r} is not two integers."],
-                    "such as [9, 0].",
-                )
-            )
+    figures = ("memory", "memory_bandwidth", *_MORE_FIGURES)
+    problems += _not_positive({name: table[name] for name in figures if name in table})
+    for name in ("memory", "devices_per_node", "simulated"):
+        number = table.get(name)
+        if isinstance(number, float) and math.isfinite(number) and not number.is_integer():
+            why = f"{number} is not a whole number."
+            problems.append(Problem(name, [why], f"such as {math.ceil(number)}."))
+    tables = dict(_TABLES)
+    if table.get("platform") == "tpu":
+        tables["compiler"] = ("name", "dims")
+    for name, needed in tables.items():
+        if name in table:
+            problems += _table_problems(name, table[name], needed)
     return problems
 
 
+def _table_problems(name: str, table: Any, needed: Sequence[str]) -> list[Problem]:
+    """List missing and unknown keys and wrong values in one table of a target's file."""
+    if not isinstance(table, dict):
+        return [Problem(name, [f"{table!r} is not a table."])]
+    problems = [
+        Problem(f"[{name}] {key}", ["it is missing."]) for key in needed if key not in table
+    ]
+    keys = (*needed, *_OPTIONAL.get(name, ()))
+    for key in table:
+        # [flops] may have any dtype
+        if name != "flops" and key not in keys:
+            fix = did_you_mean(key, keys)
+            problems.append(Problem(f"[{name}] {key}", ["unknown key."], fix))
+    if name == "overhead":
+        return problems + _not_estimates(table)
+    texts = ("name", "compute_capability")
+    figures = {f"[{name}] {key}": value for key, value in table.items() if key not in texts}
+    problems += _not_positive(figures)
+    shares = {"achieved": ("matmul", "memory", "link", *_MORE_SHARES), "spread": tuple(table)}
+    for key in shares.get(name, ()):
+        share = table.get(key)
+        if isinstance(share, int | float) and share > 1:
+            why = f"{share} is a share above 1."
+            problems.append(Problem(f"[{name}] {key}", [why], "such as 0.6."))
+    if "compute_capability" in needed:
+        problems += _wrong_capability(table.get("compute_capability", [0, 0]))
+    return problems
+
+
+def _wrong_capability(version: Any) -> list[Problem]:
+    """Return a problem if a compute capability is not two integers."""
+    if isinstance(version, list) and [type(number) for number in version] == [int, int]:
+        return []
+    why = f"{version!r} is not two integers."
+    return [Problem("[compiler] compute_capability", [why], "such as [9, 0].")]
+
+
 def _not_positive(figures: Mapping[str, Any]) -> list[Problem]:
-    def wrong(value: Any) -> str:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            return "not a positive number"
-        return f"more than {MOST:g}" if value > MOST else ""
+    """List the figures that are no positive numbers, or larger than any hardware's."""
+    problems = []
+    for name, value in figures.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not value > 0:
+            problems.append(Problem(name, [f"{value!r} is not a positive number."]))
+        elif value > MOST:
+            problems.append(Problem(name, [f"{value!r} is more than {MOST:g}."]))
+    return problems
 
-    return [
-        Problem(name, [f"{value!r} is {why}."])
-        for name, value in figures.items()
-        if (why := wrong(value))
-    ]
 
-
-def _not_estimates(part: Mapping[str, Any]) -> list[Problem]:
-    def right(pair: Any) -> bool:
-        numbers = pair if isinstance(pair, list) else []
-        return len(numbers) == 2 and all(
-            type(number) in (int, float) and number >= 0 for number in numbers
-        )
-
-    wrong = [key for key, pair in part.items() if key in _OPTIONAL["overhead"] and not right(pair)]
+def _not_estimates(table: Mapping[str, Any]) -> list[Problem]:
+    """List the entries of `[overhead]` that are not two numbers of 0 or more."""
     fix = "what is expected and its standard deviation, such as [550e6, 150e6]."
-    return [
-        Problem(f"[overhead] {key}", [f"{part[key]!r} is not two numbers of 0 or more."], fix)
-        for key in wrong
-    ]
+    problems = []
+    for key, pair in table.items():
+        if key in _OPTIONAL["overhead"] and not _is_estimate(pair):
+            why = f"{pair!r} is not two numbers of 0 or more."
+            problems.append(Problem(f"[overhead] {key}", [why], fix))
+    return problems
+
+
+def _is_estimate(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return all(type(number) in (int, float) and number >= 0 for number in pair)
 
 
 TABLES = ("flops", "inside", "between", "achieved", "spread", "overhead", "compiler", "sources")
@@ -393,42 +379,35 @@ COMMENTS = {
 
 
 def target_text(target: Target) -> str:
-    """The file that `spmd.planner.target.load` reads as this target.
+    """Write a target as the text of the file that `load` reads as this target.
 
     >>> import tomllib
-    >>> from spmd.planner.target import load
     >>> tomllib.loads(target_text(load("h100")))["achieved"]["launch"]
     4e-06
     """
-    numbers = ("memory", "memory_bandwidth", "devices_per_node", "first_touch", "simulated")
-    heads = {"title": target.title, "platform": target.platform} | {
-        name: getattr(target, name) for name in numbers
-    }
-    lines = [f"{name} = {_value(value)}" for name, value in heads.items() if value]
+    lines = []
+    for name in ("title", "platform", "memory", "memory_bandwidth", *_MORE_FIGURES):
+        if value := getattr(target, name):
+            lines.append(f"{name} = {_value(value)}")
     for name in TABLES:
         part = getattr(target, name)
-        if part == Overhead():
-            continue
         table = part if isinstance(part, Mapping) else vars(part)
+        if not table or part == Overhead():
+            continue
         comment = f"  # {COMMENTS[name]}" if name in COMMENTS else ""
-        lines += (
-            [
-                "",
-                f"[{name}]{comment}",
-                *(f"{key} = {_value(value)}" for key, value in table.items()),
-            ]
-            if table
-            else []
-        )
+        lines += ["", f"[{name}]{comment}"]
+        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
-    """A value in TOML; floats with four digits."""
+    """Write a value in TOML; floats have four digits."""
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, Estimate):
         return _value([value.expected, value.deviation])
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
-    return str(value) if isinstance(value, int) else repr(float(f"{value:.4g}"))
+    if isinstance(value, int):
+        return str(value)
+    return repr(float(f"{value:.4g}"))

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spmd.fields import as_toml
@@ -14,6 +14,7 @@ from spmd.mesh import MeshSpec
 from spmd.planner.flop_shares import NOTHING_BEYOND
 from spmd.planner.plan_data import SHOWN, PlanData
 from spmd.planner.timeline import LIMITS, SyncPeriod, Timeline
+from spmd.planner.traffic import Transfer
 from spmd.render.html import Text, filled
 from spmd.specs import spec_axes, spec_text
 from spmd.train.device_memory import in_host_memory, on_device
@@ -21,6 +22,10 @@ from spmd.train.state import owner_of
 from spmd.tree import describe, flatten, format_bytes
 
 KERNELS = ("convolutions", "attention")  # parts of a step that only some programs have
+# what a plan's JSON has of a transfer and of a period, and leaves out of a timeline
+TRANSFER = ("purpose", "kind", "axes", "group", "arrays", "times", "sent", "asynchronous", "where")
+PERIOD = ("steps", "seconds", "range", "utilization", "hidden", "site_bytes")
+LEFT_OUT = ("spans", "waits", "operations")
 CHANGES = "what known changes would bring: plan.changes(), or `spmd plan --changes`."
 FIXES = (
     "what would make it fit: plan.fixes(), or `spmd plan --fixes`; another layout: spmd.search, or "
@@ -29,191 +34,179 @@ FIXES = (
 
 
 def text(plan: PlanData) -> str:
-    """The full report as plain text."""
-    sections = (
-        ("memory on each device", str(plan.memory) + ("" if plan.fits else f"\n{FIXES}")),
-        ("communication", "\n".join(filter(None, [str(plan.traffic), _requested(plan)]))),
-        ("time of a step (predicted)", timeline_text(plan)),
-        (
-            "pipelines",
-            "\n".join(
-                f"{name}: {str(schedule).splitlines()[0]}."
-                for name, schedule in plan.schedules.items()
-            ),
-        ),
-        ("notes", "\n".join(plan.notes)),
-        ("largest costs", costs_text(plan)),
-    )
-    return filled(
-        "\n\n".join(
-            [headline(plan), *(f"{title.upper()}\n{body}" for title, body in sections if body)]
-        )
-    )
+    """Write the full report as plain text."""
+    memory = str(plan.memory)
+    if not plan.fits:
+        memory += f"\n{FIXES}"
+    pipelines = []
+    for name, schedule in plan.schedules.items():
+        first, *_ = str(schedule).splitlines()
+        pipelines.append(f"{name}: {first}.")
+    sections = {
+        "memory on each device": memory,
+        "communication": "\n".join(filter(None, [str(plan.traffic), _requested(plan)])),
+        "time of a step (predicted)": timeline_text(plan),
+        "pipelines": "\n".join(pipelines),
+        "notes": "\n".join(plan.notes),
+        "largest costs": costs_text(plan),
+    }
+    sections = {title: body for title, body in sections.items() if body}
+    return filled(with_sections(headline(plan), sections))
 
 
 def with_sections(report: str, more: Mapping[str, str]) -> str:
-    """A report, and further sections by their titles."""
+    """Add further sections to a report, by their titles."""
     return "\n\n".join([report, *(f"{title.upper()}\n{body}" for title, body in more.items())])
 
 
 def _requested(plan: PlanData) -> str:
-    """The bytes of the step's own collectives, compared with the compiled program's."""
+    """Compare the bytes of the step's own collectives with the compiled program's."""
     requested, sent = plan.requested_bytes, plan.traffic.bytes()
     if requested is None:
         return ""
     if requested == sent:
         return "The step's own collectives (`trainer.wire`) send exactly this."
-    added = (
-        f"adds {format_bytes(sent - requested)}"
-        if sent > requested
-        else f"leaves out {format_bytes(requested - sent)} of it"
+    if sent > requested:
+        difference = f"adds {format_bytes(sent - requested)}"
+    else:
+        difference = f"leaves out {format_bytes(requested - sent)} of it"
+        for transfer in plan.traffic.transfers:
+            if transfer.purpose == "parameters" and transfer.kind == "all_gather":
+                difference += (
+                    ", such as second gathers of parameters, which it keeps for the backward pass"
+                )
+                break
+    return (
+        f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; XLA "
+        f"{difference}."
     )
-    again = any(
-        transfer.purpose == "parameters" and transfer.kind == "all_gather"
-        for transfer in plan.traffic.transfers
-    )
-    added += (
-        ", such as second gathers of parameters, which it keeps for the backward pass"
-        if again and sent < requested
-        else ""
-    )
-    return f"The step's own collectives (`trainer.wire`) ask for {requested:,} bytes; XLA {added}."
 
 
 def headline(plan: PlanData) -> str:
-    """What was planned, by which compiler, and whether it fits."""
-    layout, target = plan.layout, plan.cluster.target
+    """Write what was planned, by which compiler, and whether it fits."""
+    cluster, compiled = plan.cluster, plan.compiled
     nodes = (
-        f"{plan.cluster.nodes} node{'s' * (plan.cluster.nodes != 1)} of {plan.cluster.devices} x "
-        f"{target.title}"
+        f"{cluster.nodes} node{'s' * (cluster.nodes != 1)} of {cluster.devices} x "
+        f"{cluster.target.title}"
     )
-    nodes += f" on {plan.cluster.sites} sites" if plan.cluster.sites > 1 else ""
-    sent, step = format_bytes(plan.traffic.bytes()), step_time(plan)
-    lines = [
-        f"compiled by {plan.compiled.compiler}" if plan.compiled.exact else plan.compiled.compiler,
-        f"{layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}",
-        model_size(plan),
-        f"{plan.memory.verdict.rstrip('.')}; {sent} sent by each device per step; {step}, "
-        f"{plan.rows_per_second:,.0f} rows/s.",
-    ]
-    if options := {
-        name: value
-        for name, value in plan.compiled.options.items()
-        if CPU_DEFAULTS.get(name) != value
-    }:
-        lines.insert(
-            1,
-            "compiler options: "
-            f"{', '.join(f'{name}={as_toml(value)}' for name, value in options.items())}",
-        )
+    if cluster.sites > 1:
+        nodes += f" on {cluster.sites} sites"
+    lines = [f"compiled by {compiled.compiler}" if compiled.exact else compiled.compiler]
+    options = []
+    for name, value in compiled.options.items():
+        if CPU_DEFAULTS.get(name) != value:
+            options.append(f"{name}={as_toml(value)}")
+    if options:
+        lines.append(f"compiler options: {', '.join(options)}")
+    lines.append(f"{plan.layout.source} on mesh {plan.mesh}, {nodes}; batch of {plan.rows}")
+    lines.append(model_size(plan))
+    sent = f"{format_bytes(plan.traffic.bytes())} sent by each device per step"
+    lines.append(
+        f"{plan.memory.verdict.rstrip('.')}; {sent}; {step_time(plan)}, "
+        f"{plan.rows_per_second:,.0f} rows/s."
+    )
     return "\n".join(lines)
 
 
 def model_size(plan: PlanData) -> str:
-    """How many numbers the parameters are, in how many arrays, and their bytes before training and
-    before they are sharded.
+    """Write how many numbers the parameters are, in how many arrays, and their bytes before
+    training and before they are sharded.
     """
     leaves = plan.program.placed.abstract_params.values()
-    count, size = (
-        sum(math.prod(leaf.shape) for leaf in leaves),
-        sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
-    )
-    scale, unit = next(
-        ((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M")) if count >= scale), (1, "")
-    )
-    shown = f"{count / scale:.3g}{unit}" if unit else f"{count:,}"
-    return (
-        f"{shown} parameters in {len(leaves)} array{'s' * (len(leaves) != 1)}, {format_bytes(size)}"
-    )
+    count = size = 0
+    for leaf in leaves:
+        count += math.prod(leaf.shape)
+        size += math.prod(leaf.shape) * leaf.dtype.itemsize
+    shown = f"{count:,}"
+    if count >= 1e9:
+        shown = f"{count / 1e9:.3g} B"
+    elif count >= 1e6:
+        shown = f"{count / 1e6:.3g} M"
+    arrays = f"{len(leaves)} array{'s' * (len(leaves) != 1)}"
+    return f"{shown} parameters in {arrays}, {format_bytes(size)}"
 
 
 def timeline_text(plan: PlanData) -> str:
-    """What the time is spent on, and what was assumed."""
-    times, target = plan.timeline, plan.cluster.target
-    parts = {
-        name: value for name, value in times.parts.items() if value or LIMITS[name] not in KERNELS
-    }
-    lines = [
-        f"{name:<26}{seconds(value):>12}{value / times.seconds if times.seconds else 0:>8.1%}"
-        for name, value in parts.items()
-    ]
-    lines.append(
-        f"{'step':<26}{seconds(times.seconds):>12}  from {time_range(times)}, as far as the "
-        "figures below are known"
-    )
-    lines.append(f"{'hidden communication':<26}{seconds(times.hidden):>12}")
+    """Write what the time is spent on, and what was assumed."""
+    times = plan.timeline
+    lines = []
+    for name, value in times.parts.items():
+        if value or LIMITS[name] not in KERNELS:
+            share = value / times.seconds if times.seconds else 0
+            lines.append(_line(name, value, f"{share:>8.1%}"))
+    off = f"  from {time_range(times)}, as far as the figures below are known"
+    lines.append(_line("step", times.seconds, off))
+    lines.append(_line("hidden communication", times.hidden))
     lines += period_lines(plan)
     if times.host_bytes:
-        link = (
-            f"{target.host_bandwidth / 1e9:,.4g} GB/s"
-            if target.host_bandwidth
-            else "a link that the target does not describe: not timed"
-        )
-        moved = (
-            f"{format_bytes(int(times.host_bytes))} between device and host, "
-            f"{target.achieved.link:.0%} of {link}"
-        )
-        lines.append(
-            f"{'copies with the host':<26}{seconds(times.host_seconds):>12}  {moved}; a part of "
-            "communication"
-        )
-    peak = f"HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of {times.peak / 1e12:,.4g} TFLOP/s"
-    of_model = (
+        moved = f"  {_host_copies(plan)}; a part of communication"
+        lines.append(_line("copies with the host", times.host_seconds, moved))
+    lines.append(
         f"{times.flops / 1e12:.3g} TFLOP on each device, {times.model_flops / 1e12:.3g} of them "
-        "the model's"
+        f"the model's: HFU {times.hfu:.1%}, MFU {times.mfu:.1%} of a peak of "
+        f"{times.peak / 1e12:,.4g} TFLOP/s; the largest part of the time is {times.limit}."
     )
-    lines.append(f"{of_model}: {peak}; the largest part of the time is {times.limit}.")
-    lines += [line for line in (str(plan.flops), assumptions(plan)) if line != NOTHING_BEYOND]
-    return "\n".join(lines)
+    if str(plan.flops) != NOTHING_BEYOND:
+        lines.append(str(plan.flops))
+    return "\n".join([*lines, assumptions(plan)])
+
+
+def _line(name: str, time: float, more: str = "") -> str:
+    """Write a line of the times of a step."""
+    return f"{name:<26}{seconds(time):>12}{more}"
+
+
+def _host_copies(plan: PlanData) -> str:
+    """Write the bytes that are copied between device and host, and the link between them."""
+    target = plan.cluster.target
+    link = "a link that the target does not describe: not timed"
+    if target.host_bandwidth:
+        link = f"{target.host_bandwidth / 1e9:,.4g} GB/s"
+    size = format_bytes(int(plan.timeline.host_bytes))
+    return f"{size} between device and host, {target.achieved.link:.0%} of {link}"
 
 
 def costs_text(plan: PlanData) -> str:
-    """The largest costs of a step, each with its seconds and its share."""
-    lines = [
-        f"{cost.what:<62}{seconds(cost.seconds):>10}{cost.share:>8.1%}"
-        for cost in plan.costs[:SHOWN]
-    ]
+    """Write the largest costs of a step, each with its seconds and its share."""
+    lines = []
     if plan.period.steps > 1:  # the timeline's
-        lines.insert(
-            0, f"of a step with everything that a period of {plan.period.steps} steps synchronizes:"
-        )
+        synchronizes = f"a period of {plan.period.steps} steps synchronizes"
+        lines.append(f"of a step with everything that {synchronizes}:")
+    for cost in plan.costs[:SHOWN]:
+        lines.append(f"{cost.what:<62}{seconds(cost.seconds):>10}{cost.share:>8.1%}")
     return "\n".join([*lines, CHANGES]) if lines else ""
 
 
 def assumptions(plan: PlanData) -> str:
-    """The shares of the target's figures that a plan assumes, each with how far off it may be."""
+    """Write the shares of the target's figures that a plan assumes, each with how far off it may
+    be.
+    """
     target, times = plan.cluster.target, plan.timeline
-    reached, spread, inside, between = (
-        target.achieved,
-        target.spread,
-        target.inside.bandwidth / 1e9,
-        target.between.bandwidth / 1e9,
-    )
+    shares, spread = target.achieved, target.spread
     products = [
-        f"{reached.matmul:.0%} of peak (+- {spread.matmul:.0%}) in products that fill the device"
+        f"{shares.matmul:.0%} of peak (+- {spread.matmul:.0%}) in products that fill the device"
     ]
-    products += (
-        [f"{reached.convolution:.0%} (+- {spread.convolution:.0%}) in convolutions"]
-        if times.convolutions
-        else []
-    )
-    attention = (
-        f"{reached.attention:.0%} forward and {reached.attention_backward:.0%} backward (+- "
-        f"{spread.attention:.0%})"
-    )
-    products += [f"{attention} in fused attention"] if times.attention else []
+    if times.convolutions:
+        products.append(f"{shares.convolution:.0%} (+- {spread.convolution:.0%}) in convolutions")
+    if times.attention:
+        products.append(
+            f"{shares.attention:.0%} forward and {shares.attention_backward:.0%} backward (+- "
+            f"{spread.attention:.0%}) in fused attention"
+        )
+    inside, between = target.inside.bandwidth / 1e9, target.between.bandwidth / 1e9
     return (
         f"assumed: {', '.join(products)}, "
-        f"{reached.memory:.0%} (+- {spread.memory:.0%}) of {target.memory_bandwidth / 1e9:,.0f} "
+        f"{shares.memory:.0%} (+- {spread.memory:.0%}) of {target.memory_bandwidth / 1e9:,.0f} "
         "GB/s of memory, "
-        f"{reached.link:.0%} (+- {spread.link:.0%}) of {inside:,.4g} GB/s inside and "
+        f"{shares.link:.0%} (+- {spread.link:.0%}) of {inside:,.4g} GB/s inside and "
         f"{between:,.4g} GB/s between nodes, {_site_link(plan)}"
-        f"{reached.launch * 1e6:.0f} us (+- {spread.launch:.0%}) to launch an operation; data "
+        f"{shares.launch * 1e6:.0f} us (+- {spread.launch:.0%}) to launch an operation; data "
         "loading is not included."
     )
 
 
 def _site_link(plan: PlanData) -> str:
+    """Write the speed of the link between sites; "" on one site."""
     if plan.cluster.sites == 1:
         return ""
     link, count = plan.cluster.target.sites, plan.cluster.devices_per_site
@@ -222,41 +215,36 @@ def _site_link(plan: PlanData) -> str:
 
 
 def period_lines(plan: PlanData) -> list[str]:
-    """What the steps between two synchronizations take, and the share of the time in which devices
-    compute.
+    """Write what the steps between two synchronizations take, and the share of the time in which
+    devices compute.
     """
     period = plan.period
     share = f"{'utilization':<26}{period.utilization:>12.1%}  of the time is computation"
-    crossing = (
-        f"; {format_bytes(int(period.site_bytes))} cross each site's link"
-        if period.site_bytes
-        else ""
-    )
+    if period.site_bytes:
+        share += f"; {format_bytes(int(period.site_bytes))} cross each site's link"
     if period.steps == 1:
-        return [share + crossing] if plan.cluster.sites > 1 else []
+        return [share] if plan.cluster.sites > 1 else []
+    if period.site_bytes:
+        share += " in a period"
     kinds = Counter[tuple[str, bool]]()
     for kind in period.kinds:
         kinds[seconds(kind.seconds), bool(kind.due)] += kind.count
-    steps = [
-        f"{count} of {time}{', which synchronize' if due else ''}"
-        for (time, due), count in kinds.items()
-    ]
-    mean = (
-        f"{'step, on average':<26}{seconds(period.seconds):>12}  of a period of {period.steps} "
-        f"steps: {'; '.join(steps)}"
-    )
-    return [mean, share + (f"{crossing} in a period" if crossing else "")]
+    steps = []
+    for (time, due), count in kinds.items():
+        steps.append(f"{count} of {time}{', which synchronize' if due else ''}")
+    mean = f"  of a period of {period.steps} steps: {'; '.join(steps)}"
+    return [_line("step, on average", period.seconds, mean), share]
 
 
 def step_time(plan: PlanData) -> str:
-    """A step's predicted time, on average over a period, and its range."""
+    """Write a step's predicted time, on average over a period, and its range."""
     period = plan.period
     often = f" on average over {period.steps} steps" if period.steps > 1 else ""
     return f"{seconds(period.seconds)} per step{often} ({time_range(period)})"
 
 
 def time_range(times: Timeline | SyncPeriod) -> str:
-    """The range of a step's time, in the unit of the predicted time.
+    """Write the range of a step's time, in the unit of the predicted time.
 
     >>> from types import SimpleNamespace
     >>> (
@@ -265,29 +253,29 @@ def time_range(times: Timeline | SyncPeriod) -> str:
     ... )
     ('2.1 to 2.7 ms', '0.98 to 1.22 s')
     """
-    (low, high), unit = times.range, seconds(times.seconds).split()[1]
+    _, unit = seconds(times.seconds).split()
     scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
-    shown = [
-        f"{value * scale:.3g}" if value * scale < 100 else f"{value * scale:,.0f}"
-        for value in (low, high)
-    ]
-    return f"{' to '.join(shown)} {unit}"
+    ends = []
+    for value in times.range:
+        scaled = value * scale
+        ends.append(f"{scaled:.3g}" if scaled < 100 else f"{scaled:,.0f}")
+    return f"{' to '.join(ends)} {unit}"
 
 
 def seconds(value: float) -> str:
-    """A time in a readable unit.
+    """Write a time in a readable unit.
 
     >>> seconds(0.0123), seconds(4e-6), seconds(0.9996e-3)  # rounding may reach the next unit
     ('12.3 ms', '4 us', '1 ms')
     """
-    shown = float(f"{value:.3g}")
-    if shown >= 1:
+    rounded = float(f"{value:.3g}")
+    if rounded >= 1:
         return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if shown >= 1e-3 else f"{value * 1e6:.3g} us"
+    return f"{value * 1e3:.3g} ms" if rounded >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def explanation(plan: PlanData, path: str) -> Text:
-    """Everything about one parameter.
+    """Write everything about one parameter.
 
     Raises:
       OptionError: there is no such parameter.
@@ -305,11 +293,9 @@ def explanation(plan: PlanData, path: str) -> Text:
     ]
     for name, moment in flatten(placed.abstract_state.opt).items():
         if owner_of(name, moment, resolved) is place:
-            where = (
-                "in the host's memory, for each device"
-                if in_host_memory(moment)
-                else "on each device"
-            )
+            where = "on each device"
+            if in_host_memory(moment):
+                where = "in the host's memory, for each device"
             lines.append(f"  {name}: {format_bytes(on_device(moment))} {where}")
     gathered_over = [axis for axis in spec_axes(place.spec) if axis in workers]
     if placed.storage is not None and path not in resolved.frozen:
@@ -320,20 +306,18 @@ def explanation(plan: PlanData, path: str) -> Text:
     if path in resolved.frozen:
         return Text("\n".join([*lines, "  it is not trained: it has no gradient and no moments"]))
     reduction = plan.layout.gradients.reduction
-    if reduction == "reduce_scatter" and not set(
-        spec_axes(placed.exchange.reduction.mean_spec(place))
-    ) & set(workers):
+    gradient_axes = spec_axes(placed.exchange.reduction.mean_spec(place))
+    if reduction == "reduce_scatter" and not set(gradient_axes) & set(workers):
         reduction = "all_reduce, because it is not sharded over the workers"
     lines.append(f"  its gradient is reduced by {reduction}")
     return Text("\n".join(lines))
 
 
 def placements_text(plan: PlanData) -> Text:
-    """Every array of the state, the batch and its weights, with the devices that hold its
+    """Write every array of the state, the batch and its weights, with the devices that hold its
     shards.
     """
     state, batch, weights, _ = plan.program.arguments
-    lines = []
     trees = {
         "params": state.params,
         "frozen": state.frozen,
@@ -341,16 +325,15 @@ def placements_text(plan: PlanData) -> Text:
         "exchange": state.exchange,
         "batch": batch,
     }
+    lines = []
     for kind, tree in trees.items():
-        lines += [
-            f"{kind}/{path}  {describe(leaf)}  {_where(leaf)}"
-            for path, leaf in flatten(tree).items()
-        ]
-    return Text("\n".join([*lines, f"weights  {describe(weights)}  {_where(weights)}"]))
+        for path, leaf in flatten(tree).items():
+            lines.append(f"{kind}/{path}  {describe(leaf)}  {_shards(leaf)}")
+    return Text("\n".join([*lines, f"weights  {describe(weights)}  {_shards(weights)}"]))
 
 
-def _where(leaf: Any) -> str:
-    """How many shards an array has, and on how many devices each is."""
+def _shards(leaf: Any) -> str:
+    """Write how many shards an array has, and on how many devices each is."""
     mesh, spec = MeshSpec.parse(leaf.sharding.mesh), tuple(leaf.sharding.spec)
     if not any(spec):
         return f"replicated on all {mesh.size} devices"
@@ -362,17 +345,7 @@ def _where(leaf: Any) -> str:
 
 
 def to_json(plan: PlanData, **more: Any) -> str:
-    """All figures of a plan, and more, as JSON."""
-    left_out = ("spans", "waits", "operations")
-    times = {
-        field.name: getattr(plan.timeline, field.name)
-        for field in dataclasses.fields(Timeline)
-        if field.name not in left_out
-    }
-    names = ("purpose", "kind", "axes", "group", "arrays", "times", "sent", "asynchronous", "where")
-    transfers = [
-        {name: getattr(transfer, name) for name in names} for transfer in plan.traffic.transfers
-    ]
+    """Write all figures of a plan, and more, as JSON."""
     figures = {
         "target": str(plan.cluster),
         "compiler": plan.compiled.compiler,
@@ -382,28 +355,40 @@ def to_json(plan: PlanData, **more: Any) -> str:
         "layout": plan.layout.source,
         "rows": plan.rows,
         "fits": plan.fits,
-        "memory": plan.memory.per_device
-        | {"exchange_parts": dict(plan.memory.exchange_parts)}
-        | {
-            name: [dataclasses.asdict(one) for one in getattr(plan.memory, name)]
-            for name in ("items", "sides")
-        }
-        | {
-            name: getattr(plan.memory, name) for name in ("range", "likelihood", "pool", "fraction")
-        },
-        "traffic": [
-            transfer | {"arrays": [str(array) for array in transfer["arrays"]]}
-            for transfer in transfers
-        ],
-        "timeline": times
-        | {"waits": [dataclasses.asdict(wait) for wait in plan.timeline.waits]}
-        | {name: getattr(plan.timeline, name) for name in ("range", "mfu", "hfu", "limit")},
+        "memory": _memory_figures(plan),
+        "traffic": [_transfer_figures(transfer) for transfer in plan.traffic.transfers],
+        "timeline": _timeline_figures(plan.timeline),
         "flops": dataclasses.asdict(plan.flops),
-        "period": {
-            name: getattr(plan.period, name)
-            for name in ("steps", "seconds", "range", "utilization", "hidden", "site_bytes")
-        },
+        "period": _attributes(plan.period, PERIOD),
         "notes": list(plan.notes),
         "costs": [dataclasses.asdict(cost) for cost in plan.costs],
-    } | more
-    return json.dumps(figures, indent=1)
+    }
+    return json.dumps(figures | more, indent=1)
+
+
+def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _memory_figures(plan: PlanData) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        **memory.per_device,
+        "exchange_parts": dict(memory.exchange_parts),
+        "items": [dataclasses.asdict(item) for item in memory.items],
+        "sides": [dataclasses.asdict(side) for side in memory.sides],
+        **_attributes(memory, ("range", "likelihood", "pool", "fraction")),
+    }
+
+
+def _transfer_figures(transfer: Transfer) -> dict[str, Any]:
+    figures = _attributes(transfer, TRANSFER)
+    figures["arrays"] = [str(array) for array in transfer.arrays]
+    return figures
+
+
+def _timeline_figures(timeline: Timeline) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(Timeline)]
+    figures = _attributes(timeline, [name for name in names if name not in LEFT_OUT])
+    figures["waits"] = [dataclasses.asdict(wait) for wait in timeline.waits]
+    return figures | _attributes(timeline, ("range", "mfu", "hfu", "limit"))

@@ -91,7 +91,7 @@ class Transfer:
 
     @property
     def levels(self) -> tuple[float, float, float]:
-        """Of these, bytes to devices of the same node, to other nodes of the same site, and to
+        """Bytes of `sent` to devices of the same node, to other nodes of the same site, and to
         other sites.
 
         A ring passes through all devices of a node and then those of the next one. There are as
@@ -99,27 +99,28 @@ class Transfer:
         exchange the halves of an all-reduce, as two trees do. Over several sites, each reduces or
         gathers inside, and every device exchanges its part with its peers of other sites.
         """
-        (k, n, s), b = self.counts, self.operand
+        devices, nodes, sites = self.counts
+        size = self.operand
         if self.kind == "collective_permute":
-            return (
-                (0.0, 0.0, float(b))
-                if self.leaving
-                else (0.0, float(b), 0.0)
-                if n > 1
-                else (float(b), 0.0, 0.0)
-            )
+            if self.leaving:
+                return 0.0, 0.0, float(size)
+            return (0.0, float(size), 0.0) if nodes > 1 else (float(size), 0.0, 0.0)
         if self.kind == "all_to_all":
-            return (k - 1) * b / (k * n * s), (n - 1) * b / (n * s), (s - 1) * b / s
-        # of each device
-        turns, part = (
-            2 if self.kind == "all_reduce" else 1,
-            b if self.kind == "all_gather" else b / (k * n * s),
-        )
-        site = (
-            (k * n - 1) * s * b if self.kind == "all_gather" else turns * (k * n - 1) * b / (k * n)
-        )
-        between = 0.0 if n <= 1 else b / k if n == 2 and self.kind == "all_reduce" else site / k
-        return site - between, between, turns * (s - 1) * part
+            inside = (devices - 1) * size / (devices * nodes * sites)
+            return inside, (nodes - 1) * size / (nodes * sites), (sites - 1) * size / sites
+        peers = devices * nodes - 1
+        if self.kind == "all_gather":
+            site, across = peers * sites * size, (sites - 1) * size
+        else:
+            rounds = 2 if self.kind == "all_reduce" else 1
+            site = rounds * peers * size / (devices * nodes)
+            across = rounds * (sites - 1) * (size / (devices * nodes * sites))
+        between = 0.0
+        if nodes == 2 and self.kind == "all_reduce":
+            between = size / devices
+        elif nodes > 1:
+            between = site / devices
+        return site - between, between, across
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Traffic:
     transfers: tuple[Transfer, ...]
 
     def bytes(self, purpose: str | None = None) -> int:
-        """Bytes that one device sends in a step, for one purpose or all."""
+        """Return the bytes that one device sends in a step, for one purpose or all."""
         return sum(
             transfer.sent * transfer.times
             for transfer in self.transfers
@@ -137,13 +138,12 @@ class Traffic:
         )
 
     def dtypes(self, purpose: str) -> set[str]:
-        """Dtypes of the arrays that are sent for a purpose."""
-        return {
-            array.dtype
-            for transfer in self.transfers
-            if transfer.purpose == purpose
-            for array in transfer.arrays
-        }
+        """Return the dtypes of the arrays that are sent for a purpose."""
+        dtypes: set[str] = set()
+        for transfer in self.transfers:
+            if transfer.purpose == purpose:
+                dtypes |= {array.dtype for array in transfer.arrays}
+        return dtypes
 
     @property
     def between(self) -> float:
@@ -165,67 +165,75 @@ class Traffic:
             if self.bytes(purpose)
         ]
         total = f"{self.bytes():,} bytes sent by each device per step: {', '.join(parts)}"
-        total += f"; {format_bytes(self.between)} to other nodes" if self.between else ""
-        total += (
-            f", {format_bytes(self.between_sites)} of them to other sites"
-            if self.between_sites
-            else ""
-        )
+        if self.between:
+            total += f"; {format_bytes(self.between)} to other nodes"
+        if self.between_sites:
+            total += f", {format_bytes(self.between_sites)} of them to other sites"
         return filled("\n".join([*aligned([header, *rows], ruled=True), "", f"{total}."]))
 
 
 def traffic_rows(traffic: Traffic) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The header and rows of the table; equal transfers, also of equal layers, share a row, and
-    those that send the most come first.
+    """Return the header and rows of the table; equal transfers, also of equal layers, share a row,
+    and those that send the most come first.
     """
-    counts = _of_equal_layers(
+    counts = _merge_layers(
         Counter(dataclasses.replace(transfer, name="") for transfer in traffic.transfers)
     )
-    rows = [
-        (
+    rows = []
+    for transfer, count in counts.items():
+        times = transfer.times * count
+        row = (
             transfer.purpose,
-            transfer.kind
-            + ("" if transfer.asynchronous else " (waits)")
-            + (" (in some steps)" if transfer.conditional else ""),
+            _collective(transfer),
             f"{', '.join(transfer.axes) or 'parts of axes'} ({transfer.group})",
             _payload(transfer.arrays),
-            f"{transfer.times * count}",
-            format_bytes(transfer.sent * transfer.times * count),
+            f"{times}",
+            format_bytes(transfer.sent * times),
             transfer.where.removesuffix(f"/{transfer.kind}"),
         )
-        for transfer, count in sorted(
-            counts.items(), key=lambda item: -item[0].sent * item[0].times * item[1]
-        )
-    ]
-    return ("what", "collective", "over", "payload", "times", "sent/device", "where"), rows
+        rows.append((transfer.sent * times, row))
+    rows.sort(key=lambda entry: -entry[0])
+    header = ("what", "collective", "over", "payload", "times", "sent/device", "where")
+    return header, [row for _, row in rows]
 
 
-def _of_equal_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
-    """Transfers that differ only in the numbers of the layers that they come from, as one, at
-    `blocks/{0..11}`.
+def _collective(transfer: Transfer) -> str:
+    """Return the kind of a collective, with remarks."""
+    text = transfer.kind
+    if not transfer.asynchronous:
+        text += " (waits)"
+    if transfer.conditional:
+        text += " (in some steps)"
+    return text
+
+
+def _merge_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
+    """Merge transfers that differ only in the numbers of the layers that they come from into one,
+    at `blocks/{0..11}`.
     """
     groups: dict[Transfer, dict[tuple[int, ...], Transfer]] = {}
     for transfer in counts:
-        alike = dataclasses.replace(transfer, where=_LEVEL.sub("*", transfer.where))
-        groups.setdefault(alike, {})[tuple(map(int, _LEVEL.findall(transfer.where)))] = transfer
-    joined = Counter[Transfer]()
+        pattern = dataclasses.replace(transfer, where=_LEVEL.sub("*", transfer.where))
+        numbers = tuple(map(int, _LEVEL.findall(transfer.where)))
+        groups.setdefault(pattern, {})[numbers] = transfer
+    merged = Counter[Transfer]()
     for members in groups.values():
         levels = [sorted(set(level)) for level in zip(*members, strict=True)]
         if len(members) < LEAST or math.prod(map(len, levels)) != len(members):
-            joined.update({transfer: counts[transfer] for transfer in members.values()})
+            merged.update({transfer: counts[transfer] for transfer in members.values()})
             continue
         texts = iter([ranges(level) if len(level) > 1 else str(level[0]) for level in levels])
         first = next(iter(members.values()))
         where = _LEVEL.sub(lambda match, texts=texts: next(texts), first.where)
-        joined[dataclasses.replace(first, where=where)] = sum(
-            counts[transfer] for transfer in members.values()
-        )
-    return joined
+        count = sum(counts[transfer] for transfer in members.values())
+        merged[dataclasses.replace(first, where=where)] = count
+    return merged
 
 
 def _payload(arrays: tuple[Array, ...]) -> str:
-    largest = max(arrays, key=lambda array: array.bytes)
-    return str(largest) + (f" and {len(arrays) - 1} more" if len(arrays) > 1 else "")
+    """Name the largest array that a collective sends, and the number of the others."""
+    largest = str(max(arrays, key=lambda array: array.bytes))
+    return f"{largest} and {len(arrays) - 1} more" if len(arrays) > 1 else largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,69 +246,64 @@ class Partitioned:
     data_axes: tuple[str, ...]
 
     def transfers(self, name: str, times: int = 1) -> Iterator[Transfer]:
-        """The collectives of a computation that runs `times` times."""
+        """Yield the collectives of a computation that runs `times` times."""
         for instr in self.module.computations.get(name, ()):
             if collective_kind(instr.op):
                 transfer = self.transfer(name, instr, times)
                 if transfer.group > 1:
                     yield transfer
             elif instr.op == "while":
-                yield from self.transfers(
-                    instr.called_as("body"), times * (self.module.trip_count(name, instr) or 1)
-                )
-            elif instr.op == "conditional":  # the branch that sends the most
-                branches = [tuple(self.transfers(branch, times)) for branch in instr.called]
-                most = max(
-                    branches,
-                    key=lambda branch: sum(part.sent * part.times for part in branch),
-                    default=(),
-                )
-                always = (
-                    len(
-                        {
-                            tuple(dataclasses.replace(part, name="") for part in branch)
-                            for branch in branches
-                        }
-                    )
-                    == 1
-                )
-                yield from (
-                    part if always else dataclasses.replace(part, conditional=True) for part in most
-                )
+                trips = self.module.trip_count(name, instr) or 1
+                yield from self.transfers(instr.called_as("body"), times * trips)
+            elif instr.op == "conditional":
+                yield from self._branch_transfers(instr, times)
             elif instr.op in ("call", "async-start"):
                 for called in instr.called:
                     yield from self.transfers(called, times)
 
+    def _branch_transfers(self, instr: Instruction, times: int) -> list[Transfer]:
+        """Return the collectives of the branch that sends the most; they run in some steps only,
+        unless all branches have the same.
+        """
+        branches = [list(self.transfers(branch, times)) for branch in instr.called]
+        most = max(
+            branches,
+            key=lambda branch: sum(part.sent * part.times for part in branch),
+            default=[],
+        )
+        unnamed = set()
+        for branch in branches:
+            unnamed.add(tuple(dataclasses.replace(part, name="") for part in branch))
+        if len(unnamed) == 1:
+            return most
+        return [dataclasses.replace(part, conditional=True) for part in most]
+
     def transfer(self, computation: str, instr: Instruction, times: int = 1) -> Transfer:
-        """A collective, or its start, as a `Transfer`."""
-        kind, members = collective_kind(instr.op) or "", groups(instr, self.module.partitions)
+        """Return a collective, or its start, as a `Transfer`."""
+        kind = collective_kind(instr.op) or ""
+        members = groups(instr, self.module.partitions)
         differing = {differing_axes(group, self.mesh) for group in members}
         if kind == "collective_permute":
-            moved = tuple(set(itertools.chain.from_iterable(differing)))
-            axes, size = (
-                (moved, self.mesh.sizes[moved[0]]) if len(moved) == 1 else ((), len(members))
-            )
-            per_node = (
-                size if all(devices_per_node(pair, self.cluster) == 2 for pair in members) else 1
-            )
+            axes: tuple[str, ...] = tuple(set(itertools.chain.from_iterable(differing)))
+            size = len(members)
+            if len(axes) == 1:
+                size = self.mesh.sizes[axes[0]]
+            else:
+                axes = ()
+            on_nodes = all(devices_per_node(pair, self.cluster) == 2 for pair in members)
+            per_node = size if on_nodes else 1
             per_site = size
         else:
-            axes, size, per_node = (
-                differing.pop(),
-                len(members[0]),
-                devices_per_node(members[0], self.cluster),
-            )
-            axes = () if differing or num_shards(axes, self.mesh) != size else axes
+            axes = differing.pop()
+            size = len(members[0])
+            if differing or num_shards(axes, self.mesh) != size:
+                axes = ()
+            per_node = devices_per_node(members[0], self.cluster)
             farthest = max(members, key=lambda group: sites_of(group, self.cluster))
             per_site = devices_per_site(farthest, self.cluster, per_node)
-        purposes = [
-            (_purpose(where, kind, axes, self.data_axes), where)
-            for where in self.module.scopes(computation, instr)
-        ]
-        purpose, where = min(purposes, key=lambda pair: PURPOSES.index(pair[0]))
-        asynchronous = instr.op.endswith("-start") and '"is_sync":true' not in instr.rest
-        leaving = leaving_devices(members, self.cluster, pairs=kind == "collective_permute")
-        place = _short(where), instr.name
+        scopes = self.module.scopes(computation, instr)
+        purposes = [_purpose(scope, kind, axes, self.data_axes) for scope in scopes]
+        purpose = min(purposes, key=PURPOSES.index)
         return Transfer(
             kind,
             purpose,
@@ -309,43 +312,45 @@ class Partitioned:
             per_node,
             payload(instr),
             times,
-            *place,
-            asynchronous,
-            False,
-            per_site,
-            leaving,
+            where=_short(scopes[purposes.index(purpose)]),
+            name=instr.name,
+            asynchronous=instr.op.endswith("-start") and '"is_sync":true' not in instr.attributes,
+            per_site=per_site,
+            leaving=leaving_devices(members, self.cluster, pairs=kind == "collective_permute"),
         )
 
 
 def traffic_of(
     module: Module, mesh: MeshSpec, cluster: Cluster, data_axes: tuple[str, ...]
 ) -> Traffic:
-    """The collectives of a program."""
+    """Return the collectives of a program."""
     return Traffic(tuple(Partitioned(module, mesh, cluster, data_axes).transfers(module.entry)))
 
 
 def devices_per_node(group: Sequence[int], cluster: Cluster) -> int:
-    """How many devices of a group share a node; 1 if they cannot be divided evenly."""
+    """Return the number of devices of a group that share a node; 1 if they cannot be divided
+    evenly.
+    """
     most = max(Counter(device // cluster.devices for device in group).values())
     return most if len(group) % most == 0 else 1
 
 
 def sites_of(group: Sequence[int], cluster: Cluster) -> int:
-    """How many sites a group has devices on."""
+    """Return the number of sites that a group has devices on."""
     return len({device // cluster.devices_per_site for device in group})
 
 
 def devices_per_site(group: Sequence[int], cluster: Cluster, per_node: int) -> int:
-    """How many devices of a group share a site; `per_node`, as if each node were a site, if they
-    cannot be divided evenly.
+    """Return the number of devices of a group that share a site; `per_node`, as if each node were
+    a site, if they cannot be divided evenly.
     """
     most = max(Counter(device // cluster.devices_per_site for device in group).values())
     return most if len(group) % most == 0 and most % per_node == 0 else per_node
 
 
 def leaving_devices(members: Sequence[Sequence[int]], cluster: Cluster, *, pairs: bool) -> int:
-    """How many devices of a site send to another site in a collective of these groups, or of these
-    pairs of sender and receiver.
+    """Return the number of devices of a site that send to another site in a collective of these
+    groups, or of these pairs of sender and receiver.
 
     >>> far = Cluster.parse("2x1x4xh100")
     >>> (
@@ -354,56 +359,53 @@ def leaving_devices(members: Sequence[Sequence[int]], cluster: Cluster, *, pairs
     ... )
     (2, 1)
     """
-    crossing = [group for group in members if sites_of(group, cluster) > 1]
-    senders = {device for group in crossing for device in (group[:1] if pairs else group)}
-    return max(
-        Counter(device // cluster.devices_per_site for device in senders).values(), default=0
-    )
+    senders: set[int] = set()
+    for group in members:
+        if sites_of(group, cluster) > 1:
+            senders.update(group[:1] if pairs else group)
+    by_site = Counter(device // cluster.devices_per_site for device in senders)
+    return max(by_site.values(), default=0)
 
 
-def _purpose(where: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:
-    """What is sent: by the step's own scopes; otherwise by whether a group is along the data
-    axes.
+def _purpose(scope: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]) -> str:
+    """Return the purpose of a collective: by the step's own scopes; otherwise by whether its groups
+    are along the data axes.
     """
-    for part in where.split("/"):
+    for part in scope.split("/"):
         if part in _SCOPES:
             return _SCOPES[part]
-    if axes and set(axes) <= set(data) and kind != "collective_permute":
-        if "transpose(" in where:
-            return "gradients" if kind in ("all_reduce", "reduce_scatter") else "activations"
-        return (
-            "parameters"
-            if kind == "all_gather"
-            else "metrics"
-            if "jvp(" not in where
-            else "statistics"
-        )
-    return "activations"
+    if not axes or not set(axes) <= set(data) or kind == "collective_permute":
+        return "activations"
+    if "transpose(" in scope:
+        return "gradients" if kind in ("all_reduce", "reduce_scatter") else "activations"
+    if kind == "all_gather":
+        return "parameters"
+    return "statistics" if "jvp(" in scope else "metrics"
 
 
-def _short(where: str) -> str:
-    """A scope without the parts that JAX's transformations add."""
-    backward = "transpose(" in where
+def _short(scope: str) -> str:
+    """Return a scope without the parts that JAX's transformations add."""
     plain = re.sub(
         r"\b(jvp|transpose|vmap|checkpoint|remat|rematted_computation|shard_map|jit|closed_call|while|body)\b[()]*",
         "",
-        where,
+        scope,
     )
     parts = [part for part in re.sub(r"[()]", "", plain).split("/") if part]
-    return "/".join([*(["backward"] if backward else []), *parts]) or "step"
+    if "transpose(" in scope:
+        parts.insert(0, "backward")
+    return "/".join(parts) or "step"
 
 
 def differing_axes(devices: Sequence[int], mesh: MeshSpec) -> tuple[str, ...]:
-    """The mesh axes along which these devices differ."""
+    """Return the mesh axes along which these devices differ."""
     positions = np.unravel_index(devices, [size for _, size in mesh.axes])
-    return tuple(
-        name for name, along in zip(mesh.names, positions, strict=True) if len(np.unique(along)) > 1
-    )
+    pairs = zip(mesh.names, positions, strict=True)
+    return tuple(name for name, along in pairs if len(np.unique(along)) > 1)
 
 
 def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective: its bytes on the slowest level of links, since chunks are sent on
-    all at the same time, and its hops.
+    """Return the seconds of one collective: its bytes on the slowest level of links, since chunks
+    are sent on all at the same time, and its hops.
 
     A site's link is shared: the bytes of all devices that send to other sites at the same time
     cross it.
@@ -415,32 +417,30 @@ def transfer_time(transfer: Transfer, cluster: Cluster) -> float:
     >>> 1e-3 < small < 2e-3 and large > 3 * small
     True
     """
-    target, (inside, between, sites) = cluster.target, transfer.levels
-    links = target.inside, target.between, target.sites
-    sent = inside, between, sites * transfer.leaving
-    seconds = (
-        max(size / link.bandwidth for size, link in zip(sent, links, strict=True))
-        / target.achieved.link
-    )
-    delays = (
-        count * link.latency
-        for count, link in zip(_hops(transfer, target.platform), links, strict=True)
-    )
-    return target.achieved.launch + seconds + sum(delays)
+    target = cluster.target
+    inside, between, sites = transfer.levels
+    sent = (inside, between, sites * transfer.leaving)
+    links = (target.inside, target.between, target.sites)
+    slowest = max(size / link.bandwidth for size, link in zip(sent, links, strict=True))
+    hops = zip(_hops(transfer, target.platform), links, strict=True)
+    delay = sum(count * link.latency for count, link in hops)
+    return target.achieved.launch + slowest / target.achieved.link + delay
 
 
 def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
-    """How often the latency of links inside a node, between nodes, and between sites, delays one
-    collective.
+    """Count how often the latency of links inside a node, between nodes, and between sites, delays
+    one collective.
 
-    GPUs' are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk goes around a
-    ring of all devices, twice for an all-reduce, for which there are also trees, over nodes and
-    along the devices of each. Others are trees. Over several sites it is a collective of each site,
-    and one of the sites.
+    The counts of GPUs are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk
+    goes around a ring of all devices, twice for an all-reduce, for which there are also trees, over
+    nodes and along the devices of each. Other devices communicate along trees. A collective over
+    several sites is one on each site, and one of the sites.
     """
     inside, nodes, sites = transfer.counts
     if transfer.kind == "collective_permute":
-        return (0, 0, 1) if transfer.leaving else (0, 1, 0) if nodes > 1 else (1, 0, 0)
+        if transfer.leaving:
+            return 0, 0, 1
+        return (0, 1, 0) if nodes > 1 else (1, 0, 0)
     rounds = 2 if transfer.kind == "all_reduce" else 1
     tree = (
         rounds * math.ceil(math.log2(inside)),
@@ -457,16 +457,25 @@ def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
 
 
 def latency(transfer: Transfer, cluster: Cluster) -> float:
-    """Seconds of one collective that do not depend on its bytes."""
+    """Return the seconds of one collective that do not depend on its bytes."""
     return transfer_time(dataclasses.replace(transfer, arrays=()), cluster)
 
 
 def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Cluster) -> float:
-    """Seconds to reduce gradients of `size` bytes on each device in one collective over `group`
-    devices, `per_node` of them on a node.
+    """Return the seconds to reduce gradients of `size` bytes on each device in one collective over
+    `group` devices, `per_node` of them on a node.
     """
-    array = Array("uint8", (size if kind == "all_reduce" else size // group,), 8)
-    return transfer_time(
-        Transfer(kind, "gradients", (), group, per_node, (array,), 1, "", "", asynchronous=True),
-        cluster,
+    elements = size if kind == "all_reduce" else size // group
+    transfer = Transfer(
+        kind,
+        "gradients",
+        (),
+        group,
+        per_node,
+        arrays=(Array("uint8", (elements,), 8),),
+        times=1,
+        where="",
+        name="",
+        asynchronous=True,
     )
+    return transfer_time(transfer, cluster)
