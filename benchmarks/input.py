@@ -57,10 +57,12 @@ def example(pixels: np.ndarray, label: int) -> bytes:
 
 def framed(record: bytes) -> bytes:
     """A record as TFRecord files hold it, with its length and checksums."""
-    from spmd.data.crc import crc32c, masked
+    from spmd.data.tfrecords import crc_function
+
+    masked_crc = crc_function()
 
     def checksum(raw: bytes) -> bytes:
-        return struct.pack("<I", int(masked(crc32c(np.frombuffer(raw, np.uint8)[None]))[0]))
+        return struct.pack("<I", masked_crc(raw))
 
     length = struct.pack("<Q", len(record))
     return length + checksum(length) + record + checksum(record)

@@ -72,17 +72,9 @@ class ArrayRecordFiles(FileFormat):
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
         """Reads the records of each file together."""
-        raw = self._raw(records, bad)
-        if isinstance(self._into, Decoder):
-            for at, record in enumerate(raw):
-                if record is not None:
-                    self._into.read(record, leaves, at, bad)
-            return
-        lengths = np.array([-1 if record is None else len(record) for record in raw])
-        for length in np.unique(lengths[lengths >= 0]).tolist():
-            at = np.flatnonzero(lengths == length)
-            rows = np.frombuffer(b"".join([raw[row] for row in at]), np.uint8).reshape(-1, length)  # type: ignore[misc]
-            self._into.read(rows, leaves, at, bad)
+        for row, record in enumerate(self._raw(records, bad)):
+            if record is not None:
+                self._into.read_record(record, leaves, row, bad)
 
     def _raw(self, records: np.ndarray, bad: dict[int, str]) -> list[bytes | None]:
         files = np.searchsorted(self._first, records, "right") - 1
@@ -155,7 +147,9 @@ class Decoder:
             # a user's function may raise anything; the error names the record
             return f"decode raises {first_line(error)}"
 
-    def read(self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]) -> None:
+    def read_record(
+        self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]
+    ) -> None:
         """One record."""
         decoded = self._decoded(raw)
         if isinstance(decoded, str):

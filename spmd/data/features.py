@@ -1,22 +1,68 @@
-"""Features of `tf.train.Example`: their declarations, and a parser without TensorFlow for many
-records at once.
+"""Features of `tf.train.Example`: declarations, and a parser that needs protobuf but not
+TensorFlow.
 """
 
 import dataclasses
+import functools
+import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from spmd.data.number_parsing import holds, limits
 from spmd.data.records import Field
-from spmd.errors import DataError, OptionError, first_line, type_name
+from spmd.errors import DataError, OptionError, first_line, import_extra, type_name
 from spmd.tree import describe
 
-BYTES, FLOATS, INTEGERS = 1, 2, 3  # the fields of `Feature`
-_HOLDS = {BYTES: "bytes", FLOATS: "floats", INTEGERS: "whole numbers"}
-Spans = list[tuple[int, int]]  # beginnings and ends of payloads in a record
+NOT_AN_EXAMPLE = "its bytes are no tf.train.Example"
+# By field of the message `Feature`: a plural for errors, and the type of the values.
+_CONTENTS = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "whole numbers"}
+_DTYPES = {"bytes_list": np.uint8, "float_list": np.float32, "int64_list": np.int64}
+# The part of tensorflow/core/example/{feature,example}.proto that a reader needs.
+_EXAMPLE_PROTO = """
+name: "spmd/example.proto"  package: "spmd"  syntax: "proto3"
+message_type {
+  name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES }
+}
+message_type {
+  name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT }
+}
+message_type {
+  name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 }
+}
+message_type {
+  name: "Feature"
+  oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".spmd.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".spmd.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".spmd.Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE
+          type_name: ".spmd.Features.FeatureEntry" }
+  nested_type {
+    name: "FeatureEntry"
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+            type_name: ".spmd.Feature" }
+    options { map_entry: true }
+  }
+}
+message_type {
+  name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+          type_name: ".spmd.Features" }
+}
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +78,31 @@ class Feature:
     fill: Any = None
 
     def fields(self, name: str) -> dict[str, Field]:
-        """The arrays of the feature."""
-        mask = {} if self.fill is None else {f"{name}_mask": Field(self.shape, np.dtype(bool))}
-        return {name: Field(self.shape, self.dtype), **mask}
+        """Return the arrays of the feature by name."""
+        fields = {name: Field(self.shape, self.dtype)}
+        if self.fill is not None:
+            fields[f"{name}_mask"] = Field(self.shape, np.dtype(bool))
+        return fields
 
-    def store(self, name: str, values: np.ndarray, into: dict[str, np.ndarray], at: Any) -> None:
-        """Numbers [..., count] in rows `at` of the arrays; where lengths differ, filled to the
-        length that all have, with a mask.
+    def store(self, name: str, values: np.ndarray, into: dict[str, np.ndarray], row: int) -> None:
+        """Store the numbers [count] of one record in a row of the arrays; if lengths differ, fill
+        the row, and set its mask.
         """
         if self.fill is None:
-            into[name][at] = values.reshape(*values.shape[:-1], *self.shape)
+            into[name][row] = values.reshape(self.shape)
             return
-        count = values.shape[-1]
-        into[name][at] = self.fill
-        into[name][at, :count] = values
-        into[f"{name}_mask"][at] = np.arange(self.shape[0]) < count
+        count = len(values)
+        into[name][row] = self.fill
+        into[name][row, :count] = values
+        into[f"{name}_mask"][row] = np.arange(self.shape[0]) < count
 
 
 def fields_of(features: Mapping[str, Feature]) -> dict[str, Field]:
-    """The arrays of several features."""
-    return {
-        name: field
-        for feature, declared in features.items()
-        for name, field in declared.fields(feature).items()
-    }
+    """Return the arrays of several features by name."""
+    fields: dict[str, Field] = {}
+    for name, feature in features.items():
+        fields |= feature.fields(name)
+    return fields
 
 
 def fixed(
@@ -64,7 +111,7 @@ def fixed(
     default: Any = None,
     decode: Callable[[bytes], Any] | None = None,
 ) -> Feature:
-    """A feature that has one shape in all records.
+    """Declare a feature that has one shape in all records.
 
     Bytes are read as consecutive numbers of `dtype` (such as pixels, uint8), or decoded by
     `decode(bytes)`.
@@ -79,24 +126,22 @@ def fixed(
     Returns:
       The feature, for `features=` of `tfrecord` and `array_record`.
 
+    Raises:
+      OptionError: a shape that is not a tuple of sizes, an unknown dtype, a default that the dtype
+        does not hold, or a `decode` that is no function.
+
     Example:
       >>> fixed((28, 28), "uint8").shape
       (28, 28)
     """
-    sizes: Any = shape if isinstance(shape, tuple | list) else (None,)
-    if not all(
-        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
-        for size in sizes
-    ):
-        fix = (
-            f"fixed(({shape},), ...)"
-            if isinstance(shape, int)
-            else "fixed((28, 28), ...), or fixed((), ...) for one number"
-        )
+    if not isinstance(shape, tuple | list) or not all(map(_is_size, shape)):
+        fix = "fixed((28, 28), ...), or fixed((), ...) for one number"
+        if isinstance(shape, int):
+            fix = f"fixed(({shape},), ...)"
         raise OptionError(
             f"fixed({shape!r}, ...): a shape is a tuple of whole numbers.", fix=f"{fix}."
         )
-    feature = Feature(tuple(int(size) for size in sizes), _dtype(dtype), default, decode)
+    feature = Feature(tuple(int(size) for size in shape), _dtype(dtype), default, decode)
     if decode is not None and not callable(decode):
         raise OptionError(
             f"fixed(decode={decode!r}) is {type_name(decode)}.",
@@ -115,9 +160,13 @@ def fixed(
     return feature
 
 
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
+
+
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
-    """A feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask` is True
-    where data is.
+    """Declare a feature of up to `length` numbers, padded with `fill`; a second array `NAME_mask`
+    is True where data is.
 
     All have one length, since a step is compiled for one shape; a longer feature is an error that
     names the record.
@@ -125,10 +174,13 @@ def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
     Args:
       length: numbers of the longest feature.
       dtype: of its numbers, such as "int32".
-      fill: what is padded with.
+      fill: the number with which shorter features are padded.
 
     Returns:
       The feature, for `features=` of `tfrecord`, or `pad=` of `array_record`.
+
+    Raises:
+      OptionError: a length below 1, an unknown dtype, or a `fill` that the dtype does not hold.
 
     Example:
       >>> sorted(padded(64, "int32").fields("tokens"))
@@ -163,11 +215,11 @@ def _dtype(name: str) -> np.dtype:
 
 
 class Parser:
-    """Reads features from records of equal length; records with the same structure are read
-    together.
+    """Reads declared features from serialized records.
 
     Raises:
-      OptionError: what is given are no features, or two of them have one name.
+      OptionError: `features` is not a mapping of features, or two arrays have one name.
+      MissingExtraError: protobuf is not installed.
     """
 
     def __init__(self, features: Mapping[str, Feature]):
@@ -187,262 +239,164 @@ class Parser:
                     fix="another name for one of them.",
                 )
         self.fields = fields_of(features)
-        self._known: dict[int, _Template] = {}  # the last template, by record length
+        example_message()  # names a missing extra before a file is opened
 
-    def read(
-        self, rows: np.ndarray, into: dict[str, np.ndarray], at: np.ndarray, bad: dict[int, str]
+    def read_record(
+        self, record: bytes, into: dict[str, np.ndarray], row: int, bad: dict[int, str]
     ) -> None:
-        """The features of uint8[n, length], into rows `at` of the arrays; `bad` gets the reason for
-        each that cannot be read.
+        """Store the features of one record in a row of the arrays; if one cannot be read, `bad`
+        gets the reason.
         """
-        left = np.arange(len(rows))
-        template = self._known.get(rows.shape[1])
-        while len(left):
-            if template is None:
-                try:
-                    template = _Template(rows[left[0]], self.features)
-                except (ValueError, IndexError) as error:
-                    bad[int(at[left[0]])] = (
-                        str(error)
-                        if isinstance(error, ValueError)
-                        else "its bytes are no tf.train.Example"
-                    )
-                    left = left[1:]
-                    continue
-                self._known[rows.shape[1]] = template
-            fits = template.fits(rows[left])
-            if fits.any():
-                self._read_alike(template, rows[left[fits]], into, at[left[fits]], bad)
-            left, template = left[~fits], None
-
-    def _read_alike(
-        self,
-        template: "_Template",
-        rows: np.ndarray,
-        into: dict,
-        at: np.ndarray,
-        bad: dict[int, str],
-    ) -> None:
+        try:
+            stored = parse_example(record)
+        except ValueError as error:
+            bad[row] = str(error)
+            return
         for name, feature in self.features.items():
             try:
-                _read(name, feature, template, rows, into, at, bad)
+                values = _feature_values(name, feature, stored)
+                feature.store(name, values, into, row)
             except ValueError as error:
-                bad.update(dict.fromkeys(at.tolist(), str(error)))
+                bad[row] = str(error)
 
 
-class _Template:
-    """The structure of a record: the positions of payloads, and the bytes that determine them."""
-
-    def __init__(self, record: np.ndarray, features: Mapping[str, Feature]):
-        self.parts = parse(record.tobytes())
-        payload = np.zeros(len(record), bool)
-        continued = np.zeros(len(record), bool)
-        for name, (kind, spans) in self.parts.items():
-            for start, end in spans:
-                payload[start:end] = True
-                # the length of each varint belongs to the structure
-                continued[start:end] = name in features and kind == INTEGERS
-        self._fixed, self._continued = np.flatnonzero(~payload), np.flatnonzero(continued)
-        self._expected, self._continues = record[self._fixed].copy(), record[self._continued] & 0x80
-
-    def fits(self, rows: np.ndarray) -> np.ndarray:
-        """bool[n]: which rows have this structure."""
-        alike = (rows[:, self._fixed] == self._expected).all(axis=1)
-        return alike & ((rows[:, self._continued] & 0x80) == self._continues).all(axis=1)
+@functools.cache
+def example_message() -> tuple[Any, type[Exception]]:
+    """Return the class of the message `Example`, and the error that its parser raises."""
+    descriptors = import_extra("google.protobuf.descriptor_pb2", "tfrecord")
+    text_format = import_extra("google.protobuf.text_format", "tfrecord")
+    # A pool of its own: in the common one, TensorFlow registers its own `tensorflow.Example`.
+    pool = import_extra("google.protobuf.descriptor_pool", "tfrecord").DescriptorPool()
+    pool.Add(text_format.Parse(_EXAMPLE_PROTO, descriptors.FileDescriptorProto()))
+    factory = import_extra("google.protobuf.message_factory", "tfrecord")
+    message = factory.GetMessageClass(pool.FindMessageTypeByName("spmd.Example"))
+    return message, import_extra("google.protobuf.message", "tfrecord").DecodeError
 
 
-def _values(rows: np.ndarray, kind: int, spans: Spans) -> np.ndarray:
-    """Numbers [n, count], or the bytes uint8[n, count]."""
-    parts = [rows[:, start:end] for start, end in spans]
-    raw = np.ascontiguousarray(
-        parts[0]
-        if len(parts) == 1
-        else np.concatenate([np.zeros((len(rows), 0), np.uint8), *parts], axis=1)
-    )
-    if kind not in (FLOATS, INTEGERS):  # also an empty feature, which need not have a kind
-        return raw
-    if kind == FLOATS:
-        if raw.shape[1] % 4:
-            raise ValueError(f"floats of {raw.shape[1]} bytes, which 4 does not divide")
-        return raw.view("<f4")
-    if not raw.shape[1]:
-        return np.zeros((len(rows), 0), np.int64)
-    last = (raw[0] & 0x80) == 0
-    if not last[-1]:
-        raise ValueError("a whole number that does not end")
-    number = np.concatenate([[0], np.cumsum(last)[:-1]])
-    firsts = np.concatenate([[0], np.flatnonzero(last)[:-1] + 1])
-    place = np.arange(len(last)) - firsts[number]
-    bits = (raw & 0x7F).astype(np.uint64) << np.minimum(7 * place, 63).astype(np.uint64)
-    return np.bitwise_or.reduceat(bits, firsts, axis=1).view(np.int64)
-
-
-def _read(
-    name: str,
-    feature: Feature,
-    template: _Template,
-    rows: np.ndarray,
-    into: dict,
-    at: np.ndarray,
-    bad: dict[int, str],
-) -> None:
-    """Store one feature of records of one structure.
+def parse_example(record: bytes) -> Mapping[str, Any]:
+    """Return the `Feature` messages of a serialized record by name.
 
     Raises:
-      ValueError: the reason why none of these records can be read.
+      ValueError: the bytes are not a `tf.train.Example`.
+      MissingExtraError: protobuf is not installed.
+
+    Example:
+      >>> record = b"\\x0a\\x0c\\x0a\\x0a\\x0a\\x01y\\x12\\x05\\x1a\\x03\\x0a\\x01\\x07"
+      >>> list(parse_example(record)["y"].int64_list.value)
+      [7]
     """
-    kind, spans = template.parts.get(name, (0, []))
-    values = _values(rows, kind, spans)
-    if not values.shape[1] and feature.default is not None:
-        into[name][at] = feature.default
-        return
-    if name not in template.parts:
-        raise ValueError(
-            f'there is no feature "{name}"; it has {", ".join(sorted(template.parts)) or "none"}'
-        )
-    if kind == BYTES and len(spans) != 1:
-        raise ValueError(f'feature "{name}" has {len(spans)} byte strings, and one is read')
-    if kind == BYTES and feature.decode is not None:
-        for raw, row in zip(values, at.tolist(), strict=True):
-            try:
-                value = np.asarray(feature.decode(raw.tobytes()))
-            except Exception as error:
-                # a user's function may raise anything; the error names the record
-                bad[row] = f'decode of "{name}" raises {first_line(error)}'
-                continue
-            if value.shape != feature.shape or value.dtype != feature.dtype:
-                bad[row] = (
-                    f'decode of "{name}" gives {describe(value)}; {describe(feature)} is declared'
-                )
-            else:
-                into[name][row] = value
-        return
-    if kind == BYTES:
-        size = feature.dtype.itemsize
-        if values.shape[1] % size:
+    message, decode_error = example_message()
+    try:
+        return message.FromString(record).features.feature
+    except decode_error:
+        raise ValueError(NOT_AN_EXAMPLE) from None
+
+
+def _feature_values(name: str, feature: Feature, stored: Mapping[str, Any]) -> np.ndarray:
+    """Return the numbers [count] of a feature, or an array of its shape.
+
+    Raises:
+      ValueError: the reason why the feature cannot be read.
+    """
+    # `in` first: to look up a name that a map of messages does not have adds it.
+    if name not in stored:
+        if feature.default is None:
             raise ValueError(
-                f'feature "{name}" has {values.shape[1]} bytes, which are no {feature.dtype}'
+                f'there is no feature "{name}"; it has {", ".join(sorted(stored)) or "none"}'
             )
-        values = values.view(feature.dtype.newbyteorder("<"))
-    elif values.shape[1] and (kind == FLOATS) != (feature.dtype.kind == "f"):
-        raise ValueError(f'feature "{name}" holds {_HOLDS[kind]}, and {feature.dtype} is wanted')
-    elif feature.dtype.itemsize < (8 if kind == INTEGERS else 4):
-        values = _within(name, feature.dtype, values, at, bad)
-    count, size = values.shape[1], int(np.prod(feature.shape))
+        return np.broadcast_to(feature.default, feature.shape)
+    kind = stored[name].WhichOneof("kind")
+    contents: Any = ()
+    if kind is not None:
+        contents = getattr(stored[name], kind).value
+    if feature.default is not None and (not contents or contents[0] == b""):
+        return np.broadcast_to(feature.default, feature.shape)
+    if kind == "bytes_list":
+        if len(contents) != 1:
+            raise ValueError(f'feature "{name}" has {len(contents)} byte strings, and one is read')
+        if feature.decode is not None:
+            return _decoded(name, feature, contents[0])
+        if len(contents[0]) % feature.dtype.itemsize:
+            raise ValueError(
+                f'feature "{name}" has {len(contents[0])} bytes, which are no {feature.dtype}'
+            )
+        values = np.frombuffer(contents[0], feature.dtype.newbyteorder("<"))
+    else:
+        values = _numbers(name, feature.dtype, kind, contents)
+    count, size = len(values), math.prod(feature.shape)
     if feature.fill is not None and count > size:
         raise ValueError(f'feature "{name}" has {count} numbers, and is padded to {size}')
     if feature.fill is None and count != size:
         raise ValueError(
             f'feature "{name}" has {count} numbers, and shape {list(feature.shape)} needs {size}'
         )
-    feature.store(name, values, into, at)
+    return values
 
 
-def _within(
-    name: str, dtype: np.dtype, values: np.ndarray, at: np.ndarray, bad: dict[int, str]
-) -> np.ndarray:
-    """Values with 0 in rows that a narrower dtype cannot hold; `bad` gets these rows."""
-    least, most = limits(dtype)
-    beyond = np.asarray(((values < least) | (values > most)) & ~np.isinf(values))
-    wrong = np.asarray(beyond.any(axis=1))
-    for row in np.flatnonzero(wrong).tolist():
-        bad[int(at[row])] = (
-            f'feature "{name}" has {values[row][beyond[row]][0]}, which {dtype} does not hold'
-        )
-    return np.where(wrong[:, None], 0, values)
-
-
-def parse(record: bytes) -> dict[str, tuple[int, Spans]]:
-    """By feature: its kind, and the positions of its payload.
+def _decoded(name: str, feature: Feature, raw: bytes) -> np.ndarray:
+    """Return the array that the user's function makes of the bytes of one record.
 
     Raises:
-      ValueError: the bytes are not a `tf.train.Example`; with a reason.
-      IndexError: they end too early.
-
-    Example:
-      >>> parse(b"\\x0a\\x0c\\x0a\\x0a\\x0a\\x01y\\x12\\x05\\x1a\\x03\\x0a\\x01\\x07")
-      {'y': (3, [(13, 14)])}
+      ValueError: the function raises, or its array is not the one that is declared.
     """
-    features: dict[str, tuple[int, Spans]] = {}
-    for _, start, end in _message(record, 0, len(record), {(1, 2)}):
-        for _, entry, entry_end in _message(record, start, end, {(1, 2)}):
-            name, kind, spans = "", 0, []
-            for number, begin, stop in _message(record, entry, entry_end, {(1, 2), (2, 2)}):
-                if number == 1:
-                    name = record[begin:stop].decode("utf-8")
-                    continue
-                for kind, inner, outer in _message(
-                    record, begin, stop, {(BYTES, 2), (FLOATS, 2), (INTEGERS, 2)}
-                ):
-                    allowed = {(1, 2)} | (
-                        {(1, 5)} if kind == FLOATS else {(1, 0)} if kind == INTEGERS else set()
-                    )
-                    spans = [
-                        (first, last) for _, first, last in _message(record, inner, outer, allowed)
-                    ]
-            features[name] = (kind, spans)
-    return features
+    decode: Any = feature.decode
+    try:
+        value = np.asarray(decode(raw))
+    except Exception as error:
+        # a user's function may raise anything; the error names the record
+        raise ValueError(f'decode of "{name}" raises {first_line(error)}') from None
+    if value.shape != feature.shape or value.dtype != feature.dtype:
+        raise ValueError(
+            f'decode of "{name}" gives {describe(value)}; {describe(feature)} is declared'
+        )
+    return value
 
 
-def _message(
-    record: bytes, at: int, end: int, allowed: set[tuple[int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    """The fields of one message whose number and wire type are allowed: the number, and where the
-    payload begins and ends.
+def _numbers(name: str, dtype: np.dtype, kind: str | None, contents: Any) -> np.ndarray:
+    """Return the floats or whole numbers [count] of a feature.
+
+    Raises:
+      ValueError: they are of another kind than the dtype, or it does not hold one of them.
     """
-    while at < end:
-        tag, at = _varint(record, at)
-        number, wire = tag >> 3, tag & 7
-        start = at
-        if wire == 2:
-            size, start = _varint(record, at)
-            at = start + size
-        elif wire == 0:
-            _, at = _varint(record, at)
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError("its bytes are no tf.train.Example")
-        if at > end:
+    if not contents or kind is None:
+        return np.zeros(0, dtype)
+    values = np.array(contents, _DTYPES[kind])
+    if (values.dtype.kind == "f") != (dtype.kind == "f"):
+        raise ValueError(f'feature "{name}" holds {_CONTENTS[kind]}, and {dtype} is wanted')
+    if dtype.itemsize < values.dtype.itemsize:
+        least, most = limits(dtype)
+        beyond = ((values < least) | (values > most)) & ~np.isinf(values)
+        if beyond.any():
             raise ValueError(
-                "its bytes are no tf.train.Example: a field is longer than what holds it"
+                f'feature "{name}" has {values[beyond][0]}, which {dtype} does not hold'
             )
-        if (number, wire) in allowed:
-            yield number, start, at
-
-
-def _varint(record: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = record[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise ValueError("its bytes are no tf.train.Example")
+    return values
 
 
 def declared_by(record: bytes) -> dict[str, Feature]:
-    """The features of a record as `fixed` declares them: floats float32, integers int64, bytes
-    uint8.
+    """Return the features of a record as `fixed` declares them: floats float32, integers int64,
+    bytes uint8.
 
     Raises:
       DataError: it is not a `tf.train.Example`, or has no features.
     """
     try:
-        parts = parse(record)
-    except (ValueError, IndexError):
-        parts = {}
-    if not parts:
+        stored = parse_example(record)
+    except ValueError:
+        stored = {}
+    if not stored:
         raise DataError(
             "the first record is no tf.train.Example with features.",
             fix="decode=function, which reads such records.",
         )
-    dtypes = {BYTES: "uint8", FLOATS: "float32", INTEGERS: "int64"}
-    row = np.frombuffer(record, np.uint8)[None]
-    return {
-        name: fixed(_values(row, kind, spans).shape[1:], dtypes[kind])
-        for name, (kind, spans) in parts.items()
-    }
+    features = {}
+    for name in sorted(stored):
+        kind = stored[name].WhichOneof("kind")
+        if kind is None:  # a feature without values has no dtype
+            continue
+        contents = getattr(stored[name], kind).value
+        count = len(contents)
+        if kind == "bytes_list":
+            count = sum(map(len, contents))
+        features[name] = fixed((count,), _DTYPES[kind].__name__)
+    return features

@@ -6,21 +6,18 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from spmd.data.crc import crc32c, masked
 from spmd.data.features import Feature, Parser
 from spmd.data.record_index import RecordIndex, check_uncompressed, find_files
 from spmd.data.records import FileFormat, ReadOptions, Records
-from spmd.errors import DataError, option, quoted
+from spmd.errors import DataError, import_extra, option, quoted
 
 # bytes around a record: its length and the checksum of that; the checksum of its data
 HEAD, TAIL = 12, 4
-ALIKE = 8  # consecutive records of one length after which many more are tried at once
-TOGETHER = 1 << 16  # records whose heads are checked at a time
 
 
 class TFRecordFiles(FileFormat):
@@ -35,19 +32,18 @@ class TFRecordFiles(FileFormat):
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """Reads records of one length together."""
+        """Check the checksum of each record, and parse its features."""
+        masked_crc = crc_function()
         raw, starts, ends = self._offsets.read(records)
-        lengths = ends - starts
-        for length in np.unique(lengths).tolist():
-            at = np.flatnonzero(lengths == length)
-            frames = _frames(raw, starts[at], length)
-            data = frames[:, HEAD:-TAIL]
-            sound = frames[:, -TAIL:].copy().view("<u4")[:, 0] == masked(crc32c(data))
-            bad |= dict.fromkeys(at[~sound].tolist(), "its checksum is not that of its data")
-            self._parser.read(data if sound.all() else data[sound], leaves, at[sound], bad)
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            data = raw[start + HEAD : end - TAIL]
+            if int.from_bytes(raw[end - TAIL : end], "little") == masked_crc(data):
+                self._parser.read_record(data, leaves, row, bad)
+            else:
+                bad[row] = "its checksum is not that of its data"
 
     def where(self, record: int) -> str:
-        """The file, the number of the record in it, and its first byte."""
+        """Return the file, the number of the record in it, and its first byte, in words."""
         path, number, start = self._offsets.place(record)
         return f"{path}, record {number} (byte {start})"
 
@@ -66,7 +62,7 @@ def tfrecord(
     """Batches of `tf.train.Example` records in TFRecord files, for `fit` or your own loop.
 
     The beginnings of records are found once, from the lengths before them. Compressed files are not
-    supported.
+    supported. Needs the extra `tfrecord`.
 
     Args:
       files: a pattern, a path, or several of them.
@@ -81,6 +77,7 @@ def tfrecord(
 
     Raises:
       DataError: no file, or one that is truncated or damaged.
+      MissingExtraError: google-crc32c or protobuf is not installed.
 
     Example:
       >>> import spmd
@@ -104,20 +101,8 @@ def tfrecord(
     return Records(TFRecordFiles(offsets, parser), reading)
 
 
-def _frames(raw: bytes, starts: np.ndarray, length: int) -> np.ndarray:
-    """uint8[n, length]: all bytes of records of one length."""
-    if len(starts) == 1 or (np.diff(starts) == length).all():
-        return np.frombuffer(raw, np.uint8, len(starts) * length, int(starts[0])).reshape(
-            -1, length
-        )
-    view = memoryview(raw)
-    return np.frombuffer(
-        b"".join([view[start : start + length] for start in starts.tolist()]), np.uint8
-    ).reshape(-1, length)
-
-
 def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Where each record begins and ends, including its length and checksums.
+    """Return where each record begins and ends, including its length and checksums, in bytes.
 
     Raises:
       DataError: the file is truncated, or a length is damaged, so that the next record cannot be
@@ -127,76 +112,65 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     if not size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        starts, end = _walk(data, size)
-        heads = np.append(starts, end) if size - end >= HEAD else starts
-        wrong = _first_damaged(np.frombuffer(data, np.uint8), heads)
-    ends = np.append(starts[1:], end)[: len(starts)]
-    if wrong is None and end == size:
+        edges, damaged = _record_edges(data, size)
+    count, end = len(edges) - 1, edges[-1]
+    starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
+    if end == size:
         return starts, ends
-    if wrong is None:
-        count, at, why = (
-            len(starts),
-            end,
-            f"the file is truncated: {size - end} bytes are left of {size}, and the record there "
-            "is longer",
-        )
+    if damaged:
+        why = "the checksum of its length is not right: where the next record begins is not known"
     else:
-        count, at, why = (
-            wrong,
-            int(heads[wrong]),
-            "the checksum of its length is not right: where the next record begins is not known",
+        why = (
+            f"the file is truncated: {size - end} bytes are left of {size}, and the record there "
+            "is longer"
         )
     if not count:
         check_uncompressed(path)
     if not skip:
-        rest = (
-            f"the file as it was written, or {option('on_error', quoted('skip'))}, which leaves "
-            "out all from there on"
-        )
-        fix = rest if count else "a TFRecord file; nothing of this one can be read"
-        raise DataError(f"{path}, record {count} (byte {at}): {why}.", fix=f"{fix}.")
+        fix = "a TFRecord file; nothing of this one can be read"
+        if count:
+            skipping = option("on_error", quoted("skip"))
+            fix = f"the file as it was written, or {skipping}, which leaves out all from there on"
+        raise DataError(f"{path}, record {count} (byte {end}): {why}.", fix=f"{fix}.")
     logging.getLogger("spmd").warning(
-        "%s, record %d (byte %d): %s. All from there on is left out.", path, count, at, why
+        "%s, record %d (byte %d): %s. All from there on is left out.", path, count, end, why
     )
-    return starts[:count], ends[:count]
+    return starts, ends
 
 
-def _walk(data: mmap.mmap, size: int) -> tuple[np.ndarray, int]:
-    """The beginnings of records, by their lengths, and the end of the last complete one. Equal
-    lengths are tried many at once.
+def _record_edges(data: mmap.mmap, size: int) -> tuple[list[int], bool]:
+    """Return where records begin, and where the last complete one ends; and if the next one has a
+    damaged length.
     """
-    pieces: list[np.ndarray] = []
-    starts: list[int] = []
-    length_at, at, before, alike = struct.Struct("<Q").unpack_from, 0, -1, 0
-    while at + HEAD + TAIL <= size:
-        (length,) = length_at(data, at)
-        frame = length + HEAD + TAIL
-        if at + frame > size:
+    masked_crc, edges = crc_function(), [0]
+    length_and_crc = struct.Struct("<QI")
+    while edges[-1] + HEAD <= size:
+        start = edges[-1]
+        length, crc = length_and_crc.unpack_from(data, start)
+        if crc != masked_crc(data[start : start + 8]):
+            return edges, True
+        end = start + HEAD + length + TAIL
+        if end > size:
             break
-        alike = alike + 1 if length == before else 0
-        before = length
-        if alike < ALIKE:
-            starts.append(at)
-            at += frame
-            continue
-        heads = at + frame * np.arange(min(TOGETHER, (size - at) // frame))
-        same = _gathered(np.frombuffer(data, np.uint8), heads, 8).view("<u8")[:, 0] == length
-        run = len(same) if same.all() else int(same.argmin())
-        pieces += [np.array(starts, np.int64), heads[:run]]
-        starts, at = [], at + run * frame
-        alike = alike if run == len(same) else 0
-    return np.concatenate([*pieces, np.array(starts, np.int64)]).astype(np.int64), at
+        edges.append(end)
+    return edges, False
 
 
-def _first_damaged(data: np.ndarray, starts: np.ndarray) -> int | None:
-    """The first record whose length does not match its checksum."""
-    for first in range(0, len(starts), TOGETHER):
-        heads = _gathered(data, starts[first : first + TOGETHER], HEAD)
-        right = heads[:, 8:].copy().view("<u4")[:, 0] == masked(crc32c(heads[:, :8]))
-        if not right.all():
-            return first + int(right.argmin())
-    return None
+def crc_function() -> Callable[[bytes], int]:
+    """Return a function of bytes to their CRC-32C (Castagnoli) as TFRecord files store it: rotated
+    by 15 bits, plus a constant (tensorflow/core/lib/hash/crc32c.h).
 
+    Raises:
+      MissingExtraError: google-crc32c is not installed.
 
-def _gathered(data: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    return data[starts[:, None] + np.arange(length)]
+    Example:
+      >>> hex(crc_function()(b"123456789"))
+      '0xc78ab0e5'
+    """
+    crc32c = import_extra("google_crc32c", "tfrecord").value
+
+    def masked_crc(data: bytes) -> int:
+        crc = crc32c(data)
+        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    return masked_crc

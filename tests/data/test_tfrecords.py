@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from linear import fit
 
 import spmd
 from spmd.data import tfrecords
-from spmd.data.crc import crc32c, masked
-from spmd.errors import DataError, OptionError
+from spmd.data.features import example_message
+from spmd.errors import DataError, MissingExtraError, OptionError
 
 ROWS = 40
 FEATURES = {
@@ -46,8 +47,8 @@ def read(path, features=None, **options):
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 100, 1001])
 def test_checksums_are_those_made_bit_by_bit(length):
-    rows = np.random.default_rng(length).integers(0, 256, (3, length), dtype=np.uint8)
-    assert masked(crc32c(rows)).tolist() == [written.crc(row.tobytes()) for row in rows]
+    data = np.random.default_rng(length).bytes(length)
+    assert tfrecords.crc_function()(data) == written.crc(data)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -215,14 +216,20 @@ def test_the_number_that_does_not_fit_is_named(tmp_path):
         read(path, {"y": spmd.data.fixed((2,), "uint8")})
 
 
-def test_records_of_one_length_are_found_many_at_once(tmp_path, monkeypatch):
-    sizes = [5] * 30 + [6] + [5] * 3 + [7] * 40
+def test_records_are_found_by_their_lengths(tmp_path):
+    sizes = [5] * 30 + [6] + [0] * 3 + [7] * 40
     path = written.tfrecord(tmp_path / "a.tfrecord", [b"z" * size for size in sizes])
     expected = np.cumsum([0, *(size + 16 for size in sizes)])
-    for together in (1, 4, 1 << 16):
-        monkeypatch.setattr(tfrecords, "TOGETHER", together)
-        begins, ends = tfrecords.scan(str(path))
-        assert begins.tolist() == expected[:-1].tolist() and ends.tolist() == expected[1:].tolist()
+    begins, ends = tfrecords.scan(str(path))
+    assert begins.tolist() == expected[:-1].tolist() and ends.tolist() == expected[1:].tolist()
+
+
+@pytest.mark.parametrize("module", ["google_crc32c", "google.protobuf.text_format"])
+def test_a_missing_extra_is_named_before_a_file_is_opened(path, module, monkeypatch):
+    example_message.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"{module} is not installed.*\n.*\.\[tfrecord\]"):
+        read(path)
 
 
 def test_files_without_records(tmp_path):
