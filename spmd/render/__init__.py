@@ -1,1 +1,1 @@
-"""Building blocks of reports and pictures: HTML, SVG, sparklines."""
+"""Building blocks of reports and pictures: tables in terminals, HTML, SVG, sparklines."""

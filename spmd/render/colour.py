@@ -9,8 +9,8 @@ CODES = {"red": 31, "green": 32, "yellow": 33}
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Whether text for a stream is coloured: in a terminal that is not dumb; $NO_COLOR turns it
-    off, and $FORCE_COLOR on.
+    """Return True if text for a stream is coloured: in a terminal that is not dumb; $NO_COLOR turns
+    it off, and $FORCE_COLOR on.
 
     >>> import io
     >>> shows_colour(io.StringIO())
@@ -24,8 +24,8 @@ def shows_colour(stream: TextIO) -> bool:
 
 
 def paint(text: str, colours: Mapping[str, str], stream: TextIO) -> str:
-    """A text in which lines that begin with certain words have these words in a colour, if the
-    stream shows colours.
+    """Return a text in which words at the beginning of a line have a colour, if the stream shows
+    colours.
 
     >>> import sys
     >>> paint("fits: 3 GiB", {"fits": "green"}, sys.stdout) in (

@@ -1,11 +1,11 @@
 """Tables of text that fit the terminal, and HTML in one style for pages and notebook cells."""
 
-import functools
 import html
+import io
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 # Colours inherit from the page, because a notebook's theme may differ from the browser's
 # preference.
@@ -84,22 +84,18 @@ class Text(str):
 # a number, with or without unit
 NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")
 UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
-MIN_WIDTH = 4  # characters; columns do not shrink below it
-HANG = "  "  # before the further lines of a first cell, which would else look like rows
-# Where a cell may be wrapped, best first: after slashes and spaces (but not in a list or before a
-# unit); commas; underscores; anywhere.
-BREAKS = (
-    r"(?:, | (?=(?:[KMGT]?i?B|[mu]?s)\b)|[^ /])+[ /]*|[ /]+",
-    r"[^ ,/]+[ ,/]*|[ ,/]+",
-    r"[^ ,/_]+[ ,/_]*|[ ,/_]+",
-    r"(?s).",
-)
-LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")  # what stands before it
+# Rich breaks lines at what `\s` of `re` matches: at this character too, which has no width and is
+# taken out again. It stands behind slashes, so that paths are broken there.
+BREAK = "\x1f"
+# By rows of four characters, as rich defines boxes: two blanks between columns, the padding of a
+# cell and the box's divider, and a line below the header.
+RULE = "    \n    \n----\n    \n    \n    \n    \n    \n"
+BEFORE_LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")
 LEAST_HANGING = 24  # characters of a last column that is wrapped below itself
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or of $COLUMNS."""
+    """Return the width of the terminal, or $COLUMNS, in characters."""
     return shutil.get_terminal_size((UNBOUND, 24)).columns
 
 
@@ -110,130 +106,89 @@ def aligned(
     ruled: bool = False,
     width: int | None = None,
 ) -> list[str]:
-    """Rows of cells as lines with aligned columns. Cells are wrapped if the lines would be wider
-    than the terminal, words last.
+    """Return rows of cells as lines with aligned columns. Cells are wrapped if the lines would be
+    wider than the terminal, paths after their slashes.
 
     Args:
       right: align cells to the right.
       ruled: draw a line below the first row.
-      width: of the table; None: the terminal's.
+      width: of the table, in characters; None: the terminal's.
 
-    >>> print(
-    ...     "\\n".join(
-    ...         aligned(
-    ...             [("path", "array"), ("blocks/0/kernel", "float32[8, 8]")], ruled=True, width=24
-    ...         )
-    ...     )
-    ... )
-    path       array
-    ----------------
-    blocks/0/  float32[8, 8]
-      kernel
+    >>> rows = [("path", "array"), ("blocks/0/kernel", "float32[8, 8]")]
+    >>> print("\\n".join(aligned(rows, ruled=True, width=28)))
+    path           array
+    ----------------------------
+    blocks/0/      float32[8, 8]
+    kernel
     """
-    width = terminal_width() if width is None else width
-    widths, lines = _widths(rows, width), []
-    for row in rows:
-        cells = [
-            _wrapped(cell, wide, at == 0 and not right)
-            for at, (cell, wide) in enumerate(zip(row, widths, strict=True))
-        ]
-        for at in range(max(map(len, cells))):
-            parts = [cell[at] if at < len(cell) else "" for cell in cells]
-            padded = [
-                part.rjust(wide) if right else part.ljust(wide)
-                for part, wide in zip(parts, widths, strict=True)
-            ]
-            lines.append("  ".join(padded).rstrip())
-        if ruled and len(rows) > 1 and row is rows[0]:
-            lines.append("-" * max(map(len, lines)))
-    return lines
+    # imported here: rich takes 0.1 s, and many commands print no table
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters for each column. The next to shrink is the one that then adds the fewest lines, or
-    the widest of several.
-    """
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    for pattern in BREAKS:
-        least = [
-            max(MIN_WIDTH, *(_least(cell, pattern, at == 0) for cell in column))
-            for at, column in enumerate(columns)
-        ]
-        while sum(widths) + 2 * (len(widths) - 1) > width:
-            shrinkable = [at for at, wide in enumerate(widths) if wide > least[at]]
-            if not shrinkable:
-                break
-            counts = [
-                [len(_wrapped(cell, wide, at == 0)) for cell in columns[at]]
-                for at, wide in enumerate(widths)
-            ]
-            tallest = list(map(max, zip(*counts, strict=True)))
-
-            def added(at: int, tallest: list[int] = tallest) -> tuple[int, int]:
-                after = (len(_wrapped(cell, widths[at] - 1, at == 0)) for cell in columns[at])
-                return sum(
-                    max(count - most, 0) for count, most in zip(after, tallest, strict=True)
-                ), -widths[at]
-
-            widths[min(shrinkable, key=added)] -= 1
-    return widths
-
-
-@functools.lru_cache(maxsize=4096)
-def _least(text: str, pattern: str, hanging: bool) -> int:
-    """The width of a cell's longest part."""
-    first, *rest = [part.rstrip() for part in re.findall(pattern, text)] or [""]
-    return max([len(first), *(len(part) + len(HANG) * hanging for part in rest)])
-
-
-@functools.lru_cache(maxsize=16384)
-def _wrapped(text: str, width: int, hanging: bool) -> tuple[str, ...]:
-    """A cell's text in lines; further ones hang if this is possible without splitting a word."""
-    if len(text) <= width:
-        return (text,)
-    pattern = next(
-        (pattern for pattern in BREAKS if _least(text, pattern, hanging) <= width), BREAKS[-1]
-    )
-    lines, hang = [""], HANG if hanging else ""
-    for word in re.findall(pattern, text):
-        if lines[-1].strip() and len(lines[-1] + word.rstrip()) > width:
-            lines.append(hang)
-        lines[-1] += word
-    return tuple(line.rstrip() for line in lines)
+    if not rows:
+        return []
+    if width is None:
+        width = terminal_width()
+    table = Table(box=Box(RULE), show_edge=False, show_header=ruled, padding=(0, 1, 0, 0))
+    table.pad_edge = False
+    justify: Literal["left", "right"] = "left"
+    if right:
+        justify = "right"
+    for cell in rows[0]:
+        table.add_column(Text(cell), justify=justify, overflow="fold")
+    for row in rows[ruled:]:
+        table.add_row(*(Text(cell.replace("/", f"/{BREAK}")) for cell in row))
+    # In a notebook, a console of rich prints into the cell by default.
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().replace(BREAK, "").splitlines()]
 
 
 def filled(text: str, *, width: int | None = None) -> str:
-    """A text whose lines are wrapped at the terminal's width, inside a word only if it is a path;
-    below a wide last column, or indented.
+    """Return a text whose lines are wrapped at the terminal's width, inside a word only if it is a
+    path; below a wide last column, or indented.
 
     >>> print(filled("fits: 3 GiB of 80 GiB on each device", width=20))
     fits: 3 GiB of 80
       GiB on each device
     """
-    width = terminal_width() if width is None else width
+    if width is None:
+        width = terminal_width()
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) > width:
+            lines += _wrapped(line, width)
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
-    def wrap(line: str) -> str:
-        before = LAST_COLUMN.match(line)
-        indent = (
-            len(before[0])
-            if before and len(before[0]) + LEAST_HANGING <= width
-            else len(line) - len(line.lstrip()) + 2
-        )
-        lines = [""]
-        for word in re.findall(" +|[^ ]+", line):
-            for part in [word] if indent + len(word) <= width else re.findall("[^/]+/*|/+", word):
-                if lines[-1].strip() and len(lines[-1] + part) > width:
-                    lines.append(" " * indent + part.lstrip())
-                else:
-                    lines[-1] += part
-        return "\n".join(line.rstrip() for line in lines)
 
-    return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return the lines into which a line is wrapped."""
+    indent = len(line) - len(line.lstrip()) + 2
+    columns = BEFORE_LAST_COLUMN.match(line)
+    if columns and len(columns[0]) + LEAST_HANGING <= width:
+        indent = len(columns[0])
+    parts: list[str] = []
+    for word in re.findall(" +|[^ ]+", line):
+        if indent + len(word) <= width:
+            parts.append(word)
+        else:
+            parts += re.findall("[^/]+/*|/+", word)
+    lines = [""]
+    for part in parts:
+        if lines[-1].strip() and len(lines[-1] + part) > width:
+            lines.append(" " * indent + part.lstrip())
+        else:
+            lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def code_spans(text: str) -> str:
-    """A text as HTML, in which what stands between backticks is code.
+    """Return a text as HTML, in which text between backticks is code.
 
     >>> code_spans("sharded over `model` <all>")
     'sharded over <code>model</code> &lt;all&gt;'
@@ -242,12 +197,12 @@ def code_spans(text: str) -> str:
 
 
 def framed(body: str) -> Html:
-    """HTML with the style of tables and drawings, for a page or a notebook's cell."""
+    """Return HTML with the style of tables and drawings, for a page or a notebook's cell."""
     return Html(f'<div class="spmd-cell"><style>{STYLE}</style>{body}</div>')
 
 
 def document(title: str, body: str, *, style: str = "") -> str:
-    """A complete HTML page; `title` is escaped, `style` is CSS."""
+    """Return a complete HTML page; `title` is escaped, `style` is CSS."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -258,37 +213,36 @@ def document(title: str, body: str, *, style: str = "") -> str:
 
 
 def table(header: Sequence[Any], body: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table as HTML, one row per line; every cell is escaped, and columns of numbers are aligned
-    to the right.
+    """Return a table as HTML, one row per line; every cell is escaped, and columns of numbers are
+    aligned to the right.
 
     >>> print(table(["path", "bytes"], [["a<b", "1.5 KiB"]]))
     <table><tr><th>path</th><th class="number">bytes</th></tr>
     <tr><td>a&lt;b</td><td class="number">1.5 KiB</td></tr></table>
     """
-    rows = [[str(cell) for cell in row] for row in body]
-    numeric = [
-        bool(rows) and all(NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))
-    ]
+    rows = [list(map(str, row)) for row in body]
+    numeric = [False] * len(header)
+    if rows:
+        columns = zip(*rows, strict=True)
+        numeric = [all(map(NUMBER.fullmatch, column)) for column in columns]
+    css_class = ""
+    if kind:
+        css_class = f' class="{kind}"'
+    lines = [_table_row("th", header, numeric), *(_table_row("td", row, numeric) for row in rows)]
+    return f"<table{css_class}>" + "\n".join(lines) + "</table>"
 
-    def line(tag: str, cells: Iterable[Any]) -> str:
-        opening = (f'<{tag} class="number">' if right else f"<{tag}>" for right in numeric)
-        return (
-            "<tr>"
-            + "".join(
-                f"{start}{html.escape(str(cell))}</{tag}>"
-                for start, cell in zip(opening, cells, strict=True)
-            )
-            + "</tr>"
-        )
 
-    css_class = f' class="{kind}"' if kind else ""
-    return (
-        f"<table{css_class}>"
-        + "\n".join([line("th", header), *(line("td", row) for row in rows)])
-        + "</table>"
-    )
+def _table_row(tag: str, cells: Sequence[Any], numeric: Sequence[bool]) -> str:
+    """Return one row of a table as HTML."""
+    row = ""
+    for cell, is_number in zip(cells, numeric, strict=True):
+        css_class = ""
+        if is_number:
+            css_class = ' class="number"'
+        row += f"<{tag}{css_class}>{html.escape(str(cell))}</{tag}>"
+    return f"<tr>{row}</tr>"
 
 
 def folded(title: str, body: str) -> str:
-    """HTML that is folded away below a title."""
+    """Return HTML that is folded away below a title."""
     return f"<details><summary>{html.escape(title)}</summary>{body}</details>"

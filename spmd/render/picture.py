@@ -48,8 +48,9 @@ class Picture:
         Raises:
           OptionError: an unknown suffix.
         """
-        path, kinds = as_path(path, "path"), self.figure.canvas.get_supported_filetypes()
-        if path.suffix.removeprefix(".").lower() not in kinds:
+        path = as_path(path, "path")
+        formats = self.figure.canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in formats:
             raise OptionError(
                 f'"{path}": the suffix does not name a format for pictures.',
                 fix="such as .png, .svg or .pdf.",
@@ -63,28 +64,27 @@ class Picture:
         return path
 
     def svg(self) -> str:
-        """The SVG of a file: without a background, and readable on a light and on a dark page."""
+        """Return the SVG of a file: without a background, and readable on a light and on a dark
+        page.
+        """
         return re.sub("(<svg[^>]*>)", rf"\1{THEME}", self._svg(), count=1)
 
     def _svg(self) -> str:
-        """The SVG in the colour of the text around it."""
+        """Return the SVG in the colour of the text around it."""
         buffer = io.StringIO()
         with import_extra("matplotlib", "examples").rc_context(
             {"svg.fonttype": "none", "svg.hashsalt": "spmd"}
         ):
             self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
-        text = re.sub(
-            "<style.*?</style>|<metadata>.*?</metadata>",
-            "",
-            text[text.index("<svg") :],
-            flags=re.DOTALL,
-        )
+        # matplotlib writes an XML prologue, which has no place inside a page
+        text = text[text.index("<svg") :]
+        text = re.sub("<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         text = re.sub('font-family: [^;"]*', "font-family: sans-serif", text)
         return re.sub("|".join(ADAPTED), lambda match: ADAPTED[match[0]], text)
 
     def png(self) -> bytes:
-        """A PNG, on the background of the figure."""
+        """Return a PNG, on the background of the figure."""
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DOTS)
         return buffer.getvalue()

@@ -1,6 +1,7 @@
 """Small curves as a few characters of text or as SVG, for progress displays and notebook cells."""
 
 import html
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,46 +16,56 @@ COLOURS = ("#3f74d1", "#d0692f")
 
 
 def thinned(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values: the means of equal parts.
+    """Return at most `count` values: the means of equal parts.
 
     >>> thinned([1, 3, 5, 7], 2)
     [2.0, 6.0]
     """
     if len(values) <= count:
         return list(values)
-    parts = [
-        values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)
-    ]
+    edges = [len(values) * part // count for part in range(count + 1)]
+    parts = [values[start:end] for start, end in itertools.pairwise(edges)]
     return [sum(part) / len(part) for part in parts]
 
 
 def spark(values: Sequence[float], width: int = 16) -> str:
-    """A curve as text, the lowest bar for the smallest value; "!" for values that are not finite.
+    """Return a curve as text, the lowest bar for the smallest value; "!" for values that are not
+    finite.
 
     >>> spark([4.0, 3.0, 2.0, 1.0]), spark([1.0, float("nan")])
     ('█▆▃▁', '▁!')
     """
     means = thinned(values, width)
     finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = high - low or 1.0
-    return "".join(
-        BARS[round((len(BARS) - 1) * (mean - low) / span)] if math.isfinite(mean) else "!"
-        for mean in means
-    )
+    text = ""
+    for mean in means:
+        if math.isfinite(mean):
+            text += BARS[round((len(BARS) - 1) * (mean - low) / span)]
+        else:
+            text += "!"
+    return text
 
 
 def gauge(value: float, capacity: float, width: int = 40) -> str:
-    """How much of a capacity is used, as text; what is beyond the capacity stands behind its end.
+    """Return the used part of a capacity as text; the part beyond the capacity stands behind its
+    end.
 
     >>> print(gauge(3, 8, 16), gauge(10, 8, 10), gauge(1, 1e9, 4), sep="\\n")
     [██████░░░░░░░░░░]
     [████████]██
     [▏░░░]
     """
-    columns = round(width * min(capacity / value, 1.0)) if value else width
-    full = columns if value > capacity else int(columns * value / capacity)
-    begun = "▏" if value and not full else ""
+    columns = width
+    if value:
+        columns = round(width * min(capacity / value, 1.0))
+    full = columns
+    if value <= capacity:
+        full = int(columns * value / capacity)
+    begun = ""
+    if value and not full:
+        begun = "▏"
     return f"[{'█' * full}{begun}{'░' * (columns - full - len(begun))}]{'█' * (width - columns)}"
 
 
@@ -65,8 +76,8 @@ def panel(
     width: int = 420,
     height: int = 150,
 ) -> str:
-    """One metric over steps as SVG: a line for training, dots for evaluations, with a legend;
-    readable on white and on black.
+    """Return one metric over steps as SVG: a line for training, dots for evaluations, with a
+    legend; readable on white and on black.
     """
     finite = {step: value for step, value in trained.items() if math.isfinite(value)}
     line = list(zip(thinned(list(finite), MOST), thinned(list(finite.values()), MOST), strict=True))
@@ -75,34 +86,37 @@ def panel(
     if not points:
         return f"<p>{html.escape(name)}: nothing was measured</p>"
     steps, values = [*finite, *(step for step, _ in dots)], [value for _, value in points]
-    log = min(values) > 0 and max(values) > LOG_RANGE * min(values)
-    scale = math.log if log else float
+    scale, title = float, name
+    if min(values) > 0 and max(values) > LOG_RANGE * min(values):
+        scale, title = math.log, f"{name}, logarithmic"
     low, high = scale(min(values)), scale(max(values))
 
     def x(step: float) -> float:
         return 64 + (width - 74) * (step - min(steps)) / max(max(steps) - min(steps), 1)
 
     def y(value: float) -> float:
-        return (
-            height
-            - 25
-            - (height - 50) * ((scale(value) - low) / (high - low) if high > low else 0.5)
-        )
+        part = 0.5
+        if high > low:
+            part = (scale(value) - low) / (high - low)
+        return height - 25 - (height - 50) * part
 
     path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in line)
-    radius = 3 if len(dots) <= MOST_DOTS else 1.5
+    radius: float = 3
+    if len(dots) > MOST_DOTS:
+        radius = 1.5
     circles = "".join(
         f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="{radius}" fill="{COLOURS[1]}"/>'
         for step, value in dots
     )
     labels = [
-        caption(64, 14, name + (", logarithmic" if log else "")),
+        caption(64, 14, title),
         caption(60, y(max(values)) + 4, f"{max(values):.3g}", "end"),
-        caption(60, y(min(values)) + 4, f"{min(values):.3g}", "end") if high > low else "",
         caption(64, height - 8, f"{min(steps)}"),
         caption((64 + width - 10) / 2, height - 8, "step", "middle"),
         caption(width - 10, height - 8, f"{max(steps)}", "end"),
     ]
+    if high > low:
+        labels.append(caption(60, y(min(values)) + 4, f"{min(values):.3g}", "end"))
     if dots:
         labels.append(
             f'<path d="M{width - 80} 10h0" stroke="{COLOURS[1]}" stroke-width="6" '
