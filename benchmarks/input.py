@@ -190,7 +190,7 @@ def torch_arm(kind: str, files: list[str], how: str, epoch: int):
     def read(at: int) -> dict:
         if kind == "array_record":
             return parsed(records[at])
-        raw = records.read(np.array([at]))[0]
+        raw = records.read_bytes(np.array([at]))[0]
         if kind == "tfrecord":
             return parsed(raw[12:-4])  # no checksum is looked at
         *x, label = raw.split(b",")

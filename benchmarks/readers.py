@@ -68,7 +68,7 @@ def csv_rows(folder: Path) -> None:
         return leaves["x"]
 
     def theirs(turn: int) -> np.ndarray:
-        raw, _, _ = offsets.read(order[turn * BATCH : (turn + 1) * BATCH])
+        raw, _, _ = offsets.read_bytes(order[turn * BATCH : (turn + 1) * BATCH])
         table = pyarrow.csv.read_csv(
             io.BytesIO(raw), read_options=read, parse_options=parse, convert_options=convert
         )

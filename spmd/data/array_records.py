@@ -34,14 +34,15 @@ class ArrayRecordFiles(FileFormat):
                     f"{path} is not an ArrayRecord file: {first_line(error)}.",
                     fix="the file as it was written.",
                 ) from error
-        self.counts, self.sizes = (
-            [len(source) for source in self._sources],
-            [Path(path).stat().st_size for path in paths],
-        )
+        self.counts = [len(source) for source in self._sources]
+        self.sizes = [Path(path).stat().st_size for path in paths]
         self._first, self._into = np.cumsum([0, *self.counts]), into
         if sum(self.counts):
             if isinstance(into, Decoder):
-                self._learn(into, min(sum(self.counts), LEARNED if skip else 1))
+                tried = 1
+                if skip:
+                    tried = min(sum(self.counts), LEARNED)
+                self._learn(into, tried)
             self.fields = into.fields
 
     def _learn(self, into: "Decoder", most: int) -> None:
@@ -55,23 +56,24 @@ class ArrayRecordFiles(FileFormat):
         for record in range(most):
             bad: dict[int, str] = {}
             (raw,) = self._raw(np.array([record]), bad)
-            why = bad[0] if raw is None else into.learn(raw)
+            if raw is None:
+                why = bad[0]
+            else:
+                why = into.learn(raw)
             if not why:
                 return
             first_error = first_error or f"{self.where(record)}: {why}"
-        many = f" (None of the first {most} records can be read.)" if most > 1 else ""
-        fix = (
-            "an intact file, and a function from bytes to a dict of arrays; "
-            f"{option('on_error', quoted('skip'))} leaves out bad records"
-        )
-        raise DataError(
-            f"{first_error}{many}", fix=f"{fix if most == 1 else fix.partition(';')[0]}."
-        )
+        fix = "an intact file, and a function from bytes to a dict of arrays"
+        if most > 1:
+            first_error += f" (None of the first {most} records can be read.)"
+        else:
+            fix += f"; {option('on_error', quoted('skip'))} leaves out bad records"
+        raise DataError(first_error, fix=f"{fix}.")
 
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """Reads the records of each file together."""
+        """Read the records of each file together."""
         for row, record in enumerate(self._raw(records, bad)):
             if record is not None:
                 self._into.read_record(record, leaves, row, bad)
@@ -80,10 +82,8 @@ class ArrayRecordFiles(FileFormat):
         files = np.searchsorted(self._first, records, "right") - 1
         raw: list[bytes | None] = []
         for file in np.unique(files).tolist():
-            source, rows = (
-                self._sources[file],
-                (records[files == file] - self._first[file]).tolist(),
-            )
+            source = self._sources[file]
+            rows = (records[files == file] - self._first[file]).tolist()
             try:
                 raw += source.__getitems__(rows)
             except Exception:  # one of them is damaged; read each alone to find it
@@ -150,7 +150,9 @@ class Decoder:
     def read_record(
         self, raw: bytes, into: dict[str, np.ndarray], at: int, bad: dict[int, str]
     ) -> None:
-        """One record."""
+        """Store the arrays of one record in row `at`; if they are not those of the first, `bad`
+        gets the reason.
+        """
         decoded = self._decoded(raw)
         if isinstance(decoded, str):
             bad[at] = decoded
@@ -160,11 +162,13 @@ class Decoder:
             if value is None or (
                 padded is None and (value.shape != field.shape or value.dtype != field.dtype)
             ):
-                returned = (
-                    f'{"nothing" if value is None else describe(value)} for "{name}", but {field} '
-                    "for the first record"
+                returned = "nothing"
+                if value is not None:
+                    returned = describe(value)
+                bad[at] = (
+                    f'decode returns {returned} for "{name}", but {field} for the first record; '
+                    "pad=... pads arrays of different lengths"
                 )
-                bad[at] = f"decode returns {returned}; pad=... pads arrays of different lengths"
             elif padded is None:
                 into[name][at] = value
             elif value.ndim != 1 or len(value) > padded.shape[0]:
@@ -181,7 +185,7 @@ class Decoder:
 
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
-    """Whether the dtype holds these numbers, up to rounding."""
+    """Return True if the dtype holds these numbers, up to rounding."""
     if dtype.kind in "iu" and values.dtype.kind in "iu":
         least, most = limits(dtype)
         return bool(least <= values.min() and values.max() <= most)
@@ -229,13 +233,11 @@ def array_record(
           fix: decode=function, or features={...} where they are tf.train.Example.
     """
     if (decode is None) == (features is None):
-        both = (
-            "decode and features are both given"
-            if decode is not None
-            else "how to decode records is not given"
-        )
+        problem = "how to decode records is not given"
+        if decode is not None:
+            problem = "decode and features are both given"
         raise OptionError(
-            f"{both}.",
+            f"{problem}.",
             fix=f"decode=function, or {option('features', '{...}')} where they are "
             "tf.train.Example.",
         )
@@ -253,5 +255,9 @@ def array_record(
             raise OptionError(
                 f'pad: "{name}" is {feature!r}.', fix="spmd.data.padded(length, dtype)."
             )
-    into = Decoder(decode, pad or {}) if decode is not None else Parser(features or {})
+    into: Decoder | Parser
+    if decode is not None:
+        into = Decoder(decode, pad or {})
+    else:
+        into = Parser(features or {})
     return Records(ArrayRecordFiles(find_files(files), into, skip=on_error == "skip"), reading)

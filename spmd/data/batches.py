@@ -78,18 +78,27 @@ def find_nonfinite(batch: Batch | HostBatch) -> str:
         for path, leaf in flatten(batch.leaves).items():
             if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
                 continue
-            odd = _odd_values(leaf[batch.index] if selects else leaf, batch.rows, is_odd)
-            if odd:
-                row = min(odd)
-                where = (
-                    f"row {row} of the batch"
-                    if batch.index is None
-                    else f"row {batch.index[row]} of the data"
-                )
-                more = f", and in {len(odd) - 1} more" if len(odd) > 1 else ""
-                name = f"array {path}" if path.isdigit() else path or "the array"
-                return f"{name} is {odd[row]} in {where}{more}"
+            if selects:
+                leaf = leaf[batch.index]
+            odd_values = _odd_values(leaf, batch.rows, is_odd)
+            if odd_values:
+                return _describe_odd(path, odd_values, batch.index)
     return ""
+
+
+def _describe_odd(path: str, odd_values: dict[int, Any], index: np.ndarray | None) -> str:
+    """Return the first odd value of a leaf, and its row, in words."""
+    row = min(odd_values)
+    where = f"row {row} of the batch"
+    if index is not None:
+        where = f"row {index[row]} of the data"
+    more = ""
+    if len(odd_values) > 1:
+        more = f", and in {len(odd_values) - 1} more"
+    name = path or "the array"
+    if path.isdigit():
+        name = f"array {path}"
+    return f"{name} is {odd_values[row]} in {where}{more}"
 
 
 def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]) -> dict[int, Any]:
@@ -97,15 +106,15 @@ def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]
     parts = [(0, leaf)]
     if isinstance(leaf, jax.Array):
         parts = [(shard.index[0].start or 0, shard.data) for shard in leaf.addressable_shards]
-    found = {}
+    odd_values = {}
     for first, part in parts:
         with jax.transfer_guard_device_to_host("allow"):
             values = np.asarray(part)
         odd = is_odd(values.reshape(len(values), -1))
         for row in np.flatnonzero(odd.any(axis=1)).tolist():
             if first + row < rows:
-                found[first + row] = values[row].flat[odd[row].argmax()]
-    return found
+                odd_values[first + row] = values[row].flat[odd[row].argmax()]
+    return odd_values
 
 
 def as_arrays(tree: Tree, name: str) -> Tree:
@@ -115,15 +124,15 @@ def as_arrays(tree: Tree, name: str) -> Tree:
     Raises:
       DataError: numpy cannot read it, or it was deleted.
     """
-    known = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
+    accepted = np.ndarray | jax.Array | jax.ShapeDtypeStruct | np.generic
 
-    def read(path: str, leaf: Any) -> Any:
+    def as_array(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise DataError(
                 f"{name}: {path or 'it'} {describe(leaf)} was deleted: it was donated to a call.",
                 fix="a copy of it, numpy.array(...), made before.",
             )
-        if isinstance(leaf, known) or not hasattr(leaf, "__array__"):
+        if isinstance(leaf, accepted) or not hasattr(leaf, "__array__"):
             return leaf
         try:
             return np.asarray(leaf)
@@ -135,8 +144,9 @@ def as_arrays(tree: Tree, name: str) -> Tree:
                 fix=fix,
             ) from error
 
-    all_numpy = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
-    return tree if all_numpy else map_paths(read, tree)
+    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return map_paths(as_array, tree)
 
 
 def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -149,9 +159,12 @@ def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node))
     ):
         yield path, node
-    elif isinstance(node, dict | list | tuple):
-        for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
+    elif isinstance(node, dict):
+        for name, inner in node.items():
             yield from _lists(inner, f"{path}/{name}".lstrip("/"))
+    elif isinstance(node, list | tuple):
+        for number, inner in enumerate(node):
+            yield from _lists(inner, f"{path}/{number}".lstrip("/"))
 
 
 def _list_shape(node: Any) -> str:
@@ -160,12 +173,12 @@ def _list_shape(node: Any) -> str:
     >>> _list_shape([[1.0, 2.0], [3.0, 4.0]])
     'a list of 2 lists of 2 floats'
     """
-    inner, plural = node[0], "s" if len(node) > 1 else ""
+    inner, plural = node[0], ""
+    if len(node) > 1:
+        plural = "s"
     if isinstance(inner, list | tuple) and inner:
-        return (
-            f"{type_name(node)} of {len(node)} "
-            f"{_list_shape(inner).removeprefix('a ').replace(' ', plural + ' ', 1)}"
-        )
+        inner_words = _list_shape(inner).removeprefix("a ").replace(" ", plural + " ", 1)
+        return f"{type_name(node)} of {len(node)} {inner_words}"
     return f"{type_name(node)} of {len(node)} {type(inner).__name__}{plural}"
 
 
@@ -173,8 +186,8 @@ def check_leaves(tree: Tree, name: str) -> int:
     """The number of rows, the same in every leaf.
 
     Raises:
-      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; all of them
-        join_names.
+      DataError: no leaf, a leaf without rows, or leaves with different numbers of rows; names all
+        of them.
     """
     leaves = flatten(tree)
     if not leaves:
@@ -183,13 +196,15 @@ def check_leaves(tree: Tree, name: str) -> int:
             fix="a dict or tuple of arrays of shape [rows, ...].",
         )
     scalars = [path or "the batch" for path, leaf in leaves.items() if np.ndim(leaf) == 0]
-    lists = {path: _list_shape(node) for path, node in _lists(tree)} if scalars else {}
-    if lists:
-        shown = lists.get("") or join_names(f"{path} is {shape}" for path, shape in lists.items())
-        raise DataError(
-            f"{name}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...]."
-        )
     if scalars:
+        lists = {path: _list_shape(node) for path, node in _lists(tree)}
+        if lists:
+            shown = lists.get("") or join_names(
+                f"{path} is {shape}" for path, shape in lists.items()
+            )
+            raise DataError(
+                f"{name}: {shown}, not an array.", fix="numpy.asarray(...), of shape [rows, ...]."
+            )
         raise DataError(
             f"{name}: {join_names(scalars)} has no dim 0 of rows.",
             fix="arrays of shape [rows, ...].",
@@ -259,8 +274,9 @@ def batch_signature(sample: Tree) -> Any:
 
 
 def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
-    """How batches differ from training batches, in more than the number of rows."""
-    leaves, first, problems = flatten(sample), flatten(trained), []
+    """Return the differences of batches from training batches, but for the number of rows."""
+    leaves, first = flatten(sample), flatten(trained)
+    problems = []
     for path in dict.fromkeys([*leaves, *first]):
         if path not in leaves:
             problems.append(
@@ -297,28 +313,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     """
     rows = check_leaves(tree, "the batch")
     data = layout.data_axes()
-    workers, simulated = (
-        math.prod(mesh.sizes[axis] for axis in data),
-        layout.parameter_server.workers,
-    )
-    problems, where = [], ", ".join(f"{axis}={mesh.sizes[axis]}" for axis in data)
-    if simulated is not None:
-        workers, where = simulated, "[parameter_server] workers"
-    piped = (layout.pipeline.axis and layout.pipeline.microbatches) or 1
-    unit = workers * microbatches * piped
-    if rows % unit:
-        parts = f"{workers} workers ({where})"
-        parts += f" times {microbatches} microbatches" if microbatches > 1 else ""
-        parts += f" times {piped} microbatches of the pipeline" if piped > 1 else ""
-        near = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
-        why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
-        problems.append(
-            Problem(
-                f"batch of {rows} rows",
-                [why],
-                f"{' or '.join(option('batch_size', rows) for rows in near)}.",
-            )
-        )
+    problems = _row_problems(rows, layout, mesh, microbatches)
+    divisible = not problems
     leaves, rules = flatten(tree), layout.batch.rules
     matching_rules = rule_matcher(rules)
     matches = {path: matching_rules(path) for path in leaves}
@@ -334,9 +330,11 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
                 )
             )
             continue
-        spec = rules[matches[path][0]].spec if matches[path] else layout.batch.spec
-        lines = [] if rows % unit else spec_problems(spec, np.shape(leaf), mesh)
-        if lines:
+        spec = layout.batch.spec
+        if matches[path]:
+            spec = rules[matches[path][0]].spec
+        lines = spec_problems(spec, np.shape(leaf), mesh)
+        if divisible and lines:
             fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
             problems.append(Problem(f"{name}   spec {spec_text(spec)}", lines, fix, path=path))
         if spec_axes(spec[:1]) != data:
@@ -352,6 +350,28 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         )
         problems.append(Problem(where, [], f"one of: {', '.join(leaves)}."))
     raise_problems(DataError, f"the batch does not fit {layout.source} on mesh {mesh}", problems)
+
+
+def _row_problems(rows: int, layout: Layout, mesh: MeshSpec, microbatches: int) -> list[Problem]:
+    """Return a problem if workers and microbatches do not divide the rows of a batch."""
+    data = layout.data_axes()
+    workers = math.prod(mesh.sizes[axis] for axis in data)
+    where = ", ".join(f"{axis}={mesh.sizes[axis]}" for axis in data)
+    if layout.parameter_server.workers is not None:
+        workers, where = layout.parameter_server.workers, "[parameter_server] workers"
+    pipeline_microbatches = (layout.pipeline.axis and layout.pipeline.microbatches) or 1
+    unit = workers * microbatches * pipeline_microbatches
+    if rows % unit == 0:
+        return []
+    parts = f"{workers} workers ({where})"
+    if microbatches > 1:
+        parts += f" times {microbatches} microbatches"
+    if pipeline_microbatches > 1:
+        parts += f" times {pipeline_microbatches} microbatches of the pipeline"
+    sizes = sorted({max(unit, rows // unit * unit), -(-rows // unit) * unit})
+    why = f"is not divisible by {parts}: {rows} / {unit} leaves {rows % unit}."
+    fix = " or ".join(option("batch_size", size) for size in sizes)
+    return [Problem(f"batch of {rows} rows", [why], f"{fix}.")]
 
 
 class Placer:
@@ -395,15 +415,14 @@ class Placer:
         # the only intended transfer of rows in the loop
         with jax.transfer_guard_host_to_device("allow"):
             try:
-                return (
-                    self._place_local(host)
-                    if host.index is None and self._many_processes
-                    else self._place_global(host)
-                )
+                if host.index is None and self._many_processes:
+                    return self._place_local(host)
+                return self._place_global(host)
             except OutOfRange:
-                raise_out_of_range(
-                    host.leaves, host.index, "the batch" if host.index is None else "the data"
-                )
+                owner = "the batch"
+                if host.index is not None:
+                    owner = "the data"
+                raise_out_of_range(host.leaves, host.index, owner)
 
     def local_rows(self) -> np.ndarray | None:
         """int64[n]: the rows of a full batch on the devices of this process, ascending; None (all)
@@ -429,19 +448,19 @@ class Placer:
         """A context for the call of a compiled function: lifts the transfer guard if the call
         transfers the rows itself.
         """
-        return (
-            jax.transfer_guard_host_to_device("allow")
-            if self._call_transfers
-            else contextlib.nullcontext()
-        )
+        if self._call_transfers:
+            return jax.transfer_guard_host_to_device("allow")
+        return contextlib.nullcontext()
 
     def _place_global(self, host: HostBatch) -> Batch:
         """Rows that every process can read: each reads those of its devices."""
-        rows, index = host.rows, host.index
-        size = self._rows if host.weights is not None or (self.pad and rows < self._rows) else rows
+        rows, index, size = host.rows, host.index, host.rows
+        if host.weights is not None or (self.pad and rows < self._rows):
+            size = self._rows
         split = size % self._workers == 0
         if size > rows and host.weights is None:
-            index = np.arange(rows) if index is None else index
+            if index is None:
+                index = np.arange(rows)
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
         if (
             not self.pad
@@ -456,24 +475,21 @@ class Placer:
                 fix="a loss with one value per example and no batch statistics; or intact files.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
-        # those may be on another device
+        # a jax.Array may be on another device
         if self._call_transfers and not any(isinstance(leaf, jax.Array) for leaf in leaves):
             placed = [_host_copy(leaf, index) for leaf in leaves]
         else:
-            shardings = (
-                self._shardings_of(host.leaves, structure)
-                if split
-                else [self.replicated] * len(leaves)
-            )
+            shardings = [self.replicated] * len(leaves)
+            if split:
+                shardings = self._shardings_of(host.leaves, structure)
             placed = [
                 _place(leaf, index, size, sharding)
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
-        weights = (
-            self.weights(rows, size, split)
-            if host.weights is None
-            else self._place_weights(host.weights)
-        )
+        if host.weights is None:
+            weights = self.weights(rows, size, split)
+        else:
+            weights = self._place_weights(host.weights)
         return Batch(
             jax.tree.unflatten(structure, placed),
             weights,
@@ -530,7 +546,9 @@ class Placer:
         key = (rows, size, split)
         if key not in self._weights:
             values = (np.arange(size) < rows).astype(np.float32)
-            sharding = self._row_sharding if split else self.replicated
+            sharding = self.replicated
+            if split:
+                sharding = self._row_sharding
             self._weights[key] = jax.make_array_from_callback(
                 (size,), sharding, lambda at: values[at].copy()
             )
@@ -540,20 +558,22 @@ class Placer:
 def _host_copy(leaf: Any, index: np.ndarray | None) -> np.ndarray:
     """The rows `index` of a leaf (None: all), copied on the host."""
     leaf = np.asarray(leaf)
-    return narrow(leaf, copy=True) if index is None else narrow(leaf[index], copy=False)
+    if index is None:
+        return narrow(leaf, copy=True)
+    return narrow(leaf[index], copy=False)  # indexing has copied
 
 
 def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedSharding) -> jax.Array:
     """The rows `index` of a leaf (None: all), copied to the mesh."""
     if isinstance(leaf, jax.Array):  # immutable, and may already be on the mesh
-        return jax.device_put(leaf if index is None else leaf[index], sharding)
+        if index is not None:
+            leaf = leaf[index]
+        return jax.device_put(leaf, sharding)
     leaf = np.asarray(leaf)
 
     def shard(at: Any) -> np.ndarray:
-        return (
-            narrow(leaf[at], copy=True)
-            if index is None
-            else narrow(leaf[(index[at[0]], *at[1:])], copy=False)
-        )
+        if index is None:
+            return narrow(leaf[at], copy=True)
+        return narrow(leaf[(index[at[0]], *at[1:])], copy=False)  # indexing has copied
 
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, shard)

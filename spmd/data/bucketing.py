@@ -46,30 +46,33 @@ class Buckets(Records):
         return sum(-(-int(count) // self.batch_size) for count in np.bincount(self._bucket))
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal to resume."""
+        """Return the facts that must be equal to resume."""
         return {**super().facts(), "buckets": list(self.bounds), "of": self.name}
 
-    def read(self, number: int, start: int = 0) -> Iterator[RecordBatch]:
+    def read_epoch(
+        self, number: int, start: int = 0, local_rows: np.ndarray | None = None
+    ) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows]: whether a row was readable."""
+        del local_rows  # `fit`, which reads a part of the rows, takes no buckets
         ids, size, batches = self.order.epoch(number), self.batch_size, []
         for bucket in range(len(self.bounds)):
             in_bucket = ids[self._bucket[ids] == bucket]
-            batches += [
-                (bucket, in_bucket[first : first + size])
-                for first in range(0, len(in_bucket), size)
-            ]
-        order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed).epoch(
-            number
-        )
+            for first in range(0, len(in_bucket), size):
+                batches.append((bucket, in_bucket[first : first + size]))
+        batch_order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed)
+        order = batch_order.epoch(number)
         groups = self.group_batches([batches[at] for at in order[start:]], size)
         return flatten_groups(map_ahead(self._read_group, groups, self.reading.workers))
 
     def _read_group(self, batches: list[tuple[int, np.ndarray]]) -> list[RecordBatch | Exception]:
         results = self.read_batches([ids for _, ids in batches])
-        return [
-            result if isinstance(result, Exception) else self._trim(*batch, *result)
-            for batch, result in zip(batches, results, strict=True)
-        ]
+        trimmed: list[RecordBatch | Exception] = []
+        for batch, result in zip(batches, results, strict=True):
+            if isinstance(result, Exception):
+                trimmed.append(result)
+            else:
+                trimmed.append(self._trim(*batch, *result))
+        return trimmed
 
     def _trim(
         self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray
@@ -82,10 +85,9 @@ class Buckets(Records):
                 f'{where}: "{self.name}" is longer than when it was measured.',
                 fix="files that do not change.",
             )
-        return {
-            **leaves,
-            **{name: leaves[name][:, :bound] for name in (self.name, f"{self.name}_mask")},
-        }, good
+        for name in (self.name, f"{self.name}_mask"):
+            leaves[name] = leaves[name][:, :bound]
+        return leaves, good
 
 
 def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
@@ -126,15 +128,15 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
         )
     field = records.fields.get(name)
     if field is None or f"{name}_mask" not in records.fields:
-        padded = (
-            ", ".join(feature for feature in records.fields if f"{feature}_mask" in records.fields)
-            or "none"
-        )
+        padded = [feature for feature in records.fields if f"{feature}_mask" in records.fields]
         raise OptionError(
-            f'buckets: "{name}" is not a padded feature; padded features: {padded}.',
+            f'buckets: "{name}" is not a padded feature; padded features: '
+            f"{', '.join(padded) or 'none'}.",
             fix="spmd.data.padded(...).",
         )
-    bounds = tuple(lengths) if isinstance(lengths, Sequence) else ()
+    bounds: tuple[int, ...] = ()
+    if isinstance(lengths, Sequence):
+        bounds = tuple(lengths)
     if (
         not bounds
         or any(not isinstance(bound, int) or bound < 1 for bound in bounds)

@@ -21,7 +21,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A document as text, and where in it answers begin and end."""
+    """A document as text, and the positions at which its answers begin and end."""
 
     text: str
     answers: Sequence[tuple[int, int]] = ()
@@ -58,11 +58,12 @@ class ChatFormat:
         """
         text, answers = self.start, []
         for role, content in self._turns(messages):
-            before, written, after = (
-                self.assistant
-                if role == "assistant"
-                else ({"system": self.system, "user": self.user}[role], "", "")
-            )
+            if role == "assistant":
+                before, written, after = self.assistant
+            elif role == "system" and self.system is not None:
+                before, written, after = self.system, "", ""
+            else:
+                before, written, after = self.user, "", ""
             text += before.replace("{content}", content)
             if written:
                 begin, text = len(text), text + written.replace("{content}", content)
@@ -82,21 +83,22 @@ class ChatFormat:
                 raise ValueError(
                     f'message {number} has the role "{role}"; known roles: {join_names(ROLES)}'
                 )
-            turns.append((role, content.strip() if self.strip else content))
+            if self.strip:
+                content = content.strip()
+            turns.append((role, content))
         if turns[0][0] == "system" and self.join_system is not None and len(turns) > 1:
-            (_, system), (role, content), *rest = turns
-            turns = [(role, f"{system}{self.join_system}{content}"), *rest]
-        if any(role == "system" for role, _ in turns) and self.system is None:
-            where = (
-                "other than before the first user's" if self.join_system is not None else "at all"
-            )
+            (_, system), (role, content) = turns[:2]
+            turns[:2] = [(role, f"{system}{self.join_system}{content}")]
+        roles = [role for role, _ in turns]
+        if "system" in roles and self.system is None:
+            where = "at all"
+            if self.join_system is not None:
+                where = "other than before the first user's"
             raise ValueError(f"the format has no system message {where}")
-        if self.alternate and any(
-            role != ("user", "assistant")[at % 2] for at, (role, _) in enumerate(turns)
-        ):
+        in_turn = [("user", "assistant")[number % 2] for number in range(len(turns))]
+        if self.alternate and roles != in_turn:
             raise ValueError(
-                "the format has user and assistant in turn, and the roles are "
-                f"{join_names(role for role, _ in turns)}"
+                f"the format has user and assistant in turn, and the roles are {join_names(roles)}"
             )
         return turns
 
@@ -106,12 +108,12 @@ def formats() -> dict[str, ChatFormat]:
     """The known formats by name."""
     text = resources.files("spmd.data").joinpath("chat_formats.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
-    return {
-        name: ChatFormat(
-            **{**one, "assistant": tuple(one["assistant"]), "tokens": tuple(one["tokens"])}
-        )
-        for name, one in tables.items()
-    }
+    chat_formats = {}
+    for name, table in tables.items():
+        # TOML has lists, which are not hashable
+        lists = {"assistant": tuple(table["assistant"]), "tokens": tuple(table["tokens"])}
+        chat_formats[name] = ChatFormat(**{**table, **lists})
+    return chat_formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +126,8 @@ class ChatTemplate:
 
     Attributes:
       source: the template.
-      names: what it may use, such as "bos_token".
-      answers: whether to look for answers, for which the template is rendered up to each of them.
+      names: variables of the template, such as "bos_token".
+      answers: look for answers, for which the template is rendered up to each of them.
     """
 
     source: str
@@ -155,14 +157,11 @@ class ChatTemplate:
           ValueError: the template refuses it, takes too long, or the text up to an answer is no
             beginning of the complete text.
         """
-        places = [
-            at
-            for at, message in enumerate(messages)
-            if self.answers and message["role"] == "assistant"
-        ]
-        parts = [
-            part for at in places for part in ((messages[:at], True), (messages[: at + 1], False))
-        ]
+        places, parts = [], []
+        for at, message in enumerate(messages):
+            if self.answers and message["role"] == "assistant":
+                places.append(at)
+                parts += [(messages[:at], True), (messages[: at + 1], False)]
         text, *texts = self._texts((messages, False), *parts)
         answers = []
         for at, begin, end in zip(places, texts[::2], texts[1::2], strict=True):
@@ -196,19 +195,17 @@ def messages_of(value: Any, field: str, special: re.Pattern) -> list[Message]:
       ValueError: it is something else.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(
-            f'field "{field}" is {"an empty list" if value == [] else type_name(value)}, and '
-            "should be a list of messages"
-        )
+        kind = type_name(value)
+        if value == []:
+            kind = "an empty list"
+        raise ValueError(f'field "{field}" is {kind}, and should be a list of messages')
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            has = (
-                f"has {join_names(message, 5) or 'nothing'}"
-                if isinstance(message, dict)
-                else f"is {type_name(message)}"
-            )
+            problem = f"is {type_name(message)}"
+            if isinstance(message, dict):
+                problem = f"has {join_names(message, 5) or 'nothing'}"
             raise ValueError(
-                f'message {number} of "{field}" {has}, and should have "role" and "content"'
+                f'message {number} of "{field}" {problem}, and should have "role" and "content"'
             )
         for key in ("role", "content"):
             check_text(message[key], f'"{key}" of message {number}')

@@ -25,7 +25,11 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
     Raises:
       DataError: headers that differ, or one that cannot be read or is none.
     """
-    headers = {path: names for path in paths if (names := _header(path, separator)) is not None}
+    headers: dict[str, list[str]] = {}
+    for path in paths:
+        names = _header(path, separator)
+        if names is not None:
+            headers[path] = names
     if not headers:
         raise DataError(
             f"all files are empty: {join_names(paths, 3)}.",
@@ -43,13 +47,10 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
                 f"{path} has columns {', '.join(names)}; {first} has {', '.join(header)}.",
                 fix="files of one header.",
             )
-    # as tables without names are written
-    counted = any(header == [str(at + start) for at in range(len(header))] for start in (0, 1))
-    if (
-        not chosen
-        and not (counted and len(header) > 2)
-        and all(is_a(float, name) for name in header)
-    ):
+    # as tables without names are written, from 0 or from 1
+    numbers = list(map(str, range(len(header) + 1)))
+    counted = len(header) > 2 and header in (numbers[:-1], numbers[1:])
+    if not chosen and not counted and all(is_a(float, name) for name in header):
         fix = "names=[...] where there is no header, or columns=[...] where these are names"
         raise DataError(
             f"{first}: its header has numbers only: {join_names(header, 5)}.", fix=f"{fix}."
@@ -91,31 +92,27 @@ def check_options(columns: Any, names: Any, mappings: dict[str, Any]) -> None:
             fix="categories alone, which are int32.",
         )
     for name, words in (mappings["categories"] or {}).items():
-        sound = (
-            isinstance(words, Collection)
-            and not isinstance(words, str)
-            and all(isinstance(word, str) for word in words)
-        )
-        if not sound or not words or len(set(words)) < len(words):
+        if not _are_strings(words, Collection) or not words or len(set(words)) < len(words):
             raise OptionError(
                 f'categories: "{name}" is {words!r}.', fix="a list of words, each once."
             )
-    groups = (
-        [group for group in columns.values() if not isinstance(group, str)]
-        if isinstance(columns, Mapping)
-        else [columns]
-    )
+    groups = [columns]
+    if isinstance(columns, Mapping):
+        groups = [group for group in columns.values() if not isinstance(group, str)]
     for option, value in [("names", names), *(("columns", group) for group in groups)]:
         if value is None:
             continue
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Iterable)
-            or not all(isinstance(name, str) for name in value)
-        ):
+        if not _are_strings(value, Iterable):
             raise OptionError(f"{option}={value!r} is {type_name(value)}.", fix="a list of names.")
         if twice := repeated(value):
             raise OptionError(f"{option}: {join_names(twice)} twice.", fix="each once.")
+
+
+def _are_strings(value: Any, kind: Any) -> bool:
+    """Return True for a collection or an iterable of strings, which is no string itself."""
+    if isinstance(value, str) or not isinstance(value, kind):
+        return False
+    return all(isinstance(name, str) for name in value)
 
 
 def check_names(header: list[str], groups: dict[str, list[str]], options: dict[str, Any]) -> None:
@@ -126,13 +123,11 @@ def check_names(header: list[str], groups: dict[str, list[str]], options: dict[s
     """
     if not groups or not all(groups.values()):
         raise OptionError("columns names no column.", fix=f"some of {join_names(header)}.")
-    known = set(header)
-    for option, names in {
-        "columns": itertools.chain.from_iterable(groups.values()),
-        **options,
-    }.items():
+    columns = set(header)
+    chosen = itertools.chain.from_iterable(groups.values())
+    for option, names in [("columns", chosen), *options.items()]:
         for name in names:
-            if name not in known:
+            if name not in columns:
                 raise OptionError(
                     f'{option}: there is no column "{name}".',
                     fix=f"{did_you_mean(str(name), header)}",
@@ -140,14 +135,16 @@ def check_names(header: list[str], groups: dict[str, list[str]], options: dict[s
 
 
 def check_default(name: str, default: Any, dtype: np.dtype) -> None:
-    """What stands for a field without text is one number of the column's dtype.
+    """Check that the default for fields without text is one number of the column's dtype.
 
     Raises:
       OptionError: it is not.
     """
     part = isinstance(default, float | np.floating) and not default.is_integer()
     if not isinstance(default, NUMBERS) or (dtype.kind != "f" and part):
-        fix = f'types={{"{name}": "float32"}}' if isinstance(default, NUMBERS) else "a number"
+        fix = "a number"
+        if isinstance(default, NUMBERS):
+            fix = f'types={{"{name}": "float32"}}'
         raise OptionError(
             f'defaults: "{name}" is {default!r}, and the column is {dtype}.', fix=f"{fix}."
         )
@@ -159,7 +156,7 @@ def check_default(name: str, default: Any, dtype: np.dtype) -> None:
 
 
 def is_a(kind: type, text: str) -> bool:
-    """Whether Python reads text as such a number."""
+    """Return True if Python reads text as a number of this kind."""
     try:
         kind(text)
     except ValueError:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ BLOCK = 1024  # columns whose types are inferred together
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column that is read: where it stands in a line, what its text becomes, and what stands for
-    a field without text.
+    """A column that is read: its position in a line, its dtype, and the value of a field without
+    text; or the number of each word of a category.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Column:
     words: dict[str, int] | None = None
 
     def value(self, text: str) -> Any:
-        """One field.
+        """Return the value of one field.
 
         Raises:
           ValueError: the text means nothing, or too much for the dtype; in words.
@@ -47,22 +47,30 @@ class Column:
                     "give it one"
                 )
             return self.default
-        if self.words is not None:
-            if text not in self.words:
-                raise ValueError(
-                    f'column "{self.name}" has {_short(repr(text))}, which is none of '
-                    f"{join_names(self.words)}"
-                )
-            return self.words[text]
-        try:
-            value = float(text) if self.dtype.kind == "f" else int(text)
-        except ValueError:
-            number = "a number" if self.dtype.kind == "f" else "a whole number"
-            hint = (
-                f'; types={{"{self.name}": "float32"}} would read numbers'
-                if self.dtype.kind != "f" and is_a(float, text)
-                else ""
+        if self.words is None:
+            return self._number(text)
+        if text not in self.words:
+            raise ValueError(
+                f'column "{self.name}" has {_short(repr(text))}, which is none of '
+                f"{join_names(self.words)}"
             )
+        return self.words[text]
+
+    def _number(self, text: str) -> float:
+        """Return the number of one field.
+
+        Raises:
+          ValueError: the text is none, or one that the dtype does not hold.
+        """
+        is_float = self.dtype.kind == "f"
+        try:
+            value = self._kind()(text)
+        except ValueError:
+            number, hint = "a number", ""
+            if not is_float:
+                number = "a whole number"
+            if not is_float and is_a(float, text):
+                hint = f'; types={{"{self.name}": "float32"}} would read numbers'
             raise ValueError(
                 f'column "{self.name}" has {_short(repr(text))}, which is not {number}{hint}'
             ) from None
@@ -71,17 +79,23 @@ class Column:
                 f'column "{self.name}" has {_short(text)}, which no floating number holds'
             )
         if not holds(self.dtype, value):
-            kinds = (
-                ("float32", "float64")
-                if self.dtype.kind == "f"
-                else ("int64", "uint64", "float32", "float64")
-            )
-            wider = next((kind for kind in kinds if holds(np.dtype(kind), value)), None)
-            hint = f'; types={{"{self.name}": "{wider}"}} would' if wider else ""
+            kinds = ("int64", "uint64", "float32", "float64")
+            if is_float:
+                kinds = ("float32", "float64")
+            hint = ""
+            for kind in kinds:
+                if holds(np.dtype(kind), value):
+                    hint = f'; types={{"{self.name}": "{kind}"}} would'
+                    break
             raise ValueError(
                 f'column "{self.name}" has {_short(text)}, which {self.dtype} does not hold{hint}'
             )
         return value
+
+    def _kind(self) -> Callable[[str], float]:
+        if self.dtype.kind == "f":
+            return float
+        return int
 
 
 class CsvFiles(FileFormat):
@@ -97,18 +111,15 @@ class CsvFiles(FileFormat):
         groups: dict[str, Column | list[Column]],
     ):
         self.paths, self.counts, self.sizes = offsets.paths, offsets.counts, offsets.sizes
-        self._offsets, self._separator, self._names, self._groups = (
-            offsets,
-            separator,
-            names,
-            groups,
-        )
+        self._offsets, self._separator = offsets, separator
+        self._names, self._groups = names, groups
+        # columns of one dtype, which are parsed together; columns of words in other blocks
         self._blocks: dict[tuple[np.dtype, bool], list[Column]] = {}
-        columns = {
-            column.name: column
-            for group in groups.values()
-            for column in (group if isinstance(group, list) else [group])
-        }
+        columns: dict[str, Column] = {}
+        for group in groups.values():
+            if isinstance(group, Column):
+                group = [group]
+            columns |= {column.name: column for column in group}
         for column in columns.values():
             self._blocks.setdefault((column.dtype, column.words is not None), []).append(column)
         self.fields = {name: _field(group) for name, group in groups.items()}
@@ -117,12 +128,10 @@ class CsvFiles(FileFormat):
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
         """Plain numbers of all rows and columns at once; other fields one by one."""
-        raw, starts, ends = self._offsets.read(records)
+        raw, starts, ends = self._offsets.read_bytes(records)
         cells = Cells(raw, starts, ends, self._separator, len(self._names))
-        bad |= {
-            at: f"{count} fields, and there are {len(self._names)} columns"
-            for at, count in cells.odd.items()
-        }
+        for at, count in cells.odd.items():
+            bad[at] = f"{count} fields, and there are {len(self._names)} columns"
         columns: dict[str, np.ndarray] = {}
         wrong: dict[int, dict[int, str]] = {}  # by row and column
         for (dtype, worded), block in self._blocks.items():
@@ -130,16 +139,19 @@ class CsvFiles(FileFormat):
             values, sound = np.zeros(shape, dtype), np.zeros(shape, bool)
             if not worded:
                 values, sound = _numbers(dtype, *cells.decimals([column.at for column in block]))
-            for at, row in np.argwhere(~sound).tolist():
+            for number, row in np.argwhere(~sound).tolist():
+                column = block[number]
                 try:
-                    values[at, row] = block[at].value(
-                        cells.field(row, block[at].at).decode("utf-8")
-                    )
+                    text = cells.field(row, column.at).decode("utf-8")
+                    values[number, row] = column.value(text)
                 except ValueError as error:  # also a text that is not UTF-8
-                    wrong.setdefault(int(cells.rows[row]), {})[block[at].at] = str(error)
+                    wrong.setdefault(int(cells.rows[row]), {})[column.at] = str(error)
             columns |= zip([column.name for column in block], values, strict=True)
-        bad |= {at: why[min(why)] for at, why in wrong.items()}
-        rows = cells.rows if cells.odd else slice(None)
+        # the reason of the first column counts
+        bad |= {at: reasons[min(reasons)] for at, reasons in wrong.items()}
+        rows: Any = slice(None)
+        if cells.odd:
+            rows = cells.rows
         for name, group in self._groups.items():
             if isinstance(group, Column):
                 leaves[name][rows] = columns[group.name]
@@ -235,11 +247,10 @@ def csv(
     paths = find_files(files)
     for path in paths:
         check_uncompressed(path)
-    header = (
-        list(names)
-        if names is not None
-        else header_of(paths, separator, chosen=columns is not None)
-    )
+    if names is None:
+        header = header_of(paths, separator, chosen=columns is not None)
+    else:
+        header = list(names)
     offsets = RecordIndex(
         paths,
         lambda path: _scan(path, separator, header=names is None),
@@ -251,27 +262,26 @@ def csv(
             f"no CSV file has a record below its header: {join_names(paths)}.",
             fix="look at what they were written from.",
         )
-    sources = (
-        columns
-        if isinstance(columns, Mapping)
-        else {name: name for name in (header if columns is None else columns)}
-    )
-    groups = {
-        name: [source] if isinstance(source, str) else list(source)
-        for name, source in sources.items()
-    }
+    sources = columns
+    if not isinstance(sources, Mapping):
+        names_read = header
+        if columns is not None:
+            names_read = list(columns)
+        sources = {name: name for name in names_read}
+    groups: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            source = [source]
+        groups[name] = list(source)
     check_names(header, groups, options)
-    read = _columns(
-        offsets,
-        separator,
-        header,
-        dict.fromkeys(itertools.chain.from_iterable(groups.values())),
-        **options,
-    )
-    arrays = {
-        name: read[source] if isinstance(source, str) else [read[column] for column in source]
-        for name, source in sources.items()
-    }
+    chosen = dict.fromkeys(itertools.chain.from_iterable(groups.values()))
+    by_name = _columns(offsets, separator, header, chosen, **options)
+    arrays: dict[str, Column | list[Column]] = {}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            arrays[name] = by_name[source]
+        else:
+            arrays[name] = [by_name[column] for column in source]
     return Records(CsvFiles(offsets, separator, header, arrays), reading)
 
 
@@ -285,16 +295,13 @@ def _columns(
     types: dict,
     categories: dict,
 ) -> dict[str, Column]:
-    """What columns are, from the first records and what the user says."""
-    cells = Cells(*offsets.read(np.arange(min(LOOKED_AT, len(offsets)))), separator, len(header))
+    """Return the columns, from the first records and the user's options."""
+    first_records = offsets.read_bytes(np.arange(min(LOOKED_AT, len(offsets))))
+    cells = Cells(*first_records, separator, len(header))
     at = {name: number for number, name in enumerate(header)}
-    unknown = [name for name in names if name not in types and name not in categories]
-    dtypes: dict[str, Any] = {
-        **_inferred(
-            cells, {name: at[name] for name in unknown}, offsets.paths[0], wide=len(header)
-        ),
-        **types,
-    }
+    unknown = {name: at[name] for name in names if name not in types and name not in categories}
+    dtypes: dict[str, Any] = dict(_inferred(cells, unknown, offsets.paths[0], wide=len(header)))
+    dtypes |= types
     columns = {}
     for name in names:
         default = defaults.get(name)
@@ -305,13 +312,9 @@ def _columns(
                     f'defaults: "{name}" is {default!r}, which is none of the categories.',
                     fix=did_you_mean(str(default), words),
                 )
-            columns[name] = Column(
-                name,
-                at[name],
-                np.dtype(np.int32),
-                None if default is None else words[default],
-                words,
-            )
+            if default is not None:
+                default = words[default]
+            columns[name] = Column(name, at[name], np.dtype(np.int32), default, words)
             continue
         try:
             dtype = np.dtype(dtypes[name])
@@ -361,18 +364,18 @@ def _inferred(
 def _dtype(name: str, texts: list[str], path: str, *, alone: bool) -> np.dtype:
     """The dtype of one column, from fields that hold something."""
     if texts and all(is_a(int, text) for text in texts):
-        fits = all(-(2**31) <= int(text) < 2**31 for text in texts)
-        return np.dtype(np.int32 if fits else np.int64)
+        if all(-(2**31) <= int(text) < 2**31 for text in texts):
+            return np.dtype(np.int32)
+        return np.dtype(np.int64)
     odd = [text for text in texts if not is_a(float, text)]
     if odd and len(odd) == len(texts):
         words = sorted(set(odd))
-        fix = (
-            f'categories={{"{name}": {words!r}}}, columns=[...] without it'
-            if len(words) < 10
-            else "columns=[...] without it"
-        )
+        fix = "columns=[...] without it"
+        if len(words) < 10:
+            fix = f'categories={{"{name}": {words!r}}}, {fix}'
         separators = [letter for letter in ";\t|" if letter in name and alone]
-        fix = f"separator={separators[0]!r}" if separators else fix
+        if separators:
+            fix = f"separator={separators[0]!r}"
         raise DataError(
             f'column "{name}" holds text, such as {odd[0]!r}, and no numbers ({path}).',
             fix=f"{fix}.",
@@ -390,11 +393,13 @@ def _numbers(
         values = np.where(sound, values, 0)
     with np.errstate(over="ignore"):
         values = values.astype(dtype)
-    return values, sound & ~np.isinf(values) if dtype.kind == "f" else sound
+    if dtype.kind == "f":
+        sound = sound & ~np.isinf(values)
+    return values, sound
 
 
 def _scan(path: str, separator: str, *, header: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Where records begin and end, without the header.
+    """Return where records begin and end, without the header.
 
     Raises:
       DataError: a quote that is not closed.
@@ -405,11 +410,15 @@ def _scan(path: str, separator: str, *, header: bool) -> tuple[np.ndarray, np.nd
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} letters)"
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[:SHOWN]}... ({len(text):,} letters)"
 
 
 def _field(group: Column | list[Column]) -> Field:
     if isinstance(group, Column):
         return Field((), group.dtype)
-    dtypes = {column.dtype for column in group}
-    return Field((len(group),), dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32))
+    dtype = group[0].dtype
+    if any(column.dtype != dtype for column in group):
+        dtype = np.dtype(np.float32)
+    return Field((len(group),), dtype)

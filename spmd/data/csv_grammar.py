@@ -1,5 +1,5 @@
-"""Where records and fields of CSV begin and end. Nothing else decides what is valid, so it cannot
-depend on what is read together.
+"""Finds where records and fields of CSV begin and end. Nothing else decides what is valid, so it
+cannot depend on what is read together.
 
 A quote opens a field only as its first byte. Inside of quotes, two of them are one, and a single
 one closes; quotes elsewhere are ordinary letters. Records end with \\n, \\r\\n or \\r outside of
@@ -22,7 +22,7 @@ NEWLINE, RETURN, QUOTE = b'\n\r"'
 def records(
     path: str, separator: str, chunk: int = CHUNK
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Where records begin and end in a file, int64[n] each: those of `chunk` bytes after the other.
+    """Yield where records begin and end in a file, int64[n] each, for `chunk` bytes at a time.
 
     Raises:
       DataError: a quote that is not closed.
@@ -31,11 +31,14 @@ def records(
     if not size:
         return
     data = np.asarray(np.memmap(path, np.uint8, "r"))
-    at = begun = len(codecs.BOM_UTF8) if data[:3].tobytes() == codecs.BOM_UTF8 else 0
+    at = 0
+    if data[:3].tobytes() == codecs.BOM_UTF8:
+        at = len(codecs.BOM_UTF8)
+    begun = at
     inside, opened = False, at
     while at < size:
         stop = min(at + chunk, size)
-        # what they mean is decided by what comes next
+        # the meaning of a quote or a carriage return is decided by what comes next
         while stop < size and data[stop - 1] in (QUOTE, RETURN):
             stop += 1
         text = np.asarray(data[at:stop])
@@ -44,11 +47,16 @@ def records(
         if len(quotes) or inside:
             turns = _turns(data, quotes + at, np.array([begun]), separator, inside=inside)
             ends = ends[(np.searchsorted(turns, ends + at) + inside) % 2 == 0]
-            opened = int(turns[-1]) if len(turns) else opened
+            if len(turns):
+                opened = int(turns[-1])
             inside = bool((inside + len(turns)) % 2)
         ends = ends + (at + 1)
         at = stop
-        if at == size and not inside and at > (ends[-1] if len(ends) else begun):
+        # the last record may end without a line break
+        last_end = begun
+        if len(ends):
+            last_end = int(ends[-1])
+        if at == size and not inside and at > last_end:
             ends = np.append(ends, at)
         if len(ends):
             starts = np.append(begun, ends[:-1])
@@ -72,8 +80,8 @@ class Cells:
       wide: how many fields a record has.
 
     Attributes:
-      rows: int64[m]: the positions of records that have so many.
-      odd: of the others, how many they have, by position.
+      rows: int64[m]: the positions of records that have so many fields.
+      odd: the number of fields of each other record, by position.
     """
 
     def __init__(self, raw: bytes, starts: np.ndarray, ends: np.ndarray, separator: str, wide: int):
@@ -84,11 +92,8 @@ class Cells:
         self.rows = np.flatnonzero(complete)
         self.odd = {at: int(counts[at]) for at in np.flatnonzero(~complete).tolist()}
         if self.odd:
-            marks, starts, ends = (
-                marks[np.repeat(complete, counts - 1)],
-                starts[complete],
-                ends[complete],
-            )
+            marks = marks[np.repeat(complete, counts - 1)]
+            starts, ends = starts[complete], ends[complete]
         marks = marks.reshape(len(starts), wide - 1)
         self._begins = np.concatenate([starts[:, None], marks + 1], axis=1)
         self._stops = np.concatenate(
@@ -99,9 +104,8 @@ class Cells:
         """The result of `number_parsing.decimals` for some columns, in quotes or not: each
         [columns, m].
         """
-        begins, stops = (
-            np.ascontiguousarray(edges[:, columns].T) for edges in (self._begins, self._stops)
-        )
+        begins = np.ascontiguousarray(self._begins[:, columns].T)
+        stops = np.ascontiguousarray(self._stops[:, columns].T)
         if QUOTE in self._raw:
             quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
             quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
@@ -130,16 +134,16 @@ def split(record: bytes, separator: str) -> list[bytes]:
       [b'1', b'"a,b"', b'5"']
     """
     text, start = np.frombuffer(record, np.uint8), np.zeros(1, np.int64)
-    marks = _separators(text, start, separator).tolist()
     stop = int(_without_break(text, start, start + len(record))[0])
-    return [
-        record[first:last]
-        for first, last in zip([0, *(at + 1 for at in marks)], [*marks, stop], strict=True)
-    ]
+    fields, first = [], 0
+    for last in [*_separators(text, start, separator).tolist(), stop]:
+        fields.append(record[first:last])
+        first = last + 1
+    return fields
 
 
 def unquoted(field: bytes) -> bytes:
-    """What a field says.
+    """Return the text of a field, without quotes around it.
 
     Example:
       >>> [unquoted(field) for field in (b"a", b'5"', b'"a"', b'"say ""so"", he said"', b'"a"b"')]
@@ -150,7 +154,8 @@ def unquoted(field: bytes) -> bytes:
     at = 1
     while (at := field.find(b'"', at)) >= 0 and field[at + 1 : at + 2] == b'"':
         at += 2
-    at = len(field) if at < 0 else at
+    if at < 0:
+        at = len(field)
     return field[1:at].replace(b'""', b'"') + field[at + 1 :]
 
 
@@ -165,11 +170,13 @@ def line(path: str, start: int) -> int:
 
 
 def _breaks(text: np.ndarray) -> np.ndarray:
-    """Where lines end: the last byte of each line break."""
+    """Return the last byte of each line break."""
     returns = np.flatnonzero(text == RETURN)
     alone = returns[text.take(returns + 1, mode="clip") != NEWLINE]
     breaks = np.flatnonzero(text == NEWLINE)
-    return np.sort(np.concatenate([breaks, alone])) if len(alone) else breaks
+    if not len(alone):
+        return breaks
+    return np.sort(np.concatenate([breaks, alone]))
 
 
 def _separators(text: np.ndarray, starts: np.ndarray, separator: str) -> np.ndarray:
@@ -177,13 +184,12 @@ def _separators(text: np.ndarray, starts: np.ndarray, separator: str) -> np.ndar
     marks, quotes = np.flatnonzero(text == ord(separator)), np.flatnonzero(text == QUOTE)
     if not len(quotes):
         return marks
-    return marks[
-        np.searchsorted(_turns(text, quotes, starts, separator, inside=False), marks) % 2 == 0
-    ]
+    turns = _turns(text, quotes, starts, separator, inside=False)
+    return marks[np.searchsorted(turns, marks) % 2 == 0]
 
 
 def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """int64[n]: where records end before the line break that ends them, if one does."""
+    """int64[n]: the ends of records, without a line break."""
     stops = ends - (text[ends - 1] == NEWLINE)
     return stops - ((stops > starts) & (text[stops - 1] == RETURN))
 
@@ -191,7 +197,7 @@ def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np
 def _turns(
     text: np.ndarray, quotes: np.ndarray, starts: np.ndarray, separator: str, *, inside: bool
 ) -> np.ndarray:
-    """Of the quotes, those that open and close, in turn; two in quotes that stand for one close and
+    """Return the quotes that open and close, in turn; two in quotes that stand for one close and
     open again.
 
     Args:
@@ -210,7 +216,10 @@ def _turns(
     for at, begins in zip(quotes.tolist(), opens.tolist(), strict=True):
         if inside or begins or at == closed + 1:
             turns.append(at)
-            inside, closed = not inside, at if inside else -2
+            closed = -2
+            if inside:
+                closed = at
+            inside = not inside
     return np.array(turns, np.int64)
 
 
@@ -222,8 +231,8 @@ def _not_blank(
     blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True
     filled, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
     while len(left):
-        still = blanks[text[at]]
-        left, at = left[still], at[still] + 1
+        is_blank = blanks[text[at]]
+        left, at = left[is_blank], at[is_blank] + 1
         done = at == ends[left]
         filled[left[done]] = False
         left, at = left[~done], at[~done]

@@ -24,22 +24,24 @@ TOGETHER = 16
 def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -> str:
     """A hash of the sizes of files, and of their contents or a number of blocks of them."""
     begins = np.cumsum([0, *sizes])
-    total, spans = int(begins[-1]), []
-    many = total > blocks * BLOCK
-    for first in np.linspace(0, total - BLOCK, blocks).astype(np.int64).tolist() if many else [0]:
-        file, left = int(np.searchsorted(begins, first, "right")) - 1, BLOCK if many else total
+    total = int(begins[-1])
+    firsts, length = [0], total
+    if total > blocks * BLOCK:
+        firsts = np.linspace(0, total - BLOCK, blocks).astype(np.int64).tolist()
+        length = BLOCK
+    spans = []
+    for first in firsts:
+        file, left = int(np.searchsorted(begins, first, "right")) - 1, length
         while left:  # a block may continue in the next file
             size = min(left, int(begins[file + 1]) - first)
             spans.append((paths[file], first - int(begins[file]), size))
             file, first, left = file + 1, first + size, left - size
     digest = hashlib.sha256(repr(list(sizes)).encode())
     together = max(1, min(TOGETHER, len(spans) // READERS))
-    with concurrent.futures.ThreadPoolExecutor(
-        min(READERS, len(spans) or 1), "spmd-contents"
-    ) as pool:
-        for piece in pool.map(
-            _read, [spans[first : first + together] for first in range(0, len(spans), together)]
-        ):
+    groups = [spans[first : first + together] for first in range(0, len(spans), together)]
+    threads = min(READERS, len(spans) or 1)
+    with concurrent.futures.ThreadPoolExecutor(threads, "spmd-contents") as pool:
+        for piece in pool.map(_read_spans, groups):
             digest.update(piece)
     return digest.hexdigest()[:16]
 
@@ -53,18 +55,15 @@ def of_arrays(arrays: Tree) -> dict[str, str]:
 
 def _of_array(leaf: np.ndarray) -> str:
     digest = hashlib.sha256(f"{leaf.dtype} {leaf.shape}".encode())
-    fit = BLOCKS * BLOCK // max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
-    rows = (
-        leaf
-        if fit >= len(leaf)
-        else leaf[np.linspace(0, len(leaf) - 1, max(fit, 2)).astype(np.int64)]
-    )
-    digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+    most_rows = BLOCKS * BLOCK // max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
+    if most_rows < len(leaf):
+        leaf = leaf[np.linspace(0, len(leaf) - 1, max(most_rows, 2)).astype(np.int64)]
+    digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 
-def _read(spans: Sequence[tuple[str, int, int]]) -> bytes:
-    """The bytes of spans, each a file, where it begins there, and its length."""
+def _read_spans(spans: Sequence[tuple[str, int, int]]) -> bytes:
+    """Return the bytes of spans, each a file, the span's first byte there, and its length."""
     pieces = []
     for path, first, size in spans:
         with name_errors(Path(path)):

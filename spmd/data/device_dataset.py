@@ -75,10 +75,8 @@ def row_indices(batches: Sequence[HostBatch], size: int) -> tuple[np.ndarray, np
     """Row numbers and weights [batches, size] of batches of resident data. A short batch is padded
     with its first row, at weight 0.
     """
-    index, weights = (
-        np.zeros((len(batches), size), np.int32),
-        np.ones((len(batches), size), np.float32),
-    )
+    index = np.zeros((len(batches), size), np.int32)
+    weights = np.ones((len(batches), size), np.float32)
     for row, batch in enumerate(batches):
         index[row, : len(cast(np.ndarray, batch.index))] = cast(np.ndarray, batch.index)
         if batch.weights is not None:

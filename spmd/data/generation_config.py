@@ -1,9 +1,10 @@
-"""What a folder's generation_config.json asks for, as `transformers` reads it: tokens that end a
-text, and how tokens are chosen.
+"""A folder's generation_config.json, as `transformers` reads it: tokens that end a text, and the
+choice of tokens.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("token_healing", "remove_invalid_values"), (False,)),
     "sequence_bias": ({}, []),
 }
-# those that greedy choice does not read
+# keys that greedy choice does not read
 DRAWS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclasses.dataclass(frozen=True)
 class AskedSampling:
-    """How a folder asks for tokens to be chosen.
+    """The choice of tokens that a folder asks for.
 
     Attributes:
       where: the file that says so.
       options: arguments of `spmd.generate`; empty if the file asks for the most likely token, as
-        those of `spmd.generate` do.
+        the defaults of `spmd.generate` do.
       unknown: keys with their values that `spmd.generate` has no argument for.
     """
 
@@ -87,64 +88,33 @@ class AskedSampling:
 
 
 def asked_sampling(folder: Path) -> AskedSampling:
-    """What generation_config.json says of the choice of tokens; without one, what an old
-    config.json says.
+    """Return the choice of tokens that generation_config.json asks for; without this file, that an
+    old config.json asks for.
 
     Raises:
       DataError: a file is no JSON object, or an option is out of range.
     """
-    path, content = next(
-        ((path, content) for path, content in _contents(folder)), (folder / FILES[0], {})
-    )
-    draws = _value(
-        path, content, "do_sample", False, lambda value: isinstance(value, bool), "true or false"
-    )
-    temperature = _value(
-        path,
-        content,
-        "temperature",
-        1.0,
-        lambda value: _is_number(value) and value >= 0,
-        "a number from 0",
-    )
+    path, content = next(_contents(folder), (folder / FILES[0], {}))
     options: dict[str, Any] = {}
+    draws = _value(path, content, "do_sample", False, _is_bool, "true or false")
+    temperature = _value(path, content, "temperature", 1.0, _is_from_0, "a number from 0")
     if draws and temperature > 0:
-        top_k = _value(
-            path,
-            content,
-            "top_k",
-            50,
-            lambda value: _is_number(value) and value >= 0 and value == int(value),
-            "a whole number",
-        )
-        top_p = _value(
-            path,
-            content,
-            "top_p",
-            1.0,
-            lambda value: _is_number(value) and 0 < value <= 1,
-            "a number above 0, up to 1",
-        )
-        options = {
-            "temperature": temperature,
-            **({"top_k": int(top_k)} if top_k else {}),
-            **({"top_p": top_p} if top_p < 1 else {}),
-        }
-    penalty = _value(
-        path,
-        content,
-        "repetition_penalty",
-        1.0,
-        lambda value: _is_number(value) and value > 0,
-        "a number above 0",
-    )
-    options |= {"repetition_penalty": penalty} if penalty != 1 else {}
-    unread = () if draws else DRAWS
-    unknown = [
-        f"{key}={short_repr(content[key])}"
-        for key, neutral in NEUTRAL.items()
-        if content.get(key) is not None and content[key] not in neutral and key not in unread
-    ]
+        options["temperature"] = temperature
+        top_k = _value(path, content, "top_k", 50, _is_count, "a whole number")
+        if top_k:
+            options["top_k"] = int(top_k)
+        top_p = _value(path, content, "top_p", 1.0, _is_part, "a number above 0, up to 1")
+        if top_p < 1:
+            options["top_p"] = top_p
+    penalty = _value(path, content, "repetition_penalty", 1.0, _is_positive, "a number above 0")
+    if penalty != 1:
+        options["repetition_penalty"] = penalty
+    unknown = []
+    for key, neutral in NEUTRAL.items():
+        value = content.get(key)
+        if value is None or value in neutral or (key in DRAWS and not draws):
+            continue
+        unknown.append(f"{key}={short_repr(value)}")
     return AskedSampling(str(path), options, unknown)
 
 
@@ -156,7 +126,11 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     """
     for path, content in _contents(folder):
         value = content.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value
+        if value is None:
+            ids = []
+        elif not isinstance(value, list):
+            ids = [value]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise DataError(
                 f"{path}: eos_token_id is {short_repr(value)}.",
@@ -167,24 +141,49 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _contents(folder: Path) -> Any:
-    """Each file that there is, and its content."""
+def _contents(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the path and the content of each file that there is."""
     for path in (folder / name for name in FILES):
         if path.is_file():
             yield path, json_object(path)
 
 
 def _value(
-    path: Path, content: dict[str, Any], key: str, default: Any, holds: Any, wanted: str
+    path: Path,
+    content: dict[str, Any],
+    key: str,
+    default: Any,
+    accepts: Callable[[Any], bool],
+    accepted: str,
 ) -> Any:
     value = content.get(key)
     if value is None:
         return default
-    if not holds(value):
+    if not accepts(value):
         raise DataError(
-            f"{path}: {key} is {short_repr(value)}.", fix=f"{wanted}; or the file without it."
+            f"{path}: {key} is {short_repr(value)}.", fix=f"{accepted}; or the file without it."
         )
     return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_from_0(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_from_0(value) and value == int(value)
+
+
+def _is_part(value: Any) -> bool:
+    return _is_positive(value) and value <= 1
 
 
 def _is_number(value: Any) -> bool:

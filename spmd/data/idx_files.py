@@ -28,7 +28,8 @@ def read_idx(path: str | Path) -> np.ndarray:
     path = as_path(path, "path")
     raw = read_bytes(path)
     try:
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        if raw[:2] == b"\x1f\x8b":
+            raw = gzip.decompress(raw)
     except (OSError, EOFError) as error:
         raise DataError(
             f"{path} is a damaged gzip file: {error}.", fix="download it again."
@@ -78,10 +79,8 @@ def mnist(folder: str | Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
 
 
 def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
-    images, labels = (
-        read_idx(_find(folder, f"{prefix}-images", 3)),
-        read_idx(_find(folder, f"{prefix}-labels", 1)),
-    )
+    images = read_idx(_find(folder, f"{prefix}-images", 3))
+    labels = read_idx(_find(folder, f"{prefix}-labels", 1))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(
             f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; "

@@ -26,11 +26,8 @@ class ImageFiles(FileFormat):
         self, paths: tuple[str, ...], labels: np.ndarray, size: tuple[int, int], channels: int
     ):
         import_extra("PIL.Image", "images")
-        self.paths, self.counts, self.sizes = (
-            paths,
-            [1] * len(paths),
-            [os.path.getsize(path) for path in paths],
-        )
+        self.paths, self.counts = paths, [1] * len(paths)
+        self.sizes = [os.path.getsize(path) for path in paths]
         self._labels, self._size, self._channels = labels, size, channels
         self.fields = {
             "image": Field((*size, channels), np.dtype(np.float32)),
@@ -40,20 +37,17 @@ class ImageFiles(FileFormat):
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """Decoded by Pillow, which lets other threads run meanwhile."""
-        pillow, turn = (
-            import_extra("PIL.Image", "images"),
-            import_extra("PIL.ImageOps", "images").exif_transpose,
-        )
+        """Decode pictures by Pillow, which lets other threads run meanwhile."""
+        pillow = import_extra("PIL.Image", "images")
+        exif_transpose = import_extra("PIL.ImageOps", "images").exif_transpose
         leaves["label"][:] = self._labels[records]
         for at, record in enumerate(records.tolist()):
             try:
                 with pillow.open(self.paths[record]) as opened:
-                    # as its EXIF data say; a camera stores what it sees, and how it was held
-                    upright = turn(opened)
-                    picture = _eight_bits(upright, opened.format, pillow).convert(
-                        _MODES[self._channels]
-                    )
+                    # a camera stores the picture as it was held, and the turn as EXIF data
+                    upright = exif_transpose(opened)
+                    picture = _eight_bits(upright, opened.format, pillow)
+                    picture = picture.convert(_MODES[self._channels])
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 leaves["image"][at] = (
                     np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
@@ -79,11 +73,9 @@ def _pictures(folder: Path) -> list[str]:
     paths: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [
-            os.path.join(parent, name)
-            for name in names
-            if name.lower().endswith(ENDINGS) and not name.startswith(".")
-        ]
+        for name in names:
+            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+                paths.append(os.path.join(parent, name))
     return sorted(paths, key=lambda path: path.split(os.sep))
 
 
@@ -91,7 +83,7 @@ def _eight_bits(picture: Any, kind: str | None, pillow: Any) -> Any:
     """A grey picture of 16 bits with 8, where Pillow would cut off all that is brighter than
     255.
     """
-    # which has 16 bits at most; some versions of Pillow say no more
+    # a PNG has 16 bits at most; some versions of Pillow give only the mode "I"
     if picture.mode == "I" and kind == "PNG":
         return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.mode in ("I", "F"):
@@ -99,11 +91,9 @@ def _eight_bits(picture: Any, kind: str | None, pillow: Any) -> Any:
             f"its numbers are of 32 bits (mode {picture.mode}), and how bright white is is not "
             "known"
         )
-    return (
-        pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-        if picture.mode.startswith("I;16")
-        else picture
-    )
+    if picture.mode.startswith("I;16"):
+        return pillow.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    return picture
 
 
 def images(
@@ -172,9 +162,11 @@ def images(
     )
     paths = [_pictures(folder / name) for name in classes]
     if not any(paths):
-        has = f"its folders are {', '.join(classes[:5])}" if classes else "it has no folders"
+        state = "it has no folders"
+        if classes:
+            state = f"its folders are {', '.join(classes[:5])}"
         raise DataError(
-            f"{folder} holds no pictures in folders that are classes; {has}.",
+            f"{folder} holds no pictures in folders that are classes; {state}.",
             fix="folder/class/picture.png.",
         )
     beside = sum(
@@ -188,12 +180,7 @@ def images(
             "a picture: %s."
         )
         logging.getLogger("spmd").warning(text, folder, beside, ", ".join(empty[:5]) or "none")
-    labels = np.repeat(
-        np.arange(len(classes), dtype=np.int32), [len(of_class) for of_class in paths]
-    )
-    return Records(
-        ImageFiles(
-            tuple(itertools.chain.from_iterable(paths)), labels, (size[0], size[1]), channels
-        ),
-        reading,
-    )
+    numbers = np.arange(len(classes), dtype=np.int32)
+    labels = np.repeat(numbers, [len(of_class) for of_class in paths])
+    all_paths = tuple(itertools.chain.from_iterable(paths))
+    return Records(ImageFiles(all_paths, labels, (size[0], size[1]), channels), reading)

@@ -1,5 +1,5 @@
 """Host arrays in the dtypes that jax gives them: without `jax_enable_x64`, 64 bits become 32, and
-what 32 bits do not hold is refused.
+values that 32 bits do not hold are refused.
 """
 
 from typing import Any, NoReturn
@@ -48,25 +48,29 @@ def raise_out_of_range(leaves: Tree, index: np.ndarray | None, name: str) -> NoR
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if dtype == leaf.dtype:
             continue
-        for row in range(len(leaf)) if index is None else index:
-            if not _fits(leaf[row]):
-                value, (least, most) = (
-                    next(value for value in leaf[row].flat if not _fits(value)),
-                    limits(dtype),
-                )
-                smaller = (
-                    "an index into a table of the values"
-                    if dtype.kind in "iu"
-                    else "the values divided by a constant"
-                )
-                raise DataError(
-                    f"{path or 'the array'}: row {row} of {name} holds {value}. jax makes {dtype} "
-                    f"of {leaf.dtype}, which holds "
-                    f"{least} to {most}.",
-                    fix=f"smaller numbers, such as {smaller}; or "
-                    "jax.config.update('jax_enable_x64', True).",
-                )
+        rows: Any = index
+        if index is None:
+            rows = range(len(leaf))
+        for row in rows:
+            if _fits(leaf[row]):
+                continue
+            for value in leaf[row].flat:
+                if not _fits(value):
+                    _raise_value(value, leaf.dtype, f"{path or 'the array'}: row {row} of {name}")
     raise AssertionError("every value fits")
+
+
+def _raise_value(value: Any, dtype: np.dtype, where: str) -> NoReturn:
+    """Raise `DataError` for a value that `narrow` refuses."""
+    narrower = jax.dtypes.canonicalize_dtype(dtype)
+    least, most = limits(narrower)
+    smaller = "the values divided by a constant"
+    if narrower.kind in "iu":
+        smaller = "an index into a table of the values"
+    raise DataError(
+        f"{where} holds {value}. jax makes {narrower} of {dtype}, which holds {least} to {most}.",
+        fix=f"smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True).",
+    )
 
 
 def _fits(values: Any) -> bool:

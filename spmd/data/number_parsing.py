@@ -28,8 +28,8 @@ def decimals(
       starts, ends: int64[n]: the bytes of each number.
 
     Returns:
-      float64[n]; bool[n], whether it has no point; and bool[n], whether it was parsed: not if it
-      has an exponent, has more digits than one division rounds exactly, or is not a number.
+      float64[n]; bool[n], True for numbers without a point; and bool[n], True for parsed numbers:
+      not for one with an exponent, or with more digits than one division rounds exactly.
 
     Example:
       >>> decimals(np.frombuffer(b"-1.5,20,x", np.uint8), np.array([0, 5, 8]), np.array([4, 7, 9]))
@@ -38,14 +38,13 @@ def decimals(
     lengths = ends - starts
     if not len(lengths):
         return np.zeros(0), np.zeros(0, bool), np.zeros(0, bool)
+    # clipped: a number at the end may have no letter
     first = text.take(starts, mode="clip")
     minus = (first == _MINUS) & (lengths > 0)
     signed = minus | ((first == _PLUS) & (lengths > 0))
-    number, point, digits = (
-        np.zeros(len(lengths), np.int64),
-        np.full(len(lengths), -1),
-        np.zeros(len(lengths), np.int64),
-    )
+    number = np.zeros(len(lengths), np.int64)
+    digits = np.zeros(len(lengths), np.int64)
+    point = np.full(len(lengths), -1)
     for back in range(min(int(lengths.max()), DIGITS + 2)):  # from the last letter to the first
         letter = text.take(ends - 1 - back, mode="clip")
         digit, inside = letter - np.uint8(_ZERO), back < lengths
@@ -66,7 +65,7 @@ def decimals(
 
 
 def holds(dtype: np.dtype, value: Any) -> bool:
-    """Whether a dtype holds a number, up to rounding of a float.
+    """Return True if a dtype holds a number, up to rounding of a float.
 
     Example:
       >>> [
@@ -103,5 +102,6 @@ def limits(dtype: np.dtype) -> tuple[Any, Any]:
     """
     if dtype.kind == "b":
         return 0, 1
-    info = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
-    return info.min, info.max
+    if dtype.kind == "f":
+        return np.finfo(dtype).min, np.finfo(dtype).max
+    return np.iinfo(dtype).min, np.iinfo(dtype).max

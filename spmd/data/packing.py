@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: which tokens of which document are where."""
+"""Documents packed into rows of one length."""
 
 import bisect
 import dataclasses
@@ -40,7 +40,7 @@ class Rows:
         return 1 - float(self.size.sum()) / max(len(self) * self.length, 1)
 
     def filled_up(self, multiple: int) -> "Rows":
-        """With rows without documents, so that `multiple` divides their number."""
+        """Return these rows and rows without documents, so that `multiple` divides their number."""
         missing = -len(self) % multiple
         return dataclasses.replace(
             self, first=np.concatenate([self.first, np.repeat(self.first[-1:], missing)])
@@ -75,13 +75,18 @@ def pack_documents(
         raise OptionError(
             f"{option('length', length)}: a row needs a token and the next one.", fix="at least 2."
         )
-    count = -(-lengths // length) if split else (lengths > 0).astype(np.int64)
+    count = (lengths > 0).astype(np.int64)
+    if split:
+        count = -(-lengths // length)
     document = np.repeat(np.arange(len(lengths)), count)
     start = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * length
     size = np.minimum(lengths[document] - start, length)
-    row = _best_fit(size, length) if pack else np.arange(len(size))
+    row = np.arange(len(size))
+    if pack:
+        row = _best_fit(size, length)
     order = np.argsort(row, kind="stable")
-    first = np.searchsorted(row[order], np.arange(row.max() + 2 if len(row) else 1))
+    num_rows = int(row.max(initial=-1)) + 1
+    first = np.searchsorted(row[order], np.arange(num_rows + 1))
     return Rows(document[order], start[order], size[order], first, length)
 
 
@@ -104,13 +109,13 @@ def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
 
 
 def unpack(batch: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The token ids of each document or piece of a packed batch, row by row: what went into it.
+    """Return the token ids of each document or piece of a packed batch, row by row.
 
     >>> unpack({"tokens": np.array([[5, 6, 7, 0]]), "segment_ids": np.array([[1, 2, 2, 0]])})
     [array([5]), array([6, 7])]
     """
-    return [
-        tokens[segments == segment]
-        for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True)
-        for segment in range(1, segments.max(initial=0) + 1)
-    ]
+    pieces = []
+    for tokens, segments in zip(batch["tokens"], batch["segment_ids"], strict=True):
+        for segment in range(1, segments.max(initial=0) + 1):
+            pieces.append(tokens[segments == segment])
+    return pieces

@@ -1,6 +1,7 @@
 """Parquet files as records, through pyarrow."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,13 +38,12 @@ class ParquetFiles(FileFormat):
     ):
         types = import_extra("pyarrow.types", "parquet")
         self.paths, self.sizes = paths, [os.path.getsize(path) for path in paths]
-        files = [opened(path) for path in paths]
+        files = [open_parquet(path) for path in paths]
         self.counts = [file.metadata.num_rows for file in files]
-        self._groups = [
-            (path, group, file.metadata.row_group(group).num_rows)
-            for path, file in zip(paths, files, strict=True)
-            for group in range(file.num_row_groups)
-        ]
+        self._groups = []
+        for path, file in zip(paths, files, strict=True):
+            for group in range(file.num_row_groups):
+                self._groups.append((path, group, file.metadata.row_group(group).num_rows))
         self._first = np.cumsum([0, *(rows for _, _, rows in self._groups)])
         schema = files[0].schema_arrow
         for path, file in zip(paths, files, strict=True):
@@ -101,7 +101,7 @@ class ParquetFiles(FileFormat):
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """Reads the rows of each row group together."""
+        """Read the rows of each row group together."""
         groups = np.searchsorted(self._first, records, "right") - 1
         for group in np.unique(groups).tolist():
             at = np.flatnonzero(groups == group)
@@ -118,17 +118,15 @@ class ParquetFiles(FileFormat):
                 reasons = {
                     MISSING: "no value",
                     BEYOND: f"a number that {field.dtype} does not hold",
-                    LENGTH: f"a list that is not of length {field.shape[0] if field.shape else 0}",
+                    LENGTH: f"a list that is not of length {math.prod(field.shape)}",
                 }
                 problems = wrong[name][rows]
-                bad |= {
-                    int(at[row]): f'column "{name}" has {reasons[int(problems[row])]}'
-                    for row in np.flatnonzero(problems)
-                }
+                for row in np.flatnonzero(problems):
+                    bad[int(at[row])] = f'column "{name}" has {reasons[int(problems[row])]}'
 
 
-def opened(path: str) -> Any:
-    """A Parquet file, open.
+def open_parquet(path: str) -> Any:
+    """Open a Parquet file.
 
     Raises:
       DataError: it is none.
@@ -146,10 +144,10 @@ def opened(path: str) -> Any:
 def _read_row_group(
     path: str, group: int, rows: int, *, fields: Mapping[str, Field], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """By column, the values [rows, ...] of a row group, and int[rows]: what is wrong with each, 0
-    if nothing is.
+    """Return by column the values [rows, ...] of a row group, and int[rows]: the problem of each
+    row, 0 if it has none.
     """
-    with opened(path) as file:
+    with open_parquet(path) as file:
         table = file.read_row_group(group, columns=list(fields))
     if len(table) != rows:
         raise DataError(f"{path} has changed since it was opened.", fix="files that do not change.")
@@ -160,64 +158,68 @@ def _read_row_group(
             stored, problems = _lists(column, field)
         else:
             missing = np.asarray(column.is_null())
-            filled = (
-                column.fill_null(defaults.get(name, field.dtype.type(0).item()))
-                if missing.any()
-                else column
-            )
-            stored = filled.to_numpy(zero_copy_only=False)
+            # with nulls, pyarrow would make floats of integers
+            if missing.any():
+                column = column.fill_null(defaults.get(name, field.dtype.type(0).item()))
+            stored = column.to_numpy(zero_copy_only=False)
             problems = np.where(missing & (name not in defaults), MISSING, 0)
         with np.errstate(over="ignore"):
             values[name] = stored.astype(field.dtype)
-        beyond = (
-            np.isinf(values[name]) & np.isfinite(stored)
-            if field.dtype != stored.dtype
-            else np.zeros(stored.shape, bool)
-        )
-        wrong[name] = np.where(
-            problems == 0,
-            np.where(beyond.reshape(len(problems), -1).any(axis=1), BEYOND, 0),
-            problems,
-        )
+        if field.dtype != stored.dtype:
+            beyond = np.isinf(values[name]) & np.isfinite(stored)
+            beyond_rows = beyond.reshape(len(problems), -1).any(axis=1)
+            problems = np.where((problems == 0) & beyond_rows, BEYOND, problems)
+        wrong[name] = problems
     return values, wrong
 
 
 def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of one length [rows, length], and int[rows]: what is wrong with each, 0 if nothing
-    is.
+    """Return lists of one length [rows, length], and int[rows]: the problem of each, 0 if it has
+    none.
     """
     rows, length = len(column), field.shape[0]
     if not hasattr(column.type, "list_size"):  # lists that are of one length, and do not have to be
         return _equal_lists(column, length)
     # keeps the places of missing lists, which flatten drops
     numbers = column.values.slice(column.offset * length, rows * length)
-    lack = np.asarray(numbers.is_null())
-    missing = np.asarray(column.is_null()) | lack.reshape(rows, length).any(axis=1)
-    filled = numbers.fill_null(0) if lack.any() else numbers
-    return filled.to_numpy(zero_copy_only=False).reshape(rows, length), np.where(
-        missing, MISSING, 0
-    )
+    is_null = np.asarray(numbers.is_null())
+    missing = np.asarray(column.is_null()) | is_null.reshape(rows, length).any(axis=1)
+    values = _without_nulls(numbers).reshape(rows, length)
+    return values, np.where(missing, MISSING, 0)
 
 
 def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same of lists whose lengths may differ."""
+    """Return lists whose lengths may differ, as `_lists` does."""
     offsets, numbers = np.asarray(column.offsets), column.values
     problems = np.where(np.diff(offsets) == length, 0, LENGTH)
     problems[np.asarray(column.is_null())] = MISSING
-    lack = np.asarray(numbers.is_null())
-    filled = (numbers.fill_null(0) if lack.any() else numbers).to_numpy(zero_copy_only=False)
-    stored = np.zeros((len(column), length), filled.dtype)
+    values = _without_nulls(numbers)
+    stored = np.zeros((len(column), length), values.dtype)
     of_length = problems == 0
     at = offsets[:-1][of_length, None] + np.arange(length)
-    stored[of_length] = filled[at]
-    problems[of_length] = np.where(lack[at].any(axis=1), MISSING, 0)
+    stored[of_length] = values[at]
+    is_null = np.asarray(numbers.is_null())
+    problems[of_length] = np.where(is_null[at].any(axis=1), MISSING, 0)
     return stored, problems
 
 
+def _without_nulls(numbers: Any) -> np.ndarray:
+    """Return the numbers of an Arrow array, with 0 for nulls, which would make floats of
+    integers.
+    """
+    if numbers.null_count:
+        numbers = numbers.fill_null(0)
+    return numbers.to_numpy(zero_copy_only=False)
+
+
 def _schema_text(schema: Any) -> str:
-    return join_names(
-        f"{column.name} {column.type}{'' if column.nullable else ' not null'}" for column in schema
-    )
+    columns = []
+    for column in schema:
+        text = f"{column.name} {column.type}"
+        if not column.nullable:
+            text += " not null"
+        columns.append(text)
+    return join_names(columns)
 
 
 def _list_length(paths: Sequence[str], name: str) -> int | None:
@@ -226,12 +228,14 @@ def _list_length(paths: Sequence[str], name: str) -> int | None:
     """
     compute = import_extra("pyarrow.compute", "parquet")
     for path in paths:
-        with opened(path) as file:
+        with open_parquet(path) as file:
             for group in range(file.num_row_groups):
                 column = file.read_row_group(group, columns=[name]).column(0)
                 lengths = compute.unique(compute.drop_null(compute.list_value_length(column)))
+                if len(lengths) == 1:
+                    return lengths[0].as_py()
                 if len(lengths):
-                    return lengths[0].as_py() if len(lengths) == 1 else None
+                    return None
     return None
 
 
@@ -247,19 +251,19 @@ def _field(name: str, arrow_type: Any, types: Any, length: int | None = None) ->
                 fix=f"{fix}.",
             )
         shape, kind = (length,), arrow_type.value_type
+    elif types.is_fixed_size_list(arrow_type):
+        shape, kind = (arrow_type.list_size,), arrow_type.value_type
     else:
-        shape, kind = (
-            ((arrow_type.list_size,), arrow_type.value_type)
-            if types.is_fixed_size_list(arrow_type)
-            else ((), arrow_type)
-        )
+        shape, kind = (), arrow_type
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         fix = "columns=[...] without it; or numbers, or lists of one length, in its place"
         raise DataError(
             f'column "{name}" is {arrow_type}, which cannot be placed on a device.', fix=f"{fix}."
         )
     dtype = np.dtype(kind.to_pandas_dtype())
-    return Field(shape, np.dtype(np.float32) if dtype == np.float64 else dtype)
+    if dtype == np.float64:
+        dtype = np.dtype(np.float32)
+    return Field(shape, dtype)
 
 
 def parquet(
@@ -302,7 +306,9 @@ def parquet(
       [0, 1]
     """
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
-    names = columns if isinstance(columns, Sequence) and not isinstance(columns, str) else ()
+    names: Sequence[str] = ()
+    if isinstance(columns, Sequence) and not isinstance(columns, str):
+        names = columns
     if columns is not None and (not names or len(set(map(str, names))) < len(names)):
         raise OptionError(f"columns={columns!r}.", fix="a list of names, each once.")
     if defaults is not None and not isinstance(defaults, Mapping):

@@ -13,7 +13,7 @@ import jax
 
 T = TypeVar("T")
 _END = object()
-# for a reader to end; and between two looks at a request to stop
+# seconds for a reader to end; and between two looks at a request to stop
 JOIN_SECONDS, POLL_SECONDS = 10.0, 0.1
 
 
@@ -29,7 +29,7 @@ def prefetch(
     An error raised while reading is raised again in the caller, with the reader's traceback. On
     leaving the block the thread is stopped and joined; the iterator is closed in the thread that
     ran it, and an error it raises then is raised on leaving, unless the block has raised one of its
-    own. While an item is waited for, `stops` is asked whether to end instead.
+    own. While an item is waited for, the iterator ends if `stops()` is true.
 
     Example:
       >>> with prefetch(iter(range(3)), lambda x: x * x, depth=2) as squares:
@@ -53,7 +53,7 @@ def prefetch(
                 return True
         return False
 
-    def read() -> None:
+    def read_items() -> None:
         try:
             for item in items:
                 if not put((function(item), None)):
@@ -67,7 +67,7 @@ def prefetch(
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=read, name="spmd-prefetch", daemon=True)
+    thread = threading.Thread(target=read_items, name="spmd-prefetch", daemon=True)
     thread.start()
     try:
         yield _drain(results, stops)

@@ -38,17 +38,25 @@ class Prompts:
     """
 
     def __init__(self, tokenizer: Any, chat: str | None = None):
-        self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
-        style = None if chat is None else style_of(None, chat, self.tokenizer, answers=True)
-        self._chat = style if isinstance(style, Conversation) else None
-        folder, named = self.tokenizer.folder, self.tokenizer.named().get("eos_token")
-        ends = () if folder is None else end_tokens(folder)
-        by_name = None if ends or named is None else self.tokenizer.id_of(named)
-        self.stop = tuple(
-            dict.fromkeys(
-                [*ends, *([] if by_name is None else [by_name]), *self._ends_of_answers()]
-            )
-        )
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer(tokenizer)
+        self.tokenizer: Tokenizer = tokenizer
+        self._chat: Conversation | None = None
+        if chat is not None:
+            style = style_of(None, chat, tokenizer, answers=True)
+            if isinstance(style, Conversation):
+                self._chat = style
+        self.stop = tuple(dict.fromkeys([*self._ends_of_texts(), *self._ends_of_answers()]))
+
+    def _ends_of_texts(self) -> list[int]:
+        """Return the tokens that end a text, as the folder's files name them."""
+        folder, name = self.tokenizer.folder, self.tokenizer.special_names().get("eos_token")
+        ids: list[int | None] = []
+        if folder is not None:
+            ids += end_tokens(folder)
+        if not ids and name is not None:
+            ids.append(self.tokenizer.id_of(name))
+        return [token for token in ids if token is not None]
 
     def _ends_of_answers(self) -> list[int]:
         """The special token after an answer."""
@@ -79,8 +87,9 @@ class Prompts:
                     [{"role": "user", "content": text}], "messages", self._chat.reserved
                 )
                 text = self._chat.form.prompt(turns)
-            plain = self._ids(text, special=False)
-            ids = plain if self._chat is not None else self._ids(text, special=True)
+            plain = ids = self._ids(text, special=False)
+            if self._chat is None:
+                ids = self._ids(text, special=True)
         except ValueError as error:
             raise DataError(
                 f"prompt {short_repr(prompt)}: {error}.", fix="another prompt."

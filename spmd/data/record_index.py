@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,13 +42,11 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     Raises:
       DataError: one of them matches no file.
     """
-    patterns = (
-        [files]
-        if isinstance(files, str | os.PathLike)
-        else list(files)
-        if isinstance(files, Iterable)
-        else [None]
-    )
+    patterns: list[Any] = [None]
+    if isinstance(files, str | os.PathLike):
+        patterns = [files]
+    elif isinstance(files, Iterable):
+        patterns = list(files)
     if not all(isinstance(pattern, str | os.PathLike) for pattern in patterns):
         raise OptionError(
             f"files={files!r} is {type_name(files)}.",
@@ -55,37 +54,26 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         )
     paths: list[str] = []
     for pattern in (str(as_path(pattern, "files")) for pattern in patterns):
-        names = (
-            [pattern]
-            if os.path.isfile(pattern)
-            else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-        )
+        names = [pattern]
+        if not os.path.isfile(pattern):
+            names = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         if not names:
             folder = os.path.dirname(pattern) or "."
-            entries = sorted(os.listdir(folder))[:5] if os.path.isdir(folder) else None
-            state = (
-                "does not exist"
-                if entries is None
-                else f"holds {', '.join(entries)}"
-                if entries
-                else "is empty"
-            )
             raise DataError(
                 f'no file matches "{pattern}".',
-                fix=f"another pattern; the folder {folder} {state}.",
+                fix=f"another pattern; the folder {folder} {_folder_state(folder)}.",
             )
         paths += names
     if not paths:
         raise DataError(
             "no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.'
         )
-    twice = sorted(
-        path
-        for path, times in collections.Counter(map(os.path.abspath, paths)).items()
-        if times > 1
-    )
+    counts = collections.Counter(map(os.path.abspath, paths))
+    twice = sorted(path for path, times in counts.items() if times > 1)
     if twice:
-        more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+        more = ""
+        if len(twice) > 1:
+            more = f" and {len(twice) - 1} more"
         raise DataError(
             f"{twice[0]}{more} is given twice, so all its records would be.", fix="each file once."
         )
@@ -96,6 +84,16 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
                 fix="its permissions, or another pattern.",
             )
     return tuple(paths)
+
+
+def _folder_state(folder: str) -> str:
+    """Return the first entries of a folder, or that there are none, in words."""
+    if not os.path.isdir(folder):
+        return "does not exist"
+    entries = sorted(os.listdir(folder))[:5]
+    if not entries:
+        return "is empty"
+    return f"holds {', '.join(entries)}"
 
 
 def check_uncompressed(path: str) -> None:
@@ -157,12 +155,15 @@ class RecordIndex:
             make_folder(as_path(cache, "index"), OptionError)
         self.paths = paths
         self.sizes = [os.path.getsize(path) for path in paths]
-        keep = _fills if fills_file else None
-        find = functools.partial(cached_scan, cache=cache, kind=kind, scan=scan, keep=keep)
-        with concurrent.futures.ThreadPoolExecutor(
-            min(len(paths), os.cpu_count() or 1), "spmd-index"
-        ) as pool:
-            ranges = list(pool.map(find, paths))
+        may_store = None
+        if fills_file:
+            may_store = _fills_file
+        scan_file = functools.partial(
+            cached_scan, cache=cache, kind=kind, scan=scan, may_store=may_store
+        )
+        threads = min(len(paths), os.cpu_count() or 1)
+        with concurrent.futures.ThreadPoolExecutor(threads, "spmd-index") as pool:
+            ranges = list(pool.map(scan_file, paths))
         self.counts = [len(starts) for starts, _ in ranges]
         self.first = np.cumsum([0, *self.counts])
         self.starts = np.concatenate([starts for starts, _ in ranges])
@@ -177,7 +178,7 @@ class RecordIndex:
         file = int(np.searchsorted(self.first, record, "right")) - 1
         return self.paths[file], int(record - self.first[file]), int(self.starts[record])
 
-    def read(self, records: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
+    def read_bytes(self, records: np.ndarray) -> tuple[bytes, np.ndarray, np.ndarray]:
         """The bytes of records in ascending order, and where in them each begins and ends; adjacent
         ones are read together.
 
@@ -190,27 +191,36 @@ class RecordIndex:
         files = np.searchsorted(self.first, records, "right") - 1
         starts, ends = self.starts[records], self.ends[records]
         breaks = np.flatnonzero((files[1:] != files[:-1]) | (starts[1:] != ends[:-1])) + 1
-        firsts, lasts = np.concatenate([[0], breaks]), np.concatenate([breaks, [len(records)]]) - 1
-        runs, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
-        open_files = self._open_files if len(self.paths) <= OPEN else _OpenFiles()
-        parts = zip(*map(np.ndarray.tolist, (runs, sizes, begins)), strict=True)
-        reads = [(open_files[self.paths[file]], size, begin) for file, size, begin in parts]
+        firsts = np.concatenate([[0], breaks])
+        lasts = np.concatenate([breaks, [len(records)]]) - 1
+        # runs of adjacent records in a file: where each begins, and its bytes
+        run_files, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
+        open_files = self._open_files
+        if len(self.paths) > OPEN:
+            open_files = _OpenFiles()
+        reads = [
+            (open_files[self.paths[file]], size, begin)
+            for file, size, begin in zip(
+                run_files.tolist(), sizes.tolist(), begins.tolist(), strict=True
+            )
+        ]
         pieces: list[bytes] = []
         try:
-            for read in reads:
-                # after an error, their number says which file it was
-                pieces.append(os.pread(*read))
+            for descriptor, size, begin in reads:
+                # after an error, the number of pieces says which file it was
+                pieces.append(os.pread(descriptor, size, begin))
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self.paths[runs[len(pieces)]]) from error
-        for at in np.flatnonzero(
-            np.fromiter(map(len, pieces), np.int64, len(pieces)) != sizes
-        ).tolist():
-            pieces[at] = self._rest(int(runs[at]), pieces[at], *reads[at])
+            path = self.paths[run_files[len(pieces)]]
+            raise OSError(error.errno, error.strerror, path) from error
+        lengths = np.array([len(piece) for piece in pieces], np.int64)
+        # a system call may read less than it is asked for
+        for at in np.flatnonzero(lengths != sizes).tolist():
+            pieces[at] = self._complete(int(run_files[at]), pieces[at], *reads[at])
         bases = np.cumsum([0, *map(len, pieces[:-1])]) - begins
         shift = np.repeat(bases, lasts - firsts + 1)
         return b"".join(pieces), starts + shift, ends + shift
 
-    def _rest(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
+    def _complete(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
         """The complete piece, if one call returned only a part of it."""
         while len(piece) < size and (
             more := os.pread(descriptor, size - len(piece), begin + len(piece))
@@ -225,11 +235,14 @@ class RecordIndex:
         return piece
 
 
-def _fills(path: str, starts: np.ndarray, ends: np.ndarray) -> bool:
-    """Whether records fill a file; one that they do not fill is scanned each time, to warn each
-    time.
+def _fills_file(path: str, starts: np.ndarray, ends: np.ndarray) -> bool:
+    """Return True if records fill a file. A file that they do not fill is scanned each time, to
+    warn each time.
     """
-    return (int(ends[-1]) if len(ends) else 0) == os.path.getsize(path)
+    del starts
+    if not len(ends):
+        return os.path.getsize(path) == 0
+    return int(ends[-1]) == os.path.getsize(path)
 
 
 def cached_scan(
@@ -237,20 +250,21 @@ def cached_scan(
     cache: str | Path | None,
     kind: str,
     scan: Scan,
-    keep: Callable[[str, np.ndarray, np.ndarray], bool] | None = None,
+    may_store: Callable[[str, np.ndarray, np.ndarray], bool] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result of a scan, from the file of an earlier run in the folder `cache`; scans again if
     the data or that file has changed.
 
     Args:
-      kind: what else the result depends on: format and options.
+      kind: the format and the options, on which the result depends too.
       scan: returns two arrays int64[n] for a file.
-      keep: whether the result may be stored; None: always.
+      may_store: returns True if the result may be stored; None: always.
     """
     if cache is None:
         return scan(path)
     folder = as_path(cache, "index")
-    stat, log = os.stat(path), logging.getLogger("spmd")
+    stat = os.stat(path)
+    log = logging.getLogger("spmd")
     facts = [
         kind,
         os.path.abspath(path),
@@ -268,7 +282,7 @@ def cached_scan(
     except checksummed_files.DamagedFileError as why:
         log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, index)
     starts, ends = scan(path)
-    if keep is not None and not keep(path, starts, ends):
+    if may_store is not None and not may_store(path, starts, ends):
         return starts, ends
     try:
         checksummed_files.write(

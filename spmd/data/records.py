@@ -68,7 +68,7 @@ class FileFormat(abc.ABC):
     fields: dict[str, Field]
     together: int = 1024
 
-    def read(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def read_records(self, records: np.ndarray) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record
         cannot be read.
         """
@@ -84,8 +84,8 @@ class FileFormat(abc.ABC):
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """Fill arrays of zeros, and `bad`, as `read` returns them. Several threads may call it
-        concurrently.
+        """Fill arrays of zeros, and `bad`, as `read_records` returns them. Several threads may call
+        it concurrently.
         """
 
     def where(self, record: int) -> str:
@@ -176,18 +176,17 @@ class Records:
         return self.steps_per_epoch
 
     def __repr__(self) -> str:
-        files = (
-            f"{len(self.format.paths)} "
-            f"{self.format.file_kind}{'s' if len(self.format.paths) > 1 else ''}"
-        )
+        files = f"{len(self.format.paths)} {self.format.file_kind}"
+        if len(self.format.paths) > 1:
+            files += "s"
         lines = [
             f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of "
             f"{self.batch_size}"
         ]
         width = max(map(len, self.fields))
-        return "\n".join(
-            [*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())]
-        )
+        for name, field in self.fields.items():
+            lines.append(f"    {name.ljust(width)}  {field}")
+        return "\n".join(lines)
 
     def __iter__(self) -> "Batches":
         return self.epoch(0)
@@ -197,25 +196,24 @@ class Records:
         return Batches(self, number, start)
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data; the contents as a hash
-        (`data_hash.of_files`).
+        """Return the facts that must be equal for a run to resume with the same data; the contents
+        as a hash (`data_hash.of_files`).
         """
-        files = "" if len(self.format.counts) > 8 else ", ".join(map(str, self.format.counts))
-        facts = {
+        records_of_files = ""
+        if len(self.format.counts) <= 8:
+            records_of_files = ", ".join(map(str, self.format.counts))
+        return {
             "examples": self.examples,
             "files": len(self.format.paths),
-            "records of each file": files,
+            "records of each file": records_of_files,
             "bytes": sum(self.format.sizes),
-        }
-        facts["contents"] = self._contents
-        return {
-            **facts,
+            "contents": self._contents,
             "batch_size": self.batch_size,
             "shuffle": self.reading.shuffle,
             "seed": self.reading.seed,
         }
 
-    def read(
+    def read_epoch(
         self, number: int, start: int = 0, local_rows: np.ndarray | None = None
     ) -> Iterator[RecordBatch]:
         """The batches of an epoch, and bool[rows]: whether a row was readable.
@@ -226,14 +224,12 @@ class Records:
         """
         order, size = self.order.epoch(number), self.batch_size
         parts = [order[first : first + size] for first in range(start * size, self.examples, size)]
-        groups = self.group_batches(parts, size if local_rows is None else len(local_rows))
-        return flatten_groups(
-            map_ahead(
-                functools.partial(self.read_batches, local_rows=local_rows),
-                groups,
-                self.reading.workers,
-            )
-        )
+        rows = size
+        if local_rows is not None:
+            rows = len(local_rows)
+        groups = self.group_batches(parts, rows)
+        read_group = functools.partial(self.read_batches, local_rows=local_rows)
+        return flatten_groups(map_ahead(read_group, groups, self.reading.workers))
 
     def group_batches(self, parts: list[T], size: int) -> Iterator[list[T]]:
         """Groups of batches of `size` rows that are read together; the first batch is alone, so
@@ -259,42 +255,42 @@ class Records:
         With each batch comes bool[n]: whether a record was readable; if not, its row is a copy of a
         readable one, or zeros.
         """
-        local_parts = [
-            ids if local_rows is None or len(ids) < self.batch_size else ids[local_rows]
-            for ids in parts
-        ]
+        local_parts = [self._local_ids(ids, local_rows) for ids in parts]
         records = np.concatenate(local_parts)
         ascending = np.argsort(records)
         try:
-            leaves, bad = self.format.read(records[ascending])
+            leaves, bad = self.format.read_records(records[ascending])
         except Exception as error:
             # such as a file that has shrunk; read each batch alone to find the one with the error
-            return (
-                [error]
-                if len(parts) == 1
-                else [self.read_batches([ids], local_rows)[0] for ids in parts]
-            )
+            if len(parts) == 1:
+                return [error]
+            return [self.read_batches([ids], local_rows)[0] for ids in parts]
         rows = np.empty(len(records), np.int64)
         rows[ascending] = np.arange(len(records))
         batches, at = [], 0
         for ids, local_ids in zip(parts, local_parts, strict=True):
             positions = rows[at : at + len(local_ids)]
             at += len(local_ids)
-            why = (
-                {place: bad[row] for place, row in enumerate(positions.tolist()) if row in bad}
-                if bad
-                else {}
-            )
+            bad_rows: dict[int, str] = {}
+            if bad:
+                for place, row in enumerate(positions.tolist()):
+                    if row in bad:
+                        bad_rows[place] = bad[row]
+            batch_rows = None
+            if len(local_ids) < len(ids):
+                batch_rows = local_rows
             try:
                 batch_leaves = {name: leaf[positions] for name, leaf in leaves.items()}
-                batches.append(
-                    self._batch(
-                        ids, local_rows if len(local_ids) < len(ids) else None, batch_leaves, why
-                    )
-                )
+                batches.append(self._batch(ids, batch_rows, batch_leaves, bad_rows))
             except DataError as error:
                 batches.append(error)
         return batches
+
+    def _local_ids(self, ids: np.ndarray, local_rows: np.ndarray | None) -> np.ndarray:
+        """Return the records of a batch that this process reads; all of a short batch."""
+        if local_rows is None or len(ids) < self.batch_size:
+            return ids
+        return ids[local_rows]
 
     def _batch(
         self,
@@ -304,26 +300,17 @@ class Records:
         bad: dict[int, str],
     ) -> RecordBatch:
         """One batch of `leaves`, whose rows at `bad` could not be read."""
-        good, rows = (
-            np.ones(len(ids), bool),
-            np.arange(len(ids)) if local_rows is None else local_rows,
-        )
+        good, rows = np.ones(len(ids), bool), np.arange(len(ids))
+        if local_rows is not None:
+            rows = local_rows
         if bad:
             if self.reading.on_error == "stop":
-                record, why = min((int(ids[rows[at]]), why) for at, why in bad.items())
-                more = (
-                    f" ({len(bad) - 1} more of this batch cannot be read either.)"
-                    if len(bad) > 1
-                    else ""
-                )
-                fix = (
-                    f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such "
-                    "records out and counts them"
-                )
-                raise DataError(f"{self.format.where(record)}: {why}{more}", fix=f"{fix}.")
-            sound = next((at for at in range(len(rows)) if at not in bad), None)
+                raise self._bad_records({int(ids[rows[at]]): why for at, why in bad.items()})
+            readable = [at for at in range(len(rows)) if at not in bad]
             for leaf in leaves.values():
-                leaf[list(bad)] = 0 if sound is None else leaf[sound]
+                leaf[list(bad)] = 0
+                if readable:
+                    leaf[list(bad)] = leaf[readable[0]]
             good[rows[list(bad)]] = False
         if local_rows is None:
             return leaves, good
@@ -333,6 +320,18 @@ class Records:
         for name, leaf in leaves.items():
             full[name][local_rows] = leaf
         return full, good
+
+    def _bad_records(self, bad: dict[int, str]) -> DataError:
+        """Return the error of the first of several records that cannot be read."""
+        record = min(bad)
+        more = ""
+        if len(bad) > 1:
+            more = f" ({len(bad) - 1} more of this batch cannot be read either.)"
+        fix = (
+            f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such "
+            "records out and counts them"
+        )
+        return DataError(f"{self.format.where(record)}: {bad[record]}{more}", fix=f"{fix}.")
 
 
 class Batches:
@@ -372,7 +371,7 @@ class Batches:
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self._batches is None:
-            self._batches = self._records.read(self.number, self.taken)
+            self._batches = self._records.read_epoch(self.number, self.taken)
         while True:  # until a batch has a record that could be read
             try:
                 leaves, good = next(self._batches)

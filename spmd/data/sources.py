@@ -38,7 +38,7 @@ OF_EXAMPLES = (  # a data set as PyTorch has it: examples by number
     "holds all of it; "
     "or batches as they are needed, grain.MapDataset.source(data).shuffle(seed=0).batch(128)."
 )
-READERS = (  # by the ends of files' names
+READERS = (  # by the endings of files' names
     ((".csv", ".tsv"), 'spmd.data.csv("{path}", batch_size=...)'),
     ((".parquet",), 'spmd.data.parquet("{path}", batch_size=...)'),
     ((".jsonl", ".txt"), 'spmd.data.text("{path}", ...)'),
@@ -89,20 +89,18 @@ class ArraySource:
             yield HostBatch(self.arrays, len(index), index)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data; each array as a hash
-        (`data_hash.of_arrays`).
+        """Return the facts that must be equal for a run to resume with the same data; each array as
+        a hash (`data_hash.of_arrays`).
         """
-        hashes = {
-            f"contents {path}".strip(): digest
-            for path, digest in data_hash.of_arrays(self.arrays).items()
-        }
-        return {
+        facts: dict[str, Any] = {
             "examples": self.examples,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            **hashes,
         }
+        for path, digest in data_hash.of_arrays(self.arrays).items():
+            facts[f"contents {path}".strip()] = digest
+        return facts
 
 
 def _batch_shapes(tree: Tree, rows: int) -> Tree:
@@ -127,10 +125,12 @@ class IterableSource:
     threaded = True
 
     def __init__(self, data: Any, batch_size: int | None):
-        self.steps_per_epoch: int | None = len(data) if hasattr(data, "__len__") else None
-        self._make: Callable[[], Any] = (
-            data if callable(data) and not hasattr(data, "__iter__") else lambda: data
-        )
+        self.steps_per_epoch: int | None = None
+        if hasattr(data, "__len__"):
+            self.steps_per_epoch = len(data)
+        self._make: Callable[[], Any] = lambda: data
+        if callable(data) and not hasattr(data, "__iter__"):
+            self._make = data
         self._first: Iterator | None = self._iterate()
         try:
             sample = as_arrays(next(self._first), "the first batch")
@@ -169,8 +169,8 @@ class IterableSource:
         return iter(batches)
 
     def can_read_again(self, position: Any) -> bool:
-        """Whether an epoch that has begun can be opened again: not where `iter` gives the same
-        iterator, unless its state can be set.
+        """Return True if an epoch that has begun can be opened again: not where `iter` gives the
+        same iterator, unless its state can be set.
         """
         try:
             again = self._iterate()
@@ -180,8 +180,8 @@ class IterableSource:
 
     @property
     def _is_stateful(self) -> bool:
-        # With several processes each has its own reader, but a checkpoint holds one position: they
-        # read up to it.
+        # With several processes each has its own reader, but a checkpoint holds one position: all
+        # processes read up to it.
         has_state = hasattr(self._iterator, "get_state") and hasattr(self._iterator, "set_state")
         return has_state and jax.process_count() == 1
 
@@ -193,9 +193,9 @@ class IterableSource:
         """The batches of one epoch, from batch `start` on; `position` is the iterator's own state
         there, if it has one.
         """
-        iterator, head = (
-            (self._first, self._head) if self._first is not None else (self._iterate(), [])
-        )
+        iterator, head = self._first, self._head
+        if iterator is None:
+            iterator, head = self._iterate(), []
         self._first, self._head, self._iterator = None, [], iterator
         stateful = self._is_stateful
         if stateful and position is not None:
@@ -232,7 +232,7 @@ class IterableSource:
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data."""
+        """Return the facts that must be equal for a run to resume with the same data."""
         return {"batch_size": self.batch_size, "batches": self.steps_per_epoch}
 
 
@@ -240,15 +240,15 @@ def _to_json(state: Any) -> Any:
     """A reader's state as JSON can store it: grain's `DataLoader` returns bytes, its data sets
     return a dict.
     """
-    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    return state
 
 
 def _from_json(state: Any) -> Any:
-    return (
-        base64.b64decode(state["base64"])
-        if isinstance(state, dict) and set(state) == {"base64"}
-        else state
-    )
+    if isinstance(state, dict) and set(state) == {"base64"}:
+        return base64.b64decode(state["base64"])
+    return state
 
 
 def _restore(iterator: Any, state: Any) -> None:
@@ -259,9 +259,9 @@ def _restore(iterator: Any, state: Any) -> None:
         number of workers is another.
     """
     try:
-        iterator.set_state(
-            _with_addresses_here(state, iterator) if isinstance(state, bytes) else state
-        )
+        if isinstance(state, bytes):
+            state = _with_addresses_here(state, iterator)
+        iterator.set_state(state)
     except Exception as error:
         why = (
             f"{type_name(iterator)} refuses the position in the data of the checkpoint: "
@@ -278,11 +278,9 @@ def _with_addresses_here(state: bytes, iterator: Any) -> bytes:
     which by default holds its address.
     """
     here = _ADDRESS.findall(iterator.get_state())
-    return (
-        _ADDRESS.sub(lambda _: here.pop(0), state)
-        if len(here) == len(_ADDRESS.findall(state))
-        else state
-    )
+    if len(here) != len(_ADDRESS.findall(state)):
+        return state
+    return _ADDRESS.sub(lambda _: here.pop(0), state)
 
 
 class RecordSource:
@@ -313,18 +311,18 @@ class RecordSource:
         """The batches of one epoch, from batch `start` on; `position` holds the number of records
         skipped before.
         """
-        skipped = 0 if position is None else position["skipped"]
-        for leaves, good in self.records.read(number, start, self.local_rows):
+        skipped = 0
+        if position is not None:
+            skipped = position["skipped"]
+        for leaves, good in self.records.read_epoch(number, start, self.local_rows):
             rows = len(good)
             if not good.all():
                 skipped += rows - int(good.sum())
                 if rows < self.batch_size:  # all processes read all of a short batch
                     if not good.any():
                         continue  # so all of them leave it out
-                    leaves, rows = (
-                        {name: leaf[good] for name, leaf in leaves.items()},
-                        int(good.sum()),
-                    )
+                    leaves = {name: leaf[good] for name, leaf in leaves.items()}
+                    rows = int(good.sum())
             # a step on no rows has no gradient
             if rows == self.batch_size and self.local_rows is None and not good.any():
                 raise DataError(
@@ -332,24 +330,23 @@ class RecordSource:
                     fix="repair the files; or larger batches, or shuffle=True if bad records are "
                     "next to each other.",
                 )
-            weights = (
-                good.astype(np.float32) if rows == self.batch_size and not good.all() else None
-            )
-            index = np.arange(rows) if jax.process_count() > 1 else None
-            yield HostBatch(
-                leaves, rows, index, {"skipped": skipped} if skipped else None, None, weights
-            )
+            weights, index, position = None, None, None
+            if rows == self.batch_size and not good.all():
+                weights = good.astype(np.float32)
+            if jax.process_count() > 1:
+                index = np.arange(rows)
+            if skipped:
+                position = {"skipped": skipped}
+            yield HostBatch(leaves, rows, index, position, None, weights)
         warn_skipped(self.records, number, skipped)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to resume with the same data; the records' seed has a name
-        of its own, since a run has one, too.
+        """Return the facts that must be equal for a run to resume with the same data; the records'
+        seed has a name of its own, since a run has one, too.
         """
         facts = self.records.facts()
-        return {
-            **{name: fact for name, fact in facts.items() if name != "seed"},
-            RECORDS_SEED: facts["seed"],
-        }
+        facts[RECORDS_SEED] = facts.pop("seed")
+        return facts
 
 
 def bind_rows(reader: "Source", prepared: tuple[T, Placer]) -> tuple[T, Placer]:
@@ -365,7 +362,7 @@ Source = ArraySource | IterableSource | RecordSource
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is a tree of arrays, rather than something that yields batches."""
+    """Return True for a tree of arrays, and False for data that yields batches."""
     if isinstance(data, dict):
         return True
     if isinstance(data, tuple):
@@ -424,8 +421,12 @@ def as_source(
             raise DataError(why, fix="a function of none: lambda: batches(...).")
         if not hasattr(data, "__iter__") and not callable(data):
             is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-            why = f"the data is {type_name(data)}: not arrays, and it cannot be iterated."
-            raise DataError(why, fix=OF_EXAMPLES if is_dataset else f"{KINDS}.")
+            fix = f"{KINDS}."
+            if is_dataset:
+                fix = OF_EXAMPLES
+            raise DataError(
+                f"the data is {type_name(data)}: not arrays, and it cannot be iterated.", fix=fix
+            )
         return IterableSource(data, batch_size)
     arrays = as_arrays(data, "the data")
     examples = check_leaves(arrays, "the data")
@@ -452,11 +453,11 @@ def _how_to_read(data: Any) -> str:
     if data is None:
         return f"{KINDS}."
     path = os.fspath(data)
-    call = next(
-        (call for endings, call in READERS if path.lower().removesuffix(".gz").endswith(endings)),
-        None,
-    )
-    return f"{call.format(path=path)}." if call else f"{KINDS}; spmd.data reads files."
+    name = path.lower().removesuffix(".gz")
+    for endings, call in READERS:
+        if name.endswith(endings):
+            return f"{call.format(path=path)}."
+    return f"{KINDS}; spmd.data reads files."
 
 
 def _check_size(examples: int, batch_size: int, *, short_ok: bool) -> None:

@@ -55,7 +55,7 @@ class Renderer:
           ValueError: one fails, or they take too much time or memory.
         """
         with self._lock:
-            # a fork has its own
+            # a forked process starts a renderer of its own
             if (
                 self._process is None
                 or self._process.poll() is not None
@@ -78,9 +78,9 @@ class Renderer:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.DEVNULL,
         }
-        self._process, self._owner = (
-            subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes),
-            os.getpid(),
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            command, text=True, encoding="utf-8", start_new_session=True, **pipes
         )
         answer = self._ask(self._source)
         if "error" in answer:
@@ -107,11 +107,12 @@ class Renderer:
         code = process.wait()
         if code == -signal.SIGXCPU:
             return {"error": f"no end: it has computed for {SECONDS} seconds"}
-        why = f"signal {-code}" if code < 0 else f"code {code}"
+        why = f"code {code}"
+        if code < 0:
+            why = f"signal {-code}"
         return {
             "error": f"no answer: its process, which may use {MOST_MEMORY >> 20} MiB of memory, "
-            "ended "
-            f"with {why}"
+            f"ended with {why}"
         }
 
     def close(self) -> None:
@@ -131,8 +132,11 @@ class Renderer:
 
 
 def version() -> tuple[int, ...]:
-    """Of jinja2: its first three numbers."""
-    return tuple(
-        int(part) if part.isdigit() else 0
-        for part in importlib.metadata.version("jinja2").split(".")[:3]
-    )
+    """Return the first three numbers of the version of jinja2; 0 for one like "1rc1"."""
+    numbers = []
+    for part in importlib.metadata.version("jinja2").split(".")[:3]:
+        if part.isdigit():
+            numbers.append(int(part))
+        else:
+            numbers.append(0)
+    return tuple(numbers)

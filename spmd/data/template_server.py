@@ -21,7 +21,7 @@ def main(home: str, seconds: int, most_memory: int, most_text: int) -> None:
     """Answer until the input ends."""
     sys.path.append(home)  # where jinja2 is
     lower(resource.RLIMIT_CORE, 0)
-    # which reserves more addresses at the start of a process than that
+    # macOS reserves more addresses at the start of a process than this limit
     if sys.platform != "darwin":
         lower(resource.RLIMIT_AS, most_memory)
     template = None
@@ -36,8 +36,8 @@ def main(home: str, seconds: int, most_memory: int, most_text: int) -> None:
             else:
                 answer["texts"] = rendered(template, request, most_text)
         except BaseException as error:  # a template is a program
-            text = str(error).strip().splitlines()
-            answer = {"error": f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")}
+            lines = [*str(error).strip().splitlines(), ""]
+            answer = {"error": f"{type(error).__name__}: {lines[0]}".rstrip(": ")}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -52,8 +52,10 @@ def rendered(template: Any, calls: list[dict[str, Any]], most_text: int) -> list
 
 def lower(kind: int, limit: int) -> None:
     """Set a limit that can be raised again, up to the one that there is."""
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(kind, (limit, hard))
 
 
 def compiled(source: str) -> Any:

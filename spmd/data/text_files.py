@@ -1,8 +1,9 @@
-"""Documents of JSON lines and Parquet files, read by number; what cannot be read is said with its
-file, line and column.
+"""Documents of JSON lines and Parquet files, read by number; errors name the file, the line and the
+column.
 """
 
 import abc
+import codecs
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.parquet_files import opened
+from spmd.data.parquet_files import open_parquet
 from spmd.data.record_index import CHUNK, RecordIndex, check_uncompressed, find_files
 from spmd.errors import (
     DataError,
@@ -69,8 +70,10 @@ class Documents(abc.ABC):
     sizes: Sequence[int]
 
     @abc.abstractmethod
-    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
-        """The documents int64[n], ascending; in place of one that cannot be read, why."""
+    def read_documents(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+        """Return the documents int64[n], ascending; in place of one that cannot be read, the
+        reason.
+        """
 
     @abc.abstractmethod
     def where(self, number: int) -> str:
@@ -87,15 +90,12 @@ class JsonLines(Documents):
             check_uncompressed(path)
             _check_no_array(path)
         self._lines = RecordIndex(paths, _scan, "jsonl 1", index)
-        self.paths, self.counts, self.sizes = (
-            self._lines.paths,
-            self._lines.counts,
-            self._lines.sizes,
-        )
+        self.paths, self.sizes = self._lines.paths, self._lines.sizes
+        self.counts = self._lines.counts
 
-    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+    def read_documents(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
         """The parsed lines."""
-        raw, starts, ends = self._lines.read(numbers)
+        raw, starts, ends = self._lines.read_bytes(numbers)
         return [
             _parsed(raw[start:end])
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
@@ -112,24 +112,29 @@ class JsonLines(Documents):
 
 
 def _scan(path: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where lines begin and end, without blank ones; a byte order mark is no part of the first."""
-    breaks, at, last = [], 0, b""
+    """Return where lines begin and end, without blank ones; a byte order mark is no part of the
+    first.
+    """
+    breaks, at, last, first_start = [], 0, b"", 0
     with open(path, "rb") as file:
-        mark = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
+        if file.read(3) == codecs.BOM_UTF8:
+            first_start = 3
         file.seek(0)
         while data := file.read(CHUNK):
             breaks.append(np.flatnonzero(np.frombuffer(data, np.uint8) == NEWLINE) + at)
             at, last = at + len(data), data[-1:]
-    ends = np.concatenate([*breaks, [at] if last != b"\n" else []]).astype(np.int64)
-    starts = np.concatenate([[mark], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
-    few = np.flatnonzero(ends - starts <= 1)
+    if last != b"\n":
+        breaks.append(np.array([at]))
+    ends = np.concatenate([np.zeros(0, np.int64), *breaks])
+    starts = np.concatenate([[first_start], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
+    blank = []
     with open(path, "rb") as file:
-        blank = [
-            line
-            for line in few.tolist()
-            if ends[line] <= starts[line]
-            or os.pread(file.fileno(), 1, int(starts[line])) in b" \t\r"
-        ]
+        for line in np.flatnonzero(ends - starts <= 1).tolist():
+            letter = b""
+            if ends[line] > starts[line]:
+                letter = os.pread(file.fileno(), 1, int(starts[line]))
+            if letter in b" \t\r":
+                blank.append(line)
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
@@ -144,11 +149,9 @@ def _parsed(line: bytes) -> dict[str, Any] | ValueError:
         return ValueError("it is nested too deeply to be read")
     except ValueError as error:  # such as a number of thousands of digits
         return ValueError(f"it cannot be read as JSON: {first_line(error)}")
-    return (
-        value
-        if isinstance(value, dict)
-        else ValueError(f"it holds {type_name(value)}, not an object with named fields")
-    )
+    if not isinstance(value, dict):
+        return ValueError(f"it holds {type_name(value)}, not an object with named fields")
+    return value
 
 
 def _check_no_array(path: str) -> None:
@@ -170,23 +173,18 @@ class ParquetDocuments(Documents):
     file_kind = "Parquet file"
 
     def __init__(self, paths: tuple[str, ...], fields: Sequence[str]):
-        self.paths, self.sizes, self._fields = (
-            paths,
-            [os.path.getsize(path) for path in paths],
-            list(fields),
-        )
+        self.paths, self._fields = paths, list(fields)
+        self.sizes = [os.path.getsize(path) for path in paths]
         rows_of = [self._rows(path) for path in paths]
         self.counts = [sum(rows) for rows in rows_of]
-        self._groups = [
-            (path, group)
-            for path, rows in zip(paths, rows_of, strict=True)
-            for group in range(len(rows))
-        ]
+        self._groups = []
+        for path, rows in zip(paths, rows_of, strict=True):
+            self._groups += [(path, group) for group in range(len(rows))]
         self._first = np.cumsum([0, *itertools.chain.from_iterable(rows_of)])
 
     def _rows(self, path: str) -> list[int]:
         """Rows of each row group of a file that has all fields."""
-        with opened(path) as file:
+        with open_parquet(path) as file:
             names = file.schema_arrow.names
             for field in self._fields:
                 if field not in names:
@@ -203,10 +201,10 @@ class ParquetDocuments(Documents):
         return {name: value for name, value in vars(self).items() if name != "_row_group"}
 
     def _read_row_group(self, path: str, group: int) -> Any:
-        with opened(path) as file:
+        with open_parquet(path) as file:
             return file.read_row_group(group, columns=self._fields)
 
-    def read(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
+    def read_documents(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
         """Rows as dicts of Python values."""
         groups = np.searchsorted(self._first, numbers, "right") - 1
         documents: list[dict[str, Any] | ValueError] = []
@@ -260,7 +258,8 @@ def text_of(document: dict[str, Any], field: str) -> str:
             "messages": f"{option('chat')} reads messages",
             "prompt": f"{option('field', quoted('prompt'), quoted('completion'))} reads pairs",
         }
-        hint = next((f" ({how})" for name, how in others.items() if name in document), "")
+        hints = [f" ({hint})" for name, hint in others.items() if name in document]
+        hint = "".join(hints[:1])
         raise ValueError(
             f'it has no field "{field}"; it has {join_names(document, 5) or "none"}{hint}'
         )
@@ -274,8 +273,10 @@ def check_text(value: Any, name: str) -> str:
       ValueError: it is not.
     """
     if not isinstance(value, str):
-        shown = "None" if value is None else f"{type_name(value)}, {short_repr(value)},"
-        raise ValueError(f"{name} is {shown} and should be text")
+        description = "None"
+        if value is not None:
+            description = f"{type_name(value)}, {short_repr(value)},"
+        raise ValueError(f"{name} is {description} and should be text")
     if not value.isascii():
         try:
             value.encode("utf-8")

@@ -41,7 +41,7 @@ LONG = ("split", "truncate", "error")
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """What rows depend on, besides files and tokenizer; as `spmd.data.text` documents them."""
+    """The options on which rows depend, as `spmd.data.text` documents them."""
 
     length: int
     field: str | Sequence[str] | None = None
@@ -54,11 +54,11 @@ class TextOptions:
     def __post_init__(self):
         check_integer(self.length, "length", 2)
         object.__setattr__(self, "length", int(self.length))
-        for name, known in (("loss_on", ("all", "answers")), ("long", LONG)):
-            if getattr(self, name) not in known:
+        for name, values in (("loss_on", ("all", "answers")), ("long", LONG)):
+            value = getattr(self, name)
+            if value not in values:
                 raise OptionError(
-                    f"{option(name, short_repr(getattr(self, name)))}.",
-                    fix=did_you_mean(str(getattr(self, name)), known),
+                    f"{option(name, short_repr(value))}.", fix=did_you_mean(str(value), values)
                 )
         if not isinstance(self.pack, bool):
             raise OptionError(f"pack={short_repr(self.pack)}.", fix="True or False.")
@@ -70,7 +70,7 @@ class TextRows(FileFormat):
     """Rows of tokens; the documents of a row are tokenized when it is read.
 
     Attributes:
-      rows: which documents are in which row.
+      rows: the documents of each row.
       lengths: int64[documents], tokens of each; -1 if it cannot be read.
       counted: int64[documents], tokens that count in the loss.
     """
@@ -86,21 +86,17 @@ class TextRows(FileFormat):
         index: str | Path | None,
     ):
         self.documents, self.encoder, self.options = documents, encoder, options
-        self.file_kind, self.paths, self.sizes = (
-            documents.file_kind,
-            documents.paths,
-            documents.sizes,
-        )
+        self.file_kind = documents.file_kind
+        self.paths, self.sizes = documents.paths, documents.sizes
         self._problems: list[Problem] = []
         self._skip = reading.on_error == "skip"
         self.lengths, self.counted = self._measured(index)
         self._report()
-        shortened = (
-            np.minimum(self.lengths, options.length) if options.long == "truncate" else self.lengths
-        )
-        self.rows = pack_documents(
-            np.maximum(shortened, 0), options.length, pack=options.pack
-        ).filled_up(reading.batch_size)
+        packed_lengths = np.maximum(self.lengths, 0)
+        if options.long == "truncate":
+            packed_lengths = np.minimum(packed_lengths, options.length)
+        rows = pack_documents(packed_lengths, options.length, pack=options.pack)
+        self.rows = rows.filled_up(reading.batch_size)
         self.counts = [len(self.rows)]
         row, ids = (options.length,), np.dtype(np.int32)
         self.fields = dict.fromkeys(
@@ -131,7 +127,9 @@ class TextRows(FileFormat):
                 self._add_problem(number, why, fix)
                 lengths[number] = -1
         if not self._skip:
-            note = "more may follow" if len(self._problems) >= SHOWN else ""
+            note = ""
+            if len(self._problems) >= SHOWN:
+                note = "more may follow"
             raise_problems(
                 DataError,
                 f"documents cannot be used; {option('on_error', quoted('skip'))} would leave them "
@@ -142,22 +140,19 @@ class TextRows(FileFormat):
         return lengths, counted
 
     def _scan(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same of the documents of one file; after `SHOWN` that cannot be used the rest is not
-        read, unless they are skipped.
+        """Return the tokens of each document of one file, and the tokens that count; after `SHOWN`
+        that cannot be used the remaining ones are not read, unless such documents are skipped.
         """
         lengths, counted = np.full(end - first, -1, np.int64), np.zeros(end - first, np.int64)
         for begin in range(first, end, TOGETHER):
             numbers = np.arange(begin, min(begin + TOGETHER, end))
-            for number, tokens in zip(
-                numbers.tolist(), self.encoder.encode(self.documents.read(numbers)), strict=True
-            ):
+            encoded = self.encoder.encode(self.documents.read_documents(numbers))
+            for number, tokens in zip(numbers.tolist(), encoded, strict=True):
                 if isinstance(tokens, ValueError):
                     self._add_problem(number, f"{tokens}.")
                 else:
-                    lengths[number - first], counted[number - first] = (
-                        len(tokens.ids),
-                        tokens.counts[1:].sum(),
-                    )
+                    lengths[number - first] = len(tokens.ids)
+                    counted[number - first] = tokens.counts[1:].sum()
             if len(self._problems) >= SHOWN and not self._skip:
                 break
         return lengths, counted
@@ -195,13 +190,14 @@ class TextRows(FileFormat):
     @property
     def truncated_tokens(self) -> int:
         """Tokens that no row holds."""
-        beyond = np.maximum(self.lengths - self.options.length, 0).sum()
-        return int(beyond) if self.options.long == "truncate" else 0
+        if self.options.long != "truncate":
+            return 0
+        return int(np.maximum(self.lengths - self.options.length, 0).sum())
 
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
-        """All documents of these rows are tokenized in one call."""
+        """Tokenize all documents of these rows in one call."""
         del bad  # documents that cannot be read are in no row
         rows = self.rows
         ranges = [range(rows.first[row], rows.first[row + 1]) for row in records.tolist()]
@@ -210,53 +206,49 @@ class TextRows(FileFormat):
         for at, of_row in enumerate(ranges):
             begin = 0
             for segment, piece in enumerate(of_row, 1):
-                size = int(rows.size[piece])
-                _fill(
-                    {name: leaf[at, begin : begin + size] for name, leaf in leaves.items()},
-                    tokens[rows.document[piece]],
-                    rows.start[piece],
-                )
-                leaves["segment_ids"][at, begin : begin + size] = segment
-                begin += size
+                end = begin + int(rows.size[piece])
+                place = {name: leaf[at, begin:end] for name, leaf in leaves.items()}
+                _fill(place, tokens[rows.document[piece]], rows.start[piece])
+                place["segment_ids"][:] = segment
+                begin = end
 
     def _tokens(self, documents: np.ndarray) -> dict[int, Tokens]:
         """The tokens of documents int64[n], ascending."""
-        kept = self._long_documents.get(documents.tolist())
-        missing = documents[~np.isin(documents, list(kept))]
-        if len(missing):
-            for number, tokens in zip(
-                missing.tolist(), self.encoder.encode(self.documents.read(missing)), strict=True
-            ):
-                size = -1 if isinstance(tokens, ValueError) else len(tokens.ids)
-                if isinstance(tokens, ValueError) or size != self.lengths[number]:
-                    why = (
-                        str(tokens)
-                        if isinstance(tokens, ValueError)
-                        else f"it had {self.lengths[number]} tokens, and has {size}"
-                    )
-                    raise DataError(
-                        f"{self.documents.where(number)}: {why}.",
-                        fix="files and a tokenizer that do not change.",
-                    )
-                if self.options.long == "truncate":
-                    tokens = Tokens(
-                        tokens.ids[: self.options.length], tokens.counts[: self.options.length]
-                    )
-                kept[number] = tokens
-                if len(tokens.ids) > self.options.length:
-                    self._long_documents.add(number, tokens)
-        return kept
+        by_number = self._long_documents.get(documents.tolist())
+        missing = documents[~np.isin(documents, list(by_number))]
+        if not len(missing):
+            return by_number
+        encoded = self.encoder.encode(self.documents.read_documents(missing))
+        for number, tokens in zip(missing.tolist(), encoded, strict=True):
+            if isinstance(tokens, ValueError):
+                raise self._changed(number, str(tokens))
+            size = len(tokens.ids)
+            if size != self.lengths[number]:
+                raise self._changed(number, f"it had {self.lengths[number]} tokens, and has {size}")
+            if self.options.long == "truncate":
+                length = self.options.length
+                tokens = Tokens(tokens.ids[:length], tokens.counts[:length])
+            by_number[number] = tokens
+            if len(tokens.ids) > self.options.length:
+                self._long_documents.add(number, tokens)
+        return by_number
+
+    def _changed(self, number: int, why: str) -> DataError:
+        return DataError(
+            f"{self.documents.where(number)}: {why}.",
+            fix="files and a tokenizer that do not change.",
+        )
 
 
 def _all_read(path: str, lengths: np.ndarray, counted: np.ndarray) -> bool:
-    """Whether all documents could be used; others are read each time, to say so each time."""
+    """Return True if all documents could be used; others are read each time, to warn each time."""
     del path, counted
     return bool((lengths >= 0).all())
 
 
 def _fill(leaves: dict[str, np.ndarray], document: Tokens, start: int) -> None:
-    """One piece of a document. One that continues in another row has a target for its last token
-    too.
+    """Write one piece of a document. A piece that continues in another row has a target for its
+    last token too.
     """
     size = len(leaves["tokens"])
     following = document.ids[start + 1 : start + 1 + size]
@@ -279,29 +271,31 @@ class _LongDocuments:
         return _LongDocuments, ()
 
     def get(self, numbers: list[int]) -> dict[int, Tokens]:
-        """Those of `numbers` that are kept."""
+        """Return the tokens of those of the documents that are kept."""
+        by_number = {}
         with self._lock:
-            kept = {
-                number: self._documents[number] for number in numbers if number in self._documents
-            }
-            for number in kept:
-                self._documents.move_to_end(number)
-        return kept
+            for number in numbers:
+                if number in self._documents:
+                    by_number[number] = self._documents[number]
+                    self._documents.move_to_end(number)
+        return by_number
 
     def add(self, number: int, tokens: Tokens) -> None:
         """Keep one, in place of those that were not used for long."""
         with self._lock:
             if number not in self._documents:
-                self._documents[number], self._size = tokens, self._size + len(tokens.ids)
+                self._documents[number] = tokens
+                self._size += len(tokens.ids)
             while self._size > KEPT and len(self._documents) > 1:
-                self._size -= len(self._documents.popitem(last=False)[1].ids)
+                _, oldest = self._documents.popitem(last=False)
+                self._size -= len(oldest.ids)
 
 
 class TextRecords(Records):
     """Batches of rows of tokens; made by `spmd.data.text`.
 
     Attributes:
-      rows: which tokens of which documents are in which row (`spmd.data.packing.Rows`).
+      rows: the pieces of documents in each row (`spmd.data.packing.Rows`).
       lengths: int64[documents], tokens of each; -1 of one that was left out, as it cannot be read.
       padding: the share of positions without a token.
       truncated_tokens: how many tokens are in no row, under `long="truncate"`.
@@ -319,14 +313,13 @@ class TextRecords(Records):
             )
         super().__init__(rows, reading)
         self.rows, self.lengths = rows.rows, rows.lengths
-        self.padding, self.truncated_tokens, self.vocabulary = (
-            rows.rows.padding,
-            rows.truncated_tokens,
-            rows.encoder.tokenizer.size,
-        )
+        self.padding, self.truncated_tokens = rows.rows.padding, rows.truncated_tokens
+        self.vocabulary = rows.encoder.tokenizer.size
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal to resume: also the tokenizer, and what rows are made of."""
+        """Return the facts that must be equal to resume: also the tokenizer, and the options of
+        rows.
+        """
         options = dataclasses.asdict(self.format.options)
         options["field"] = list(self.format.encoder.style.fields)
         facts = {
@@ -340,11 +333,6 @@ class TextRecords(Records):
         options, files = self.format.options, len(self.format.paths)
         used = self.lengths > 0
         longer, total = int((self.lengths > options.length).sum()), int(self.lengths[used].sum())
-        beyond = (
-            f"{self.truncated_tokens:,} tokens are left out"
-            if options.long == "truncate"
-            else "they continue in other rows"
-        )
         lines = [
             f"{int(used.sum()):,} documents of {files} {self.format.file_kind}{'s' * (files > 1)}, "
             f"{total:,} tokens, "
@@ -352,17 +340,18 @@ class TextRecords(Records):
             f"batches of {self.batch_size}",
             f"    padding {self.padding:.1%}; {self.format.counted[used].sum() / total:.1%} of the "
             "tokens count in the loss",
-            *([f"    {longer:,} documents are longer than a row: {beyond}"] if longer else []),
-            *(
-                [f"    {int((~used).sum()):,} documents are left out, which cannot be used"]
-                if not used.all()
-                else []
-            ),
         ]
+        if longer:
+            beyond = "they continue in other rows"
+            if options.long == "truncate":
+                beyond = f"{self.truncated_tokens:,} tokens are left out"
+            lines.append(f"    {longer:,} documents are longer than a row: {beyond}")
+        if not used.all():
+            lines.append(f"    {int((~used).sum()):,} documents are left out, which cannot be used")
         width = max(map(len, self.fields))
-        return "\n".join(
-            [*lines, *(f"    {name.ljust(width)}  {field}" for name, field in self.fields.items())]
-        )
+        for name, field in self.fields.items():
+            lines.append(f"    {name.ljust(width)}  {field}")
+        return "\n".join(lines)
 
 
 def text(
@@ -411,10 +400,10 @@ def text(
       loss_on: "all", or "answers": only the completion, or what the assistant says and the token
         that ends it.
       pack: several documents in a row (best fit); False: each has its own.
-      long: what happens to documents of more tokens than a row: "split", which continues them in
-        other rows, "truncate", or "error".
-      eos: whether documents other than conversations end in the folder's `eos_token`; or the token
-        they end in.
+      long: for documents of more tokens than a row: "split", which continues them in other rows,
+        "truncate", or "error".
+      eos: True: documents other than conversations end in the folder's `eos_token`; or the token
+        that they end in.
       shuffle: of rows: True, False, or the size of a window.
       seed, workers, on_error: as in `spmd.data.csv`.
       index: a folder that stores where documents are and how many tokens they have, so that the
@@ -452,13 +441,10 @@ def text(
         make_folder(as_path(index, "index"), OptionError)
     reader, answers = Tokenizer(tokenizer), loss_on == "answers"
     style = style_of(field, chat, reader, answers=answers)
-    encoder = Encoder(
-        style, reader, answers=answers, eos=_eos(eos, reader, isinstance(style, Conversation))
-    )
-    return TextRecords(
-        TextRows(open_documents(files, style.fields, index), encoder, options, reading, index),
-        reading,
-    )
+    end = _eos(eos, reader, isinstance(style, Conversation))
+    encoder = Encoder(style, reader, answers=answers, eos=end)
+    documents = open_documents(files, style.fields, index)
+    return TextRecords(TextRows(documents, encoder, options, reading, index), reading)
 
 
 def _eos(eos: bool | str, tokenizer: Tokenizer, conversation: bool) -> str | None:
@@ -467,7 +453,7 @@ def _eos(eos: bool | str, tokenizer: Tokenizer, conversation: bool) -> str | Non
         return eos
     if not eos or conversation:
         return None
-    token = tokenizer.named().get("eos_token")
+    token = tokenizer.special_names().get("eos_token")
     if token is None:
         fix = 'eos="</s>" or what it is called; eos=False if documents are to have no end.'
         raise DataError(

@@ -34,7 +34,7 @@ class TFRecordFiles(FileFormat):
     ) -> None:
         """Check the checksum of each record, and parse its features."""
         masked_crc = crc_function()
-        raw, starts, ends = self._offsets.read(records)
+        raw, starts, ends = self._offsets.read_bytes(records)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             data = raw[start + HEAD : end - TAIL]
             if int.from_bytes(raw[end - TAIL : end], "little") == masked_crc(data):

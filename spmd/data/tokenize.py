@@ -38,8 +38,8 @@ from spmd.user_paths import as_path
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """A document: ids int32[n], and bool[n], whether a token counts in the loss as a prediction
-    from those before it.
+    """A document: ids int32[n], and bool[n], True for a token that counts in the loss as a
+    prediction from those before it.
     """
 
     ids: np.ndarray
@@ -47,7 +47,7 @@ class Tokens:
 
 
 class Tokenizer:
-    """A `tokenizer.json` and what its folder says about special tokens.
+    """A `tokenizer.json`, and the special tokens that its folder names.
 
     Attributes:
       size: the largest token id, plus 1: the least vocabulary of a model.
@@ -64,11 +64,12 @@ class Tokenizer:
             self.name, text = "the tokenizer", source.to_str().encode()
         else:
             path = as_path(source, "tokenizer")
-            path = path if path.suffix == ".json" else path / "tokenizer.json"
+            if path.suffix != ".json":
+                path = path / "tokenizer.json"
             self.name, text = str(path), _bytes_of(path)
             self.folder, self.settings = path.parent, _settings(path.parent)
         try:
-            # of one's own, since it is changed below
+            # a tokenizer of this object's own, since it is changed below
             self.tokens = tokenizers.Tokenizer.from_buffer(text)
         except Exception as error:
             raise DataError(
@@ -86,25 +87,27 @@ class Tokenizer:
             if token.special
         ]
 
-    def named(self) -> dict[str, str]:
-        """Special tokens that the folder names, such as "eos_token"."""
-        texts = {
-            name: value["content"] if isinstance(value, Mapping) else value
-            for name, value in self.settings.items()
-            if name.endswith("_token") and isinstance(value, Mapping | str)
-        }
-        return {name: text for name, text in texts.items() if isinstance(text, str)}
+    def special_names(self) -> dict[str, str]:
+        """Return special tokens by the name that the folder gives them, such as "eos_token"."""
+        texts = {}
+        for name, value in self.settings.items():
+            if isinstance(value, Mapping) and name.endswith("_token"):
+                value = value["content"]
+            if isinstance(value, str) and name.endswith("_token"):
+                texts[name] = value
+        return texts
 
     def id_of(self, token: str) -> int | None:
         """The id of a token, None if there is none."""
         return self.tokens.token_to_id(token)
 
     def encode(self, texts: list[str], *, special: bool, offsets: bool) -> list[Any]:
-        """What `tokenizers` returns for each text; `special`: with the tokens that its
+        """Return the encoding of each text by `tokenizers`; `special`: with the tokens that its
         post-processor adds.
         """
-        encode = self.tokens.encode_batch if offsets else self.tokens.encode_batch_fast
-        return encode(texts, add_special_tokens=special)
+        if offsets:
+            return self.tokens.encode_batch(texts, add_special_tokens=special)
+        return self.tokens.encode_batch_fast(texts, add_special_tokens=special)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -135,19 +138,16 @@ def _settings(folder: Path) -> dict[str, Any]:
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if path.is_file():
         settings = json_object(path)
-    return (
-        {**settings, "chat_template": template.read_text(encoding="utf-8")}
-        if template.is_file()
-        else settings
-    )
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
 
 
 class Style(Protocol):
-    """How a document becomes text.
+    """A transformation of documents to text.
 
     Attributes:
-      special: whether the tokens that the tokenizer's post-processor adds are wanted, such as one
-        at the beginning.
+      special: add the tokens of the tokenizer's post-processor, such as one at the beginning.
     """
 
     special: bool
@@ -158,7 +158,11 @@ class Style(Protocol):
         ...
 
     def render(self, document: dict[str, Any]) -> Rendered:
-        """The text; raises `ValueError`."""
+        """Return the text.
+
+        Raises:
+          ValueError: the document has none.
+        """
         ...
 
 
@@ -187,7 +191,7 @@ class Pair:
     special = True
 
     def render(self, document: dict[str, Any]) -> Rendered:
-        """The second is the answer."""
+        """Return both texts, with the second as the answer."""
         prompt, completion = (text_of(document, field) for field in self.fields)
         return Rendered(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
@@ -202,7 +206,7 @@ class Conversation:
     special = False  # the format writes them
 
     def render(self, document: dict[str, Any]) -> Rendered:
-        """By the format."""
+        """Return the messages in the format."""
         if len(self.fields) == 2:
             roles = zip(("user", "assistant"), self.fields, strict=True)
             messages: Any = [
@@ -211,14 +215,14 @@ class Conversation:
         else:
             messages = document.get(self.fields[0])
             if messages is None:
-                text_of(document, self.fields[0])  # which says that it is missing, or None
+                text_of(document, self.fields[0])  # raises, as the field is missing or None
         return self.form.render(messages_of(messages, self.fields[0], self.reserved))
 
 
 def style_of(
     field: str | Sequence[str] | None, chat: str | None, tokenizer: Tokenizer, *, answers: bool
 ) -> Style:
-    """What documents are, as the options say.
+    """Return the style of documents that the options ask for.
 
     Raises:
       OptionError: options that contradict each other.
@@ -230,10 +234,15 @@ def style_of(
             f"{option('chat', short_repr(chat))} is {type_name(chat)}.",
             fix=f"one of {join_names([*formats(), TEMPLATE])}.",
         )
-    named = ("messages" if chat else "text") if field is None else field
-    names = (
-        (named,) if isinstance(named, str) else tuple(named) if isinstance(named, Sequence) else ()
-    )
+    names: tuple[str, ...] = ()
+    if isinstance(field, str):
+        names = (field,)
+    elif isinstance(field, Sequence):
+        names = tuple(field)
+    elif field is None and chat:
+        names = ("messages",)
+    elif field is None:
+        names = ("text",)
     if (
         len(names) not in (1, 2)
         or not all(isinstance(name, str) and name for name in names)
@@ -252,59 +261,53 @@ def style_of(
                 f"{option('chat')} for messages; "
                 f"or {option('loss_on', quoted('all'))}.",
             )
-        return PlainText(names[0]) if len(names) == 1 else Pair(names)
+        if len(names) == 1:
+            return PlainText(names[0])
+        return Pair(names)
+    form: ChatFormat | ChatTemplate
+    special = set(tokenizer.special)
     if chat == TEMPLATE:
-        form: ChatFormat | ChatTemplate = ChatTemplate(
-            _template(tokenizer), tokenizer.named(), answers
-        )
+        form = ChatTemplate(_template(tokenizer), tokenizer.special_names(), answers)
     else:
         form = chat_format(chat)
         _check_tokens(chat, tokenizer)
-    own = form.tokens if isinstance(form, ChatFormat) else ()
-    reserved = sorted({*own, *tokenizer.special}, key=len, reverse=True)
+        special.update(form.tokens)
+    # the longest first, since `|` takes the first alternative that matches
+    reserved = sorted(special, key=len, reverse=True)
     return Conversation(names, form, re.compile("|".join(map(re.escape, reserved)) or r"(?!)"))
 
 
 def _template(tokenizer: Tokenizer) -> str:
     template = tokenizer.settings.get("chat_template")
-    if isinstance(template, list):  # of several by name
-        template = next(
-            (
-                one.get("template")
-                for one in template
-                if isinstance(one, dict) and one.get("name") == "default"
-            ),
-            None,
-        )
+    if isinstance(template, list):  # several by name
+        tables = [table for table in template if isinstance(table, dict)]
+        defaults = [table.get("template") for table in tables if table.get("name") == "default"]
+        template = next(iter(defaults), None)
     if not isinstance(template, str):
-        has = _formats_of(tokenizer)
-        fix = (
-            f"{option('chat')} one whose special tokens the tokenizer has: {join_names(has)}"
-            if has
-            else "a tokenizer_config.json with chat_template"
-        )
+        fix = "a tokenizer_config.json with chat_template"
+        if usable := _formats_of(tokenizer):
+            fix = f"{option('chat')} one whose special tokens the tokenizer has: "
+            fix += join_names(usable)
         raise DataError(f"{tokenizer.name} has no chat template beside it.", fix=f"{fix}.")
     return template
 
 
 def _formats_of(tokenizer: Tokenizer) -> list[str]:
-    return [
-        name
-        for name, one in formats().items()
-        if all(tokenizer.id_of(token) is not None for token in one.tokens)
-    ]
+    return [name for name in formats() if not _missing_tokens(name, tokenizer)]
+
+
+def _missing_tokens(chat: str, tokenizer: Tokenizer) -> list[str]:
+    """Return the special tokens of a format that the tokenizer lacks."""
+    return [token for token in chat_format(chat).tokens if tokenizer.id_of(token) is None]
 
 
 def _check_tokens(chat: str, tokenizer: Tokenizer) -> None:
     """Refuse a format whose special tokens would be read as ordinary text."""
-    missing = [token for token in chat_format(chat).tokens if tokenizer.id_of(token) is None]
+    missing = _missing_tokens(chat, tokenizer)
     if missing:
-        has = _formats_of(tokenizer)
-        fix = (
-            f"{option('chat')} one whose tokens it has: {join_names(has)}"
-            if has
-            else "a tokenizer to which they were added"
-        )
+        fix = "a tokenizer to which they were added"
+        if usable := _formats_of(tokenizer):
+            fix = f"{option('chat')} one whose tokens it has: {join_names(usable)}"
         raise DataError(
             f"{option('chat', quoted(chat))}: {tokenizer.name} has no token {join_names(missing)}.",
             fix=f"{fix}.",
@@ -315,35 +318,41 @@ class Encoder:
     """Documents to tokens.
 
     Args:
-      style: how a document becomes text.
-      tokenizer: from text to tokens.
-      answers: whether only tokens of answers count.
+      style: makes text of a document.
+      tokenizer: makes tokens of text.
+      answers: only tokens of answers count.
       eos: a token that ends each document; None: none is added. It counts.
     """
 
     def __init__(self, style: Style, tokenizer: Tokenizer, *, answers: bool, eos: str | None):
         self.style, self.tokenizer, self.answers, self.eos = style, tokenizer, answers, eos
-        self._eos = None if eos is None else tokenizer.id_of(eos)
-        if eos is not None and self._eos is None:
-            raise DataError(
-                f'{tokenizer.name} has no token "{eos}".', fix="one that it has, or eos=False."
-            )
+        self._eos: int | None = None
+        if eos is not None:
+            self._eos = tokenizer.id_of(eos)
+            if self._eos is None:
+                raise DataError(
+                    f'{tokenizer.name} has no token "{eos}".', fix="one that it has, or eos=False."
+                )
 
     @functools.cached_property
     def hash(self) -> str:
-        """Of all that decides which tokens a document becomes."""
-        return hashlib.sha256(
-            f"{self.tokenizer.hash} {self.style!r} {self.answers} {self.eos}".encode()
-        ).hexdigest()[:16]
+        """A hash of everything that the tokens of a document depend on."""
+        facts = f"{self.tokenizer.hash} {self.style!r} {self.answers} {self.eos}"
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def encode(self, documents: list[dict[str, Any] | ValueError]) -> list[Tokens | ValueError]:
-        """The tokens of each document; in place of one that cannot be encoded, why."""
-        results: list[Tokens | ValueError] = []
-        rendered: list[Rendered | ValueError] = [self._render(document) for document in documents]
-        texts = [one.text for one in rendered if isinstance(one, Rendered)]
+        """Return the tokens of each document; in place of one that cannot be encoded, the
+        reason.
+        """
+        rendered = [self._render(document) for document in documents]
+        texts = [result.text for result in rendered if isinstance(result, Rendered)]
         encodings = iter(self._encode(texts))
-        for one in rendered:
-            results.append(self._tokens(one, next(encodings)) if isinstance(one, Rendered) else one)
+        results: list[Tokens | ValueError] = []
+        for result in rendered:
+            if isinstance(result, Rendered):
+                results.append(self._tokens(result, next(encodings)))
+            else:
+                results.append(result)
         return results
 
     def _encode(self, texts: list[str]) -> list[Any]:
@@ -352,11 +361,9 @@ class Encoder:
             return self.tokenizer.encode(texts, special=self.style.special, offsets=self.answers)
         except Exception as error:
             # such as a word that is in no vocabulary without a token for unknown ones
-            return (
-                [ValueError(f"it cannot be tokenized: {first_line(error)}")]
-                if len(texts) == 1
-                else [self._encode([one])[0] for one in texts]
-            )
+            if len(texts) == 1:
+                return [ValueError(f"it cannot be tokenized: {first_line(error)}")]
+            return [self._encode([text])[0] for text in texts]
 
     def _render(self, document: dict[str, Any] | ValueError) -> Rendered | ValueError:
         if isinstance(document, ValueError):
@@ -391,4 +398,6 @@ class Encoder:
             return Tokens(np.append(ids, np.int32(self._eos)), np.append(counts, True))
         if self._eos is not None:
             counts[-1] = True
-        return Tokens(ids, counts) if len(ids) else ValueError("it has no tokens")
+        if not len(ids):
+            return ValueError("it has no tokens")
+        return Tokens(ids, counts)

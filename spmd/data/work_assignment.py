@@ -33,23 +33,26 @@ class Position:
     workers: int = 0
 
     def __post_init__(self):
-        wrong = [
-            name
-            for name in ("epoch", "batch", "parts", "workers")
-            if type(value := getattr(self, name)) is not int or value < 0
-        ]
+        wrong = []
+        for name in ("epoch", "batch", "parts", "workers"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                wrong.append(name)
         if wrong:
             raise ValueError(f"position: {', '.join(wrong)}")
 
     def advance(self, has_rows: np.ndarray | None) -> None:
-        """Advance by one step; `has_rows`: which workers were assigned rows."""
+        """Advance by one step; `has_rows` is bool[workers], True for workers that were assigned
+        rows.
+        """
         self.batch += 1
         if has_rows is not None:
-            self.parts, self.workers = self.parts + int(has_rows.sum()), len(has_rows)
+            self.parts += int(has_rows.sum())
+            self.workers = len(has_rows)
 
 
 def epoch_ended(source: Source, at: Position, *, drop: bool) -> bool:
-    """Whether an epoch has no more batches; False where its length is not known.
+    """Return True if an epoch has no more batches; False where its length is not known.
 
     Args:
       drop: a part that is not full is left out.
@@ -58,8 +61,14 @@ def epoch_ended(source: Source, at: Position, *, drop: bool) -> bool:
         return at.batch == source.steps_per_epoch
     if not isinstance(source, ArraySource):
         return False
-    unit = source.batch_size // at.workers
-    return at.parts >= (source.examples // unit if drop else -(-source.examples // unit))
+    return at.parts >= _num_parts(source.examples, source.batch_size // at.workers, drop=drop)
+
+
+def _num_parts(rows: int, unit: int, *, drop: bool) -> int:
+    """Return the number of parts of `unit` rows; `drop`: without one that is not full."""
+    if drop:
+        return rows // unit
+    return -(-rows // unit)
 
 
 def epoch_batches(
@@ -99,14 +108,17 @@ def epoch_batches(
             fix="resume with the layout it had, until an epoch ends.",
         )
     batches = read_epoch(source, at.epoch, at.batch, at.reader, retries=retries, stops=stops)
-    return _full_batches(batches, source.batch_size, first=at.batch == 0) if drop else batches
+    if drop:
+        return _full_batches(batches, source.batch_size, first=at.batch == 0)
+    return batches
 
 
 def _full_batches(batches: Iterator[HostBatch], size: int, *, first: bool) -> Iterator[HostBatch]:
     """Batches up to the first that is not full."""
     for number, batch in enumerate(batches):
-        # of an iterable each process has its part
-        rows = batch.rows * (jax.process_count() if batch.index is None else 1)
+        rows = batch.rows
+        if batch.index is None:  # a batch of an iterable: each process has its part
+            rows *= jax.process_count()
         if rows < size:
             if first and number == 0:
                 raise _no_full_batch(rows, size)
@@ -153,7 +165,9 @@ def check_source(
             fix="arrays, which every process can index.",
         )
     drop = clock.declared.drop_remainder
-    part = source.batch_size // clock.workers if clock.assigns_rows else source.batch_size
+    part = source.batch_size
+    if clock.assigns_rows:
+        part = source.batch_size // clock.workers
     if (
         not drop
         and not pad
@@ -164,13 +178,12 @@ def check_source(
         raise _padded_part(source.examples, part)
     parts = None
     if epochs is not None and isinstance(source, ArraySource):
-        parts = source.examples // part if drop else -(-source.examples // part)
+        parts = _num_parts(source.examples, part, drop=drop)
         if not clock.assigns_rows:
             steps, parts = parts * epochs, None
-    ahead = 1 if clock.assigns_rows else 0  # rows of the next round are assigned while one runs
-    clock.check_trace_length(
-        None if steps is None else steps + ahead, parts, epochs or 1, drop=drop
-    )
+    if steps is not None and clock.assigns_rows:
+        steps += 1  # rows of the next round are assigned while one is computed
+    clock.check_trace_length(steps, parts, epochs or 1, drop=drop)
 
 
 def _padded_part(rows: int, part: int) -> DataError:
@@ -185,7 +198,7 @@ def _padded_part(rows: int, part: int) -> DataError:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Some rows of a host batch: those of one worker."""
+    """The rows of a host batch that one worker gets."""
 
     batch: HostBatch
     first: int
@@ -208,7 +221,7 @@ def assign_rows(
       batches: the source's; each is split into one part per worker.
       step: the number of the first round.
       skip: parts of the epoch that were assigned before.
-      pad: whether rows of weight 0 can be left out of the loss.
+      pad: rows of weight 0 can be left out of the loss.
       drop: end before a round in which a worker that takes part would have no rows.
 
     Raises:

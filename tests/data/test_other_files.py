@@ -15,7 +15,7 @@ import written
 
 import spmd
 from spmd.data.image_files import _eight_bits
-from spmd.data.parquet_files import opened
+from spmd.data.parquet_files import open_parquet
 from spmd.errors import DataError, MissingExtraError, OptionError
 from spmd.launch.cli import main
 
@@ -386,7 +386,7 @@ def test_values_of_parquet_that_cannot_be_read_raise(tmp_path):
     assert batch["at"].tolist() == [0, 3, 4, 5] and batch["b"].tolist() == [True, False, True, True]
     data = spmd.data.parquet(path, columns=["at"], on_error="skip", **options)
     raw = bytearray(path.read_bytes())
-    start = opened(str(path)).metadata.row_group(1).column(0).data_page_offset
+    start = open_parquet(str(path)).metadata.row_group(1).column(0).data_page_offset
     raw[start : start + 40] = b"\xff" * 40
     path.write_bytes(raw)
     assert [batch["at"].tolist() for batch in pickle.loads(pickle.dumps(data))] == [[0, 1, 2]]

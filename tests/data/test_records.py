@@ -135,8 +135,8 @@ def test_batches_are_the_same_in_any_number_of_processes(folder, size, start):
 
 def test_a_process_reads_its_own_rows_only(folder):
     data, read = records(folder), []
-    read_records = data.format.read
-    data.format.read = lambda ids: read.append(len(ids)) or read_records(ids)
+    read_records = data.format.read_records
+    data.format.read_records = lambda ids: read.append(len(ids)) or read_records(ids)
     half = RecordSource(data)
     half.local_rows = np.arange(4)
     batches = list(half.epoch(0))
