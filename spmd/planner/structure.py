@@ -13,12 +13,13 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.jaxpr.inner_programs import inner_programs
 from spmd.jaxpr.interpreter import Interpreter
+from spmd.jaxpr.primitives import Kind, of_kind
 from spmd.layout.resolve import Names, each_name, named_spec
 from spmd.layout.schema import Layout, Rule
 from spmd.path_match import match_all
@@ -38,22 +39,26 @@ Dims = tuple[int, ...]  # of an array: a number for each dim
 
 
 class Axes:
-    """Numbers of dims, of which some are found to be one axis (a union-find). `gcd` is that of the
-    sizes of an axis' dims.
+    """Numbers of dims, of which some are one axis: a union-find.
+
+    Attributes:
+      batches: dims over which products are computed side by side, such as heads.
+      looked_up: dims from which rows are looked up, such as a vocabulary's.
+      scored: dims over which two activations are multiplied and summed, as queries and keys are.
+      weights: dims of parameters, and of what is computed from them alone.
     """
 
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._gcd: list[int] = []
         self._members: list[int] = []
-        self.batches: set[int] = set()  # dims over which products run side by side, such as heads
-        self.looked_up: set[int] = set()  # dims from which rows are taken, such as a vocabulary's
-        # dims over which two activations are multiplied and summed, as queries and keys are
+        self.batches: set[int] = set()
+        self.looked_up: set[int] = set()
         self.scored: set[int] = set()
-        self.weights: set[int] = set()  # dims of parameters, and of what is computed of them alone
+        self.weights: set[int] = set()
 
     def new(self, shape: Sequence[int]) -> Dims:
-        """Dims of their own."""
+        """Return numbers of the dims of another array."""
         first = len(self._parent)
         self._parent += range(first, first + len(shape))
         self._gcd += shape
@@ -61,23 +66,25 @@ class Axes:
         return tuple(range(first, len(self._parent)))
 
     def find(self, dim: int) -> int:
-        """The axis of a dim."""
+        """Return the axis of a dim."""
         while self._parent[dim] != dim:
             self._parent[dim] = dim = self._parent[self._parent[dim]]
         return dim
 
     def gcd(self, dim: int) -> int:
-        """What sizes of all dims of an axis are multiples of: what shards one dim evenly shards
-        all.
+        """Return the greatest common divisor of the sizes of an axis' dims: as many shards as
+        divide it divide all of them.
         """
         return self._gcd[self.find(dim)]
 
     def is_shared(self, dim: int) -> bool:
-        """Whether anything is indexed by a dim but its own array, as a kernel's height is not."""
+        """Return whether an axis is that of several arrays, or is looked up; the height of a
+        convolution's kernel is not.
+        """
         return self._members[self.find(dim)] > 1 or dim in self.looked_up
 
     def join(self, one: int, other: int) -> None:
-        """They are one axis."""
+        """Make two dims one axis."""
         one, other = self.find(one), self.find(other)
         if one != other:
             self._parent[other] = one
@@ -85,15 +92,15 @@ class Axes:
             self._members[one] += self._members[other]
 
     def join_all(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """So is each pair."""
+        """Make the two dims of each pair one axis."""
         for one, other in pairs:
             self.join(one, other)
 
 
 def names_of(program: Program) -> dict[str, Names]:
-    """Logical axis names by path of a parameter, for those that have any: "embed" for the axis of
-    most parameters, and "mlp", "heads" or "vocab" for axes of which each matrix has one at most; {}
-    where none is found.
+    """Return logical axis names by path of a parameter, of those that have any: "embed" for the
+    axis of most parameters, and "mlp", "heads" or "vocab" for axes of which each matrix has one at
+    most; {} if there are none.
 
     Example: of an MLP, {"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}.
     """
@@ -101,108 +108,123 @@ def names_of(program: Program) -> dict[str, Names]:
     params = {**flatten(state.params), **flatten(state.frozen)}
     axes, jaxpr = Axes(), trace_model(program)
     inputs = [axes.new(variable.aval.shape) for variable in jaxpr.invars]
-    axes.weights = {dim for found in inputs[: len(params)] for dim in found}
+    inputs_of_params = inputs[: len(params)]
+    axes.weights = set(itertools.chain.from_iterable(inputs_of_params))
     DimReader(axes).outputs(jaxpr, inputs)
-    dims = {path: tuple(map(axes.find, found)) for path, found in zip(params, inputs, strict=False)}
-    return name_axes(
-        axes, dims, {path: leaf.size * leaf.dtype.itemsize for path, leaf in params.items()}
-    )
+    dims, sizes = {}, {}
+    for (path, leaf), numbers in zip(params.items(), inputs_of_params, strict=True):
+        dims[path] = tuple(map(axes.find, numbers))
+        sizes[path] = leaf.size * leaf.dtype.itemsize
+    return name_axes(axes, dims, sizes)
 
 
 def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) -> dict[str, Names]:
-    """Names from the axes of parameters, and their bytes."""
-    matrices = {path: found for path, found in dims.items() if len(found) > 1}
-    weights: dict[int, int] = {}
-    for path, found in matrices.items():
-        for axis in {*found}:
-            weights[axis] = weights.get(axis, 0) + sizes[path]
-    batches, looked_up, scored = (
-        {axes.find(dim) for dim in some} for some in (axes.batches, axes.looked_up, axes.scored)
+    """Return names of dims from the axes of parameters, and their bytes."""
+    matrices = _Matrices(
+        {path: frozenset(each) for path, each in dims.items() if len(each) > 1}, sizes
     )
-    shared = (axis for axis in weights if axes.is_shared(axis) and axis not in scored)
-    ordered = sorted(shared, key=lambda axis: (-weights[axis], axis))
-    stream = next(
-        (
-            axis
-            for axis in ordered[:1]
-            if sum(axis in found for found in matrices.values()) >= STREAM_MATRICES
-        ),
-        None,
-    )
+    bytes_of = matrices.bytes_by_axis()
+    batches, looked_up = set(map(axes.find, axes.batches)), set(map(axes.find, axes.looked_up))
+    scored = set(map(axes.find, axes.scored))
+    shared = [axis for axis in bytes_of if axes.is_shared(axis) and axis not in scored]
+    ordered = sorted(shared, key=lambda axis: (-bytes_of[axis], axis))
+    stream = None
+    if ordered and matrices.count(ordered[0]) >= STREAM_MATRICES:
+        stream = ordered[0]
     even = [axis for axis in ordered if axes.gcd(axis) % (2 if axis in batches else EVEN) == 0]
+    sharded = matrices.separate(axis for axis in even if axis != stream)
+    if stream is None:
+        # of layers one after the other, every second axis
+        every_second = matrices.separate(even[1:])
+        if matrices.bytes_with(every_second) >= matrices.bytes_with(sharded):
+            stream, sharded = next(iter(even), None), every_second
+    names: dict[int, str] = {}
+    for axis in sharded:
+        if axis in looked_up:
+            names[axis] = VOCABULARY
+        else:
+            names[axis] = HEADS if axis in batches else HIDDEN
+    if stream is not None and stream in even:
+        names[stream] = STREAM
+    named = {}
+    for path, axes_of_array in dims.items():
+        entries = tuple(_last_of_each([names.get(axis) for axis in axes_of_array]))
+        # a vector of the stream has a layout's default
+        if any(entries) and entries != (STREAM,):
+            named[path] = entries
+    return named
 
-    def separate(candidates: Iterable[int]) -> list[int]:
-        """Axes of which no matrix has two; those of more bytes first."""
-        chosen: list[int] = []
+
+class _Matrices(NamedTuple):
+    """The axes of each parameter with several dims, and the bytes of each parameter, by path."""
+
+    axes: Mapping[str, frozenset[int]]
+    sizes: Mapping[str, int]
+
+    def bytes_by_axis(self) -> dict[int, int]:
+        """Return the bytes of all matrices with an axis, by axis."""
+        total: dict[int, int] = {}
+        for path, axes in self.axes.items():
+            for axis in axes:
+                total[axis] = total.get(axis, 0) + self.sizes[path]
+        return total
+
+    def count(self, axis: int) -> int:
+        """Return the number of matrices with an axis."""
+        return sum(axis in axes for axes in self.axes.values())
+
+    def separate(self, candidates: Iterable[int]) -> list[int]:
+        """Return axes of which no matrix has two, the first candidates first."""
+        chosen: set[int] = set()
+        separate = []
         for axis in candidates:
-            if not any(
-                axis in found and not {*chosen}.isdisjoint(found) for found in matrices.values()
-            ):
-                chosen.append(axis)
-        return chosen
+            if all(chosen.isdisjoint(axes) for axes in self.axes.values() if axis in axes):
+                chosen.add(axis)
+                separate.append(axis)
+        return separate
 
-    def covered(chosen: Collection[int]) -> int:
-        return sum(
-            sizes[path] for path, found in matrices.items() if not {*chosen}.isdisjoint(found)
-        )
-
-    sharded = separate(axis for axis in even if axis != stream)
-    # of layers one after the other, every second axis
-    if stream is None and covered(separate(even[1:])) >= covered(sharded):
-        stream, sharded = next(iter(even), None), separate(even[1:])
-    names = {
-        axis: VOCABULARY if axis in looked_up else HEADS if axis in batches else HIDDEN
-        for axis in sharded
-    }
-    names |= {stream: STREAM} if stream in even else {}
-    found = {
-        path: tuple(_last_of_each([names.get(axis) for axis in own])) for path, own in dims.items()
-    }
-    # of a vector, a layout's default
-    return {
-        path: entries for path, entries in found.items() if any(entries) and entries != (STREAM,)
-    }
+    def bytes_with(self, chosen: Collection[int]) -> int:
+        """Return the bytes of the matrices that have one of some axes."""
+        with_axes = [path for path, axes in self.axes.items() if not axes.isdisjoint(chosen)]
+        return sum(self.sizes[path] for path in with_axes)
 
 
 def _last_of_each(entries: Sequence[str | None]) -> list[str | None]:
-    """A mesh axis shards one dim of an array: of several of one name the last keeps it."""
+    """Return names of which the last of several equal ones is kept: a mesh axis shards one dim of
+    an array.
+    """
     return [None if name in entries[place + 1 :] else name for place, name in enumerate(entries)]
 
 
 def without_names(layouts: Sequence[Layout], program: Program) -> tuple[Layout, ...]:
-    """Layouts for a model whose parameters have no name of their `[axes]`: those tables become
-    rules by path, as `names_of` says.
+    """Return layouts for a model whose parameters have no name of their `[axes]`: those tables
+    become rules by path, as `names_of` says.
     """
     placed = program.placed
-    known = {name for layout in layouts for name, _ in layout.axes}
-    if any(name in known for names in placed.axis_names.values() for name in each_name(names)):
-        return tuple(layouts)
+    declared = {name for layout in layouts for name, _ in layout.axes}
+    for names in placed.axis_names.values():
+        if not declared.isdisjoint(each_name(names)):
+            return tuple(layouts)
     names = names_of(program)
     paths = [*flatten(placed.abstract_state.params), *flatten(placed.abstract_state.frozen)]
     return tuple(with_rules(layout, names, paths) if layout.axes else layout for layout in layouts)
 
 
 def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str]) -> Layout:
-    """The layout with rules by path in place of its `[axes]`; without `[axes]`, or if it names none
-    of these, as it is.
+    """Return a layout with rules by path in place of its `[axes]`; the same one without `[axes]`,
+    or if it names none of these.
     """
     table = dict(layout.axes)
     alike: dict[tuple[Spec, str], list[str]] = {}  # by spec, and path without numbers
     for path, entries in names.items():
-        if any(spec := named_spec(entries, table)):
-            alike.setdefault((spec, re.sub(r"\d+", "*", path)), []).append(path)
-    patterns = []
-    for found in alike.values():
-        levels = zip(*(path.split("/") for path in found), strict=True)
-        patterns.append(
-            "/".join(
-                level[0] if len({*level}) == 1 else re.sub(r"\d+", "*", level[0])
-                for level in levels
-            )
-        )
+        spec = named_spec(entries, table)
+        if any(spec):
+            alike.setdefault((spec, _without_numbers(path)), []).append(path)
+    patterns = [_pattern(similar) for similar in alike.values()]
     matched, rules = match_all(patterns, paths), []
-    for ((spec, _), found), pattern in zip(alike.items(), patterns, strict=True):
-        rules += [Rule(path, spec) for path in ([pattern] if matched[pattern] == found else found)]
+    for ((spec, _), similar), pattern in zip(alike.items(), patterns, strict=True):
+        chosen = [pattern] if matched[pattern] == similar else similar
+        rules += [Rule(path, spec) for path in chosen]
     if not rules:
         return layout
     description = (
@@ -211,6 +233,19 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     )
     words = {"name": f"{layout.name}_by_path", "description": description, "use_when": ""}
     return dataclasses.replace(layout, **words, axes=(), params=(*rules, *layout.params))
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    """Return a pattern of paths that differ in numbers: `*` where they do."""
+    levels = []
+    for level in zip(*(path.split("/") for path in paths), strict=True):
+        is_same = len({*level}) == 1
+        levels.append(level[0] if is_same else _without_numbers(level[0]))
+    return "/".join(levels)
 
 
 class DimReader(Interpreter[Dims]):
@@ -259,118 +294,118 @@ class DimReader(Interpreter[Dims]):
 Pairs = Iterable[tuple[int, int]]
 
 
-def _elementwise(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    """Dims of one place and size, as of any operation whose inputs and outputs are shaped alike."""
-    for variable, dims in zip(equation.outvars, results, strict=True):
-        for other, own in zip(equation.invars, given, strict=True):
-            if len(own) == len(dims):
-                yield from (
-                    (one, two)
-                    for one, two, size, wanted in zip(
-                        own, dims, other.aval.shape, variable.aval.shape, strict=True
-                    )
-                    if size == wanted > 1
-                )
+# Each rule yields pairs of dims, of inputs and results, that an equation makes one axis.
 
 
-def _broadcast(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    shape, wanted = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+def _elementwise(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    """Join dims of one place and size, as of any operation on arrays of one shape."""
+    for output, result in zip(equation.outvars, results, strict=True):
+        for variable, dims in zip(equation.invars, inputs, strict=True):
+            if len(dims) != len(result):
+                continue
+            shapes = zip(variable.aval.shape, output.aval.shape, strict=True)
+            for place, (size, size_after) in enumerate(shapes):
+                if size == size_after > 1:
+                    yield dims[place], result[place]
+
+
+def _broadcast(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    shape, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     for dim, place in enumerate(equation.params["broadcast_dimensions"]):
-        if shape[dim] == wanted[place]:
-            yield given[0][dim], results[0][place]
+        if shape[dim] == after[place]:
+            yield inputs[0][dim], results[0][place]
 
 
-def _transpose(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    return (
-        (given[0][place], dim)
-        for dim, place in zip(results[0], equation.params["permutation"], strict=True)
-    )
+def _transpose(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    for dim, place in zip(results[0], equation.params["permutation"], strict=True):
+        yield inputs[0][place], dim
 
 
-def _reduce(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    for own in given:
-        kept = [dim for place, dim in enumerate(own) if place not in equation.params["axes"]]
-        yield from zip(kept, results[0], strict=False)
+def _reduce(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    for dims in inputs:
+        yield from zip(_without(dims, equation.params["axes"]), results[0], strict=False)
 
 
-def _reshape(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    """Of dims that are split or joined, the outermost: a shard of it is a shard of all."""
-    sides = [
-        [(dim, size) for dim, size in zip(own, shape, strict=True) if size > 1]
-        for own, shape in (
-            (given[0], equation.invars[0].aval.shape),
-            (results[0], equation.outvars[0].aval.shape),
-        )
-    ]
-    while all(sides):
-        (one, first), (other, second) = (side.pop(0) for side in sides)
+def _reshape(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    """Join, of dims that are split or merged, the outermost: a shard of it is a shard of all."""
+    before = _wide_dims(inputs[0], equation.invars[0].aval.shape)
+    after = _wide_dims(results[0], equation.outvars[0].aval.shape)
+    while before and after:
+        (one, size_before), (other, size_after) = before.pop(0), after.pop(0)
         yield one, other
-        while first != second and all(
-            side or size for side, size in zip(sides, (first, second), strict=True)
-        ):
-            short = int(first > second)
-            if not sides[short]:
+        # what one side has merged takes several dims of the other
+        while size_before != size_after:
+            shorter = before if size_before < size_after else after
+            if not shorter:
                 return
-            size = sides[short].pop(0)[1]
-            first, second = (first * size, second) if short == 0 else (first, second * size)
+            _, size = shorter.pop(0)
+            if shorter is before:
+                size_before *= size
+            else:
+                size_after *= size
 
 
-def _dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
+def _wide_dims(dims: Dims, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the dims of more than one entry, with their sizes."""
+    return [(dim, size) for dim, size in zip(dims, shape, strict=True) if size > 1]
+
+
+def _without(dims: Dims, places: Collection[int]) -> list[int]:
+    return [dim for place, dim in enumerate(dims) if place not in places]
+
+
+def _dot(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
     contracted, batches = equation.params["dimension_numbers"]
-    for (left, right), kind in ((contracted, "sum"), (batches, "batch")):
-        for one, other in zip(left, right, strict=True):
-            yield given[0][one], given[1][other]
-            if kind == "batch":
-                axes.batches.add(given[0][one])
-            elif axes.weights.isdisjoint((*given[0], *given[1])):
-                axes.scored.add(given[0][one])
-    kept = [given[0][place] for place in batches[0]]
-    for side in (0, 1):
-        kept += [
-            dim
-            for place, dim in enumerate(given[side])
-            if place not in contracted[side] and place not in batches[side]
-        ]
-    yield from zip(kept, results[0], strict=True)
+    left, right = inputs
+    for one, other in zip(*contracted, strict=True):
+        yield left[one], right[other]
+        if axes.weights.isdisjoint((*left, *right)):
+            axes.scored.add(left[one])
+    for one, other in zip(*batches, strict=True):
+        yield left[one], right[other]
+        axes.batches.add(left[one])
+    outer = [left[place] for place in batches[0]]
+    for side, dims in enumerate(inputs):
+        outer += _without(dims, (*contracted[side], *batches[side]))
+    yield from zip(outer, results[0], strict=True)
 
 
-def _ragged_dot(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    left, right = given[:2]
+def _ragged_dot(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    left, right = inputs[:2]
     # rows, each times the matrix of its group
     if (len(left), len(right), len(results[0])) == (2, 3, 2):
-        yield from ((left[1], right[1]), (left[0], results[0][0]), (right[2], results[0][1]))
+        yield left[1], right[1]
+        yield left[0], results[0][0]
+        yield right[2], results[0][1]
 
 
-def _convolution(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
+def _convolution(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
     numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
-    (batch, features), (out, into) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
-    yield given[0][batch], results[0][numbers.out_spec[0]]
-    yield given[1][out], results[0][numbers.out_spec[1]]
-    yield given[0][features], given[1][into if groups == 1 else out]
+    image, kernel = inputs
+    batch, features = numbers.lhs_spec[:2]
+    features_out, features_in = numbers.rhs_spec[:2]
+    yield image[batch], results[0][numbers.out_spec[0]]
+    yield kernel[features_out], results[0][numbers.out_spec[1]]
+    yield image[features], kernel[features_in if groups == 1 else features_out]
 
 
-def _gather(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
+def _gather(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    (table, index, *_), (result, *_) = inputs, results
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    shape, left_out = (
-        equation.invars[0].aval.shape,
-        (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims),
-    )
-    kept = [place for place in range(len(shape)) if place not in left_out]
-    for place, to in zip(kept, numbers.offset_dims, strict=True):
+    shape = equation.invars[0].aval.shape
+    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    sliced = [place for place in range(len(shape)) if place not in dropped]
+    for place, place_after in zip(sliced, numbers.offset_dims, strict=True):
         if sizes[place] == shape[place]:
-            yield given[0][place], results[0][to]
-    rest = [dim for place, dim in enumerate(results[0]) if place not in numbers.offset_dims]
-    yield from zip(given[1][:-1], rest, strict=False)
-    axes.looked_up |= {given[0][place] for place in numbers.start_index_map}
+            yield table[place], result[place_after]
+    yield from zip(index[:-1], _without(result, numbers.offset_dims), strict=False)
+    axes.looked_up |= {table[place] for place in numbers.start_index_map}
 
 
-def _concatenate(axes: Axes, equation: Any, given: list[Dims], results: list[Dims]) -> Pairs:
-    for own in given:
-        yield from (
-            pair
-            for place, pair in enumerate(zip(own, results[0], strict=True))
-            if place != equation.params["dimension"]
-        )
+def _concatenate(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> Pairs:
+    along = (equation.params["dimension"],)
+    for dims in inputs:
+        yield from zip(_without(dims, along), _without(results[0], along), strict=True)
 
 
 _RULES = {
@@ -384,17 +419,5 @@ _RULES = {
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "concatenate": _concatenate,
-    **dict.fromkeys(
-        (
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "argmax",
-            "argmin",
-        ),
-        _reduce,
-    ),
+    **dict.fromkeys(of_kind(Kind.REDUCTION) - {"reduce"}, _reduce),
 }
