@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import html
 import logging
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
 from spmd.data.sources import as_source, bind_rows, is_arrays
 from spmd.data.work_assignment import check_source
-from spmd.distributed.consistency import check_consistency
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.distributed.initialize import join, shrink_factor, was_restarted
 from spmd.distributed.records import report_to_launcher
@@ -26,7 +24,6 @@ from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
 from spmd.errors import (
-    CheckpointError,
     OptionError,
     check_integer,
     did_you_mean,
@@ -47,16 +44,18 @@ from spmd.planner.target import Target
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
 from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
-from spmd.run.callbacks import Callback, as_callbacks, callback_name, watched_metrics
-from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.config import LoopConfig, StartPoint
+from spmd.run.begin_outputs import begin_outputs, facts_of
+from spmd.run.callback_calls import as_callbacks, callback_name, watched_metrics
+from spmd.run.callbacks import Callback
+from spmd.run.checkpoint import Checkpoint, as_checkpoint
+from spmd.run.config import LoopConfig
+from spmd.run.fit_checks import check_processes_agree, warn_of_unsynced_steps
 from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
-from spmd.run.loggers import JsonLines, Logger, begin_loggers, check_loggers, write_record
+from spmd.run.loggers import check_loggers
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.report_cycles import report_unfinished
-from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.step_profiler import Profile, StepProfiler, as_profile
@@ -65,14 +64,10 @@ from spmd.run.watch import Watch, as_watch, check_watch
 from spmd.run.work import PeakSeconds, Work, tokens_per_row
 from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
-from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 from spmd.tree import Tree
-from spmd.user_paths import run_file, write_text
-from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.server.sync_schedule import unsynced_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,7 +404,7 @@ def fit(
         **meta,
     }
     facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
-    _check_processes_agree(program, hooks, facts)
+    check_processes_agree(program, hooks, facts)
     with visible.doing("compiling"):
         room = (
             check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
@@ -431,9 +426,9 @@ def fit(
             "log_every": log_every,
         }
         describe = functools.partial(
-            _facts, store, trainer, meta, start_point, lengths, resumes=resumes
+            facts_of, store, trainer, meta, start_point, lengths, resumes=resumes
         )
-        outputs, display = _outputs(
+        outputs, display = begin_outputs(
             store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes
         )
         summarize = functools.partial(
@@ -474,7 +469,7 @@ def fit(
         opened.pop_all()
     loop.train()
     run, seconds = loop.run, loop.run.pace.seconds - loop.run.began.seconds
-    _warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
+    warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
@@ -523,49 +518,6 @@ def work_of(program: Program) -> Work:
         return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
     return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
-
-
-def _check_processes_agree(
-    program: Program, hooks: list[Callback], options: Mapping[str, Any]
-) -> None:
-    """Compare what must be equal in all processes: options, layout, shapes, and the text of the
-    step's program.
-    """
-    if jax.process_count() == 1:
-        return
-    facts = {"devices of each process": str(jax.local_device_count())}
-    facts |= {
-        f"compiler option {name}": str(value) for name, value in program.compiler_options.items()
-    }
-    together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
-    for name, value in {
-        **options,
-        "callbacks": together,
-        "layout": tomllib.loads(options["layout"]),
-    }.items():
-        facts |= leaves_by_name(name, value)
-    facts |= array_facts(program.placed)
-    init_facts, init_text = program.placed.init_facts()
-    program_texts = text_facts(init_text, "the initial values") | text_facts(
-        program.text(), "the step"
-    )
-    with current().in_phase("compile"):
-        check_consistency(facts | init_facts | program_texts)
-
-
-def _warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
-    """Warn of local steps after the last synchronization: they are not in the model."""
-    if server is None or not server.local or not (lost := unsynced_steps(server, steps)):
-        return
-    since, fix = "their last synchronization", "Choose a number of steps that `every` divides."
-    if server.fragments > 1:
-        since = "the last synchronization of some parameters"
-        fix = "Fragments synchronize in turns, so a few steps always do; fewer fragments lose less."
-    why = (
-        "%d of the workers' %d steps came after %s: they are not in the model, nor in what was "
-        "evaluated last. %s"
-    )
-    logging.getLogger("spmd").warning(why, lost, steps, since, fix)
 
 
 def _schedule(
@@ -629,93 +581,3 @@ def _check_names(
             )
         if name not in known:
             raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))
-
-
-def _facts(
-    store: CheckpointStore | None,
-    trainer: Trainer,
-    meta: Mapping[str, Any],
-    start_point: StartPoint,
-    lengths: Mapping[str, int | None],
-    *,
-    resumes: bool,
-    follows: bool,
-) -> RunFacts:
-    """What loggers may know about the run."""
-    folder = None if store is None else store.folder
-    config = {
-        "layout": meta["layout"],
-        "mesh": meta["mesh"],
-        **{name: value for name, value in lengths.items() if value is not None},
-        **meta["options"],
-        "seed": trainer.placed.config.seed,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
-        **environment(),
-    }
-    return RunFacts(
-        config,
-        folder,
-        int(start_point.state.step),
-        resumes,
-        follows,
-        *run_id(folder, resumes=resumes),
-    )
-
-
-def _outputs(
-    store: CheckpointStore | None,
-    trainer: Trainer,
-    loggers: list[Logger],
-    display: Any,
-    start_point: StartPoint,
-    room: str | None,
-    describe: Callable[..., RunFacts],
-    chosen: str | None = None,
-    *,
-    resumes: bool,
-) -> tuple[list[Logger], Any]:
-    """Loggers and progress, on process 0 only; writes the layout and reports notes before the first
-    step.
-    """
-    if jax.process_index() != 0:
-        return [], NoProgress()
-    began_before = store is not None and (store.folder / "metrics.jsonl").exists()
-    if store is not None:
-        write_text(
-            run_file(store.folder, "layout.toml"),
-            chosen or trainer.layout.to_toml(),
-            CheckpointError,
-        )
-        loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
-    if store is not None and not resumes:
-        # of an abandoned run, which a tracker that is added later would find
-        (store.folder / ID_FILE).unlink(missing_ok=True)
-    line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))
-    step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
-    if step:
-        # earlier records with a later step belong to the interrupted run
-        more = {"changed": changes} if changes else {}
-        write_record(
-            loggers,
-            {"step": step, "event": "resumed", **more, **({"source": source} if source else {})},
-        )
-        text = (
-            f"resumed step {step} from {source}"
-            if source
-            else f"resumed from step {step} of {None if store is None else store.folder}"
-        )
-        line = f"{text}{''.join(f'; {change}' for change in changes)}"
-    elif began_before and store is not None:
-        # earlier records belong to the interrupted run
-        write_record(loggers, {"step": 0, "event": "started again"})
-        if resumes:
-            logging.getLogger("spmd").warning(
-                "the run in %s has no checkpoint: training starts again at step 0", store.folder
-            )
-    elif resumes and store is not None:  # perhaps another folder was meant
-        line = f"{store.folder} holds no run to resume: a new one begins"
-    if line:
-        display.note(line)
-    for line in [*lines, *trainer.notes(), *([room] if room else [])]:
-        (display.note if line.startswith("note:") else display.say)(line)
-    return loggers, display

@@ -20,18 +20,18 @@ from spmd.errors import (
 )
 from spmd.run.changed_data import resumed_position
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.checkpoint_reader import (
+from spmd.run.config import StartPoint
+from spmd.run.goodput import RESTORING
+from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
+from spmd.run.memory_folder import newest_step
+from spmd.run.memory_restore import MemoryState, newest_in_memory
+from spmd.run.saved_settings import (
     data_changes,
     is_hashed,
     option_changes,
     saved_numbers,
     saved_position,
 )
-from spmd.run.config import StartPoint
-from spmd.run.goodput import RESTORING
-from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
-from spmd.run.memory_folder import newest_step
-from spmd.run.memory_restore import MemoryState, newest_in_memory
 from spmd.run.time_account import TimeAccount
 from spmd.train.state import place_copy, seed_data
 from spmd.trainer import Trainer

@@ -46,16 +46,11 @@ from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import (
-    CheckpointReader,
-    check_run_folder,
-    data_changes,
-    option_changes,
-    saved_position,
-)
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
 from spmd.run.loop_checkpoints import LoopCheckpoints
 from spmd.run.reshard_checkpoint import PARAMS, packing_meta
 from spmd.run.restore_state import restore_matching, restore_state
+from spmd.run.saved_settings import data_changes, option_changes, saved_position
 from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.sync.param_server.statistics import ServerStatistics

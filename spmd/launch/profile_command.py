@@ -54,7 +54,7 @@ def add_to(commands: Any) -> None:
 
 def _profile(options: argparse.Namespace) -> str | int:
     from spmd.planner.cluster import Cluster
-    from spmd.run.callbacks import as_callbacks, watched_metrics
+    from spmd.run.callback_calls import as_callbacks, watched_metrics
     from spmd.run.step_profiler import Profile
 
     # before the script runs

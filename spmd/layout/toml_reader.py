@@ -120,8 +120,7 @@ def load(source: str | Path | Layout) -> Layout:
         raise LayoutError(
             f"{option('layout', short_repr(source))} is {type_name(source)}.", fix=fix
         )
-    known = shipped()
-    path = known[str(source)] if str(source) in known else as_path(source, "layout")
+    path = shipped().get(str(source)) or as_path(source, "layout")
     if source == "auto":
         raise LayoutError(
             f"{option('layout', quoted('auto'))} is chosen by fit, which knows the batch.",
@@ -225,8 +224,8 @@ class _Reader(Tables):
 
     def layout(self, data: dict[str, Any], name: str) -> Layout:
         self.unknown(data, [f.name for f in dataclasses.fields(Layout) if f.compare], "")
-        pipeline = Pipeline(**self.fields(self.table(data, "pipeline"), "pipeline", Pipeline))
-        sequence = Sequence(**self.fields(self.table(data, "sequence"), "sequence", Sequence))
+        pipeline = self.section(data, "pipeline", Pipeline)
+        sequence = self.section(data, "sequence", Sequence)
         self.conflicts("pipeline", model_parallel_problems(pipeline, sequence))
         layout = Layout(
             name=name,
@@ -238,17 +237,15 @@ class _Reader(Tables):
             axes=self.axes(self.table(data, "axes")),
             activations=self.rules(data, "activations"),
             default=self.default(self.table(data, "default")),
-            optimizer=OptimizerState(
-                **self.fields(self.table(data, "optimizer"), "optimizer", OptimizerState)
-            ),
-            memory=Memory(**self.fields(self.table(data, "memory"), "memory", Memory)),
+            optimizer=self.section(data, "optimizer", OptimizerState),
+            memory=self.section(data, "memory", Memory),
             gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
             pipeline=pipeline,
             sequence=sequence,
-            experts=Experts(**self.fields(self.table(data, "experts"), "experts", Experts)),
-            attention=self.attention(data),
+            experts=self.section(data, "experts", Experts),
+            attention=self.section(data, "attention", Attention),
             precision=tuple(self.precision(*item) for item in self.items(data, "precision")),
             train=self.train(self.table(data, "train"), data.get("adapters")),
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
@@ -259,6 +256,9 @@ class _Reader(Tables):
             optimizer_problems(layout.optimizer, layout.gradients, layout.parameter_server),
         )
         return layout
+
+    def section(self, data: dict[str, Any], name: str, kind: type) -> Any:
+        return kind(**self.fields(self.table(data, name), name, kind))
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
         sizes = {axis: self.value(table, "mesh", axis, -1, int) for axis in table}
@@ -351,9 +351,6 @@ class _Reader(Tables):
             "remat", key, f"{as_toml(given)} is not a list of names.", 'such as ["attn_out"].'
         )
         return ()
-
-    def attention(self, data: dict[str, Any]) -> Attention:
-        return Attention(**self.fields(self.table(data, "attention"), "attention", Attention))
 
     def compiler(self, table: dict[str, Any]) -> Compiler:
         self.unknown(table, [field.name for field in dataclasses.fields(Compiler)], "compiler")

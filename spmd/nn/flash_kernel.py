@@ -19,256 +19,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from spmd.nn.flash_blocks import (
+    LOG2E,
+    MASKED,
+    BlockCall,
+    is_inside,
+    padded,
+    place_of,
+    store_block,
+)
 from spmd.nn.scoring import Inputs, Scoring, TileKernel
-from spmd.rng import bits_at, threefry_rounds
 
-LEAST, WIDEST = 16, 256  # the fewest rows of a product of Triton's; the largest head size
-LOG2E, MASKED = math.log2(math.e), -jnp.inf  # exponentials are to base 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Rows of a block: those that a program computes, and those that it reads one block after the
-    other.
-
-    A program has several blocks in shared memory, of which an RTX 4090 has 99 KiB, and the sums of
-    its own in registers.
-    """
-
-    computed: int
-    read: int
-
-    @classmethod
-    def of(cls, row_bytes: int, *, backward: bool) -> "Blocks":
-        """For rows of `row_bytes`; a backward pass holds twice the arrays.
-
-        >>> Blocks.of(256, backward=False), Blocks.of(256, backward=True)
-        (Blocks(computed=128, read=64), Blocks(computed=64, read=32))
-        """
-        fitting = max(LEAST, min(128, 2**15 // row_bytes) // (2 if backward else 1))
-        return cls(fitting, max(LEAST, fitting // 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """One attention: what is known when tracing, and how its programs read arrays."""
-
-    scoring: Scoring
-    queries: int
-    keys: int
-    size: int
-    width: int
-    block_q: int
-    block_k: int
-    limited: bool  # by key_lengths
-    # of mask and bias, which are not 1
-    dims: dict[str, tuple[bool, ...]] = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(
-        cls, scoring: Scoring, inputs: Inputs, *, backward: bool, by_keys: bool = False
-    ) -> "_Call":
-        (_, queries, _, size), keys, width = (
-            inputs.query.shape,
-            inputs.key.shape[1],
-            inputs.value.shape[3],
-        )
-        blocks = Blocks.of(
-            _padded(max(size, width)) * inputs.query.dtype.itemsize, backward=backward
-        )
-        sizes = (blocks.read, blocks.computed) if by_keys else (blocks.computed, blocks.read)
-        block_q, block_k = (
-            min(block, _padded(length))
-            for block, length in zip(sizes, (queries, keys), strict=True)
-        )
-        given = {"mask": inputs.arrays.mask, "bias": inputs.arrays.bias}
-        dims = {
-            name: tuple(size > 1 for size in x.shape) for name, x in given.items() if x is not None
-        }
-        return cls(
-            scoring,
-            queries,
-            keys,
-            size,
-            width,
-            block_q,
-            block_k,
-            inputs.arrays.key_lengths is not None,
-            dims,
-        )
-
-    @property
-    def blocks_q(self) -> int:
-        return pl.cdiv(self.queries, self.block_q)
-
-    @property
-    def blocks_k(self) -> int:
-        return pl.cdiv(self.keys, self.block_k)
-
-    def of_query(self, ref: Any, at: tuple, start: Any, width: int | None = None) -> jax.Array:
-        """[block_q, width or head_dim] from query `start` on, of row and head `at`."""
-        return _load(
-            ref, at, start, self.block_q, self.queries, self.size if width is None else width
-        )
-
-    def of_key(self, ref: Any, at: tuple, start: Any, width: int | None = None) -> jax.Array:
-        return _load(ref, at, start, self.block_k, self.keys, self.size if width is None else width)
-
-    def by_query(self, ref: Any, at: tuple, start: Any) -> jax.Array:
-        """[block_q] numbers of one for every query and head."""
-        return _load_line(ref, at, start, self.block_q, self.queries)
-
-    def keys_of(self, refs: dict[str, Any], row: Any, start: Any) -> tuple[Any, Any]:
-        """The first block of keys that a block of queries sees, and the one behind the last."""
-        before, after = self.scoring.reach
-        return _range(
-            start + refs["shift"][0],
-            self.block_q,
-            (before, after),
-            self._limit(refs, row),
-            self.block_k,
-        )
-
-    def queries_of(self, refs: dict[str, Any], row: Any, start: Any) -> tuple[Any, Any]:
-        """The first block of queries that sees a block of keys, and the one behind the last."""
-        before, after = self.scoring.reach
-        first, end = _range(
-            start - refs["shift"][0], self.block_k, (after, before), self.queries, self.block_q
-        )
-        return first, jnp.where(start < self._limit(refs, row), end, first) if self.limited else end
-
-    def _limit(self, refs: dict[str, Any], row: Any) -> Any:
-        """The number of keys of a row."""
-        return (
-            jnp.minimum(refs["key_lengths"][_place((row,))], self.keys)
-            if self.limited
-            else self.keys
-        )
-
-    def dot(
-        self, left: jax.Array, right: jax.Array, contracted: tuple[int, int] = (1, 0)
-    ) -> jax.Array:
-        """A product, in float32, over these dims."""
-        dims = (((contracted[0],), (contracted[1],)), ((), ()))
-        return lax.dot_general(
-            left, right, dims, precision=self.scoring.precision, preferred_element_type=jnp.float32
-        )
-
-    def scores(
-        self, refs: dict[str, Any], at: tuple, starts: tuple, query: jax.Array, key: jax.Array
-    ) -> tuple:
-        """[block_q, block_k] times log2(e), minus infinity where a key is not seen; and the slope
-        of the soft cap.
-        """
-        scoring, slope = self.scoring, None
-        products = self.dot(query, key, (1, 1))
-        if scoring.soft_cap is None:
-            scores = products * (scoring.scale * LOG2E)
-        else:
-            capped = jnp.tanh(products * (scoring.scale / scoring.soft_cap))
-            scores, slope = capped * (scoring.soft_cap * LOG2E), 1 - capped * capped
-        if "bias" in refs:
-            scores += self._both("bias", refs, at, starts).astype(jnp.float32) * LOG2E
-        for seen in self._seen(refs, at, starts):
-            scores = jnp.where(seen, scores, MASKED)
-        return scores, slope
-
-    def _seen(self, refs: dict[str, Any], at: tuple, starts: tuple) -> list[jax.Array]:
-        before, after = self.scoring.reach
-        query, key = self._places(starts)
-        seen = []
-        if before is not None or after is not None:
-            distance = key - query - refs["shift"][0]
-            seen += [distance >= -before] if before is not None else []
-            seen += [distance <= after] if after is not None else []
-        if self.limited or self.keys % self.block_k:
-            seen.append(key < self._limit(refs, at[0]))
-        if "mask" in refs:
-            seen.append(self._both("mask", refs, at, starts))
-        if "key_mask" in refs:
-            seen.append(
-                _load_line(refs["key_mask"], at[:1], starts[1], self.block_k, self.keys)[None, :]
-            )
-        if "of_query" in refs:
-            of_query = _load_line(refs["of_query"], at[:1], starts[0], self.block_q, self.queries)
-            of_key = _load_line(refs["of_key"], at[:1], starts[1], self.block_k, self.keys)
-            seen.append(of_query[:, None] == of_key[None, :])
-        return seen
-
-    def _places(self, starts: tuple) -> tuple[jax.Array, jax.Array]:
-        """The numbers of a block's queries [block_q, 1] and keys [1, block_k]."""
-        return starts[0] + jnp.arange(self.block_q)[:, None], starts[1] + jnp.arange(self.block_k)[
-            None, :
-        ]
-
-    def _both(self, name: str, refs: dict[str, Any], at: tuple, starts: tuple) -> jax.Array:
-        """Of [rows, heads, queries, keys] or with dims of 1, what a block has of it, to be
-        broadcast.
-        """
-        ref, (by_row, by_head, by_query, by_key) = refs[name], self.dims[name]
-        at = (at[0] if by_row else None, at[1] if by_head else None)
-        if by_query and by_key:
-            inside = (
-                _inside(starts[0], self.block_q, self.queries),
-                _inside(starts[1], self.block_k, self.keys),
-            )
-            return _masked(
-                ref.at[_place(at, pl.ds(starts[0], self.block_q), pl.ds(starts[1], self.block_k))],
-                *inside,
-            )
-        if by_query:
-            return _load_line(ref, at, starts[0], self.block_q, self.queries)[:, None]
-        if by_key:
-            return _load_line(ref, at, starts[1], self.block_k, self.keys)[None, :]
-        return ref[_place(at)]
-
-    def kept(self, refs: dict[str, Any], at: tuple, starts: tuple) -> jax.Array:
-        """What dropout multiplies a block's weights by; `at` counts from the first row and head of
-        all.
-        """
-        places = (*at, *self._places(starts))
-        count = [refs["count"][word] for word in range(4)]
-        bits = bits_at(
-            count, *zip(places, (*self.scoring.strides, 1), strict=True), threefry=threefry_rounds
-        )
-        share = np.float32(1 / (1 - self.scoring.dropout))
-        return jnp.where(
-            bits >> np.uint32(9) < np.uint32(self.scoring.threshold), share, np.float32(0.0)
-        )
-
-    def slopes(
-        self, refs: dict[str, Any], at: tuple, place: tuple, starts: tuple, arrays: tuple
-    ) -> tuple:
-        """Of a block, in the backward pass: the weights of values, the gradients of scores, and
-        those of products, times `scale`.
-
-        Args:
-          at: row and head in the program's arrays, None if they have one; `place`: among all.
-          arrays: query, key, value, the gradient of the result, the log of the normaliser, and the
-            inner product.
-        """
-        query, key, value, grad, logs, inner = arrays
-        scores, slope = self.scores(refs, at, starts, query, key)
-        shares, dshares = jnp.exp2(scores - logs[:, None] * LOG2E), self.dot(grad, value, (1, 1))
-        weights = shares
-        if self.scoring.dropout:
-            kept = self.kept(refs, place, starts)
-            weights, dshares = shares * kept, dshares * kept
-        dscores = shares * (dshares - inner[:, None])
-        return (
-            weights,
-            dscores,
-            (dscores if slope is None else dscores * slope) * self.scoring.scale,
-        )
+WIDEST = 256  # the largest head size
 
 
 def _forward_kernel(
-    call: _Call, query: Any, key: Any, value: Any, refs: dict[str, Any], out: Any, logs: Any
+    call: BlockCall, query: Any, key: Any, value: Any, refs: dict[str, Any], out: Any, logs: Any
 ) -> None:
     """One block of queries of one row and head."""
     start, at, place = (
@@ -292,24 +62,24 @@ def _forward_kernel(
         more = call.dot(shares.astype(value.dtype), call.of_key(value, at, starts[1], call.width))
         return weighted * decay[:, None] + more, new_highest, total
 
-    zeros = jnp.zeros((call.block_q, _padded(call.width)), jnp.float32)
+    zeros = jnp.zeros((call.block_q, padded(call.width)), jnp.float32)
     by_query = jnp.zeros(call.block_q, jnp.float32)
     weighted, highest, total = lax.fori_loop(
         *call.keys_of(refs, None, start), block, (zeros, by_query + MASKED, by_query)
     )
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
-    _store(out, at, start, weighted / total[:, None], call.queries, call.width)
+    store_block(out, at, start, weighted / total[:, None], call.queries, call.width)
     numbers = jnp.where(unseen, MASKED, (highest + jnp.log2(total)) * (1 / LOG2E))
     triton.store(
         logs.at[pl.ds(start, call.block_q)],
         numbers,
-        mask=_inside(start, call.block_q, call.queries),
+        mask=is_inside(start, call.block_q, call.queries),
     )
 
 
 def _dquery_kernel(
-    call: _Call,
+    call: BlockCall,
     query: Any,
     key: Any,
     value: Any,
@@ -339,8 +109,8 @@ def _dquery_kernel(
         )
         return total + call.dot(dproducts.astype(key.dtype), key_)
 
-    zeros = jnp.zeros((call.block_q, _padded(call.size)), jnp.float32)
-    _store(
+    zeros = jnp.zeros((call.block_q, padded(call.size)), jnp.float32)
+    store_block(
         dquery,
         at,
         start,
@@ -351,7 +121,7 @@ def _dquery_kernel(
 
 
 def _dkey_kernel(
-    call: _Call,
+    call: BlockCall,
     query: Any,
     key: Any,
     value: Any,
@@ -397,15 +167,15 @@ def _dkey_kernel(
         return lax.fori_loop(first, end, functools.partial(block, head), totals)
 
     zeros = tuple(
-        jnp.zeros((call.block_k, _padded(width)), jnp.float32) for width in (call.size, call.width)
+        jnp.zeros((call.block_k, padded(width)), jnp.float32) for width in (call.size, call.width)
     )
     totals = lax.fori_loop(0, heads, of_head, zeros)
-    _store(dkey, alone, start, totals[0], call.keys, call.size)
-    _store(dvalue, alone, start, totals[1], call.keys, call.width)
+    store_block(dkey, alone, start, totals[0], call.keys, call.size)
+    store_block(dvalue, alone, start, totals[1], call.keys, call.width)
 
 
 def _dbias_kernel(
-    call: _Call,
+    call: BlockCall,
     query: Any,
     key: Any,
     value: Any,
@@ -455,79 +225,13 @@ def _dbias_kernel(
     for dim, block_, length in ((2, call.block_q, call.queries), (3, call.block_k, call.keys)):
         if dims[dim]:
             slices.append(pl.ds(ids[dim] * block_, block_))
-            inside.append(_inside(ids[dim] * block_, block_, length))
+            inside.append(is_inside(ids[dim] * block_, block_, length))
         else:
             total = total.sum(axis=dim - 4, keepdims=dim == 2)
     total = total if dims[2] else total[0]
-    ref = dbias.at[_place(ids[:2], *slices)]
+    ref = dbias.at[place_of(ids[:2], *slices)]
     mask = inside[0][:, None] & inside[1] if len(inside) == 2 else inside[0] if inside else None
     triton.store(ref, total.astype(dbias.dtype), mask=mask)
-
-
-def _padded(size: int) -> int:
-    """The power of two that a dim of a block has."""
-    return max(LEAST, pl.next_power_of_2(size))
-
-
-def _inside(start: Any, size: int, end: int) -> jax.Array:
-    return start + jnp.arange(size) < end
-
-
-def _place(at: Any, *slices: Any) -> tuple:
-    """An index, without the dims that a program's arrays do not have."""
-    return (*(place for place in at if place is not None), *slices)
-
-
-def _masked(ref: Any, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """A matrix, read as zeros outside."""
-    return triton.load(ref, mask=rows[:, None] & columns[None, :], other=jnp.zeros((), ref.dtype))
-
-
-def _rows(ref: Any, at: tuple, start: Any, count: int) -> Any:
-    """`count` rows from `start` on, of [rows, length, heads, width]."""
-    row, head = at
-    return ref.at[(*_place((row,)), pl.ds(start, count), *_place((head,)), slice(None))]
-
-
-def _load(ref: Any, at: tuple, start: Any, count: int, length: int, width: int) -> jax.Array:
-    """[count, width as padded] from `start` on, of [rows, length, heads, width]; zeros outside."""
-    part = _rows(ref, at, start, count)
-    if length % count == 0 and width == _padded(width):
-        return triton.load(part)
-    return _masked(part, _inside(start, count, length), _inside(0, _padded(width), width))
-
-
-def _load_line(ref: Any, at: tuple, start: Any, count: int, length: int) -> jax.Array:
-    """[count] from `start` on; zeros outside."""
-    part = ref.at[_place(at, pl.ds(start, count))]
-    if length % count == 0:
-        return triton.load(part)
-    return triton.load(part, mask=_inside(start, count, length), other=jnp.zeros((), ref.dtype))
-
-
-def _store(ref: Any, at: tuple, start: Any, x: jax.Array, length: int, width: int) -> None:
-    """The opposite of `_load`."""
-    inside = _inside(start, x.shape[0], length)[:, None] & _inside(0, x.shape[1], width)[None, :]
-    triton.store(_rows(ref, at, start, x.shape[0]), x.astype(ref.dtype), mask=inside)
-
-
-def _range(
-    start: Any, count: int, reach: tuple[int | None, int | None], length: Any, block: int
-) -> tuple[Any, Any]:
-    """The blocks, of a sequence of `length`, that `count` places from `start` on reach: the first,
-    and the one behind the last.
-    """
-    before, after = reach
-    first = 0 if before is None else lax.div(jnp.maximum(start - before, 0), jnp.int32(block))
-    end = length if after is None else jnp.clip(start + count + after, 0, length)
-    end = (
-        pl.cdiv(end, block)
-        if isinstance(end, int)
-        else lax.div(end + (block - 1), jnp.int32(block))
-    )
-    # Triton's loops take bounds of one type
-    first, end = (np.int32(x) if isinstance(x, int) else x for x in (first, end))
-    return first, end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,7 +243,7 @@ class _Part:
       index: which, in blocks of this size, by the program's place in the grid.
     """
 
-    call: _Call
+    call: BlockCall
     rows: int | None
     heads: int | None
     groups: int | None
@@ -547,7 +251,7 @@ class _Part:
 
     def by_head(self, length: int, width: int, *, groups: bool = False) -> pl.BlockSpec:
         """Of [rows, length, heads or groups, width]."""
-        shape = (self.rows, length, self.groups if groups else self.heads, _padded(width))
+        shape = (self.rows, length, self.groups if groups else self.heads, padded(width))
         return pl.BlockSpec(
             shape, lambda *ids: (self.index(*ids)[0], 0, self.index(*ids)[2 if groups else 1], 0)
         )
@@ -632,7 +336,7 @@ class _Part:
             out_specs=[spec for _, spec in out],
             out_shape=[shape for shape, _ in out],
             compiler_params=triton.CompilerParams(
-                num_warps=4 if _padded(self.call.size) <= 64 else 8, num_stages=2
+                num_warps=4 if padded(self.call.size) <= 64 else 8, num_stages=2
             ),
             interpret=interpret,
             # plans read from it how many scores are computed
@@ -640,7 +344,7 @@ class _Part:
         )(*arguments)
 
 
-def _of_query(call: _Call, inputs: Inputs) -> _Part:
+def _of_query(call: BlockCall, inputs: Inputs) -> _Part:
     """A program for each block of queries of every row and head."""
     per_group = inputs.query.shape[2] // inputs.key.shape[2]
     return _Part(
@@ -656,7 +360,10 @@ def _forward(
     scoring: Scoring, shift: Any, inputs: Inputs, dtype: Any, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """`TileKernel.forward`."""
-    call, (rows, queries, heads, _) = _Call.of(scoring, inputs, backward=False), inputs.query.shape
+    call, (rows, queries, heads, _) = (
+        BlockCall.of(scoring, inputs, backward=False),
+        inputs.query.shape,
+    )
     part = _of_query(call, inputs)
     arguments, specs = part.inputs(shift, inputs)
     out = [
@@ -709,7 +416,7 @@ def _backward(
     def like(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype)
 
-    call = _Call.of(scoring, inputs, backward=True)
+    call = BlockCall.of(scoring, inputs, backward=True)
     part = _of_query(call, inputs)
     out = [(like(inputs.query), part.by_head(call.blocks_q * call.block_q, call.size))]
     (dquery,) = run(part, _dquery_kernel, "dq", (call.blocks_q, rows, heads), out)
@@ -725,7 +432,7 @@ def _backward(
             (math.prod(count for given, count in counts if given),),
             out,
         )
-    call = _Call.of(scoring, inputs, backward=True, by_keys=True)
+    call = BlockCall.of(scoring, inputs, backward=True, by_keys=True)
     part = _Part(call, None, heads // groups, None, lambda _, row, group: (row, group, group))
     length = call.blocks_k * call.block_k
     out = [

@@ -12,13 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.data.sources import RECORDS_SEED
-from spmd.data.work_assignment import Position
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import (
     CheckpointError,
     OptionError,
-    Problem,
     SpmdError,
     did_you_mean,
     option,
@@ -29,6 +26,7 @@ from spmd.models.frozen import join
 from spmd.nn.layer_order import StageOrder
 from spmd.path_match import covering, matches, suggest
 from spmd.ranking import best
+from spmd.run.checkpoint_meta import META, check_meta
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
     FROZEN,
@@ -55,22 +53,7 @@ from spmd.user_paths import as_path, blocking_file
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the previous format, which is still read
-META, STATS = "meta/metadata", "stats"
-REQUIRED_KEYS = ("step", "arrays")
-META_TYPES = {
-    "step": int,
-    "arrays": dict,
-    "best": list | None,
-    "data": dict,
-    "layout": str,
-    "mesh": str,
-    "options": dict,
-    "storage": dict | None,
-    "optimizer": dict,
-    "position": dict,
-    "callbacks": list,
-    "pace": list | None,
-}
+STATS = "stats"
 OTHER_MODEL = (
     "the model, and the optimizer, that the run was trained with; or another folder, for a run of "
     "this one."
@@ -85,7 +68,6 @@ RESTORE_PART = (
     "new state, at step 0; "
     "fit(trainer.rebuild(state), ...) trains from there, into another folder."
 )
-ARRAY_PATTERN = r"\w+\[(\d+(, \d+)*)?\]"
 
 
 class CheckpointReader:
@@ -501,34 +483,6 @@ def _of_model(arrays: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_meta(meta: Mapping[str, Any]) -> None:
-    """Check the types of a checkpoint's metadata.
-
-    Raises:
-      ValueError, KeyError: something is malformed or missing.
-    """
-    wrong = [
-        name
-        for name, kind in META_TYPES.items()
-        if (name in meta or name in REQUIRED_KEYS) and not isinstance(meta[name], kind)
-    ]
-    best, callbacks = meta.get("best") or ["", "min"], meta.get("callbacks", [])
-    if len(best) != 2 or not isinstance(best[0], str) or best[1] not in ("min", "max"):
-        wrong.append("best")
-    if not all(
-        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
-        for entry in callbacks
-    ):
-        wrong.append("callbacks")
-    wrong += [
-        f"array {path}"
-        for path, text in meta["arrays"].items()
-        if not re.fullmatch(ARRAY_PATTERN, str(text))
-    ]
-    if wrong:
-        raise ValueError(f"{META}: {', '.join(wrong[:5])}")
-
-
 def check_run_folder(path: str | Path) -> None:
     """Check that a path is a run's folder.
 
@@ -565,78 +519,6 @@ def check_run_folder(path: str | Path) -> None:
     raise CheckpointError(
         f"{headline}.", fix="the folder of a run, which fit(checkpoint=...) was given."
     )
-
-
-def saved_position(
-    meta: Mapping[str, Any], step: int, reader: CheckpointReader, fix: str
-) -> tuple[Position, dict[str, Any]]:
-    """The position in the data of a checkpoint, and the description of the data.
-
-    Raises:
-      CheckpointError: `Trainer.save` got a state alone; `fix` says what else can be done.
-    """
-    if "position" not in meta:
-        why = (
-            f"the checkpoint of step {step} in {reader.folder} is a state alone, and does not say "
-            "where in its data the loop was"
-        )
-        raise CheckpointError(
-            f"{why}.", fix=f"trainer.save(info, folder), with what trainer.steps yields; {fix}"
-        )
-    with reader.naming_errors(step):
-        return Position(**meta["position"]), meta["data"]
-
-
-def saved_numbers(meta: Mapping[str, Any], wanted: State) -> dict[str, Any] | None:
-    """The numbers that the script gave the optimizer of a checkpoint (`ScriptNumbers`), by their
-    paths in the wanted state; None if the checkpoint, of an earlier version, does not say.
-    """
-    numbers = meta.get("optimizer")
-    return (
-        None
-        if numbers is None
-        else Rewrapping(meta["arrays"], arrays_by_path(wanted)).renamed(numbers)
-    )
-
-
-def option_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed of mesh, options and layout between two runs, but for an optimizer's
-    wrappers that are new, or gone.
-    """
-    old, new = ({"mesh": meta["mesh"], **meta["options"]} for meta in (saved, now))
-    of_wrappers = [
-        {name.partition("(")[0] for name in options if "(" in name} for options in (old, new)
-    ]
-    rewrapped = of_wrappers[0] ^ of_wrappers[1]  # of which a line says so
-    names = [
-        name
-        for name in {**old, **new}
-        if old.get(name) != new.get(name) and name.partition("(")[0] not in rewrapped
-    ]
-    changes = [f"{name} was {old.get(name)}, is {new.get(name)}" for name in names]
-    return changes + (["the layout has changed"] if saved["layout"] != now["layout"] else [])
-
-
-def data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Problem]:
-    """Where the descriptions of two runs' data differ, by name."""
-    unknown = set() if is_hashed(saved) else {name for name in now if name.startswith("contents")}
-    unknown |= {RECORDS_SEED} - saved.keys()
-    different = [
-        name
-        for name in dict.fromkeys([*saved, *now])
-        if name not in unknown and saved.get(name) != now.get(name)
-    ]
-    return {
-        name: Problem(name, [f"saved {saved.get(name)!r}, now {now.get(name)!r}"])
-        for name in different
-    }
-
-
-def is_hashed(data: Mapping[str, Any]) -> bool:
-    """Whether a description of data has a hash of its contents; those in checkpoints of earlier
-    versions have none.
-    """
-    return any(name.startswith("contents") for name in data)
 
 
 def take(flat: Mapping[str, Any], path: str, like: Any) -> Any:

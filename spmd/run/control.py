@@ -10,7 +10,8 @@ import jax
 
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
-from spmd.run.callbacks import Info, ReadOnlyMetrics, notify
+from spmd.run.callback_calls import ReadOnlyMetrics, notify
+from spmd.run.callbacks import Info
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.loggers import write_record
 from spmd.run.pictures import FOLDER, unused_name, write_picture

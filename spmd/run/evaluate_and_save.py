@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd.errors import OptionError, did_you_mean, raise_callback_errors
-from spmd.run.callbacks import as_numbers, save_callbacks
+from spmd.run.callback_calls import as_numbers, save_callbacks
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
 from spmd.run.goodput import EVALUATING, SAVING, duration

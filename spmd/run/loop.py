@@ -8,7 +8,7 @@ import jax
 
 from spmd.data.work_assignment import Position
 from spmd.errors import DivergedError, note_second_error
-from spmd.run.callbacks import restore_callbacks
+from spmd.run.callback_calls import restore_callbacks
 from spmd.run.config import LoopConfig, RunState, StartPoint
 from spmd.run.control import RunControl
 from spmd.run.dispatch import StepDispatcher

@@ -22,7 +22,8 @@ from spmd.checksummed_files import DamagedFileError
 from spmd.distributed.consistency import gather_texts
 from spmd.distributed.peer_transfer import TransferError
 from spmd.errors import printable
-from spmd.run.checkpoint_reader import arrays_by_path, check_meta, take
+from spmd.run.checkpoint_meta import check_meta
+from spmd.run.checkpoint_reader import arrays_by_path, take
 from spmd.run.memory_checkpoint import MemoryCheckpoints
 from spmd.run.memory_folder import remove_piece
 from spmd.run.memory_plan import FoundPiece, complete_steps, plan_shipments, shard_bounds

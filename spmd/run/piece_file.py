@@ -22,7 +22,7 @@ import numpy as np
 
 from spmd.checksummed_files import DamagedFileError
 from spmd.output_files import open_output
-from spmd.run.checkpoint_reader import ARRAY_PATTERN
+from spmd.run.checkpoint_meta import ARRAY_PATTERN
 from spmd.run.reshard_checkpoint import parse_dtype, parse_shape
 
 MAGIC = b"spmd-mem"

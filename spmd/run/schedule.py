@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from spmd.errors import OptionError, check_integer, option
-from spmd.run.callbacks import Callback, step_callbacks
+from spmd.run.callback_calls import step_callbacks
+from spmd.run.callbacks import Callback
 from spmd.run.checkpoint import Checkpoint
 
 

@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from spmd.data.batches import Batch, HostBatch
-from spmd.run.callbacks import Info, ReadOnlyMetrics, check_first_loss, notify, step_callbacks
+from spmd.run.callback_calls import ReadOnlyMetrics, notify, step_callbacks
+from spmd.run.callbacks import Info
 from spmd.run.config import LoopConfig, RunState
 from spmd.run.control import RunControl
+from spmd.run.known_callbacks import check_first_loss
 from spmd.run.loggers import write_record
 from spmd.run.progress import Pace
 from spmd.run.report_cycles import averages_batches, report_short_batch

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import spmd
-from spmd import api
 from spmd.errors import CompileError, LayoutError, OptionError
 from spmd.layout.compiler import (
     CPU_DEFAULTS,
@@ -24,6 +23,7 @@ from spmd.layout.compiler import (
     xla_options,
 )
 from spmd.layout.toml_reader import dumps, loads
+from spmd.run import fit_checks
 from spmd.train.compiled_step import Program
 from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, check_buffering
 from tests.layout.applied import MODEL, X, Y, error_text, fits
@@ -242,7 +242,7 @@ def test_training_with_the_table_gives_the_same_bits():
 def test_processes_compare_their_options(monkeypatch):
     """Facts of two processes whose layouts differ in the table alone."""
     facts = []
-    monkeypatch.setattr(api, "check_consistency", facts.append)
+    monkeypatch.setattr(fit_checks, "check_consistency", facts.append)
     for fast in (True, False):
         trainer = fits(
             f"[compiler]\nlatency_hiding = {json.dumps(fast)}\n[compiler.options]\n"
@@ -250,7 +250,8 @@ def test_processes_compare_their_options(monkeypatch):
         )
         with monkeypatch.context() as several:
             several.setattr(jax, "process_count", lambda: 2)
-            api._check_processes_agree(trainer._program, [], {"layout": trainer.layout.to_toml()})
+            layout = trainer.layout.to_toml()
+            fit_checks.check_processes_agree(trainer._program, [], {"layout": layout})
     differing = {
         name: (facts[0][name], facts[1][name])
         for name in facts[0]

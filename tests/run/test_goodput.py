@@ -536,7 +536,7 @@ def test_records_of_a_run_have_them(tmp_path):
 def test_replicas_are_checked_at_an_interval_of_steps(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "spmd.run.callbacks.check_replicas",
+        "spmd.run.known_callbacks.check_replicas",
         lambda state, when: seen.append((int(np.asarray(state.step)), when)),
     )
     fit_net(labelled(80), epochs=2, callbacks=[spmd.callbacks.CheckReplicas(every=3)])

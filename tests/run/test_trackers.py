@@ -24,9 +24,8 @@ import pytest
 from small import fit, numbers
 
 import spmd
-from spmd import api
 from spmd.errors import CallbackError, MissingExtraError, OptionError
-from spmd.run import trackers
+from spmd.run import begin_outputs as outputs, trackers
 from spmd.run.loggers import close_loggers
 from spmd.run.pictures import size
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
@@ -586,9 +585,11 @@ def test_users_logger_gets_the_facts_of_the_run(tmp_path):
 
 def test_only_process_0_has_a_tracker(tmp_path, monkeypatch):
     log = Fake()
-    monkeypatch.setattr(api.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(outputs.jax, "process_index", lambda: 1)
     unused: Any = None
-    loggers, _ = api._outputs(unused, unused, [log], unused, unused, None, unused, resumes=True)
+    loggers, _ = outputs.begin_outputs(
+        unused, unused, [log], unused, unused, None, unused, resumes=True
+    )
     assert loggers == [] and log.calls == []
 
 

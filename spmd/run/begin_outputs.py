@@ -1,0 +1,111 @@
+"""Loggers and progress of a run, begun before its first step, and the facts that loggers get."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from spmd.errors import CheckpointError
+from spmd.run.checkpoint import CheckpointStore
+from spmd.run.config import StartPoint
+from spmd.run.loggers import JsonLines, Logger, begin_loggers, write_record
+from spmd.run.progress import NoProgress
+from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
+from spmd.user_paths import run_file, write_text
+
+
+def facts_of(
+    store: CheckpointStore | None,
+    trainer: Any,
+    meta: Mapping[str, Any],
+    start_point: StartPoint,
+    lengths: Mapping[str, int | None],
+    *,
+    resumes: bool,
+    follows: bool,
+) -> RunFacts:
+    """Return the facts of a run that loggers get; `trainer` is the run's `Trainer`."""
+    folder = None if store is None else store.folder
+    config = {
+        "layout": meta["layout"],
+        "mesh": meta["mesh"],
+        **{name: value for name, value in lengths.items() if value is not None},
+        **meta["options"],
+        "seed": trainer.placed.config.seed,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
+        **environment(),
+    }
+    return RunFacts(
+        config,
+        folder,
+        int(start_point.state.step),
+        resumes,
+        follows,
+        *run_id(folder, resumes=resumes),
+    )
+
+
+def begin_outputs(
+    store: CheckpointStore | None,
+    trainer: Any,
+    loggers: list[Logger],
+    display: Any,
+    start_point: StartPoint,
+    room: str | None,
+    describe: Callable[..., RunFacts],
+    chosen: str | None = None,
+    *,
+    resumes: bool,
+) -> tuple[list[Logger], Any]:
+    """Return loggers and progress, on process 0 only; write the layout, and report notes.
+
+    Args:
+      trainer: the run's `Trainer`.
+      room: a line on the memory that is left; None: nothing to say.
+      describe: makes the facts that loggers get.
+      chosen: the layout as TOML, where another one was asked for.
+    """
+    if jax.process_index() != 0:
+        return [], NoProgress()
+    began_before = store is not None and (store.folder / "metrics.jsonl").exists()
+    if store is not None:
+        write_text(
+            run_file(store.folder, "layout.toml"),
+            chosen or trainer.layout.to_toml(),
+            CheckpointError,
+        )
+        loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
+    if store is not None and not resumes:
+        # of an abandoned run, which a tracker that is added later would find
+        (store.folder / ID_FILE).unlink(missing_ok=True)
+    line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))
+    step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
+    if step:
+        # earlier records with a later step belong to the interrupted run
+        more = {"changed": changes} if changes else {}
+        write_record(
+            loggers,
+            {"step": step, "event": "resumed", **more, **({"source": source} if source else {})},
+        )
+        text = (
+            f"resumed step {step} from {source}"
+            if source
+            else f"resumed from step {step} of {None if store is None else store.folder}"
+        )
+        line = f"{text}{''.join(f'; {change}' for change in changes)}"
+    elif began_before and store is not None:
+        # earlier records belong to the interrupted run
+        write_record(loggers, {"step": 0, "event": "started again"})
+        if resumes:
+            logging.getLogger("spmd").warning(
+                "the run in %s has no checkpoint: training starts again at step 0", store.folder
+            )
+    elif resumes and store is not None:  # perhaps another folder was meant
+        line = f"{store.folder} holds no run to resume: a new one begins"
+    if line:
+        display.note(line)
+    for line in [*lines, *trainer.notes(), *([room] if room else [])]:
+        (display.note if line.startswith("note:") else display.say)(line)
+    return loggers, display
