@@ -142,7 +142,7 @@ def load(source: str | Path | Layout) -> Layout:
         fix = (
             f'did you mean "{path.parent / near}"?'
             if near
-            else "check the path; shipped: " + ", ".join(known) + "."
+            else "check the path; shipped: " + ", ".join(shipped()) + "."
         )
         raise LayoutError(f"layout file {path} does not exist.", fix=fix)
     try:
