@@ -260,7 +260,7 @@ def _in_turns(measurement: Measurement, steps: dict[Any, Step], rounds: int) -> 
     """Run everything; returns how much of the cores this process had."""
     for number in range(rounds + 1):
         _say(f"round {number} of {rounds}")
-        measurement.run()
+        measurement.measure()
         for step in steps.values():
             step.run()
         if number == 0:  # programs start slowly

@@ -27,7 +27,7 @@ COMPILES = 12  # programs of a search
 
 
 class Chosen(NamedTuple):
-    """What `layout="auto"` has chosen.
+    """The choice of `layout="auto"`.
 
     Attributes:
       text: of a TOML file.
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
 
 
 def devices_here() -> Cluster:
-    """The devices of all processes as a target.
+    """Return the devices of all processes as a target.
 
     Raises:
       OptionError: no target that is shipped describes them.
@@ -102,8 +102,8 @@ def auto_layout(
     saved: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Chosen:
-    """The layout for the devices that are here, and the number of microbatches. Process 0 searches,
-    and all processes get the same.
+    """Return the layout for the devices that are here, and the number of microbatches. Process 0
+    searches, and all processes get the same.
 
     Args:
       sample: a batch, or its shapes; the others as of `plan`.
@@ -141,12 +141,11 @@ def auto_layout(
 def _choose(
     model: Any, sample: Tree, saved: Path | None, say: Callable[[str], None], **options: Any
 ) -> Chosen:
-    """What was saved, if it is for such a step on as many devices; else what a search finds."""
-    here, rows, precision = (
-        devices_here(),
-        check_leaves(abstract(sample), "the batch"),
-        options["precision"],
-    )
+    """Choose what was saved, if it is for such a step on as many devices; else what a search
+    finds.
+    """
+    here, precision = devices_here(), options["precision"]
+    rows = check_leaves(abstract(sample), "the batch")
     if saved is not None and saved.is_file():
         layout, text = Layout.load(saved), saved.read_text(encoding="utf-8")
         accumulate, why = _accumulate(text, rows, precision), ""
@@ -172,9 +171,13 @@ def _choose(
 
 
 def _accumulate(text: str, rows: int, precision: str) -> int | None:
-    """The microbatches that a search's file says, if it is for such a step."""
+    """Return the microbatches that a search's file says, if it is for such a step."""
     if not text.startswith(FOUND):
         return None
-    said = dict(re.findall(r"(\w+)=\"?(\w+)\"?", text.split("\n")[1]))
-    alike = (said.get("batch_size"), said.get("precision", "float32")) == (str(rows), precision)
-    return int(said.get("accumulate", 1)) if alike else None
+    _, comment, *_ = text.split("\n")
+    arguments = dict(re.findall(r"(\w+)=\"?(\w+)\"?", comment))
+    if arguments.get("batch_size") != str(rows):
+        return None
+    if arguments.get("precision", "float32") != precision:
+        return None
+    return int(arguments.get("accumulate", 1))

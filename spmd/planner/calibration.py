@@ -37,44 +37,51 @@ SPREADS = {
     "inside": "link",
     "attention_backward": "attention",
 }  # of [spread], if named otherwise
+PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names
+SHARES = tuple(
+    f"achieved.{name}"
+    for name in ("matmul", "memory", "link", "convolution", "attention", "attention_backward")
+)
+ROUNDS = 15  # at most
+FEWEST = 5  # rounds, however long they take
 
 
 def figure_of(target: Target, path: str) -> float:
-    """A figure by its key.
+    """Return a figure by its key.
 
-    >>> from spmd.planner.target import load
     >>> figure_of(load("h100"), "achieved.launch"), figure_of(load("h100"), "flops.bfloat16")
     (4e-06, 989000000000000.0)
     """
     name, _, key = path.partition(".")
     value = getattr(target, name)
-    return value if not key else value[key] if isinstance(value, Mapping) else getattr(value, key)
+    if not key:
+        return value
+    if isinstance(value, Mapping):
+        return value[key]
+    return getattr(value, key)
 
 
 def with_figure(target: Target, path: str, number: float) -> Target:
-    """The target with another figure.
+    """Return the target with another figure.
 
-    >>> from spmd.planner.target import load
     >>> figure_of(with_figure(load("h100"), "inside.latency", 1e-6), "inside.latency")
     1e-06
     """
     name, _, key = path.partition(".")
     value = getattr(target, name)
-    changed = (
-        number
-        if not key
-        else {**value, key: number}
-        if isinstance(value, Mapping)
-        else dataclasses.replace(value, **{key: number})
-    )
+    changed: Any = number
+    if isinstance(value, Mapping):
+        changed = {**value, key: number}
+    elif key:
+        changed = dataclasses.replace(value, **{key: number})
     return dataclasses.replace(target, **{name: changed})
 
 
 def fit(
     target: Target, observations: Sequence[Observation], *, most_share: float = 1.0
 ) -> tuple[Target, tuple[str, ...]]:
-    """A target that predicts what was observed, and the figures that could not be fitted because no
-    program depends on them.
+    """Return a target that predicts what was observed, and the figures that could not be fitted
+    because no program depends on them.
 
     For each figure the geometric mean of predicted / measured of its programs becomes 1, in the
     order of the observations.
@@ -84,48 +91,48 @@ def fit(
       most_share: the largest share in `[achieved]`.
     """
     by_figure: dict[str, list[Observation]] = {}
-    for one in observations:
-        by_figure.setdefault(one.figure, []).append(one)
-    unknown = [
-        path for path, group in by_figure.items() if not any(_shows(target, one) for one in group)
-    ]
+    for observation in observations:
+        by_figure.setdefault(observation.figure, []).append(observation)
+    unknown = []
+    for path, group in by_figure.items():
+        if not any(_shows(target, observation) for observation in group):
+            unknown.append(path)
+    for path in unknown:
+        del by_figure[path]
+    # a program's time depends on several figures, so fitting one moves the others
     for _ in range(PASSES):
         for path, group in by_figure.items():
-            if path not in unknown:
-                most = (
-                    most_share
-                    if path.startswith("achieved.") and path != "achieved.launch"
-                    else math.inf
-                )
-                target = _solve(target, path, group, most)
+            is_share = path.startswith("achieved.") and path != "achieved.launch"
+            target = _solve(target, path, group, most_share if is_share else math.inf)
     return target, tuple(unknown)
 
 
 def spread_of(target: Target, observations: Sequence[Observation]) -> Spread:
-    """How far off the figures may be: the errors of each kind's programs, and the noise of their
-    times, added as squares.
+    """Return how far off the figures may be: the errors of each kind's programs, and the noise of
+    their times, added as squares.
     """
     squares: dict[str, list[float]] = {}
-    for one in observations:
-        name, _, key = one.figure.partition(".")
+    for observation in observations:
+        name, _, key = observation.figure.partition(".")
         kind = SPREADS.get(name, SPREADS.get(key, key))
-        squares.setdefault(kind, []).append(
-            math.log(one.predict(target) / one.seconds) ** 2 + one.noise**2
-        )
-    shares = {
-        kind: round(min(max(math.sqrt(sum(values) / len(values)), 0.01), 1.0), 3)
-        for kind, values in squares.items()
-    }
+        error = math.log(observation.predict(target) / observation.seconds)
+        squares.setdefault(kind, []).append(error**2 + observation.noise**2)
+    shares = {}
+    for kind, values in squares.items():
+        share = math.sqrt(sum(values) / len(values))
+        shares[kind] = round(min(max(share, 0.01), 1.0), 3)
     return dataclasses.replace(target.spread, **shares)
 
 
-def _shows(target: Target, one: Observation) -> bool:
-    doubled = with_figure(target, one.figure, 2 * figure_of(target, one.figure))
-    return not 1 / SHOWS < one.predict(doubled) / one.predict(target) < SHOWS
+def _shows(target: Target, observation: Observation) -> bool:
+    """Return True if a program's time depends on its figure."""
+    path = observation.figure
+    doubled = with_figure(target, path, 2 * figure_of(target, path))
+    return not 1 / SHOWS < observation.predict(doubled) / observation.predict(target) < SHOWS
 
 
 def _solve(target: Target, path: str, group: Sequence[Observation], most: float) -> Target:
-    """The target with the figure for which the mean logarithm of predicted / measured is 0;
+    """Return the target with the figure for which the mean logarithm of predicted / measured is 0;
     otherwise with the nearest that it may have.
     """
 
@@ -139,7 +146,7 @@ def _solve(target: Target, path: str, group: Sequence[Observation], most: float)
 
 
 def _root(error: Callable[[float], float], low: float, start: float, high: float) -> float:
-    """Where a monotone function is 0 in an interval, or the end where it is nearest to 0: by
+    """Return where a monotone function is 0 in an interval, or the end where it is nearest to 0: by
     secants that keep a bracket (Illinois).
     """
     rises = error(high) > error(low)
@@ -160,15 +167,6 @@ def _root(error: Callable[[float], float], low: float, start: float, high: float
     return here
 
 
-PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "cpu": "cpu"}  # by JAX's names
-SHARES = tuple(
-    f"achieved.{name}"
-    for name in ("matmul", "memory", "link", "convolution", "attention", "attention_backward")
-)
-ROUNDS = 15  # at most
-FEWEST = 5  # rounds, however long they take
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """One program: what it computes, the figure that it shows, its median time and quartiles in
@@ -184,7 +182,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Calibration:
-    """What `spmd.calibrate` has measured. Printed, a table.
+    """The measurement of `spmd.calibrate`. Printed, a table.
 
     Attributes:
       target: the description of one of the devices.
@@ -211,30 +209,14 @@ class Calibration:
         return Cluster(1, self.devices, self.target)
 
     def __str__(self) -> str:
-        rows = [
-            (
-                one.name,
-                one.figure,
-                duration(one.seconds),
-                " to ".join(map(duration, one.quartiles)),
-                f"{one.predicted / one.seconds:.2f}",
-            )
-            for one in self.measured
-        ]
-        table = aligned([("PROGRAM", "SHOWS", "MEDIAN", "QUARTILES", "PREDICTED / MEDIAN"), *rows])
-        figures = aligned([("FIGURE", "VALUE", "MAY BE OFF BY"), *figure_rows(self.target)])
-        return filled(
-            "\n".join(
-                [
-                    f"{self.target.title}: {self.rounds} rounds",
-                    "",
-                    *table,
-                    "",
-                    *figures,
-                    *self.notes,
-                ]
-            )
-        )
+        programs = [("PROGRAM", "SHOWS", "MEDIAN", "QUARTILES", "PREDICTED / MEDIAN")]
+        for one in self.measured:
+            quartiles = " to ".join(map(duration, one.quartiles))
+            ratio = f"{one.predicted / one.seconds:.2f}"
+            programs.append((one.name, one.figure, duration(one.seconds), quartiles, ratio))
+        figures = [("FIGURE", "VALUE", "MAY BE OFF BY"), *figure_rows(self.target)]
+        lines = [f"{self.target.title}: {self.rounds} rounds", ""]
+        return filled("\n".join([*lines, *aligned(programs), "", *aligned(figures), *self.notes]))
 
     __repr__ = __str__
 
@@ -276,104 +258,107 @@ class Measurement:
                     f"{base.name}: {first_line(error)}"
                 )
 
-    def run(self) -> None:
-        """Run every program once."""
+    def measure(self) -> None:
+        """Execute every program once more."""
         for program in self.programs:
-            program.run()
+            program.measure()
 
     def calibration(self) -> Calibration:
-        """The target with which predictions are closest to the medians."""
+        """Return the target with which predictions are closest to the medians."""
         nothing, *programs = self.programs
         begin, rounds = statistics.median(nothing.times), len(nothing.times)
-        base, cpu = self.base.name, self.base.platform == "cpu"
-        slower = [program for program in programs if statistics.median(program.times) > begin]
-        notes = [*self.notes]
-        notes += [
-            f"note: {one.probe.name} took no longer than a program without it."
-            for one in programs
-            if one not in slower
-        ]
-        observed = [program.observation(begin) for program in slower]
-        target, unknown = fit(_start(self.base), observed, most_share=1e3 if cpu else 1.0)
-        shown = [
-            (program, one)
-            for program, one in zip(slower, observed, strict=True)
-            if one.figure not in unknown
-        ]
-        figures = {one.figure for _, one in shown}
+        cpu = self.base.platform == "cpu"
+        notes, observed = list(self.notes), []
+        for program in programs:
+            if statistics.median(program.times) > begin:
+                observed.append((program, program.observation(begin)))
+            else:
+                name = program.probe.name
+                notes.append(f"note: {name} took no longer than a program without it.")
+        start, most = (_without_shares(self.base), 1e3) if cpu else (self.base, 1.0)
+        target, unknown = fit(start, [one for _, one in observed], most_share=most)
+        shown = [(program, one) for program, one in observed if one.figure not in unknown]
         target = dataclasses.replace(target, spread=spread_of(target, [one for _, one in shown]))
         # XLA:CPU multiplies narrower floats in float32
-        stays = "as float32 is" if cpu else f"as in {base}"
-        notes += [
-            f"note: no compiled program depends on {path}: planned {stays}." for path in unknown
-        ]
-        full = [
-            path
-            for path in sorted(figures)
-            if path in SHARES and figure_of(target, path) > 0.999 and not cpu
-        ]
-        notes += [
-            f"note: {path} = 1: programs were faster than the peak figures of {base} allow."
-            for path in full
-        ]
-        target = self._described(_absolute(target, figures) if cpu else target, rounds, figures)
-        measured = tuple(
-            Measured(
-                program.probe.name,
-                one.figure,
-                one.seconds,
-                program.quartiles(begin),
-                one.predict(target),
-            )
-            for program, one in shown
-        )
-        return Calibration(target, len(self.devices), measured, rounds, tuple(notes))
+        stays = "as float32 is" if cpu else f"as in {self.base.name}"
+        for path in unknown:
+            notes.append(f"note: no compiled program depends on {path}: planned {stays}.")
+        figures = {one.figure for _, one in shown}
+        if cpu:
+            target = self._described_cpu(_absolute(target, figures), rounds, figures)
+        else:
+            for path in sorted(figures):
+                if path in SHARES and figure_of(target, path) > 0.999:
+                    notes.append(
+                        f"note: {path} = 1: programs were faster than the peak figures of "
+                        f"{self.base.name} allow."
+                    )
+            target = self._described(target, rounds, figures)
+        measured = []
+        for program, one in shown:
+            quartiles, predicted = program.quartiles(begin), one.predict(target)
+            name = program.probe.name
+            measured.append(Measured(name, one.figure, one.seconds, quartiles, predicted))
+        return Calibration(target, len(self.devices), tuple(measured), rounds, tuple(notes))
 
-    def _described(self, target: Target, rounds: int, figures: Collection[str]) -> Target:
-        """The target with its title, its memory, and the sources of its figures; those in `figures`
-        were measured.
-        """
-        count, cpu, base = len(self.devices), target.platform == "cpu", self.base
-        kind = processor() if cpu else self.devices[0].device_kind
-        how = (
-            f"measured on {datetime.date.today()} by spmd calibrate on {kind}, {count} at once, "
-            f"medians of {rounds} rounds"
+    def _how(self, kind: str, rounds: int) -> str:
+        """Return the source of a figure that was measured."""
+        return (
+            f"measured on {datetime.date.today()} by spmd calibrate on {kind}, "
+            f"{len(self.devices)} at once, medians of {rounds} rounds, jax {jax.__version__}"
         )
-        how += f", jax {jax.__version__}"
-        kept = {
-            name: f"as in {base.name}: {base.sources.get(name, 'assumed')}"
-            for name in ("flops", "inside", "between")
-        }
-        rest = ", ".join(path.partition(".")[2] for path in SHARES if path not in figures)
-        sources = {
-            **base.sources,
-            **kept,
-            "achieved": how + (f"; as in {base.name}: {rest}" if rest and not cpu else ""),
-        }
+
+    def _sources(self, achieved: str) -> dict[str, str]:
+        """Return the sources of figures that were not measured, and of the shares that were."""
+        base = self.base
+        sources = dict(base.sources)
+        for name in ("flops", "inside", "between"):
+            sources[name] = f"as in {base.name}: {base.sources.get(name, 'assumed')}"
+        sources["achieved"] = achieved
         sources["spread"] = (
             "the errors of the programs measured, and the noise of their times; others as in "
             f"{base.name}"
         )
-        if not cpu:
-            sources["flops"] += "".join(
-                f"; {path} {how}" for path in sorted(figures) if path.startswith("flops.")
-            )
-            sources["inside"] += f"; latency {how}" if "inside.latency" in figures else ""
-            return dataclasses.replace(
-                target, title=f"{kind}, calibrated", devices_per_node=count, sources=sources
-            )
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
-        sources |= {
-            "memory": f"this machine's memory, divided by {count}; bandwidth {how}",
-            "flops": f"{how}; vector assumed",
-            "first_touch": how,
-        }
-        sources |= {"inside": how} if "achieved.link" in figures else {}
-        title = f"one of {count} devices simulated on {os.cpu_count()} cores of {kind}"
+        return sources
+
+    def _described(self, target: Target, rounds: int, figures: Collection[str]) -> Target:
+        """Return the target of a GPU or a TPU with its title and the sources of its figures; those
+        in `figures` were measured.
+        """
+        kind = self.devices[0].device_kind
+        how = self._how(kind, rounds)
+        sources = self._sources(how)
+        if others := [path for path in SHARES if path not in figures]:
+            names = ", ".join(path.removeprefix("achieved.") for path in others)
+            sources["achieved"] += f"; as in {self.base.name}: {names}"
+        for path in sorted(figures):
+            if path.startswith("flops."):
+                sources["flops"] += f"; {path} {how}"
+        if "inside.latency" in figures:
+            sources["inside"] += f"; latency {how}"
         return dataclasses.replace(
             target,
-            title=title,
-            memory=memory,
+            title=f"{kind}, calibrated",
+            devices_per_node=len(self.devices),
+            sources=sources,
+        )
+
+    def _described_cpu(self, target: Target, rounds: int, figures: Collection[str]) -> Target:
+        """Return the target of a simulated device with its title, its part of this machine's
+        memory, and the sources of its figures; those in `figures` were measured.
+        """
+        kind, count = processor(), len(self.devices)
+        how = self._how(kind, rounds)
+        sources = self._sources(how)
+        sources["memory"] = f"this machine's memory, divided by {count}; bandwidth {how}"
+        sources["flops"] = f"{how}; vector assumed"
+        sources["first_touch"] = how
+        if "achieved.link" in figures:
+            sources["inside"] = how
+        return dataclasses.replace(
+            target,
+            title=f"one of {count} devices simulated on {os.cpu_count()} cores of {kind}",
+            memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count,
             devices_per_node=count,
             simulated=count,
             sources=sources,
@@ -414,17 +399,14 @@ def calibrate(
       spmd.errors.OptionError: like="h100" describes a device of platform "cuda", and here is "cpu".
           fix: known: cpu.
     """
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0 < seconds < float("inf")
-    ):
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < float("inf"):
         raise OptionError(
             f"{option('seconds', repr(seconds))}.", fix="a number of seconds, such as 60."
         )
     devices = list(jax.devices() if devices is None else devices)
     measurement = Measurement(devices, base_target(devices, like), say=say)
-    measurement.run()  # the first is slower, and is not counted
+    measurement.measure()  # the first is slower, and is not counted
     for program in measurement.programs:
         program.times.clear()
     began = time.perf_counter()
@@ -432,13 +414,13 @@ def calibrate(
         if number >= FEWEST and time.perf_counter() - began > seconds:
             break
         say(f"round {number + 1} of at most {ROUNDS}")
-        measurement.run()
+        measurement.measure()
     say("")
     return measurement.calibration()
 
 
 def base_target(devices: Sequence[Any], like: str | None = None) -> Target:
-    """The target that has what is not measured.
+    """Return the target that has what is not measured.
 
     Args:
       devices: their `platform`, `device_kind` and `process_index` are read.
@@ -446,115 +428,107 @@ def base_target(devices: Sequence[Any], like: str | None = None) -> Target:
     Raises:
       OptionError: as `calibrate`.
     """
-    kinds = {(device.platform, device.device_kind): device for device in devices}
+    kinds = dict.fromkeys((device.platform, device.device_kind) for device in devices)
     if len(kinds) != 1 or len({device.process_index for device in devices}) != 1:
         what = ", ".join(f"{kind} ({name})" for name, kind in kinds) or "none"
         raise OptionError(f"devices: {what}.", fix="devices of one kind, of one process.")
     ((name, kind),) = kinds
-    here, known = PLATFORMS.get(name, name), {key: load(key) for key in shipped()}
+    here = PLATFORMS.get(name, name)
+    same = [key for key in shipped() if load(key).platform == here]
     if like is not None:
         base = load(like)
         if base.platform != here:
-            same = [key for key, target in known.items() if target.platform == here]
             why = f'describes a device of platform "{base.platform}", and here is "{here}"'
             raise OptionError(
                 f"{option('like', quoted(like))} {why}.", fix=did_you_mean(like, same)
             )
         return base
-    found = known["cpu"] if here == "cpu" else of_device(kind)
-    if found is None:
-        near = ", ".join(key for key, target in known.items() if target.platform == here)
+    base = load("cpu") if here == "cpu" else of_device(kind)
+    if base is None:
         raise OptionError(
             f"no shipped target describes {kind}.",
             fix=f"{option('like')} and the target of a similar device, whose peak figures are "
-            f"taken: {near}; or a file of your own.",
+            f"taken: {', '.join(same)}; or a file of your own.",
         )
-    return found
+    return base
 
 
-def _start(base: Target) -> Target:
-    """The target to start with: on a CPU nothing is kept of what the shipped one assumes."""
-    if base.platform != "cpu":
-        return base
+def _without_shares(base: Target) -> Target:
+    """Return a CPU's target to start with: nothing stays of what the shipped one assumes."""
     return dataclasses.replace(base, first_touch=1e9, achieved=Achieved(1.0, 1.0, 1.0, 5e-6, 1.0))
 
 
-def _absolute(target: Target, measured: Collection[str]) -> Target:
-    """A target whose peak figures are the fastest that was measured, for devices without a data
-    sheet.
+def _absolute(target: Target, figures: Collection[str]) -> Target:
+    """Return a target whose peak figures are the fastest that was measured, for devices without a
+    data sheet.
     """
     shares = target.achieved
     most = max(shares.matmul, shares.convolution)
-    flops = {
-        dtype: rate * most
-        for dtype, rate in target.flops.items()
-        if dtype == "float32" or f"flops.{dtype}" in measured
-    }
-    # others are multiplied in float32
-    flops |= {"vector": min(target.flops["vector"], flops["float32"])}
-    achieved = Achieved(shares.matmul / most, 1.0, 1.0, shares.launch, shares.convolution / most)
-    inside = Link(target.inside.bandwidth * shares.link, target.inside.latency)
-    bandwidth = target.memory_bandwidth * shares.memory
+    flops = {}
+    for dtype, rate in target.flops.items():
+        # others are multiplied in float32
+        if dtype == "float32" or f"flops.{dtype}" in figures:
+            flops[dtype] = rate * most
+    flops["vector"] = min(target.flops["vector"], flops["float32"])
     return dataclasses.replace(
-        target, flops=flops, achieved=achieved, inside=inside, memory_bandwidth=bandwidth
+        target,
+        flops=flops,
+        achieved=Achieved(shares.matmul / most, 1.0, 1.0, shares.launch, shares.convolution / most),
+        inside=Link(target.inside.bandwidth * shares.link, target.inside.latency),
+        memory_bandwidth=target.memory_bandwidth * shares.memory,
     )
 
 
 def figure_rows(target: Target) -> list[tuple[str, str, str]]:
-    """What programs reach on a target, and how far off that may be.
+    """Return what programs reach on a target, and how far off that may be.
 
     >>> figure_rows(load("h100"))[0]
     ('matrix products, bfloat16', '534 TFLOP/s', '12 %')
     """
     achieved, spread = target.achieved, target.spread
-    rates = [
-        (f"matrix products, {dtype}", target.rate(dtype) * achieved.matmul, "matmul")
-        for dtype in target.flops
-        if dtype != "vector"
-    ]
+    rows: list[tuple[str, str, str]] = []
+
+    def add(name: str, value: str, share: float) -> None:
+        rows.append((name, value, f"{share:.0%}".replace("%", " %")))
+
+    for dtype in target.flops:
+        if dtype != "vector":
+            rate = target.rate(dtype) * achieved.matmul
+            add(f"matrix products, {dtype}", _per_second(rate), spread.matmul)
     peak = target.rate("float32" if target.platform == "cpu" else "bfloat16")
-    names = (
-        ("convolution", "attention", "attention_backward")
-        if target.platform == "cuda"
-        else ("convolution",)
-    )
-    rates += [
-        (name.replace("_", ", "), peak * getattr(achieved, name), name.partition("_")[0])
-        for name in names
-    ]
-    moved = [
-        ("memory", target.memory_bandwidth * achieved.memory, "memory"),
-        ("first touch of memory", target.first_touch, "memory"),
-    ]
-    moved.append(("what a device sends", target.inside.bandwidth * achieved.link, "link"))
-    times = [
-        ("launch overhead", achieved.launch, "launch"),
-        ("latency of a round of a collective", target.inside.latency, "link"),
-    ]
-    rows = [
-        (
-            name,
-            f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s",
-            kind,
-        )
-        for name, rate, kind in rates
-    ]
-    rows += [(name, f"{rate / 1e9:,.3g} GB/s", kind) for name, rate, kind in moved if rate]
-    rows += [(name, duration(value), kind) for name, value, kind in times]
-    return [
-        (name, value, f"{getattr(spread, kind):.0%}".replace("%", " %"))
-        for name, value, kind in rows
-    ]
+    add("convolution", _per_second(peak * achieved.convolution), spread.convolution)
+    if target.platform == "cuda":
+        add("attention", _per_second(peak * achieved.attention), spread.attention)
+        backward = _per_second(peak * achieved.attention_backward)
+        add("attention, backward", backward, spread.attention)
+    bandwidths = {
+        "memory": (target.memory_bandwidth * achieved.memory, spread.memory),
+        "first touch of memory": (target.first_touch, spread.memory),
+        "what a device sends": (target.inside.bandwidth * achieved.link, spread.link),
+    }
+    for name, (rate, share) in bandwidths.items():
+        if rate:
+            add(name, f"{rate / 1e9:,.3g} GB/s", share)
+    add("launch overhead", duration(achieved.launch), spread.launch)
+    add("latency of a round of a collective", duration(target.inside.latency), spread.link)
+    return rows
+
+
+def _per_second(flops: float) -> str:
+    """Write FLOPs per second in a readable unit."""
+    if flops >= 1e12:
+        return f"{flops / 1e12:,.3g} TFLOP/s"
+    return f"{flops / 1e9:,.3g} GFLOP/s"
 
 
 def processor() -> str:
-    """The name of this machine's processor, as Linux says it."""
+    """Return the name of this machine's processor, as Linux says it."""
     try:
-        names = [
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        lines = []
+    for line in lines:
+        key, _, name = line.partition(":")
+        if key.startswith("model name"):
+            return name.strip()
+    return platform.processor() or platform.machine()

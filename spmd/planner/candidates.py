@@ -41,25 +41,19 @@ from spmd.tree import Tree, flatten, nbytes
 
 # values of `[remat] save` that are tried, from most to least memory
 REMAT_SAVES = ("everything", "dots", "nothing")
+MICROBATCHES_PER_STAGE = (1, 2, 8)  # of a pipeline, beside the stack's default
 
 
 def remat_level(remat: Remat) -> int:
-    """How little a `[remat]` keeps: the place in `REMAT_SAVES`; that of "dots" for named values,
-    offloading, and rules.
+    """Return how little a `[remat]` keeps: the place in `REMAT_SAVES`; the place of "dots" for
+    named values, offloading, and rules.
 
     >>> remat_level(Remat()), remat_level(Remat(("attention",))), remat_level(Remat("nothing"))
     (0, 1, 2)
     """
-    plain = (
-        isinstance(remat.saves, str)
-        and remat.saves in REMAT_SAVES
-        and not remat.rules
-        and not remat.offload
-    )
-    return REMAT_SAVES.index(remat.saves) if plain else 1
-
-
-MICROBATCHES_PER_STAGE = (None, 1, 2, 8)  # of a pipeline; None: the stack's default
+    if remat.rules or remat.offload or remat.saves not in REMAT_SAVES:
+        return 1
+    return REMAT_SAVES.index(remat.saves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,31 +106,30 @@ class Candidate:
         )
 
     def distance(self, other: "Candidate") -> float:
-        """How much another candidate of the same family differs: doublings of mesh axes, plus one
-        for each other difference.
+        """Return how much another candidate of the same family differs: doublings of mesh axes,
+        plus one for each other difference.
         """
         same = (
             self.layout.gradients.reduction == other.layout.gradients.reduction,
             self.layout.pipeline.microbatches == other.layout.pipeline.microbatches,
             (self.remat_level, self.accumulate) == (other.remat_level, other.accumulate),
         )
-        ours, theirs = self.mesh.sizes, other.mesh.sizes
-        axes = ours | theirs
-        return _doublings(
-            (ours.get(axis, 1) for axis in axes), (theirs.get(axis, 1) for axis in axes)
-        ) + same.count(False)
+        sizes, others = self.mesh.sizes, other.mesh.sizes
+        axes = sizes | others
+        pairs = [(sizes.get(axis, 1), others.get(axis, 1)) for axis in axes]
+        return _doublings(pairs) + same.count(False)
 
     def __str__(self) -> str:
         layout = self.layout
         parts = [f"{layout.name} on {self.mesh}", f"reduction {layout.gradients.reduction}"]
-        parts += (
-            [f"{layout.pipeline.microbatches} microbatches in the pipeline"]
-            if layout.pipeline.microbatches
-            else []
-        )
-        parts += [f"remat {layout.remat}"] if layout.remat != Remat() else []
+        if layout.pipeline.microbatches:
+            parts.append(f"{layout.pipeline.microbatches} microbatches in the pipeline")
+        if layout.remat != Remat():
+            parts.append(f"remat {layout.remat}")
         parts += [f"{key} {as_toml(value)}" for key, value in layout.compiler.keys.items()]
-        return ", ".join(parts + [f"accumulate {self.accumulate}"] * (self.accumulate > 1))
+        if self.accumulate > 1:
+            parts.append(f"accumulate {self.accumulate}")
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,38 +149,36 @@ class CandidateSpace:
     rows: int
 
     def meshes(self, family: int) -> list[MeshSpec]:
-        """Every mesh of a layout's axes that uses all devices, nearest to its own first; a sharded
-        axis has at least two devices.
+        """Return every mesh of a layout's axes that uses all devices, nearest to its own first; a
+        sharded axis has at least two devices.
         """
-        names, wanted = zip(*_axes(self.layouts[family]), strict=True)
+        names, declared = zip(*_axes(self.layouts[family]), strict=True)
         # a sharded axis of size 1 would make another layout
-        least = [min(size, 2) for size in wanted]
-        possible = [
-            sizes
-            for sizes in _factors(self.devices, len(names))
-            if all(map(operator.ge, sizes, least))
-        ]
-        ordered = sorted(possible, key=lambda sizes: (_doublings(sizes, wanted), sizes))
-        return [MeshSpec(tuple(zip(names, sizes, strict=True))) for sizes in ordered]
+        least = [min(size, 2) for size in declared]
+        possible = []
+        for sizes in _factors(self.devices, len(names)):
+            if all(map(operator.ge, sizes, least)):
+                possible.append((_doublings(zip(sizes, declared, strict=True)), sizes))
+        return [MeshSpec(tuple(zip(names, sizes, strict=True))) for _, sizes in sorted(possible)]
 
     def impossible(self, family: int) -> str | None:
-        """Why a layout has no candidate with this number of devices; None where it has one."""
+        """Return why a layout has no candidate with this number of devices; None where it has
+        one.
+        """
         if self.groups(family):
             return None
         if self.meshes(family):
             return "every candidate of it is one of a layout with more axes"
-        axes = ", ".join(
-            f"{name} of {'any size' if size < 2 else '2 or more'}"
-            for name, size in _axes(self.layouts[family])
-        )
-        return (
-            f"{self.devices} device{'s' * (self.devices > 1)} make{'s' * (self.devices == 1)} no "
-            f"mesh of its axes ({axes})"
-        )
+        axes = []
+        for name, size in _axes(self.layouts[family]):
+            axes.append(f"{name} of {'any size' if size < 2 else '2 or more'}")
+        several = self.devices > 1
+        verb = "devices make" if several else "device makes"
+        return f"{self.devices} {verb} no mesh of its axes ({', '.join(axes)})"
 
     def groups(self, family: int) -> list[Candidate]:
-        """Every mesh, reduction and number of pipeline microbatches of a layout; the declared ones
-        first.
+        """Return every mesh, reduction and number of pipeline microbatches of a layout; the
+        declared ones first.
 
         What two layouts have in common is a candidate of the one with more axes.
         """
@@ -195,64 +186,53 @@ class CandidateSpace:
 
     @functools.cached_property
     def _groups(self) -> dict[int, list[Candidate]]:
-        groups, seen = {}, set()
-        for family in sorted(
-            range(len(self.layouts)), key=lambda family: -len(_axes(self.layouts[family]))
-        ):
+        families = range(len(self.layouts))
+        groups, earlier = {}, set()
+        for family in sorted(families, key=lambda family: -len(_axes(self.layouts[family]))):
             distinct = {_comparable(group.layout): group for group in self._variants(family)}
-            groups[family] = [group for layout, group in distinct.items() if layout not in seen]
-            seen |= distinct.keys()
+            groups[family] = [group for layout, group in distinct.items() if layout not in earlier]
+            earlier |= distinct.keys()
         return groups
 
     def _variants(self, family: int) -> Iterator[Candidate]:
+        """Yield every mesh, reduction and number of pipeline microbatches of a layout."""
         declared = self.layouts[family]
         for mesh in self.meshes(family):
             unused = unused_axes(declared, mesh)
-            layout = dataclasses.replace(
-                without_axes(declared, unused),
-                mesh=tuple(axis for axis in mesh.axes if axis[0] not in unused),
-            )
+            axes = tuple(axis for axis in mesh.axes if axis[0] not in unused)
+            layout = dataclasses.replace(without_axes(declared, unused), mesh=axes)
             stages = mesh.sizes.get(layout.pipeline.axis or "", 1)
-            adjustable = stages > 1 and layout.pipeline.microbatches is None
-            for count, reduction in itertools.product(
-                MICROBATCHES_PER_STAGE if adjustable else (None,), _reductions(layout)
-            ):
-                pipeline = (
-                    dataclasses.replace(layout.pipeline, microbatches=count * stages)
-                    if count
-                    else layout.pipeline
-                )
+            counts = (layout.pipeline.microbatches,)
+            if stages > 1 and layout.pipeline.microbatches is None:
+                counts = (None, *(count * stages for count in MICROBATCHES_PER_STAGE))
+            for count, reduction in itertools.product(counts, _reductions(layout)):
+                pipeline = dataclasses.replace(layout.pipeline, microbatches=count)
                 gradients = dataclasses.replace(layout.gradients, reduction=reduction)
-                yield Candidate(
-                    dataclasses.replace(layout, pipeline=pipeline, gradients=gradients),
-                    1,
-                    family,
-                    0,
-                )
+                variant = dataclasses.replace(layout, pipeline=pipeline, gradients=gradients)
+                yield Candidate(variant, 1, family, 0)
 
     def lighter(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Variants that need less memory: the next level of rematerialization, and each larger
-        number of microbatches.
+        """Yield variants that need less memory: the next level of rematerialization, and each
+        larger number of microbatches.
         """
         remats, level = self._remats(candidate.family), candidate.remat_level + 1
         if level < len(remats):
             layout = dataclasses.replace(candidate.layout, remat=remats[level])
             yield dataclasses.replace(candidate, layout=layout, remat_level=level)
         workers = math.prod(candidate.mesh.sizes[axis] for axis in candidate.layout.data_axes())
-        for count in microbatches(
-            self.rows, workers * (candidate.layout.pipeline.microbatches or 1)
-        ):
+        parts = workers * (candidate.layout.pipeline.microbatches or 1)
+        for count in microbatches(self.rows, parts):
             if count > candidate.accumulate:
                 yield dataclasses.replace(candidate, accumulate=count)
 
     def all(self) -> Iterator[Candidate]:
-        """Every candidate."""
+        """Yield every candidate."""
         for family in range(len(self.layouts)):
             for group in self.groups(family):
                 yield from self.all_of(group)
 
     def all_of(self, group: Candidate) -> Iterator[Candidate]:
-        """Every candidate of a group; of a variant that saves memory, its group's."""
+        """Yield every candidate of a group; of a variant that saves memory, its group's."""
         for level, remat in enumerate(self._remats(group.family)):
             layout = dataclasses.replace(group.layout, remat=remat)
             candidate = dataclasses.replace(group, layout=layout, remat_level=level)
@@ -260,115 +240,116 @@ class CandidateSpace:
             yield from (other for other in self.lighter(candidate) if other.remat_level == level)
 
     def _remats(self, family: int) -> list[Remat]:
+        """Return a layout's own rematerialization, and the levels that save less."""
         declared = self.layouts[family].remat
-        return [
-            declared,
-            *(remat for remat in self.remats if remat_level(remat) > remat_level(declared)),
-        ]
+        less = [remat for remat in self.remats if remat_level(remat) > remat_level(declared)]
+        return [declared, *less]
 
 
 def _comparable(layout: Layout) -> Layout:
+    """Return a layout without the texts that do not change a step."""
     return dataclasses.replace(layout, description="", use_when="")
 
 
-def _doublings(sizes: Iterable[int], wanted: Iterable[int]) -> float:
-    """How many times axes must be doubled or halved; a wanted size of -1 is any."""
-    return sum(
-        abs(math.log2(size / wish)) for size, wish in zip(sizes, wanted, strict=True) if wish > 0
-    )
+def _doublings(sizes: Iterable[tuple[int, int]]) -> float:
+    """Return how many times axes must be doubled or halved, of pairs of sizes; a second size of -1
+    is any.
+    """
+    return sum(abs(math.log2(size / other)) for size, other in sizes if other > 0)
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:
-    """The axes that a layout declares, or those that it mentions: the first data axis takes the
-    devices that the others leave.
+    """Return the axes that a layout declares, or those that it mentions: the first data axis takes
+    the devices that the others leave.
     """
     if layout.mesh:
         return layout.mesh
     data = layout.data_axes()
-    rules = (layout.batch, *layout.batch.rules, *layout.params, *layout.activations)
-    entries = (
-        *(entry for rule in rules for entry in rule.spec),
-        *(entry for _, entry in layout.axes),
+    entries = [entry for _, entry in layout.axes]
+    for rule in (layout.batch, *layout.batch.rules, *layout.params, *layout.activations):
+        entries += rule.spec
+    axes = dict.fromkeys(
+        [*data, *spec_axes((*entries, layout.pipeline.axis, layout.sequence.axis))]
     )
-    axes = [*data, *spec_axes((*entries, layout.pipeline.axis, layout.sequence.axis))]
-    return tuple((axis, -1 if axis in data[:1] else 2) for axis in dict.fromkeys(axes)) or (
-        ("data", -1),
-    )
+    sizes = tuple((axis, -1 if axis in data[:1] else 2) for axis in axes)
+    return sizes or (("data", -1),)
 
 
 def _factors(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `parts` factors, in order.
+    """Yield all ways to write a number as a product of `parts` factors, in order.
 
     >>> list(_factors(4, 2))
     [(1, 4), (2, 2), (4, 1)]
     """
     divisors = [number for number in range(1, count + 1) if count % number == 0]
-    return (
-        sizes for sizes in itertools.product(divisors, repeat=parts) if math.prod(sizes) == count
-    )
+    for sizes in itertools.product(divisors, repeat=parts):
+        if math.prod(sizes) == count:
+            yield sizes
 
 
 def _reductions(layout: Layout) -> tuple[str, ...]:
+    """Return the layout's own reduction and, where it is equal, the compiler's."""
     declared = layout.gradients.reduction
     exact = declared in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed
     return (declared, "compiler") if exact else (declared,)
 
 
 def microbatches(rows: int, parts: int) -> list[int]:
-    """Numbers of microbatches, above one, that divide each part's rows evenly; each at least twice
-    the one before.
+    """Return numbers of microbatches, above one, that divide each part's rows evenly; each at least
+    twice the one before.
 
     >>> microbatches(32, 2), microbatches(450, 2), microbatches(3, 2)
     ([2, 4, 8, 16], [3, 9, 25, 75, 225], [])
     """
+    if rows % parts:
+        return []
     counts = [1]
-    for count in range(2, rows // parts + 1) if rows % parts == 0 else ():
+    for count in range(2, rows // parts + 1):
         if rows // parts % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
     return counts[1:]
 
 
 def remats(placed: PlacedModel) -> tuple[Remat, ...]:
-    """What a model may recompute: each repeated submodule separately, or the whole forward pass
-    where none repeats.
+    """Return what a model may recompute: each repeated submodule separately, or the whole forward
+    pass where none repeats.
     """
-    paths = [*flatten(placed.abstract_state.params), *flatten(placed.abstract_state.frozen)]
-    stacks = {
-        path.partition("/layers/")[0] + "/layers"
-        for path in placed.model.stacks()
-        if "/layers/" in path
-    }
-    rest = [path for path in paths if not any(path.startswith(stack) for stack in stacks)]
-    # blocks/0/up/kernel
-    numbered = {
-        match.group(1) + "*" for path in rest if (match := re.match(r"(.*?[/_])\d+/.+/", path))
-    }
-    modules = tuple(sorted(stacks | numbered))
-    return tuple(Remat(save, modules) for save in REMAT_SAVES[1:])
+    state = placed.abstract_state
+    modules = set()
+    for path in placed.model.stacks():
+        stack, separator, _ = path.partition("/layers/")
+        if separator:
+            modules.add(f"{stack}/layers")
+    stacks = tuple(modules)
+    for path in [*flatten(state.params), *flatten(state.frozen)]:
+        # blocks/0/up/kernel
+        numbered = re.match(r"(.*?[/_])\d+/.+/", path)
+        if numbered and not path.startswith(stacks):
+            modules.add(numbered.group(1) + "*")
+    return tuple(Remat(save, tuple(sorted(modules))) for save in REMAT_SAVES[1:])
 
 
 def chosen_layouts(
     candidates: "str | Path | Layout | Sequence[str | Path | Layout]",
 ) -> tuple[tuple[Layout, ...], dict[str, str]]:
-    """The layouts to search, and the reasons for those left out, by name.
+    """Return the layouts to search, and the reasons for those left out, by name.
 
     Raises:
       OptionError: neither "exact", "all" nor a list of layouts.
     """
     if candidates in ("exact", "all"):
         layouts = [Layout.load(name) for name in shipped()]
-        left_out = (
-            {}
-            if candidates == "all"
-            else {layout.name: why for layout in layouts if (why := update_differences(layout))}
-        )
+        left_out: dict[str, str] = {}
+        for layout in layouts if candidates == "exact" else ():
+            if why := update_differences(layout):
+                left_out[layout.name] = why
         return tuple(layout for layout in layouts if layout.name not in left_out), left_out
     if isinstance(candidates, Layout | Path):
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
+        what = "empty" if candidates == [] else type_name(candidates)
         raise OptionError(
-            f"{option('candidates', repr(candidates))} is "
-            f"{'empty' if candidates == [] else type_name(candidates)}.",
+            f"{option('candidates', repr(candidates))} is {what}.",
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of '
             'layouts: ["fsdp", "my.toml"].',
         )
@@ -376,8 +357,8 @@ def chosen_layouts(
 
 
 def update_differences(layout: Layout) -> str | None:
-    """How a layout's updates differ from those of one device, apart from rounding; None if they do
-    not.
+    """Return how a layout's updates differ from those of one device, apart from rounding; None if
+    they do not.
     """
     gradients, server = layout.gradients, layout.parameter_server
     differences = []
@@ -411,6 +392,7 @@ def trainable_paths(placed: PlacedModel) -> set[str]:
     def updates(grads: Tree, opt: Tree, params: Tree) -> Tree:
         return placed.optimizer.update(grads, opt, params)[0]
 
+    # optax freezes parameters by updates of zeros, which do not depend on the gradients
     jaxpr = jax.make_jaxpr(updates)(state.params, state.opt, state.params).jaxpr
     dependent = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
     for equation in jaxpr.eqns:
@@ -421,43 +403,37 @@ def trainable_paths(placed: PlacedModel) -> set[str]:
 
 
 def divided_activations(alone: PlanData) -> float:
-    """Bytes of activations of the step on one device, at least: its temporaries without two full
-    copies of all parameters.
+    """Return the bytes of activations of the step on one device, at least: its temporaries without
+    two full copies of all parameters.
 
     One for gradients, and one for parameters in the dtype of the computation and their gradients:
     on a mesh these need not be full.
     """
+    # on one device XLA holds all gradients, and may hold all parameters in the narrow dtype
     arrays = alone.program.placed.abstract_variables
-    return max(
-        0.0,
-        alone.memory.temporaries
-        - 2.0 * sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen)))),
-    )
+    params = sum(map(nbytes, jax.tree.leaves((arrays.params, arrays.frozen))))
+    return max(0.0, alone.memory.temporaries - 2.0 * params)
 
 
 def lower_bounds_of(
     placed: PlacedModel, cluster: Cluster, alone: Timeline, trainable: Collection[str]
 ) -> LowerBounds:
-    """The bounds of a placed model.
+    """Return the bounds of a placed model.
 
     Args:
       alone: the same step on one device of the cluster.
       trainable: paths of the parameters that are not frozen.
     """
     state, target = placed.abstract_state, cluster.target
-    on_server = placed.resolved.layout.gradients.reduction == "parameter_server"
-    trained_params = {
-        path: leaf for path, leaf in flatten(state.params).items() if path in trainable
-    }
-    moved = (
-        0
-        if on_server
-        else 2 * tree_on_device((trained_params, state.opt)) + tree_on_device(state.frozen)
-    )  # read, and written but for those
+    bandwidth = target.memory_bandwidth * target.achieved.memory
+    moved = 0
+    if placed.resolved.layout.gradients.reduction != "parameter_server":
+        params = {path: leaf for path, leaf in flatten(state.params).items() if path in trainable}
+        # trained parameters and moments are read and written, frozen parameters only read
+        moved = 2 * tree_on_device((params, state.opt)) + tree_on_device(state.frozen)
     parts = {
         "matrix products, divided evenly": alone.multiplying / cluster.count,
-        "reading and writing parameters": moved
-        / (target.memory_bandwidth * target.achieved.memory),
+        "reading and writing parameters": moved / bandwidth,
         "gradients on the links": _reduction_time(placed, cluster, trainable),
     }
     why = max(parts, key=lambda name: parts[name])
@@ -465,29 +441,23 @@ def lower_bounds_of(
 
 
 def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection[str]) -> float:
-    """Seconds to reduce all gradients in one collective."""
-    resolved, gradients, mesh = (
-        placed.resolved,
-        placed.resolved.layout.gradients,
-        placed.resolved.mesh,
-    )
-    if (
-        gradients.reduction not in ("all_reduce", "reduce_scatter")
-        or gradients.compressed
-        or resolved.workers == 1
-    ):
-        return 0.0  # what XLA or a codec sends is not known without compiling
+    """Return the seconds to reduce all gradients in one collective; 0 where what XLA or a codec
+    sends is not known without compiling.
+    """
+    resolved, mesh = placed.resolved, placed.resolved.mesh
+    gradients, data_axes = resolved.layout.gradients, resolved.data_axes
+    if gradients.reduction not in ("all_reduce", "reduce_scatter"):
+        return 0.0
+    if gradients.compressed or resolved.workers == 1:
+        return 0.0
     size = 0
-    for place in (place for path, place in resolved.placements.items() if path in trainable):
-        size += place.nbytes // num_shards(
-            tuple(axis for axis in spec_axes(place.spec) if axis not in resolved.data_axes), mesh
-        )
-    ids = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
-    workers = (
-        ids[tuple(slice(None) if name in resolved.data_axes else 0 for name in mesh.names)]
-        .ravel()
-        .tolist()
-    )
-    return reduction_time(
-        gradients.reduction, size, len(workers), devices_per_node(workers, cluster), cluster
-    )
+    for path, place in resolved.placements.items():
+        if path in trainable:
+            axes = tuple(axis for axis in spec_axes(place.spec) if axis not in data_axes)
+            size += place.nbytes // num_shards(axes, mesh)
+    ids = np.arange(mesh.size).reshape([length for _, length in mesh.axes])
+    # the workers that the first device reduces with
+    along = tuple(slice(None) if name in data_axes else 0 for name in mesh.names)
+    workers = ids[along].ravel().tolist()
+    per_node = devices_per_node(workers, cluster)
+    return reduction_time(gradients.reduction, size, len(workers), per_node, cluster)

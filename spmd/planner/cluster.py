@@ -209,7 +209,9 @@ def cluster_of(devices: Sequence[Any]) -> Cluster | None:
     if devices[0].platform == "cpu":
         return _as_cluster(devices, load("cpu"))
     target = of_device(devices[0].device_kind)
-    return None if target is None else _as_cluster(devices, target)
+    if target is None:
+        return None
+    return _as_cluster(devices, target)
 
 
 def nearest_cluster(devices: Sequence[Any]) -> Cluster | None:
@@ -232,7 +234,9 @@ def nearest_cluster(devices: Sequence[Any]) -> Cluster | None:
     def similarity(target: Target) -> float:
         return difflib.SequenceMatcher(None, kind, target.title).ratio()
 
-    return _as_cluster(devices, max(near, key=similarity)) if near else None
+    if near:
+        return _as_cluster(devices, max(near, key=similarity))
+    return None
 
 
 def _as_cluster(devices: Sequence[Any], target: Target) -> Cluster:

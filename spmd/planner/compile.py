@@ -100,7 +100,9 @@ def widened_dtype(precision: str, compiled: Compiled) -> str:
     """Return the dtype whose products XLA:CPU computes in float32, in an estimate; "" if there is
     none.
     """
-    return precision if precision != "float32" and not compiled.exact else ""
+    if precision != "float32" and not compiled.exact:
+        return precision
+    return ""
 
 
 def compile_step(
@@ -124,6 +126,7 @@ def compile_step(
     exact = platform == cluster.target.platform
     options = dict(program.compiler_options) if exact else {}
     layout = program.placed.resolved.layout
+    # the request is the key of the cache: whatever changes the program is in it
     blob = pickle.dumps(_request(program, cluster, platform, options))
     _, _, _, kind = COMPILERS[platform]
     try:
@@ -353,6 +356,7 @@ def _flags() -> str:
 def _last(path: Path) -> str:
     """Return the last error of a log, without its traceback."""
     text = path.read_text(encoding="utf-8", errors="replace")
+    # XLA prints warnings before an error, and absl its stack after a fatal one
     lines = [line for line in text.splitlines() if line.strip()]
     # the compiler aborted; its stack follows
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]

@@ -59,6 +59,10 @@ RELEVANT = (
     "TPU",
     "XLA",
 )
+_lock, _owner = threading.Lock(), 0
+IDLE = 60.0  # seconds
+# of XLA's analysis of memory, in bytes
+SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
 
 
 @dataclasses.dataclass
@@ -90,7 +94,6 @@ class CompileServer:
         return code
 
 
-_lock, _owner = threading.Lock(), 0
 _server: CompileServer | None = None
 
 
@@ -271,11 +274,6 @@ def _check_time(began: float, timeout: float, target: str, say: Callable[[str], 
     say(f"compiling for {target}: {spent:.0f} s of at most {timeout:.0f}")
 
 
-IDLE = 60.0  # seconds
-# of XLA's analysis of memory, in bytes
-SIZES = ("argument", "output", "alias", "temp", "generated_code", "host_temp")
-
-
 def main(devices: int, replies: int) -> None:
     """Compile requests, one folder after the other."""
     folders = SimpleQueue[Path]()
@@ -295,6 +293,7 @@ def main(devices: int, replies: int) -> None:
         except Exception:  # the client reads the log
             with contextlib.suppress(OSError):
                 traceback.print_exc()
+        # a search compiles dozens of programs, each of which is needed once
         jax.clear_caches()
         # the client removes the folder, so nothing in it may stay open
         _print_to(Path(os.devnull), os.O_WRONLY)
@@ -315,6 +314,7 @@ def _compile(folder: Path) -> None:
     """Compile the request in a folder, and write the results there."""
     # written by the process that started this one
     request = pickle.loads((folder / "request.pickle").read_bytes())
+    # as the client has it: it changes the dtypes of constants
     jax.config.update("jax_enable_x64", request["x64"])
     lowered = _lower(request)
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}

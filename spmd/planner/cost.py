@@ -35,6 +35,38 @@ EXPONENTIALS = 16
 KEPT = 32 * 2**20
 # queries and keys of a block of attention; those on the diagonal are computed completely
 DIAGONAL = 128
+FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "add-dependency",
+    "domain",
+}
+# operations whose FLOPs are not modelled
+UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)
+# custom calls that run a kernel of the program's own (Pallas)
+KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")
+ATTENTION = re.compile(r"mha|attention|flash", re.IGNORECASE)  # names of kernels
+# Products of the size of the scores that a kernel makes, by what its name says, and how many of
+# them repeat what another product has made. Forward: scores and output. Backward, with the scores
+# made again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their gradient twice;
+# others have a kernel for keys and values and one for queries.
+PRODUCTS = (
+    (r"preprocess", 0, 0),
+    (r"mha_backward", 7, 3),
+    (r"dkv|dk_dv", 4, 1),
+    (r"dq", 3, 2),
+    (r"backward|bwd", 5, 1),
+    (r"", 2, 0),
+)
+SLICES = ("slice", "dynamic-slice", "gather")
+_HIGHEST_PRECISION = re.compile(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,40 +174,6 @@ def first_touch_time(temporaries: float, target: Target) -> float:
     return temporaries / target.first_touch
 
 
-FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "opt-barrier",
-    "add-dependency",
-    "domain",
-}
-# operations whose FLOPs are not modelled
-UNCOUNTED = re.compile(r"lapack|solver|cholesky|triangular|fft", re.IGNORECASE)
-# custom calls that run a kernel of the program's own (Pallas)
-KERNEL = re.compile(r"triton|mosaic|tpu_custom_call")
-ATTENTION = re.compile(r"mha|attention|flash", re.IGNORECASE)  # names of kernels
-# Products of the size of the scores that a kernel makes, by what its name says, and how many of
-# them repeat what another product has made. Forward: scores and output. Backward, with the scores
-# made again: 5; jax.experimental.pallas.ops.gpu.attention makes scores and their gradient twice;
-# others have a kernel for keys and values and one for queries.
-PRODUCTS = (
-    (r"preprocess", 0, 0),
-    (r"mha_backward", 7, 3),
-    (r"dkv|dk_dv", 4, 1),
-    (r"dq", 3, 2),
-    (r"backward|bwd", 5, 1),
-    (r"", 2, 0),
-)
-SLICES = ("slice", "dynamic-slice", "gather")
-_HIGHEST_PRECISION = re.compile(r"operand_precision=\{highest|\"operand_precision\":\[\"HIGHEST\"")
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """The products that an instruction computes, and the bytes that it reads and writes."""
@@ -220,6 +218,7 @@ def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
     if not instr.op.endswith("-start"):
         for part in module.operands(computation, instr):
             arrays += part.arrays
+    # scalars, such as the index of a slice, are no copies
     arrays = [array for array in arrays if array.shape]
     on_host = sum(array.bytes for array in arrays if array.host)
     on_device = sum(array.bytes for array in arrays if not array.host)
@@ -285,7 +284,9 @@ def attention_recomputed(instr: Instruction) -> float:
         count, repeated = _kernel_products(kernel)
         return repeated / max(count, 1)
     # cuDNN's backward pass makes the scores again, one of its five products
-    return 1 / 5 if "fmha" in name and "backward" in name.lower() else 0.0
+    if "fmha" in name and "backward" in name.lower():
+        return 1 / 5
+    return 0.0
 
 
 def product_of(module: Module, computation: str, instr: Instruction) -> Product | None:
@@ -298,6 +299,7 @@ def product_of(module: Module, computation: str, instr: Instruction) -> Product 
     if len(inputs) < 2:
         return None
     dtype = inputs[0].dtype
+    # a dot has its precision as an attribute, a custom call in its configuration
     if dtype == "float32" and _HIGHEST_PRECISION.search(instr.attributes):
         dtype = HIGHEST
     if instr.op == "dot":
@@ -311,6 +313,7 @@ def _custom_product(instr: Instruction, inputs: list[Array], dtype: str) -> Prod
     """Return the product that a custom call computes, by the name of the library's function."""
     name = instr.custom_call
     result = instr.arrays[0]
+    # cuBLAS and cublasLt on GPUs, oneDNN on CPUs
     if "gemm" in name or "matmul" in name:
         return _matmul(instr, inputs[0], dtype, r'"lhs_{}_dimensions":\[([^\]]*)\]')
     if "conv" in name.lower():
@@ -429,8 +432,10 @@ def _bytes(module: Module, computation: str, instr: Instruction) -> float:
     """Return the bytes that an instruction reads and writes."""
     inputs = module.operands(computation, instr)
     result = _size(instr)
+    # only the slice is read, and written
     if instr.op in SLICES:
         return 2.0 * result
+    # XLA updates an operand in place: the second operand is the update
     if instr.op in ("dynamic-update-slice", "scatter"):
         return 2.0 * sum(map(_size, inputs[1:2]))
     body = module.computations.get(instr.called_as("calls"), ()) if instr.op == "fusion" else ()

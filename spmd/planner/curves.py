@@ -6,7 +6,9 @@ of devices (`spmd.saturation`), and utilization by speed of the links between si
 import dataclasses
 import functools
 import html
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from spmd.errors import OptionError, short_repr, type_name
 from spmd.layout.gradients import Gradients
@@ -30,6 +32,8 @@ from spmd.wire.server.timing import Network
 CODECS = ("exact", "bfloat16", "int8")
 BACKWARD = 2 / 3  # the share of computation that can hide the communication of gradients
 MIN_GAIN = 1.1  # doubling the devices helps if throughput grows by this factor
+SPEEDS = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
+ENOUGH = 0.9  # a utilization that is worth a mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,42 +59,38 @@ class Saturation:
     limited: bool
 
     def knee(self, codec: str) -> int:
-        """The number of devices at which doubling them first gains less than 1.1x; the last of the
-        table if there is none.
+        """Return the number of devices at which doubling them first gains less than 1.1x; the last
+        of the table if there is none.
         """
-        rates = self.rates[codec]
-        return next(
-            (
-                self.devices[at]
-                for at in range(len(rates) - 1)
-                if rates[at + 1] < MIN_GAIN * rates[at]
-            ),
-            self.devices[-1],
-        )
+        pairs = itertools.pairwise(self.rates[codec])
+        for devices, (rate, doubled) in zip(self.devices, pairs, strict=False):
+            if doubled < MIN_GAIN * rate:
+                return devices
+        return self.devices[-1]
 
     def __str__(self) -> str:
-        names = list(self.rates)
-        lines = [
-            f"{'devices':>8}"
-            + "".join(f"{f'{name} ({self.shares[name]:.2f})':>20}" for name in names)
-        ]
+        header = f"{'devices':>8}"
+        for codec in self.rates:
+            column = f"{codec} ({self.shares[codec]:.2f})"
+            header += f"{column:>20}"
+        lines = [header]
         for at, count in enumerate(self.devices):
-            knees = [self.knee(name) == count != self.devices[-1] for name in names]
-            cells = [
-                f"{self.rates[name][at]:,.0f}{' <' if is_knee else '  '}"
-                for name, is_knee in zip(names, knees, strict=True)
-            ]
-            lines.append(f"{count:>8}" + "".join(f"{cell:>20}" for cell in cells))
+            line = f"{count:>8}"
+            for codec, rates in self.rates.items():
+                mark = " <" if self.knee(codec) == count != self.devices[-1] else "  "
+                cell = f"{rates[at]:,.0f}{mark}"
+                line += f"{cell:>20}"
+            lines.append(line)
         lines += [
             f"rows/s of all devices, for a global batch of {self.rows} rows; in brackets, bytes "
             "sent as a share of exact gradients.",
             f"< marks where doubling the devices gains less than {MIN_GAIN}x. Columns are equal "
             "where computation hides all communication.",
-            *(
-                [f"The rows cannot be divided evenly over {2 * self.devices[-1]} devices."]
-                if self.limited
-                else []
-            ),
+        ]
+        if self.limited:
+            count = 2 * self.devices[-1]
+            lines.append(f"The rows cannot be divided evenly over {count} devices.")
+        lines += [
             f"Assumed, from the plan for {self.planned}: products scale with a worker's rows, "
             "other operations as they do between two",
             f"compiled batches, and launch overhead is constant; {self.exposed:.0%} of "
@@ -103,9 +103,8 @@ class Saturation:
 
     def _repr_html_(self) -> Html:
         label = f"rows/s of all devices for a batch of {self.rows} rows, by number of devices"
-        knees = {
-            codec: knee for codec in self.rates if (knee := self.knee(codec)) != self.devices[-1]
-        }
+        knees = {codec: self.knee(codec) for codec in self.rates}
+        knees = {codec: knee for codec, knee in knees.items() if knee != self.devices[-1]}
         chart = throughput_chart(self.devices, self.rates, knees, label)
         return framed(
             f"<p>{label}; a circle marks where doubling them gains "
@@ -155,18 +154,8 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
       >>> result.devices[-1], result.knee("int8") >= result.knee("exact")
       (1024, True)
     """
-    if not isinstance(plan, Plan):
-        raise OptionError(f"saturation({type_name(plan)}).", fix="what spmd.plan returns.")
+    _check_replicated(plan)
     placed = plan.program.placed
-    if placed.storage is not None or any(
-        place.copies(plan.mesh) != plan.mesh.size
-        for place in placed.resolved.all_placements.values()
-    ):
-        why = (
-            f"{plan.layout.source} shards parameters, but data parallelism replicates them on "
-            "every worker"
-        )
-        raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
     workers, times = placed.resolved.workers, plan.timeline
     # its odd factor, so that doubling it reaches the plan's number
     counts = [workers // (workers & -workers)]
@@ -174,32 +163,26 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
         if 2 * counts[-1] > max(most, workers):
             break
         counts.append(2 * counts[-1])
-    shares = {codec: _share(plan, codec) for codec in {*codecs, plan.layout.gradients.codec}}
-    own = shares[plan.layout.gradients.codec]
-    waited = times.exposed + times.hidden
-    fixed, exposed = _fixed_memory(plan), times.exposed / waited if waited else 0.0
+    codec = plan.layout.gradients.codec
+    shares = {name: _share(plan, name) for name in {*codecs, codec}}
+    communicated = times.exposed + times.hidden
+    exposed = times.exposed / communicated if communicated else 0.0
+    # the plan's communication, relative to what a formula says of it
+    scale = communicated / _reduction(plan, shares[codec], workers) if workers > 1 else 1.0
     hidden = max(BACKWARD, times.hidden / (times.seconds - times.exposed))  # of computation
-    rates: dict[str, list[float]] = {codec: [] for codec in codecs}
+    fixed = _fixed_memory(plan)
+    rates: dict[str, list[float]] = {name: [] for name in codecs}
     for count in counts:
-        computation = (
-            times.launches + fixed + (times.multiplying + times.memory - fixed) * workers / count
-        )
-        for codec, line in rates.items():
-            communication = _reduction(plan, shares[codec], count)
-            communication *= waited / _reduction(plan, own, workers) if workers > 1 else 1.0
-            line.append(
-                plan.rows
-                / (
-                    computation
-                    + exposed * communication
-                    + max((1 - exposed) * communication - hidden * computation, 0.0)
-                )
-            )
-    lines = {codec: tuple(line) for codec, line in rates.items()}
+        divided = (times.multiplying + times.memory - fixed) * workers / count
+        computation = times.launches + fixed + divided
+        for name, line in rates.items():
+            communication = _reduction(plan, shares[name], count) * scale
+            late = max((1 - exposed) * communication - hidden * computation, 0.0)
+            line.append(plan.rows / (computation + exposed * communication + late))
     return Saturation(
         tuple(counts),
-        lines,
-        {codec: shares[codec] for codec in codecs},
+        {name: tuple(line) for name, line in rates.items()},
+        {name: shares[name] for name in codecs},
         plan.rows,
         workers,
         exposed,
@@ -207,35 +190,51 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     )
 
 
-def _reduction(plan: Plan, share: float, count: int) -> float:
-    """Seconds to average gradients over so many devices, of which a codec sends a share of the
-    bytes.
+def _check_replicated(plan: Plan) -> None:
+    """Refuse what is no plan of data-parallel training.
+
+    Raises:
+      OptionError: parameters are sharded, or it is no plan.
     """
+    if not isinstance(plan, Plan):
+        raise OptionError(f"saturation({type_name(plan)}).", fix="what spmd.plan returns.")
+    placed = plan.program.placed
+    copies = [place.copies(plan.mesh) for place in placed.resolved.all_placements.values()]
+    if placed.storage is not None or any(count != plan.mesh.size for count in copies):
+        why = (
+            f"{plan.layout.source} shards parameters, but data parallelism replicates them on "
+            "every worker"
+        )
+        raise OptionError(f"saturation: {why}.", fix='a plan with layout="data_parallel".')
+
+
+def _reduction(plan: Plan, share: float, count: int) -> float:
+    """Return the seconds to average gradients over so many devices, of which a codec sends a share
+    of the bytes.
+    """
+    if count == 1:
+        return 0.0
     cluster = plan.cluster
-    per_node = min(count, cluster.devices if cluster.nodes > 1 else cluster.target.devices_per_node)
-    return (
-        reduction_time("all_reduce", int(plan.memory.parameters * share), count, per_node, cluster)
-        if count > 1
-        else 0.0
-    )
+    most = cluster.devices if cluster.nodes > 1 else cluster.target.devices_per_node
+    size = int(plan.memory.parameters * share)
+    return reduction_time("all_reduce", size, count, min(count, most), cluster)
 
 
 def _fixed_memory(plan: Plan) -> float:
-    """Seconds of operations at memory bandwidth that do not depend on the rows: those that half or
-    twice as many would leave.
+    """Return the seconds of operations at memory bandwidth that do not depend on the rows: those
+    that half or twice as many would leave.
     """
     placed, times = plan.program.placed, plan.timeline
     halves = plan.rows % (2 * placed.resolved.workers * placed.config.accumulate) == 0
     rows = plan.rows // 2 if halves else 2 * plan.rows
     other = plan_with(plan, {"rows": rows}).timeline.memory
-    return min(
-        max(times.memory - (times.memory - other) / (1 - rows / plan.rows), 0.0), times.memory
-    )
+    proportional = (times.memory - other) / (1 - rows / plan.rows)
+    return min(max(times.memory - proportional, 0.0), times.memory)
 
 
 def _share(plan: Plan, codec: str) -> float:
-    """Bytes that a codec sends of this model's gradients relative to exact ones, read from a step
-    that is traced for two workers.
+    """Return the bytes that a codec sends of this model's gradients relative to exact ones, read
+    from a step that is traced for two workers.
     """
     if codec == "exact":
         return 1.0
@@ -248,10 +247,6 @@ def _share(plan: Plan, codec: str) -> float:
     two = placed.with_layout(abstract_mesh(MeshSpec(tuple(sizes.items()))), layout)
     program = Program(two, plan.program.sample)
     return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)
-
-
-SPEEDS = ("100Mb/s", "200Mb/s", "500Mb/s", "1Gb/s", "2Gb/s", "5Gb/s", "10Gb/s")
-ENOUGH = 0.9  # a utilization that is worth a mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,24 +271,23 @@ class Utilization:
         """The share of the time in which devices compute, by steps of a period, at each
         bandwidth.
         """
-        return {
-            steps: tuple(period.utilization for period in line)
-            for steps, line in self.periods.items()
-        }
+        shares = {}
+        for steps, line in self.periods.items():
+            shares[steps] = tuple(period.utilization for period in line)
+        return shares
 
     def __str__(self) -> str:
-        names = [f"{steps} steps" if steps > 1 else "every step" for steps in self.periods]
-        lines = [f"{'link':>10}" + "".join(f"{name:>14}{'step':>10}" for name in names)]
+        header, sent = f"{'link':>10}", []
+        for steps, line in self.periods.items():
+            name = f"{steps} steps" if steps > 1 else "every step"
+            header += f"{name:>14}{'step':>10}"
+            sent.append(f"{format_bytes(int(line[0].site_bytes))} in {name}")
+        lines = [header]
         for at, bandwidth in enumerate(self.bandwidths):
-            cells = [
-                f"{line[at].utilization:>14.1%}{seconds(line[at].seconds):>10}"
-                for line in self.periods.values()
-            ]
-            lines.append(f"{bandwidth:>10}" + "".join(cells))
-        sent = [
-            f"{format_bytes(int(line[0].site_bytes))} in {name}"
-            for name, line in zip(names, self.periods.values(), strict=True)
-        ]
+            text = f"{bandwidth:>10}"
+            for line in self.periods.values():
+                text += f"{line[at].utilization:>14.1%}{seconds(line[at].seconds):>10}"
+            lines.append(text)
         lines.append(
             "share of the time in which devices compute, and a step on average, by the steps "
             "between two synchronizations."
@@ -368,37 +362,44 @@ def utilization(
             "sites.",
             fix=fix,
         )
-    for name, values, example in (
-        ("bandwidths", bandwidths, '("500Mb/s", "1Gb/s")'),
-        ("periods", periods, "(50, 500)"),
-    ):
-        if (
-            isinstance(values, str)
-            or not isinstance(values, Iterable)
-            or (name == "bandwidths" and not [*values])
-        ):
-            raise OptionError(
-                f"utilization: {name}={short_repr(values)} is not a list of {name}.",
-                fix=f"such as {name}={example}.",
-            )
+    if not _is_list(bandwidths) or not [*bandwidths]:
+        raise OptionError(
+            f"utilization: bandwidths={short_repr(bandwidths)} is not a list of bandwidths.",
+            fix='such as bandwidths=("500Mb/s", "1Gb/s").',
+        )
+    if not _is_list(periods):
+        raise OptionError(
+            f"utilization: periods={short_repr(periods)} is not a list of periods.",
+            fix="such as periods=(50, 500).",
+        )
     module, placed, link = parse(plan.compiled.hlo), plan.program.placed, plan.cluster.target.sites
     servers = _servers(synced_by(placed), periods)
     lines: dict[int, list[SyncPeriod]] = {steps: [] for steps in servers}
     for speed in _speeds(bandwidths):
         target = dataclasses.replace(plan.cluster.target, sites=Link(speed, link.latency))
-        times = functools.cache(
-            step_times(
-                module, placed, plan.compiled, dataclasses.replace(plan.cluster, target=target)
-            )
-        )
+        cluster = dataclasses.replace(plan.cluster, target=target)
+        # layouts that differ in their period alone share the times of their steps
+        times = functools.cache(step_times(module, placed, plan.compiled, cluster))
         for steps, server in servers.items():
             lines[steps].append(sync_period(server, times, plan.traffic))
-    found = {steps: tuple(line) for steps, line in lines.items()}
-    return Utilization(tuple(bandwidths), found, link.latency, plan.cluster.devices_per_site)
+    return Utilization(
+        tuple(bandwidths),
+        {steps: tuple(line) for steps, line in lines.items()},
+        link.latency,
+        plan.cluster.devices_per_site,
+    )
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, str)
 
 
 def _speeds(bandwidths: Sequence[str]) -> list[float]:
-    """Bytes per second."""
+    """Return these bandwidths in bytes per second.
+
+    Raises:
+      OptionError: one of them is none.
+    """
     try:
         return [Network.parse({"bandwidth": bandwidth}).bandwidth for bandwidth in bandwidths]
     except ValueError as error:
@@ -410,7 +411,11 @@ def _speeds(bandwidths: Sequence[str]) -> list[float]:
 def _servers(
     server: ParameterServer | None, periods: Sequence[int]
 ) -> dict[int, ParameterServer | None]:
-    """How workers synchronize, by the number of steps between two synchronizations."""
+    """Return how workers synchronize, by the number of steps between two synchronizations.
+
+    Raises:
+      OptionError: periods of workers that synchronize in every step, or too short ones.
+    """
     if server is None:
         if periods:
             why = f"periods={tuple(periods)}, but the layout's workers synchronize in every step"
@@ -419,14 +424,12 @@ def _servers(
             )
         return {1: None}
     least = max(server.fragments, server.overlap + 1)
-    wrong = [steps for steps in periods if type(steps) is not int or steps < least]
-    if wrong:
-        why = f"the layout has fragments = {server.fragments} and overlap = {server.overlap}"
-        raise OptionError(
-            f"utilization: a period of {wrong[0]} steps, but {why}.",
-            fix=f"whole numbers from {least}.",
-        )
-    return {
-        steps: dataclasses.replace(server, every=steps)
-        for steps in (periods or (server.every or 1,))
-    }
+    for steps in periods:
+        if type(steps) is not int or steps < least:
+            why = f"the layout has fragments = {server.fragments} and overlap = {server.overlap}"
+            raise OptionError(
+                f"utilization: a period of {steps} steps, but {why}.",
+                fix=f"whole numbers from {least}.",
+            )
+    counts = periods or (server.every or 1,)
+    return {steps: dataclasses.replace(server, every=steps) for steps in counts}

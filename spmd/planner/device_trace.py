@@ -29,6 +29,36 @@ COPY = "memcpy_details"
 # in the name of the event at which an operation of a CPU ends, which its `_c` connects with the
 # `_p` of its first event
 END = "end: "
+CONTAINERS = ("while", "conditional", "call", "async-start")  # their time is that of what they run
+# what an event is: a collective, other work, work that the trace does not name, a container, of
+# another program
+COMMUNICATION, COMPUTATION, UNNAMED, CONTAINER, OTHERS = range(5)
+OUTSIDE = "model and loss, outside of layers"
+REST = "optimizer, and the rest of the step"
+PARTS = {  # of the step, by their scopes
+    "gather_params": "gathering parameters",
+    "gather_updates": "gathering updates",
+    "reduce_gradients": "reducing gradients",
+    "send": "synchronizing workers",
+    "receive": "synchronizing workers",
+    "stats": "batch statistics",
+    "metrics": "metrics",
+}
+ADDED = {  # by JAX's transformations and by this library; they are no layers
+    *(
+        "while",
+        "body",
+        "cond",
+        "closed_call",
+        "checkpoint",
+        "remat",
+        "rematted_computation",
+        "shard_map",
+    ),
+    *("eval_jaxpr", "pjit", "custom_jvp_call", "custom_vjp_call", AS_WRITTEN),
+}
+# the name of a function of Python, which JAX adds to the loops of random numbers
+FUNCTION = re.compile(r"\w+(\.\w+)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +80,8 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The operations in a file that `jax.profiler` has written, `NAME.xplane.pb`, in the order in
-    which they began.
+    """Read the operations in a file that `jax.profiler` has written, `NAME.xplane.pb`, in the order
+    in which they began.
     """
     with warnings.catch_warnings():
         # of Python 3.13, about a type of jaxlib's
@@ -60,47 +90,53 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def events_of(trace: Any) -> list[Event]:
-    """The operations of `jax.profiler.ProfileData`, or what has the same attributes."""
-    events = [event for plane in trace.planes for event in _of_plane(plane)]
+    """Return the operations of `jax.profiler.ProfileData`, or what has the same attributes."""
+    events: list[Event] = []
+    for plane in trace.planes:
+        if gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
+            events += _gpu_events(plane, int(gpu[1]))
+        elif plane.name.startswith("/host:CPU"):
+            events += _cpu_events(plane)
     return sorted(events, key=lambda event: (event.begin, event.end))
 
 
-def _of_plane(plane: Any) -> Iterator[Event]:
-    if gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
-        for event in (
-            event
-            for line in plane.lines
-            if line.name.startswith("Stream #")
-            for event in line.events
-        ):
+def _gpu_events(plane: Any, device: int) -> Iterator[Event]:
+    """Yield the kernels and copies of a GPU, which are on the lines of its streams."""
+    for line in plane.lines:
+        if not line.name.startswith("Stream #"):
+            continue
+        for event in line.events:
             stats = dict(event.stats)
             if "hlo_op" in stats or COPY not in stats:
-                yield _event(event, stats, int(gpu[1]), event.end_ns)
-    elif plane.name.startswith("/host:CPU"):
-        begun, ends = [], defaultdict[Any, float](float)
-        for event in (event for line in plane.lines for event in line.events):
+                yield _event(event, stats, device, event.end_ns)
+
+
+def _cpu_events(plane: Any) -> Iterator[Event]:
+    """Yield the operations of XLA's threads, each with the end that another thread may have."""
+    begun, ends = [], defaultdict[Any, float](float)
+    for line in plane.lines:
+        for event in line.events:
+            stats = dict(event.stats)
             if event.name.startswith(END):
-                ends[dict(event.stats).get("_c")] = event.start_ns
-            elif "hlo_op" in (stats := dict(event.stats)):
+                ends[stats.get("_c")] = event.start_ns
+            elif "hlo_op" in stats:
                 begun.append((event, stats))
-        for event, stats in begun:
-            yield _event(
-                event,
-                stats,
-                int(stats.get("device_ordinal", 0)),
-                max(event.end_ns, ends[stats.get("_p")]),
-            )
+    # an operation that continues in other threads ends where they end
+    for event, stats in begun:
+        end = max(event.end_ns, ends[stats.get("_p")])
+        yield _event(event, stats, int(stats.get("device_ordinal", 0)), end)
 
 
 def _event(event: Any, stats: dict[str, Any], device: int, end: float) -> Event:
+    """Return an event of the profiler as an operation."""
     program = str(stats.get("hlo_module", "")), int(stats.get("program_id", 0))
-    operation = str(stats["hlo_op"]).rpartition("/")[2] if "hlo_op" in stats else ""
+    operation = str(stats.get("hlo_op", "")).rpartition("/")[2]
     return Event(device, program, operation, event.start_ns * 1e-9, end * 1e-9)
 
 
 def module_number(module: bytes) -> int:
-    """The number that a trace gives a program, from its serialized `HloModuleProto`: field 5, its
-    `id`; 0 if it has none.
+    """Return the number that a trace gives a program, from its serialized `HloModuleProto`: field
+    5, its `id`; 0 if it has none.
 
     >>> module_number(bytes([0x0A, 1, 0x66, 0x28, 0x96, 0x01]))
     150
@@ -113,27 +149,26 @@ def module_number(module: bytes) -> int:
         size, at = _varint(module, at)
         if key == 5 << 3:
             return size
-        at += size if key & 7 == 2 else 0
+        if key & 7 == 2:
+            at += size
     return 0
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number in the format of protocol buffers, seven bits in a byte, and where it ends."""
+    """Read a number in the format of protocol buffers, seven bits in a byte, and return it with the
+    place where it ends.
+    """
     value = shift = 0
     while message[at] & 0x80:
-        value, at, shift = value | (message[at] & 0x7F) << shift, at + 1, shift + 7
+        value |= (message[at] & 0x7F) << shift
+        at += 1
+        shift += 7
     return value | message[at] << shift, at + 1
-
-
-CONTAINERS = ("while", "conditional", "call", "async-start")  # their time is that of what they run
-# what an event is: a collective, other work, work that the trace does not name, a container, of
-# another program
-COMMUNICATION, COMPUTATION, UNNAMED, CONTAINER, OTHERS = range(5)
 
 
 @dataclasses.dataclass
 class Measured:
-    """What one device did in its executions of a program, in seconds.
+    """The seconds of one device in its executions of a program.
 
     Attributes:
       executions: complete ones.
@@ -167,30 +202,23 @@ def measure(
       instructions: of the program by name, each with its computation.
     """
     of_program = [event for event in events if event.program == program]
-    ran = {event.operation for event in of_program}
-    kinds = {
-        name: _kind(module, *instructions[name], ran) if name in instructions else COMPUTATION
-        for name in ran
-    }
+    kinds = _event_kinds({event.operation for event in of_program}, module, instructions)
     windows = _windows(of_program, {instr.name for instr in module.computations[module.entry]})
     result = Measured(len(windows), sum(end - begin for begin, end in windows))
     begins = [begin for begin, _ in windows]
-    points = sorted({at for event in events for at in (event.begin, event.end)})
+    points = sorted({event.begin for event in events} | {event.end for event in events})
     # heaps of (-begin, number of the event), by what it is
     running: tuple[list[tuple[float, int]], ...] = ([], [], [], [], [])
     number = 0
     for at, until in itertools.pairwise(points):
         while number < len(events) and events[number].begin <= at:
             event = events[number]
-            kind = (
-                kinds[event.operation]
-                if event.program == program
-                else UNNAMED
-                if event.program == NO_PROGRAM
-                else OTHERS
-            )
+            kind = UNNAMED if event.program == NO_PROGRAM else OTHERS
+            if event.program == program:
+                kind = kinds[event.operation]
             heapq.heappush(running[kind], (-event.begin, number))
             number += 1
+        # a heap's first operation is the one that began last: it is charged while it runs
         for heap in running:
             while heap and events[heap[0][1]].end <= at:
                 heapq.heappop(heap)
@@ -198,34 +226,49 @@ def measure(
         if place >= 0 and at < windows[place][1]:
             work = running[COMPUTATION] or running[UNNAMED]
             if charged := work or running[COMMUNICATION]:
-                result.charged[events[charged[0][1]].operation] += span
+                _, last = charged[0]
+                result.charged[events[last].operation] += span
             else:
                 result.launches += span
-            result.hidden += span * (
-                bool(work) and any(events[one].end > at for _, one in running[COMMUNICATION])
-            )
+            if work and any(events[one].end > at for _, one in running[COMMUNICATION]):
+                result.hidden += span
         elif 0 <= place < len(windows) - 1:
-            busy = bool(running[UNNAMED] or running[OTHERS])
-            result.other += span * busy
-            result.between += span * (not busy)
+            if running[UNNAMED] or running[OTHERS]:
+                result.other += span
+            else:
+                result.between += span
     return result
 
 
-def _kind(module: Module, computation: str, instr: Instruction, ran: set[str]) -> int:
-    """What an instruction is, given all that have run."""
-    if collective_kind(instr.op) or collective_kind(instr.op.removesuffix("-done")):
-        return COMMUNICATION
-    if instr.op in CONTAINERS and any(
-        inner.name in ran for called in instr.called for _, inner in module.nested(called)
-    ):
-        return CONTAINER
-    return COMPUTATION
+def _event_kinds(
+    ran: set[str], module: Module, instructions: Mapping[str, tuple[str, Instruction]]
+) -> dict[str, int]:
+    """Return the kinds of all operations that have run."""
+    kinds = {}
+    for name in ran:
+        _, instr = instructions.get(name, ("", None))
+        kinds[name] = COMPUTATION
+        if instr is None:
+            continue
+        if collective_kind(instr.op) or collective_kind(instr.op.removesuffix("-done")):
+            kinds[name] = COMMUNICATION
+        elif instr.op in CONTAINERS and not ran.isdisjoint(_names_inside(module, instr)):
+            kinds[name] = CONTAINER
+    return kinds
+
+
+def _names_inside(module: Module, instr: Instruction) -> Iterator[str]:
+    """Yield the names of all instructions that an instruction runs."""
+    for called in instr.called:
+        for _, inner in module.nested(called):
+            yield inner.name
 
 
 def _windows(events: Sequence[Event], entry: set[str]) -> list[tuple[float, float]]:
-    """When each execution of a program began and ended. Outside of loops an instruction runs as
-    often in one as in any other, so what most of them have run is the number of executions; what a
-    loop runs belongs to the execution that began last.
+    """Return when each execution of a program began and ended.
+
+    Outside of loops an instruction runs as often in one as in any other, so what most of them have
+    run is the number of executions; what a loop runs belongs to the execution that began last.
     """
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -234,51 +277,21 @@ def _windows(events: Sequence[Event], entry: set[str]) -> list[tuple[float, floa
     if not times:
         return []
     count = Counter(map(len, times.values())).most_common(1)[0][0]
-    begins = [
-        min(began[number] for began in times.values() if len(began) == count)
-        for number in range(count)
-    ]
+    complete = [began for began in times.values() if len(began) == count]
+    begins = [min(moments) for moments in zip(*complete, strict=True)]
+    # what a loop runs may begin before any operation outside of loops
     begins[0] = events[0].begin
     ends = list(begins)
     for event in events:
         place = bisect.bisect_right(begins, event.begin) - 1
         ends[place] = max(ends[place], event.end)
-    return [
-        (max(begin, previous), end)
-        for begin, end, previous in zip(begins, ends, [begins[0], *ends], strict=False)
-    ]
-
-
-OUTSIDE = "model and loss, outside of layers"
-REST = "optimizer, and the rest of the step"
-PARTS = {  # of the step, by their scopes
-    "gather_params": "gathering parameters",
-    "gather_updates": "gathering updates",
-    "reduce_gradients": "reducing gradients",
-    "send": "synchronizing workers",
-    "receive": "synchronizing workers",
-    "stats": "batch statistics",
-    "metrics": "metrics",
-}
-ADDED = {  # by JAX's transformations and by this library; they are no layers
-    *(
-        "while",
-        "body",
-        "cond",
-        "closed_call",
-        "checkpoint",
-        "remat",
-        "rematted_computation",
-        "shard_map",
-    ),
-    *("eval_jaxpr", "pjit", "custom_jvp_call", "custom_vjp_call", AS_WRITTEN),
-}
-# the name of a function of Python, which JAX adds to the loops of random numbers
-FUNCTION = re.compile(r"\w+(\.\w+)+")
+    # an execution may begin before the one before it has ended
+    windows = zip(begins, ends, [begins[0], *ends], strict=False)
+    return [(max(begin, previous), end) for begin, end, previous in windows]
 
 
 def layer_of(scope: str) -> str:
-    """The path of a layer, forward or backward, or the part of the step, that a scope is in.
+    """Return the path of a layer, forward or backward, or the part of the step, that a scope is in.
 
     Args:
       scope: of one instruction, as `spmd.planner.hlo.Module.scopes` has it.
@@ -297,22 +310,25 @@ def layer_of(scope: str) -> str:
     """
     scope = scope.partition(";")[0]  # XLA has merged several
     if scope.startswith("state.params"):  # a copy of a parameter
-        return "/".join(re.findall(r"\[\\?'?([^\]'\\]+)\\?'?\]", scope)[:-1]) or OUTSIDE
-    parts = [
-        part
-        for part in _unwrapped(scope).split("/")
-        if part and part not in ADDED and not FUNCTION.fullmatch(part)
-    ][:-1]
+        names = re.findall(r"\[\\?'?([^\]'\\]+)\\?'?\]", scope)
+        return "/".join(names[:-1]) or OUTSIDE
+    names = [name for name in _unwrapped(scope).split("/") if name and name not in ADDED]
+    parts = [name for name in names if not FUNCTION.fullmatch(name)][:-1]
     if "jvp(" in scope:
         return "/".join(parts) or OUTSIDE
-    return next((PARTS[part] for part in parts if part in PARTS), REST)
+    for part in parts:
+        if part in PARTS:
+            return PARTS[part]
+    return REST
 
 
 def _unwrapped(scope: str) -> str:
-    """A scope without the names of transformations, innermost first; what they wrap stays if it is
-    a path of layers.
+    """Return a scope without the names of transformations, innermost first; what they wrap stays if
+    it is a path of layers.
     """
-    while (found := re.search(r"\w+\(([^()]*)\)", scope)) is not None:
-        inner = "" if found[0].startswith("jit(") or "->" in found[1] else found[1]
-        scope = scope[: found.start()] + inner + scope[found.end() :]
+    while (match := re.search(r"\w+\(([^()]*)\)", scope)) is not None:
+        inner = match[1]
+        if match[0].startswith("jit(") or "->" in inner:
+            inner = ""
+        scope = scope[: match.start()] + inner + scope[match.end() :]
     return scope

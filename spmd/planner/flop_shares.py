@@ -27,6 +27,15 @@ from spmd.planner.traffic import differing_axes
 # of an array or of several; of a tuple, one for each element
 Value: TypeAlias = "frozenset[str] | tuple[Value, ...]"
 _TILES = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
+RECOMPUTED = "recomputed in the backward pass"
+BY_XLA = "recomputed by XLA"
+IN_KERNELS = "recomputed in kernels of attention"
+BUBBLES = "pipeline bubbles"
+REPLICATED = "replicated"
+PADDING = "padding by XLA"
+OTHER = "other"
+NOTHING_BEYOND = "nothing is executed beyond the model's products."
+NEGATIVE = "other: gradients that nothing needs, as of the batch"
 
 
 def sharded_axes(sharding: str, mesh: MeshSpec) -> frozenset[str]:
@@ -44,9 +53,13 @@ def sharded_axes(sharding: str, mesh: MeshSpec) -> frozenset[str]:
     """
     if "replicated}" in sharding and "devices=" not in sharding:
         return frozenset()
+    # the mesh by name, from jax 0.11 on
     if named := re.fullmatch(r"\{mesh\[[^\]]*\], \[(.*?)\].*\}", sharding):
         axes = frozenset(re.findall(r"'([^']+)'", named.group(1)))
-        return axes if axes <= set(mesh.names) else frozenset(mesh.names)
+        if axes <= set(mesh.names):
+            return axes
+        return frozenset(mesh.names)
+    # tiles of device numbers, which a mesh's axes are read from
     match = _TILES.search(sharding)
     if match is None:
         return frozenset(mesh.names)
@@ -70,7 +83,9 @@ def sharded_axes(sharding: str, mesh: MeshSpec) -> frozenset[str]:
 
 def flat(value: Value) -> frozenset[str]:
     """Return the axes along which any part of a value differs."""
-    return value if isinstance(value, frozenset) else frozenset().union(*map(flat, value))
+    if isinstance(value, frozenset):
+        return value
+    return frozenset().union(*map(flat, value))
 
 
 def _join(first: Value, second: Value) -> Value:
@@ -129,7 +144,9 @@ class Variance:
         op = instr.op
         if op == "parameter":
             number = _parameter(instr)
-            return arguments[number] if number < len(arguments) else frozenset(self.mesh.names)
+            if number < len(arguments):
+                return arguments[number]
+            return frozenset(self.mesh.names)
         if op == "tuple":
             return tuple(operands)
         if op == "get-tuple-element":
@@ -137,6 +154,7 @@ class Variance:
             if isinstance(value, tuple) and number < len(value):
                 return value[number]
             return flat(value)
+        # the number of the device differs along every axis
         if op in ("partition-id", "replica-id"):
             return frozenset(self.mesh.names)
         if kind := collective_kind(op):
@@ -147,6 +165,7 @@ class Variance:
             return self._conditional(instr, operands)
         if op in ("fusion", "call", "async-start") and instr.called:
             return self._trace(instr.called[0], tuple(operands))
+        # these hand their first operand on, element by element
         if operands and (op in ("opt-barrier", "copy", "bitcast") or op.endswith("-done")):
             return operands[0]
         return flat(tuple(operands))
@@ -181,23 +200,14 @@ class Variance:
             results = [value - axes if complete else value for value in values]
         else:
             results = [value.union(*along) for value in values]
-        return results[0] if len(results) == 1 else tuple(results)
+        if len(results) == 1:
+            return results[0]
+        return tuple(results)
 
 
 def _parameter(instr: Instruction) -> int:
     """Return the number of the argument that an instruction is."""
     return int(captured(r"^\((\d+)\)", instr.attributes))
-
-
-RECOMPUTED = "recomputed in the backward pass"
-BY_XLA = "recomputed by XLA"
-IN_KERNELS = "recomputed in kernels of attention"
-BUBBLES = "pipeline bubbles"
-REPLICATED = "replicated"
-PADDING = "padding by XLA"
-OTHER = "other"
-NOTHING_BEYOND = "nothing is executed beyond the model's products."
-NEGATIVE = "other: gradients that nothing needs, as of the batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,6 +376,7 @@ class _Products:
         discarded; 0 for other loops.
         """
         instructions = self.module.computations.get(body, ())
+        # the stages of a pipeline send to their neighbours in every tick
         if all(collective_kind(instr.op) != "collective_permute" for instr in instructions):
             return 0.0
         for schedule in self.schedules:
@@ -382,6 +393,8 @@ class _Products:
         share = 1.0
         operands = self.module.operands(executed.computation, executed.part)
         for operand, side in zip(operands, ("lhs", "rhs"), strict=False):
+            # XLA pads operands to the tiles of its kernels; a pad of the model has its name in the
+            # scope
             if operand.op != "pad" or re.search(r"/pad\b", operand.scope):
                 continue
             source = self.module.operands(executed.computation, operand)[0]

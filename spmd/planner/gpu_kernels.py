@@ -45,7 +45,7 @@ def gpu_of(target: Target) -> Iterator[None]:
         (
             fused_attention,
             "is_cuda_compute_capability_equal",
-            lambda wanted: (major, minor) == compute_capability(wanted),
+            lambda version: (major, minor) == compute_capability(version),
         ),
     ]
     # before jax 0.11 all kernels are lowered for 9.0 where no GPU is present

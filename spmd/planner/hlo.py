@@ -86,6 +86,7 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs."""
+        # names in the metadata and in the configuration of a backend are of no computations
         text = self.attributes.split("metadata=")[0].split("backend_config=")[0]
         computations: list[str] = []
         for names in _CALLED.findall(text):
@@ -140,15 +141,18 @@ class Module:
         """Return the number of iterations of a loop: as XLA says, or as its counter shows, if that
         is incremented from one constant to another; None if it is not known.
         """
+        # XLA writes the count into the configuration of a loop that it has analysed
         if stated := captured(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"', instr.attributes):
             return int(stated)
         condition, body = instr.called_as("condition"), instr.called_as("body")
         tests = self.computations.get(condition, ())[-1:]
         results = self.computations.get(body, ())[-1:]
+        # what the loop begins with is a tuple, and the counter one of its elements
         start = self._source(computation, instr.operands[0]) if instr.operands else None
         if not tests or not results or start is None:
             return None
         test, result = tests[0], results[0]
+        # lax.scan and lax.fori_loop count up: their condition is counter < end
         if test.op != "compare" or "direction=LT" not in test.attributes:
             return None
         counter, end = (self._source(condition, name) for name in test.operands)
@@ -171,6 +175,7 @@ class Module:
         """Return the instruction that produces an operand, copies skipped."""
         table = self._tables[computation]
         source = table.get(name)
+        # XLA copies the state of a loop where its buffers are used again
         while source is not None and source.op in ("copy", "bitcast", "opt-barrier"):
             if not source.operands:
                 break
@@ -244,6 +249,7 @@ def _instruction(name: str, text: str) -> Instruction:
         kind, text = _balanced(text)
     else:
         kind, text = text.split(" ", 1)
+    # the type is followed by `op(operands), attributes`
     op, _, text = text.strip().partition("(")
     inner, text = _balanced("(" + text)
     operands: tuple[str, ...] = ()
@@ -255,6 +261,7 @@ def _instruction(name: str, text: str) -> Instruction:
         # beside other kernels. Plans take them for fusions that nothing runs beside.
         results = arrays_of(_balanced(kind[1:])[1])[:-1]
         return Instruction(name, results, "fusion", operands, text)
+    # these have a number or a value in place of operands
     if op in ("parameter", "constant"):
         text = f"({inner[1:-1]}) {text}"
     return Instruction(name, arrays, op, operands, text)
@@ -299,11 +306,13 @@ def plain_scopes(scope: str) -> list[str]:
     >>> plain_scopes("jit(f)/transpose(jvp(up))/(query/dot:key/dot)")
     ['transpose(jvp(up))/query/dot', 'transpose(jvp(up))/key/dot']
     """
+    # a program that jax.export has serialized is called in `call_exported`
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
     # the pattern backtracks much where it cannot match
     several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain) if ":" in plain else None
     if several is None:
         return [plain]
+    # jaxlib 0.11 joins the scopes of merged instructions as (one:other), after what they share
     prefix, merged = several.groups()
     return [prefix + part for part in merged.split(":")]
 
@@ -331,18 +340,22 @@ def groups(instr: Instruction, partitions: int) -> list[list[int]]:
     text = instr.attributes
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
+    # every group written out
     if listed := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
         return [integers(group) for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+    # consecutive numbers, reshaped and transposed
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape, dims, order = map(integers, iota.groups())
         ids = np.arange(math.prod(dims)).reshape(dims)
         if order:
             ids = ids.transpose(order)
         return ids.reshape(shape).tolist()
+    # the axes of a mesh by name, or parts of them
     if mesh := re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? ?\{([^}]*)\}", text
     ):
         return _mesh_groups(*mesh.groups())
+    # no groups: all devices are one
     return [list(range(partitions))]
 
 

@@ -116,117 +116,112 @@ def search(
       >>> result.layout.name, result.best.fits
       ('data_parallel', True)
     """
-    if compiles is not None and (
-        isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1
-    ):
+    is_count = isinstance(compiles, int) and not isinstance(compiles, bool) and compiles >= 1
+    if compiles is not None and not is_count:
         raise OptionError(
             f"{option('compiles', repr(compiles))}.",
             fix="a positive integer, or None for no limit.",
         )
+    limit, seconds_left = compiles or math.inf, math.inf if max_seconds is None else max_seconds
     check_timeout(timeout)
-    check_timeout(math.inf if max_seconds is None else max_seconds, "max_seconds")
+    check_timeout(seconds_left, "max_seconds")
     started = time.monotonic()
     cluster = Cluster.parse(target)
     layouts, left_out = chosen_layouts(candidates)
     rows = check_leaves(abstract(batch), "the batch")
     config = TrainConfig(model, loss, optimizer, metrics, precision, seed=seed)
-    left_out = {
-        name: f"{why}; {option('candidates', quoted('all'))} includes it"
-        for name, why in left_out.items()
-    }
+    for name in left_out:
+        left_out[name] += f"; {option('candidates', quoted('all'))} includes it"
     say(f"compiling for one device, of {cluster}")
-    axes = dict.fromkeys(["data", *(name for layout in layouts for name, _ in layout.mesh)])
-    alone = _alone(config, cluster, batch, timeout, axes)
+    axes = {"data": None}  # of the meshes to come, which the model's own code may name
+    for layout in layouts:
+        axes |= dict.fromkeys(name for name, _ in layout.mesh)
+    # the only trace of the model: candidates are placed from it
+    alone = _plan_alone(config, cluster, batch, timeout, axes)
     if candidates in ("exact", "all"):
         layouts = without_names(layouts, alone.program)
     space = CandidateSpace(layouts, remats(alone.program.placed), cluster.count, rows)
-    deadline = math.inf if max_seconds is None else started + max_seconds
+    deadline = started + seconds_left
     run = SearchRun(alone, cluster, space, timeout, say, deadline=deadline, started=started)
     try:
-        run.compile_candidates(math.inf if compiles is None else compiles)
+        run.compile_candidates(limit)
     except KeyboardInterrupt:
         if not run.plans:
             raise
         run.interrupted = True
-    fitting = _fastest_first(
-        {candidate: plan for candidate, plan in run.plans.items() if run.fits[candidate]}
-    )
+    plans = {candidate: plan for candidate, plan in run.plans.items() if run.fits[candidate]}
     rejected = dict(run.rejected())
-    if compiler_options and fitting and not run.interrupted:
-        if why := why_not_tuned(fitting[0][1]):
+    if compiler_options and plans and not run.interrupted:
+        fastest = _fastest_first(plans)[:TUNED]
+        if why := why_not_tuned(fastest[0][1]):
             left_out["[compiler]"] = why
         else:
-            tuned, no_better = run.tune(fitting[:TUNED])
-            fitting, rejected = _fastest_first(dict(fitting) | tuned), no_better | rejected
-    left_out |= {
-        layout.name: why
-        for family, layout in enumerate(layouts)
-        if (why := space.impossible(family))
-    }
+            tuned, no_better = run.tune(fastest)
+            plans, rejected = plans | tuned, no_better | rejected
+    for family, layout in enumerate(layouts):
+        if why := space.impossible(family):
+            left_out[layout.name] = why
     kinds = {why.kind for why in rejected.values()}
-    complete = not run.failed and "limit" not in kinds
-    limit = f"the time limit of {max_seconds:g} s" if run.out_of_time and "limit" in kinds else ""
-    would_hold = _larger(run) if "memory" in kinds and not fitting and not run.interrupted else None
-    took = time.monotonic() - started
+    would_hold, time_limit = None, ""
+    if "memory" in kinds and not plans and not run.interrupted:
+        would_hold = _plan_on_more_devices(run)
+    if run.out_of_time and "limit" in kinds:
+        time_limit = f"the time limit of {max_seconds:g} s"
     return Search(
         cluster,
         alone,
-        tuple(fitting),
+        tuple(_fastest_first(plans)),
         rejected,
         left_out,
-        complete,
-        would_hold,
-        run.interrupted,
-        run.compiled,
-        took,
-        limit,
+        complete=not run.failed and "limit" not in kinds,
+        would_hold=would_hold,
+        interrupted=run.interrupted,
+        programs=run.compiled,
+        seconds=time.monotonic() - started,
+        time_limit=time_limit,
     )
 
 
-def _alone(
+def _plan_alone(
     config: TrainConfig, cluster: Cluster, batch: Tree, timeout: float, axes: Iterable[str]
 ) -> Plan:
-    """The plan of the step on one device of a cluster; `axes`: of the meshes to come, which the
-    model's own code may name.
-    """
+    """Plan the step on one device of a cluster, on a mesh with these axes."""
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
-    memory = usable_memory(cluster.target)
-    mesh, one = (
-        abstract_mesh(MeshSpec(tuple((axis, 1) for axis in axes))),
-        Cluster(1, 1, cluster.target),
-    )
     placed = PlacedModel(
         config,
-        mesh,
+        abstract_mesh(MeshSpec(tuple((axis, 1) for axis in axes))),
         Layout(),
         platform=cluster.target.platform,
         kernels=compiler,
-        device_memory=memory,
+        device_memory=usable_memory(cluster.target),
     )
-    return build_plan(Plan, placed, batch, one, timeout=timeout)
+    return build_plan(Plan, placed, batch, Cluster(1, 1, cluster.target), timeout=timeout)
 
 
 def _fastest_first(plans: Mapping[Candidate, Plan]) -> list[tuple[Candidate, Plan]]:
-    return sorted(
-        plans.items(),
-        key=lambda item: (item[1].period.seconds, -item[1].period.utilization, item[1].memory.peak),
-    )
+    """Sort plans by time; of equal ones, the one that waits and needs the least comes first."""
+
+    def key(item: tuple[Candidate, Plan]) -> tuple[float, float, int]:
+        _, plan = item
+        # of the average step: one that synchronizes says little of a layout that rarely does
+        return plan.period.seconds, -plan.period.utilization, plan.memory.peak
+
+    return sorted(plans.items(), key=key)
 
 
-def _larger(run: "SearchRun") -> Plan | None:
-    """A plan that fits on the smallest mesh with 2, 4, 8 ... times the devices; candidates that
-    need the least memory come first.
+def _plan_on_more_devices(run: "SearchRun") -> Plan | None:
+    """Return a plan that fits on the smallest mesh with 2, 4, 8 ... times the devices; candidates
+    that need the least memory come first.
 
     None if more devices do not need less memory.
     """
     cluster, least = run.cluster, math.inf
     while 2 * cluster.count <= LARGEST:
         cluster = cluster.doubled()
-        space = dataclasses.replace(run.space, devices=cluster.count)
         larger = SearchRun(
             run.alone,
             cluster,
-            space,
+            dataclasses.replace(run.space, devices=cluster.count),
             run.timeout,
             run.say,
             lightest_first=True,
@@ -284,12 +279,8 @@ class SearchRun:
         """
         for family in range(len(self.space.layouts)):
             self._open_family(family)
-        while (
-            self._queue
-            and self.compiled < (limit if self.best else 2 * limit)
-            and time.monotonic() < self.deadline
-        ):
-            if self.lightest_first and self.best:
+        while self._queue and self.compiled < (limit if self.best else 2 * limit):
+            if time.monotonic() >= self.deadline or (self.lightest_first and self.best):
                 break
             candidate = min(self._queue, key=self._priority)  # the first of equals
             del self._queue[candidate]
@@ -307,7 +298,7 @@ class SearchRun:
 
     @property
     def compiled(self) -> int:
-        """How many programs were compiled, successfully or not."""
+        """The number of programs that were compiled, successfully or not."""
         return len(self.plans) + self.failed
 
     def tune(
@@ -321,16 +312,16 @@ class SearchRun:
             self.say(f"compiling {candidate}")
             return self._build(candidate)
 
-        kept: dict[Candidate, Plan] = {}
+        tuned: dict[Candidate, Plan] = {}
         rejected: dict[Candidate, Reason] = {}
         for candidate, plan in fastest:
             better, others = tune(candidate, plan, build)
-            kept |= better
+            tuned |= better
             rejected |= {other: Reason(why) for other, why in others.items()}
-        return kept, rejected
+        return tuned, rejected
 
     def rejected(self) -> Iterator[tuple[Candidate, Reason]]:
-        """Every candidate that was not compiled, or does not fit, and why."""
+        """Yield every candidate that was not compiled, or does not fit, and why."""
         if self.interrupted:
             ended = "the search was interrupted"
         elif self.out_of_time:
@@ -360,8 +351,8 @@ class SearchRun:
                 self._queue[group] = None
 
     def _priority(self, candidate: Candidate) -> tuple[int, bool, float, int]:
-        """The smallest is next: while nothing fits, layouts of which little was tried and what
-        saves memory; then by expected seconds.
+        """Return the key of which the smallest is next: while nothing fits, layouts of which little
+        was tried and what saves memory; then by expected seconds.
         """
         saves = candidate.accumulate > 1 or candidate.remat_level > 0
         bounds = self._bounds_of(candidate)
@@ -369,21 +360,17 @@ class SearchRun:
             return 0, False, 0.0, 1
         if self.lightest_first and not saves:
             return 0, True, float(bounds.state), 1
-        tried = (
-            0
-            if self.best or self.lightest_first
-            else sum(other.family == candidate.family for other in self.plans)
-        )
-        return (
-            tried,
-            self.best is None and not saves,
-            self._expected_seconds(candidate, bounds),
-            candidate.accumulate,
-        )
+        # while nothing fits, the next layout may fit as it is: variants of one must not take all
+        # programs
+        tried = 0
+        if not self.best and not self.lightest_first:
+            tried = sum(other.family == candidate.family for other in self.plans)
+        seconds = self._expected_seconds(candidate, bounds)
+        return tried, self.best is None and not saves, seconds, candidate.accumulate
 
     def _expected_seconds(self, candidate: Candidate, bounds: LowerBounds) -> float:
-        """The time of the nearest plan, plus the launch overhead of each further microbatch; the
-        lower bound if there is no plan.
+        """Return the time of the nearest plan, plus the launch overhead of each further microbatch;
+        the lower bound if there is no plan.
         """
         compared, distance, nearest = self._nearest.get(candidate, (0, math.inf, 0))
         plans = list(self.plans.items())
@@ -394,22 +381,19 @@ class SearchRun:
         if math.isinf(distance):
             return bounds.seconds
         other, plan = plans[nearest]
-        return (
-            plan.period.seconds
-            + max(candidate.accumulate / other.accumulate - 1, 0.0) * plan.timeline.launches
-        )
+        further = max(candidate.accumulate / other.accumulate - 1, 0.0)
+        return plan.period.seconds + further * plan.timeline.launches
 
     def _bounds_of(self, candidate: Candidate) -> LowerBounds | Reason:
-        """The lower bounds of a candidate's placement, or why there are none."""
+        """Return the lower bounds of a candidate's placement, or why there are none."""
         if why := self._refused.get(candidate.group):
             return why
         placement = candidate.placement
         if placement not in self._bounds:
             try:
                 placed = self._placed(placement)
-                check_batch(
-                    self.alone.program.sample, placed.resolved.layout, placed.resolved.mesh, 1
-                )
+                layout, mesh = placed.resolved.layout, placed.resolved.mesh
+                check_batch(self.alone.program.sample, layout, mesh, 1)
                 self._bounds[placement] = lower_bounds_of(
                     placed, self.cluster, self.alone.timeline, self._trainable
                 )
@@ -418,59 +402,56 @@ class SearchRun:
         return self._bounds[placement]
 
     def _least_activations(self, candidate: Candidate, *, learn: bool) -> float:
-        """A lower bound on a device's bytes of activations: those of one device, divided evenly; 0
-        where they are not comparable.
+        """Return a lower bound on a device's bytes of activations: those of one device, divided
+        evenly; 0 where they are not comparable.
 
         Args:
           learn: compile the step for one device with this rematerialization, if less of it was not
             enough.
         """
         level, layout = candidate.remat_level, candidate.layout
-        if (
-            layout.pipeline.schedule == "1f1b"
-            or layout.remat != (Remat(), *self.space.remats)[level]
-        ):
+        comparable = layout.remat == (Remat(), *self.space.remats)[level]
+        if layout.pipeline.schedule == "1f1b" or not comparable:
             return 0.0
-        if level not in self._activations and (
-            level == 0 or (learn and self._too_large(level - 1))
-        ):
+        needed = level == 0 or (learn and self._too_large(level - 1))
+        if needed and level not in self._activations:
             self._activations[level] = self._activations_alone(level)
         return self._activations.get(level, 0.0) / (self.cluster.count * candidate.accumulate)
 
     def _too_large(self, level: int) -> bool:
+        """Return True if activations with this rematerialization fit on no mesh."""
         return self._activations.get(level, 0.0) > self.cluster.count * self.cluster.target.memory
 
     def _activations_alone(self, level: int) -> float:
+        """Return the bytes of activations of the step on one device."""
         if level == 0:
             return divided_activations(self.alone)
-        placed, remat = self.alone.program.placed, self.space.remats[level - 1]
-        layout = dataclasses.replace(self.alone.layout, remat=remat)
+        alone, remat = self.alone, self.space.remats[level - 1]
+        placed = alone.program.placed
+        layout = dataclasses.replace(alone.layout, remat=remat)
         self.say(f"compiling for one device, remat {remat}")
         try:
+            placed = placed.with_layout(placed.mesh, layout)
             plan = build_plan(
-                Plan,
-                placed.with_layout(placed.mesh, layout),
-                self.alone.program.sample,
-                self.alone.cluster,
-                timeout=self.timeout,
+                Plan, placed, alone.program.sample, alone.cluster, timeout=self.timeout
             )
         except SpmdError:
             return 0.0  # the candidates themselves will say why
         return divided_activations(plan)
 
     def _lighter(self, candidate: Candidate) -> Iterator[Candidate]:
-        """For each level of rematerialization, from this one on, the fewest microbatches with which
-        activations may fit.
+        """Yield, for each level of rematerialization from this one on, the fewest microbatches with
+        which activations may fit.
         """
-        found: set[int] = set()
+        levels: set[int] = set()
         lighter = [
             other
             for other in self.space.all_of(candidate.group)
             if other.remat_level >= candidate.remat_level
         ]
         for other in sorted(lighter, key=lambda other: (other.remat_level, other.accumulate)):
-            if other.remat_level not in found and self._why_skip(other, learn=True) is None:
-                found.add(other.remat_level)
+            if other.remat_level not in levels and self._why_skip(other, learn=True) is None:
+                levels.add(other.remat_level)
                 yield other
 
     def _placed(self, candidate: Candidate) -> PlacedModel:
@@ -480,7 +461,7 @@ class SearchRun:
         )
 
     def _why_skip(self, candidate: Candidate, *, learn: bool = False) -> Reason | None:
-        """Why a candidate need not be compiled, as far as is known; `learn`: as of
+        """Return why a candidate need not be compiled, as far as is known; `learn`: as of
         `_least_activations`.
         """
         bounds, best, capacity = self._bounds_of(candidate), self.best, self.cluster.target.memory
@@ -495,28 +476,8 @@ class SearchRun:
                 f"at least {seconds(bounds.seconds)} ({bounds.why}); the best needs "
                 f"{seconds(best.period.seconds)}"
             )
-        for other, plan in self.plans.items():
-            if other.group != candidate.group:
-                continue
-            if (
-                self.fits[other]
-                and other.remat_level <= candidate.remat_level
-                and other.accumulate <= candidate.accumulate
-            ):
-                return Reason(
-                    "saves memory unnecessarily: it fits with fewer microbatches or less "
-                    "recomputation"
-                )
-            if (
-                other.remat_level == candidate.remat_level
-                and candidate.accumulate > other.accumulate
-            ):
-                least = plan.least_memory(candidate.accumulate)
-                if least > capacity:
-                    return Reason(
-                        f"{format_bytes(least)} even if its microbatches divided all temporaries "
-                        "except gradients"
-                    )
+        if why := self._why_no_better(candidate):
+            return why
         least = bounds.state + self._least_activations(candidate, learn=learn)
         if least > capacity:
             return Reason(
@@ -526,24 +487,38 @@ class SearchRun:
             )
         return None
 
+    def _why_no_better(self, candidate: Candidate) -> Reason | None:
+        """Return why a candidate is no better than the plans of its group; None if it may be."""
+        for other, plan in self.plans.items():
+            if other.group != candidate.group:
+                continue
+            less_remat = other.remat_level <= candidate.remat_level
+            if self.fits[other] and less_remat and other.accumulate <= candidate.accumulate:
+                return Reason(
+                    "saves memory unnecessarily: it fits with fewer microbatches or less "
+                    "recomputation"
+                )
+            same_remat = other.remat_level == candidate.remat_level
+            if same_remat and candidate.accumulate > other.accumulate:
+                least = plan.least_memory(candidate.accumulate)
+                if least > self.cluster.target.memory:
+                    return Reason(
+                        f"{format_bytes(least)} even if its microbatches divided all temporaries "
+                        "except gradients"
+                    )
+        return None
+
     def _build(self, candidate: Candidate) -> Plan:
-        return build_plan(
-            Plan,
-            self._placed(candidate),
-            self.alone.program.sample,
-            self.cluster,
-            timeout=self.timeout,
-        )
+        placed, sample = self._placed(candidate), self.alone.program.sample
+        return build_plan(Plan, placed, sample, self.cluster, timeout=self.timeout)
 
     def _compile(self, candidate: Candidate, limit: float) -> None:
         """Compile a candidate and enqueue those of its family that may be better; or record why it
         cannot be compiled.
         """
-        of = (
-            ""
-            if math.isinf(limit)
-            else f" of {limit if self.best or self.compiled < limit else 2 * limit}"
-        )
+        if not self.best and self.compiled >= limit:
+            limit *= 2
+        of = "" if math.isinf(limit) else f" of {limit}"
         best = f"; the best so far takes {seconds(self.best.period.seconds)}" if self.best else ""
         self.say(
             f"compiling {self.compiled + 1}{of}, {time.monotonic() - self.started:.0f} s: "
@@ -554,17 +529,13 @@ class SearchRun:
         except SpmdError as error:
             self._refuse(candidate, error)
             return
-        self.plans[candidate], self.fits[candidate] = plan, plan.fits
-        if self.fits[candidate] and (
-            self.best is None or plan.period.seconds < self.best.period.seconds
-        ):
+        self.plans[candidate] = plan
+        self.fits[candidate] = fits = plan.fits
+        if not fits:
+            self._enqueue(self.space.lighter(candidate))
+        elif self.best is None or plan.period.seconds < self.best.period.seconds:
             self.best = plan
-        self._enqueue(
-            [
-                *(self.space.lighter(candidate) if not self.fits[candidate] else ()),
-                *self.space.groups(candidate.family),
-            ]
-        )
+        self._enqueue(self.space.groups(candidate.family))
 
     def _refuse(self, candidate: Candidate, error: SpmdError) -> None:
         """Record an error. One of the layout or model applies to its group; the same one twice, to
@@ -573,24 +544,20 @@ class SearchRun:
         self.reasons[candidate] = why = Reason(error.summary)
         if isinstance(error, CompileError):
             self.failed += 1
-        if (
-            candidate.accumulate > 1
-            or candidate.remat_level > 0
-            or not isinstance(error, LayoutError | ModelError)
-        ):
+        if candidate.accumulate > 1 or candidate.remat_level > 0:
             return
-        groups, compiled = (
-            self.space.groups(candidate.family),
-            {other.group for other in self.plans},
-        )
-        alike = [group.group for group in groups if group.mesh.names == candidate.mesh.names]
-        again = any(self._refused.get(group) == why for group in alike)
-        self._refused |= {
-            group: why for group in (alike if again else [candidate.group]) if group not in compiled
-        }
-        self._enqueue(groups)
+        if not isinstance(error, LayoutError | ModelError):
+            return
+        variants = self.space.groups(candidate.family)
+        groups = [other.group for other in variants if other.mesh.names == candidate.mesh.names]
+        if all(self._refused.get(group) != why for group in groups):
+            groups = [candidate.group]
+        compiled = {other.group for other in self.plans}
+        self._refused |= {group: why for group in groups if group not in compiled}
+        self._enqueue(variants)
 
     def _enqueue(self, candidates: Iterable[Candidate]) -> None:
+        """Add candidates that were neither compiled nor skipped to the queue."""
         for candidate in candidates:
             if candidate not in self.plans and candidate not in self.reasons:
                 self._queue.setdefault(candidate)

@@ -161,6 +161,7 @@ class Memory:
         """
         if self.pool is None:
             return (_side("", self.items, self.capacity),)
+        # what is left of one side does not help the other, so each is judged separately
         pool = round(self._best_pool or self.pool)
         return (
             _side("in JAX's part", self.inside, pool),
@@ -368,6 +369,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     sizes = compiled.sizes
     arguments = tree_on_device((state, batch, weights, events))
     fresh = sizes["output"] - sizes["alias"]
+    # arrays in the model's code are allocations of their own, which no argument holds
     constants = re.findall(
         r"^allocation \d+: size (\d+), .*\bconstant\b", compiled.buffers, re.MULTILINE
     )
@@ -397,6 +399,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
         host=sum(map(on_device, on_host)) + sizes.get("host_temp", 0),
         peak=peak,
         capacity=target.memory,
+        # XLA drops arguments that nothing reads; the arrays are there all the same
         unread=max(arguments - sizes["argument"], 0),
         largest=_largest(compiled.buffers, module),
         items=(*items, *overhead_items(module, cluster, batch_bytes)),
@@ -425,11 +428,13 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
     values: dict[tuple[int, int], tuple[int, str, str]] = {}
     temporary = False
     for line in buffers.splitlines():
+        # XLA packs all temporaries into one allocation, and lists its values below it
         if line.startswith("allocation "):
             temporary = "preallocated-temp" in line
         elif temporary and (value := _VALUE.match(line)):
             name, size, offset, kind = value.groups()
             key, arrays = (int(offset), int(size)), arrays_of(kind)
+            # values that share a place are one buffer at different times
             if key not in values and arrays and not arrays[0].host:
                 scope = plain_scopes(scopes.get(name, ""))[0]
                 values[key] = (int(size), str(arrays[0]), scope)
@@ -458,6 +463,7 @@ def check_step_memory(program: Program) -> str | None:
     state = tree_on_device(program.placed.abstract_state)
     temporaries = analysis.temp_size_in_bytes
     fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    # arrays of the state that a step does not read are no arguments of its program
     peak = max(analysis.argument_size_in_bytes, state) + fresh + temporaries
     kind = mesh.local_devices[0].device_kind
     target = of_device(kind)

@@ -46,6 +46,7 @@ SMALL = 256 * 2**10
 MANY = 16  # of them in a step
 LOST = 0.01  # of a step: latency that is worth a note
 XLA_THRESHOLD = "30 MiB"  # up to which XLA:GPU merges collectives by default
+# keys of [compiler] that say up to which size XLA:GPU merges collectives
 THRESHOLDS = {
     "all_gather": "combine_all_gather",
     "reduce_scatter": "combine_reduce_scatter",
@@ -101,6 +102,7 @@ def _traffic_notes(program: Program, traffic: Traffic) -> Iterator[str]:
     activations.
     """
     placed = program.placed
+    # with bfloat16 compute XLA reduces gradients in bfloat16, unless the step does it itself
     params = flatten(placed.abstract_state.params).values()
     low = traffic.dtypes("gradients") & {"bfloat16", "float16"}
     exact = placed.resolved.layout.gradients.codec == "exact"
@@ -205,7 +207,9 @@ def in_parts(placed: PlacedModel) -> str:
     own does.
     """
     written = placed.resolved.layout.attention.implementation == "as_written"
-    return "auto" if written and placed.platform in PREFERRED else "chunked"
+    if written and placed.platform in PREFERRED:
+        return "auto"
+    return "chunked"
 
 
 def stored_scores(
@@ -217,6 +221,7 @@ def stored_scores(
     parallel = placed.parallel
     if parallel.attention != "as_written" and may_replace(parallel) and STORED not in parallel.used:
         return []
+    # the gradient of a weight may have the sides of the scores: a model as wide as a row is long
     weights = [leaf.shape for leaf in flatten(placed.abstract_state.params).values()]
     stored = []
     for size, array, where in memory.largest:
@@ -388,6 +393,7 @@ def gathered_stacks(
     try:
         gradients = dataclasses.replace(layout.gradients, **changes)
         changed = dataclasses.replace(layout, gradients=gradients)
+        # a note is given only where the change can be made
         with gpu_of(cluster.target):
             prepare_program(placed.with_layout(placed.mesh, changed), program.sample)
     except SpmdError:
@@ -552,6 +558,7 @@ def layer_products(module: Module, layers: Mapping[str, str]) -> dict[str, Layer
     paths = {scope_of(path): path for path in layers}
     products = {path: LayerProducts(asked) for path, asked in layers.items()}
     scopes = sorted(paths, key=len, reverse=True)
+    # the longest scope first: a layer may be inside of another one
     pattern = re.compile("|".join(f"{re.escape(scope)}(?![^/)])" for scope in scopes))
     for name, instr in module.instructions:
         if (match := pattern.search(instr.scope)) is None:

@@ -49,7 +49,9 @@ def likelihood(items: Iterable[Item], limit: float) -> float:
     (0.841, 1.0)
     """
     expected, deviation = total(items)
-    return NormalDist(expected, deviation).cdf(limit) if deviation else float(expected <= limit)
+    if deviation:
+        return NormalDist(expected, deviation).cdf(limit)
+    return float(expected <= limit)
 
 
 def total(items: Iterable[Item]) -> tuple[float, float]:
@@ -84,6 +86,7 @@ def overhead_items(module: Module, cluster: Cluster, batch: int) -> tuple[Item, 
     if overhead == Overhead():
         return ()
     items = [Item("batches placed ahead", PREFETCHED * batch, 0.0)]
+    # kernels run one at a time, so the largest workspace is enough
     if workspace := max(_workspaces(module, overhead), key=lambda one: one.expected, default=None):
         items.append(_item("workspace of a library", workspace))
     runtime = "CUDA context" if cluster.target.platform == "cuda" else "the runtime's own"
@@ -105,6 +108,7 @@ def _item(title: str, estimate: Estimate, count: int = 1, *, pool: bool = True) 
 def _collectives(module: Module) -> Iterator[tuple[Instruction, list[list[int]]]]:
     """Yield every collective of a program between several devices, with its groups."""
     for _, instr in module.instructions:
+        # XLA leaves permutations without pairs in programs that it partitions
         if collective_kind(instr.op):
             members = groups(instr, module.partitions)
             if max(map(len, members), default=0) > 1:

@@ -116,6 +116,7 @@ def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
     seconds[EXPOSED, "exposed communication: copies between device and host", "host"] = hosts
     costs = []
     for (kind, what, purpose), took in sorted(seconds.items(), key=lambda item: -item[1]):
+        # costs that are left of a difference of sums
         if took > 1e-9 * timeline.seconds:  # rounding
             costs.append(StepCost(kind, what, took, took / timeline.seconds, purpose))
     return tuple(costs)
@@ -178,7 +179,9 @@ class PlanData:
         """Predicted throughput of all devices together, in rows of the batch per second, on average
         over a period.
         """
-        return self.rows / self.period.seconds if self.period.seconds else 0.0
+        if self.period.seconds:
+            return self.rows / self.period.seconds
+        return 0.0
 
     @property
     def step_times(self) -> StepTimes:
@@ -228,15 +231,18 @@ def build_plan(
     Raises:
       SpmdError: as `spmd.plan`.
     """
+    # tracing asks for the compute capability of a GPU (gpu_kernels.py)
     with gpu_of(cluster.target):
         program = prepare_program(placed, batch)
         model = trace_model(program)
     placed = program.placed
     mesh = MeshSpec.parse(placed.mesh)
+    # the only call that compiles: everything below is read from its program
     compiled = compile_step(program, cluster, timeout=timeout, say=say)
     module = parse(compiled.hlo)
     traffic = traffic_of(module, mesh, cluster, placed.resolved.data_axes)
     memory = memory_of(program, compiled, module, cluster)
+    # the model is traced for one device, and its work is the same however it is sharded
     flops = model_flops(model) / cluster.count
     times = step_times(module, placed, compiled, cluster, flops)
     timeline, server = times(), synced_by(placed)
@@ -299,4 +305,6 @@ def step_times(
 
 def synced_by(placed: PlacedModel) -> ParameterServer | None:
     """Return how workers synchronize, if they train separately; None if they do not."""
-    return placed.resolved.layout.parameter_server if placed.exchange.local else None
+    if placed.exchange.local:
+        return placed.resolved.layout.parameter_server
+    return None

@@ -36,6 +36,7 @@ from spmd.tree import Tree, format_bytes
 from spmd.user_paths import output_path, write_text
 
 REPORT = "a report", (".html", ".txt")
+DRAWN = ("step", "peak memory", "sent")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -291,6 +292,7 @@ def plan(
     """
     check_timeout(timeout)
     cluster, declared = Cluster.parse(target), Layout.load(layout)
+    # a layout may declare its mesh
     if mesh is None:
         mesh = dict(declared.mesh) or {"data": -1}
     compiler, _ = compiler_of(cluster.target, cluster.nodes)
@@ -322,9 +324,6 @@ def _mesh(mesh: Any, cluster: Cluster) -> MeshSpec:
             f"mesh {spec} does not use the {cluster.count} devices of target {cluster} exactly.",
             fix=f"{option('mesh', quoted(spec.nearest(cluster.count)))}{other}.",
         ) from None
-
-
-DRAWN = ("step", "peak memory", "sent")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,10 @@ from spmd.xla import shard_map
 
 AXIS = "device"
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
+ATTENTION = (4, 2048, 16, 128)  # rows, tokens, heads, width
+# arrays of 4 MiB that blocks save for their gradients: more than is kept between steps
+# (`kernel_time.KEPT`)
+SAVED = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Probe:
 # side and channels of images.
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the programs are on a kind of device; `dtypes`: of products, first the one that
+    """The sizes of the programs on a kind of device; `dtypes`: of products, first the one that
     most programs multiply.
     """
 
@@ -77,110 +81,97 @@ ACCELERATOR = Sizes(
     (128, 32, 128),
     (2**16, 2**27),
 )
-ATTENTION = (4, 2048, 16, 128)  # rows, tokens, heads, width
-# arrays of 4 MiB that blocks save for their gradients: more than is kept between steps
-# (`kernel_time.KEPT`)
-SAVED = 12
 
 
 def probes_of(platform: str, devices: int) -> tuple[Probe, ...]:
-    """The programs for a kind of device; the first computes nothing, and its time is that of
+    """Return the programs for a kind of device; the first computes nothing, and its time is that of
     starting a program.
 
     >>> [probe.figure for probe in probes_of("cpu", 1)][:3]
     ['', 'achieved.launch', 'achieved.launch']
     """
     sizes = CPU if platform == "cpu" else ACCELERATOR
-    main = sizes.dtypes[0]
+    main, *_ = sizes.dtypes
     probes = [Probe("nothing", "", _nothing, (((8,), "float32"),))]
-    steps, layers = (
-        (((256, 8, 64), main), ((64, 128), main)),
-        (((8, 64), main), *((((64, 64), main),) * 32)),
-    )
-    probes.append(
-        Probe(
-            "256 steps of a recurrent layer of 64, with gradients",
-            "achieved.launch",
-            _recurrent,
-            steps,
-        )
-    )
-    probes.append(
-        Probe("32 dense layers of 64, with gradients", "achieved.launch", _small_layers, layers)
-    )
-    for dtype in sizes.dtypes:
-        for rows, width in sizes.layers if dtype == main else sizes.layers[1:2]:
-            shapes = (((rows, width), dtype), ((width, width), dtype), ((width, width), dtype))
-            figure = "achieved.matmul" if dtype == main else f"flops.{dtype}"
-            probes.append(
-                Probe(
-                    f"two dense layers, {dtype}[{rows}, {width}], with gradients",
-                    figure,
-                    _dense,
-                    shapes,
-                )
-            )
-    rows, side, channels = sizes.images
-    images = (
-        ((rows, side, side, channels), main),
-        ((3, 3, channels, channels), main),
-        ((3, 3, channels, 2 * channels), main),
-    )
-    layers = f"two convolutions 3x3, {main}[{rows}, {side}, {side}, {channels}], with gradients"
-    probes.append(Probe(layers, "achieved.convolution", _convolutions, images))
+    probes += _launch_probes(main)
+    probes += _product_probes(sizes)
+    probes += _convolution_probes(sizes.images, main)
     for size in sizes.arrays:
         arrays = (((size * 2**18,), "float32"),) * 4
-        probes.append(
-            Probe(
-                f"an update by Adam, arrays of {size} MiB",
-                "achieved.memory",
-                _adam,
-                arrays,
-                donated=3,
-            )
-        )
-    if platform == "cpu":  # XLA:GPU fuses them into one kernel
-        normed = (((sizes.arrays[0] * 2**10, 256), main),)
-        name = f"8 normalizations, arrays of {sizes.arrays[0]} MiB"
-        probes.append(Probe(name, "achieved.memory", functools.partial(_normalize, 8), normed))
-        kept = (((1024, 16), main), ((16, 1024), main), ((1024, 16), main))
-        probes.append(
-            Probe(
-                f"{SAVED} dense blocks, each saves 4 MiB",
-                "first_touch",
-                functools.partial(_blocks, SAVED),
-                kept,
-            )
-        )
+        name = f"an update by Adam, arrays of {size} MiB"
+        probes.append(Probe(name, "achieved.memory", _adam, arrays, donated=3))
+    if platform == "cpu":
+        probes += _memory_probes(sizes.arrays[0], main)
     if platform == "gpu":
-        heads = ((ATTENTION, main),) * 3
-        probes.append(
-            Probe(
-                f"causal attention by cuDNN, {main}{list(ATTENTION)}",
-                "achieved.attention",
-                _attention,
-                heads,
-            )
-        )
-        probes.append(
-            Probe(
-                "the same with gradients",
-                "achieved.attention_backward",
-                _attention_gradients,
-                heads,
-            )
-        )
-    for figure, size in (
-        zip(("inside.latency", "achieved.link"), sizes.messages, strict=True) if devices > 1 else ()
-    ):
-        array = (((devices, size // 4 // devices), "float32"),)
-        probes.append(Probe(f"4 all-reduces of {size >> 10} KiB", figure, _all_reduces, array))
-        probes.append(
-            Probe(
-                f"4 reduce-scatters and all-gathers of {size >> 10} KiB", figure, _scatters, array
-            )
-        )
+        probes += _attention_probes(main)
+    if devices > 1:
+        small, large = sizes.messages
+        probes += _message_probes("inside.latency", small, devices)
+        probes += _message_probes("achieved.link", large, devices)
     return tuple(probes)
+
+
+def _launch_probes(dtype: str) -> Iterator[Probe]:
+    """Yield programs of many small operations, whose launches take most of the time."""
+    steps = (((256, 8, 64), dtype), ((64, 128), dtype))
+    name = "256 steps of a recurrent layer of 64, with gradients"
+    yield Probe(name, "achieved.launch", _recurrent, steps)
+    layers = (((8, 64), dtype), *((((64, 64), dtype),) * 32))
+    name = "32 dense layers of 64, with gradients"
+    yield Probe(name, "achieved.launch", _small_layers, layers)
+
+
+def _product_probes(sizes: Sizes) -> Iterator[Probe]:
+    """Yield dense layers: of all sizes in the main dtype, and of one size in the others."""
+    for dtype in sizes.dtypes:
+        layers, figure = sizes.layers[1:2], f"flops.{dtype}"
+        if dtype == sizes.dtypes[0]:
+            layers, figure = sizes.layers, "achieved.matmul"
+        for rows, width in layers:
+            name = f"two dense layers, {dtype}[{rows}, {width}], with gradients"
+            shapes = (((rows, width), dtype), ((width, width), dtype), ((width, width), dtype))
+            yield Probe(name, figure, _dense, shapes)
+
+
+def _convolution_probes(sizes: tuple[int, int, int], dtype: str) -> Iterator[Probe]:
+    """Yield two convolutions of images with this number of rows, side and channels."""
+    rows, side, channels = sizes
+    shape = f"{dtype}[{rows}, {side}, {side}, {channels}]"
+    arrays = (
+        ((rows, side, side, channels), dtype),
+        ((3, 3, channels, channels), dtype),
+        ((3, 3, channels, 2 * channels), dtype),
+    )
+    name = f"two convolutions 3x3, {shape}, with gradients"
+    yield Probe(name, "achieved.convolution", _convolutions, arrays)
+
+
+def _memory_probes(size: int, dtype: str) -> Iterator[Probe]:
+    """Yield programs that a CPU's memory limits, with arrays of `size` MiB."""
+    # XLA:GPU fuses all of the normalizations into one kernel
+    name = f"8 normalizations, arrays of {size} MiB"
+    normalize = functools.partial(_normalize, 8)
+    yield Probe(name, "achieved.memory", normalize, (((size * 2**10, 256), dtype),))
+    name = f"{SAVED} dense blocks, each saves 4 MiB"
+    arrays = (((1024, 16), dtype), ((16, 1024), dtype), ((1024, 16), dtype))
+    yield Probe(name, "first_touch", functools.partial(_blocks, SAVED), arrays)
+
+
+def _attention_probes(dtype: str) -> Iterator[Probe]:
+    """Yield fused attention, forward, and with gradients."""
+    heads = ((ATTENTION, dtype),) * 3
+    name = f"causal attention by cuDNN, {dtype}{list(ATTENTION)}"
+    yield Probe(name, "achieved.attention", _attention, heads)
+    name = "the same with gradients"
+    yield Probe(name, "achieved.attention_backward", _attention_gradients, heads)
+
+
+def _message_probes(figure: str, size: int, devices: int) -> Iterator[Probe]:
+    """Yield collectives of `size` bytes."""
+    array = (((devices, size // 4 // devices), "float32"),)
+    size >>= 10
+    yield Probe(f"4 all-reduces of {size} KiB", figure, _all_reduces, array)
+    yield Probe(f"4 reduce-scatters and all-gathers of {size} KiB", figure, _scatters, array)
 
 
 def _nothing(x: jax.Array) -> tuple[jax.Array]:
@@ -279,36 +270,39 @@ def _scatters(x: jax.Array) -> tuple[jax.Array]:
 
 
 def compile_probe(probe: Probe, mesh: Mesh) -> Any:
-    """A probe as all devices of a mesh run it, each on arrays of its own; arguments have a leading
-    dim for devices.
+    """Compile a probe as all devices of a mesh run it, each on arrays of its own; arguments have a
+    leading dim for devices.
     """
     spec = PartitionSpec(AXIS)
 
     def on_device(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x[None] for x in probe.function(*(x[0] for x in shards)))
+        results = probe.function(*(shard[0] for shard in shards))
+        return tuple(result[None] for result in results)
 
     mapped = jax.jit(
         shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec),
+        # an update in place writes no new memory, as in a training step
         donate_argnums=tuple(range(probe.donated)),
     )
     sharding = NamedSharding(mesh, spec)
-    return mapped.lower(
-        *(
-            jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
-            for shape, dtype in probe.shapes
-        )
-    ).compile()
+    arguments = [
+        jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=sharding)
+        for shape, dtype in probe.shapes
+    ]
+    return mapped.lower(*arguments).compile()
 
 
 def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
-    """Predicts the seconds of a program that `compile_probe` has compiled, on a target."""
+    """Return a function that predicts the seconds of a program that `compile_probe` has compiled,
+    on a target.
+    """
     module, temporaries = parse(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
+    mesh = MeshSpec(((AXIS, devices),))
 
     def predict(target: Target) -> float:
-        cluster, spec = Cluster(1, devices, target), MeshSpec(((AXIS, devices),))
-        return max(
-            timeline_of(module, spec, cluster, (AXIS,), temporaries=temporaries).seconds, 1e-12
-        )
+        cluster = Cluster(1, devices, target)
+        timeline = timeline_of(module, mesh, cluster, (AXIS,), temporaries=temporaries)
+        return max(timeline.seconds, 1e-12)
 
     return predict
 
@@ -350,25 +344,25 @@ class CompiledProbe:
             jax.random.key(0)
         )
 
-    def run(self) -> None:
-        """Run twice, and keep the second time: the first finds the caches and the free memory that
-        another program has left.
+    def measure(self) -> None:
+        """Execute the program twice, and record the second time: the first execution finds the
+        caches and the free memory that another program has left.
         """
         for timed in (False, True):
             began = time.perf_counter()
             results = jax.block_until_ready(self.compiled(*self.arguments))
-            self.times += [time.perf_counter() - began] if timed else []
+            if timed:
+                self.times.append(time.perf_counter() - began)
             self.arguments = (*results[: self.probe.donated], *self.arguments[self.probe.donated :])
 
     def quartiles(self, begin: float) -> tuple[float, float]:
-        """Of its times, without `begin` seconds each."""
+        """Return the quartiles of its times, without `begin` seconds each."""
         first, _, third = statistics.quantiles(self.times, n=4)
         return max(first - begin, 1e-9), max(third - begin, 1e-9)
 
     def observation(self, begin: float) -> Observation:
-        """Its median time, without the `begin` seconds in which any program starts."""
+        """Return its median time, without the `begin` seconds in which any program starts."""
         median = max(statistics.median(self.times) - begin, 1e-9)
         first, third = self.quartiles(begin)
-        return Observation(
-            self.probe.figure, self.predict, median, min((third - first) / 2 / median, 1.0)
-        )
+        noise = min((third - first) / 2 / median, 1.0)
+        return Observation(self.probe.figure, self.predict, median, noise)

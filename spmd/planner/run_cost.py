@@ -62,7 +62,9 @@ class RunCost:
     @property
     def money(self) -> Estimate | None:
         """Device-hours times the price; None without one."""
-        return None if self.price is None else self.device_hours.times(self.price)
+        if self.price is None:
+            return None
+        return self.device_hours.times(self.price)
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -121,7 +123,9 @@ def amount(value: float) -> str:
     >>> amount(1234567.0), amount(12.345), amount(0.001234), amount(1e300)
     ('1,230,000', '12.3', '0.00123', '1e+300')
     """
-    return f"{float(f'{value:.3g}'):,.0f}" if 100 <= abs(value) < 1e15 else f"{value:.3g}"
+    if 100 <= abs(value) < 1e15:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}"
 
 
 def run_cost(

@@ -26,8 +26,8 @@ FRONT = "front: no other plan is as fast in less memory, or faster in as little 
 
 
 class Reason(str):
-    """Why a candidate was rejected; `kind` is "memory", "limit" (of `compiles` or `seconds`), or ""
-    for any other reason.
+    """The reason for which a candidate was rejected; `kind` is "memory", "limit" (of `compiles` or
+    `seconds`), or "" for any other reason.
     """
 
     kind: str
@@ -90,8 +90,8 @@ class Search:
         return tuple(front)
 
     def drawing(self) -> Html:
-        """Memory against time of every plan, and the Pareto front, as HTML for a notebook's cell or
-        a page.
+        """Draw memory against time of every plan, and the Pareto front, as HTML for a notebook's
+        cell or a page.
 
         Raises:
           OptionError: nothing fits.
@@ -118,24 +118,19 @@ class Search:
     @property
     def _why_nothing(self) -> str:
         if all(why.kind != "memory" for why in self.rejected.values()):
-            first = next(
-                iter([*self.rejected.values(), *self.left_out.values()]), "there are no candidates"
-            )
+            first, *_ = *self.rejected.values(), *self.left_out.values(), "there are no candidates"
             return f"no candidate could be planned for {self.cluster}: {first}"
-        return (
-            f"nothing fits {self.cluster}"
-            if self.complete
-            else f"nothing that was compiled fits {self.cluster}"
-        )
+        what = "nothing" if self.complete else "nothing that was compiled"
+        return f"{what} fits {self.cluster}"
 
     @property
     def _larger_mesh(self) -> str:
         plan = self.would_hold
+        if plan is None:
+            return ""
         return (
             f"{plan.layout.name} on mesh {plan.mesh} of {plan.cluster} would hold it: "
             f"{plan.memory.verdict}"
-            if plan is not None
-            else ""
         )
 
     @property
@@ -146,14 +141,12 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            fix = self._larger_mesh or (
-                "a smaller model or batch" if self.complete else "more compiles"
-            )
-            raise OptionError(f"search: {self._why_nothing}.", fix=f"{fix}.")
+            other = "a smaller model or batch" if self.complete else "more compiles"
+            raise OptionError(f"search: {self._why_nothing}.", fix=f"{self._larger_mesh or other}.")
         return self.plans[0][0].layout
 
     def to_toml(self) -> str:
-        """The best layout as TOML, with a comment on how to use it.
+        """Return the best layout as TOML, with a comment on how to use it.
 
         Raises:
           OptionError: nothing fits.
@@ -161,8 +154,10 @@ class Search:
         layout, best = self.layout, self.plans[0][1]
         config = best.program.placed.config
         arguments = f"batch_size={best.rows}"
-        arguments += f", accumulate={config.accumulate}" if config.accumulate > 1 else ""
-        arguments += f', precision="{config.precision}"' if config.precision != "float32" else ""
+        if config.accumulate > 1:
+            arguments += f", accumulate={config.accumulate}"
+        if config.precision != "float32":
+            arguments += f', precision="{config.precision}"'
         step = f"{seconds(best.period.seconds)} per step predicted, {best.memory.verdict}"
         return (
             f"{FOUND} for {self.cluster}: {step}\n# fit(..., layout=<this file>, {arguments})\n\n"
@@ -180,7 +175,7 @@ class Search:
 
     @property
     def head(self) -> str:
-        """How many candidates fit, for which target, and the same step on one device."""
+        """The number of candidates that fit, for which target, and the same step on one device."""
         alone = (
             f"on one device: {seconds(self.alone.timeline.seconds)}, "
             f"{format_bytes(self.alone.memory.peak)}."
@@ -189,67 +184,58 @@ class Search:
             f"{len(self.plans)} of {len(self.plans) + len(self.rejected)} candidates for "
             f"{self.cluster} were compiled and fit; {alone}"
         )
-        return f"{head}\n{self._why_ended}" if self.time_limit else head
+        if self.time_limit:
+            return f"{head}\n{self._why_ended}"
+        return head
 
     @property
     def _why_ended(self) -> str:
-        """What the time limit has left out, as a sentence."""
+        """The candidates that the time limit has left out, as a sentence."""
         left = sum(why.kind == "limit" for why in self.rejected.values())
         of = (
             f"{left} of {len(self.plans) + len(self.rejected)} candidates were not tried; "
             "max_seconds (--max-seconds) sets it."
         )
-        return (
-            f"{self.time_limit[0].upper()}{self.time_limit[1:]} was reached after "
-            f"{_programs(self.programs)}: {of}"
-        )
+        limit = self.time_limit[0].upper() + self.time_limit[1:]
+        return f"{limit} was reached after {_programs(self.programs)}: {of}"
 
     @property
     def verdict(self) -> str:
         """A sentence that says that nothing fits, and on which mesh the step would."""
-        return (
-            self._why_nothing[0].upper()
-            + self._why_nothing[1:]
-            + (f"; {self._larger_mesh}" if self.would_hold else "")
-        )
+        verdict = self._why_nothing[0].upper() + self._why_nothing[1:]
+        if self.would_hold:
+            return f"{verdict}; {self._larger_mesh}"
+        return verdict
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table: its header, then every plan, fastest first; the last column marks the Pareto
-        front.
+        """Return the table: its header, then every plan, fastest first; the last column marks the
+        Pareto front.
         """
-        fastest = self.plans[0][1].period.seconds if self.plans else 0.0
         rows = [("", "candidate", "step", "vs best", "peak", "waits", "sent/device", "")]
         front = {candidate for candidate, _ in self.front}
         for number, (candidate, plan) in enumerate(self.plans, 1):
-            step, waits = plan.period.seconds, 1 - plan.period.utilization
-            peak, sent = format_bytes(plan.memory.peak), format_bytes(plan.traffic.bytes())
-            mark = "front" if candidate in front else ""
-            rows.append(
-                (
-                    str(number),
-                    str(candidate),
-                    seconds(step),
-                    f"{step / fastest:.2f}",
-                    peak,
-                    f"{waits:.0%}",
-                    sent,
-                    mark,
-                )
+            row = (
+                str(number),
+                str(candidate),
+                seconds(plan.period.seconds),
+                f"{plan.period.seconds / self.plans[0][1].period.seconds:.2f}",
+                format_bytes(plan.memory.peak),
+                f"{1 - plan.period.utilization:.0%}",
+                format_bytes(plan.traffic.bytes()),
+                "front" if candidate in front else "",
             )
+            rows.append(row)
         return rows
 
     def conclusion(self, count: int = 5) -> str:
-        """The fastest plans and the best, and what it took to find them: the end of what `spmd
-        search` prints.
+        """Return the fastest plans and the best, and what it took to find them: the end of what
+        `spmd search` prints.
         """
         took = f"{_programs(self.programs)} in {self.seconds:.0f} s"
-        took += (
-            ", then interrupted"
-            if self.interrupted
-            else f", then {self.time_limit}"
-            if self.time_limit
-            else ""
-        )
+        if self.interrupted:
+            took += ", then interrupted"
+        elif self.time_limit:
+            took += f", then {self.time_limit}"
         if self.best is None:
             return filled(f"{self.verdict}; {took}.")
         header, *rows = self.rows()
@@ -258,19 +244,19 @@ class Search:
         return filled("\n".join([title, *aligned([header, *rows[:count]]), best]))
 
     def reasons(self) -> list[str]:
-        """One line for each reason for rejecting candidates of a layout, however many they are; of
-        several figures, the first one's.
+        """Return one line for each reason for rejecting candidates of a layout, however many they
+        are; of several figures, the first one's.
         """
         by_reason: dict[tuple[str, str], list[Candidate]] = {}
         for candidate, why in self.rejected.items():
-            by_reason.setdefault((candidate.layout.name, _FIGURES.sub("", why)), []).append(
-                candidate
-            )
+            key = (candidate.layout.name, _FIGURES.sub("", why))
+            by_reason.setdefault(key, []).append(candidate)
         lines = []
         for (name, _), group in by_reason.items():
-            first = group[0]
-            several = f"{name}, {len(group)} candidates such as {first}"
-            lines.append(f"  {first if len(group) == 1 else several}: {self.rejected[first]}")
+            shown = str(group[0])
+            if len(group) > 1:
+                shown = f"{name}, {len(group)} candidates such as {shown}"
+            lines.append(f"  {shown}: {self.rejected[group[0]]}")
         return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 
     def __str__(self) -> str:
@@ -280,20 +266,15 @@ class Search:
     __repr__ = __str__
 
     def _repr_html_(self) -> Html:
-        header, *body = self.rows()
-        best = (
-            folded("the best layout as TOML", f"<pre>{html.escape(self.to_toml())}</pre>")
-            if self.plans
-            else ""
-        )
-        fits = (
-            f'{self._chart}<div class="wide">{table(header, body)}</div><p>{FRONT}</p>'
-            if body
-            else f'<p class="verdict bad">{html.escape(self.verdict)}</p>'
-        )
-        reasons = "\n".join(line.strip() for line in self.reasons())
-        rejected = folded(
-            f"{len(self.rejected) + len(self.left_out)} rejected, and why",
-            f"<pre>{html.escape(reasons)}</pre>",
-        )
-        return framed(f"<p>{html.escape(self.head)}</p>{fits}{best}{rejected if reasons else ''}")
+        header, *rows = self.rows()
+        parts = [f"<p>{html.escape(self.head)}</p>"]
+        if rows:
+            parts += [self._chart, f'<div class="wide">{table(header, rows)}</div><p>{FRONT}</p>']
+            layout = f"<pre>{html.escape(self.to_toml())}</pre>"
+            parts.append(folded("the best layout as TOML", layout))
+        else:
+            parts.append(f'<p class="verdict bad">{html.escape(self.verdict)}</p>')
+        if reasons := "\n".join(line.strip() for line in self.reasons()):
+            title = f"{len(self.rejected) + len(self.left_out)} rejected, and why"
+            parts.append(folded(title, f"<pre>{html.escape(reasons)}</pre>"))
+        return framed("".join(parts))

@@ -1,5 +1,5 @@
-"""What the steps of a trace spent their time on, by kind and by layer, beside what the plan of the
-same program predicts.
+"""The time of the steps of a trace, by kind and by layer, beside what the plan of the same program
+predicts.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 from spmd.errors import OptionError, option, quoted
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster, cluster_of
-from spmd.planner.device_trace import Event, layer_of, measure, module_number, read_trace
+from spmd.planner.device_trace import Event, Measured, layer_of, measure, module_number, read_trace
 from spmd.planner.hlo import Instruction, Module, collective_kind, parse
 from spmd.planner.target import load
 from spmd.planner.text_report import KERNELS, seconds
@@ -102,7 +102,7 @@ class StepProfile:
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> Line:
-        """The line of a kind, or of a layer.
+        """Return the line of a kind, or of a layer.
 
         Raises:
           KeyError: there is none.
@@ -114,61 +114,48 @@ class StepProfile:
 
     @property
     def _steps(self) -> str:
-        return (
-            f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        )
+        if self.first == self.last:
+            return f"step {self.last}"
+        return f"steps {self.first} to {self.last}"
 
     @property
     def title(self) -> str:
-        """What was traced."""
+        """The steps and devices that were traced."""
         beside = f", beside the plan for {self.target}" if self.target else ""
         many = f"{self.devices} device{'s' * (self.devices > 1)}"
         return f"{self._steps} on {many}{beside}: time of a step, mean over steps and devices"
 
     def grouped_layers(self, most: int = SHOWN) -> tuple[Line, ...]:
-        """The layers with those below the same module added up, at the greatest depth at which
-        there are at most `most` lines.
+        """Return the layers with those below the same module added up, at the greatest depth at
+        which there are at most `most` lines.
         """
+        groups: dict[str, list[Line]] = {}
         deepest = max((line.name.count("/") for line in self.layers), default=0) + 1
         for depth in range(deepest, 0, -1):
-            groups: dict[str, list[Line]] = defaultdict(list)
+            groups = defaultdict(list)
             for line in self.layers:
-                groups["/".join(line.name.split("/")[:depth])].append(line)
+                module = line.name.split("/")[:depth]
+                groups["/".join(module)].append(line)
             if len(groups) <= most:
                 break
-        lines = [
-            Line(name, sum(one.measured for one in group), _sum(one.predicted for one in group))
-            for name, group in groups.items()
-        ]
-        ordered = sorted(lines, key=lambda line: -line.measured)
-        rest = ordered[most:]
-        more = (
-            [
-                Line(
-                    f"{len(rest)} more",
-                    sum(one.measured for one in rest),
-                    _sum(one.predicted for one in rest),
-                )
-            ]
-            if rest
-            else []
-        )
-        return (*ordered[:most], *more)
+        lines = [_total(name, group) for name, group in groups.items()]
+        lines.sort(key=lambda line: -line.measured)
+        if len(lines) > most:
+            smallest = lines[most:]
+            lines[most:] = [_total(f"{len(smallest)} more", smallest)]
+        return tuple(lines)
 
     def _rows(self, lines: Sequence[Line]) -> list[tuple[str, ...]]:
         step = self[STEP].measured
-        return [
-            (
-                line.name,
-                "" if line.predicted is None else seconds(line.predicted),
-                seconds(line.measured),
-                f"{line.measured / step:.1%}" if step else "",
-                f"{line.predicted / line.measured:.2f}"
-                if line.predicted is not None and line.measured
-                else "",
-            )
-            for line in lines
-        ]
+        rows = []
+        for line in lines:
+            predicted = ratio = ""
+            if line.predicted is not None:
+                predicted = seconds(line.predicted)
+                ratio = f"{line.predicted / line.measured:.2f}" if line.measured else ""
+            share = f"{line.measured / step:.1%}" if step else ""
+            rows.append((line.name, predicted, seconds(line.measured), share, ratio))
+        return rows
 
     def _tables(self) -> tuple[tuple[str, list[tuple[str, ...]]], ...]:
         return ("by kind", self._rows(self.kinds)), ("by layer", self._rows(self.grouped_layers()))
@@ -185,18 +172,16 @@ class StepProfile:
         return f"StepProfile of {self._steps}: {seconds(step.measured)} per step{predicted}"
 
     def _repr_html_(self) -> Html:
-        tables = "".join(
-            f'<div class="wide">{table((name, *HEADER), rows)}</div>'
-            for name, rows in self._tables()
-        )
-        notes = "".join(
-            f"<p>{html.escape(note)}</p>" for note in (*self.notes, f"trace: {self.folder}")
-        )
-        return framed(f"<p>{html.escape(self.title)}</p>{tables}{notes}")
+        parts = [f"<p>{html.escape(self.title)}</p>"]
+        for name, rows in self._tables():
+            parts.append(f'<div class="wide">{table((name, *HEADER), rows)}</div>')
+        for note in (*self.notes, f"trace: {self.folder}"):
+            parts.append(f"<p>{html.escape(note)}</p>")
+        return framed("".join(parts))
 
 
 def check_target(target: "str | Cluster | None", placed: PlacedModel) -> Cluster | None:
-    """The cluster for which a step is to be predicted; None: the devices that are here.
+    """Return the cluster for which a step is to be predicted; None: the devices that are here.
 
     Raises:
       OptionError: there is no such target, or the mesh has another number of devices.
@@ -205,11 +190,9 @@ def check_target(target: "str | Cluster | None", placed: PlacedModel) -> Cluster
         return None
     cluster, count = Cluster.parse(target), placed.mesh.devices.size
     if cluster.count != count:
-        kind = (
-            re.sub(r"^(\d+x)*", "", target.partition("@")[0])
-            if isinstance(target, str)
-            else cluster.target.name
-        )
+        kind = cluster.target.name
+        if isinstance(target, str):  # its kind may be the path of a file
+            kind = re.sub(r"^(\d+x)*", "", target.partition("@")[0])
         raise OptionError(
             f"Profile: {option('target', quoted(target))} is {cluster.count} devices, and the mesh "
             f"has {count}.",
@@ -229,8 +212,8 @@ def profile_of(
     calls: Sequence[int],
     waited: float = 0.0,
 ) -> StepProfile:
-    """The profile of the steps in a trace. Nothing is compiled: the program is the one that this
-    process has.
+    """Return the profile of the steps in a trace. Nothing is compiled: the program is the one that
+    this process has.
 
     Args:
       trace: the file `NAME.xplane.pb`.
@@ -244,61 +227,39 @@ def profile_of(
       ValueError: the trace has no complete step, or its program is not found.
     """
     events = read_trace(trace)
-    ran = Counter(event.program for event in events if event.program[0] in PROGRAMS)
-    if not ran:
+    programs = Counter(event.program for event in events if event.program[0] in PROGRAMS)
+    if not programs:
         raise ValueError("it has no operation of a training step")
-    program = ran.most_common(1)[0][0]
-    module, temporaries = _executable(
-        placed, rows, program, {event.operation for event in events if event.program == program}
-    )
-    steps_per_call = max(calls) if program[0] == PROGRAMS[1] else 1
-    instructions = {
-        instr.name: (name, instr) for name, lines in module.computations.items() for instr in lines
-    }
-    by_device: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        by_device[event.device].append(event)
-    measured = [
-        one
-        for device in by_device.values()
-        if (one := measure(device, program, module, instructions)).executions
-    ]
+    program = max(programs, key=lambda program: programs[program])
+    ran = {event.operation for event in events if event.program == program}
+    module, temporaries = _executable(placed, rows, program, ran)
+    instructions = {instr.name: (name, instr) for name, instr in module.instructions}
+    several = program[0] == PROGRAMS[1]
+    steps_per_call = max(calls) if several else 1
+    measured = _measure_devices(events, program, module, instructions)
     if not measured:
         raise ValueError("it has no complete step")
-    executions = sum(one.executions for one in measured)
+    # between n executions of a device are n - 1 gaps
+    executions = sum(device.executions for device in measured)
     gaps = max(executions - len(measured), 1)
-    counts = {
-        "windows": executions,
-        "launches": executions,
-        "hidden": executions,
-        "between": gaps,
-        "other": gaps,
-    }
-    mean = {
-        name: sum(getattr(one, name) for one in measured) / count / steps_per_call
-        for name, count in counts.items()
-    }
-    charged: dict[str, float] = defaultdict(float)
-    for one in measured:
-        for name, took in one.charged.items():
-            charged[name] += took / executions / steps_per_call
+    mean, charged = _means(measured, executions, gaps, steps_per_call)
     cluster = target or cluster_of(list(placed.mesh.devices.flat))
     # whose rule says what a fusion with a product counts as
     described = cluster or Cluster(1, placed.mesh.devices.size, load("h100"))
-    axes = MeshSpec.parse(placed.mesh), described, placed.resolved.data_axes
-    plan = PredictedStep(
-        timeline_of(module, *axes, temporaries=temporaries),
-        steps_per_call,
-        known=cluster is not None,
+    timeline = timeline_of(
+        module,
+        MeshSpec.parse(placed.mesh),
+        described,
+        placed.resolved.data_axes,
+        temporaries=temporaries,
     )
+    plan = PredictedStep(timeline, steps_per_call, is_of_devices=cluster is not None)
     operations = _operations(charged, plan, module, instructions)
-    traced = executions // len(measured) * steps_per_call
-    notes = _notes(
-        placed, target, cluster, waited * len(measured) / gaps / steps_per_call, operations
-    )
+    waiting = waited * len(measured) / gaps / steps_per_call
+    notes = _notes(placed, target, cluster, waiting, operations)
+    traced = executions // len(measured)  # calls
     if steps_per_call > 1:
-        count = executions // len(measured)
-        many = f"{count} call{'s' * (count > 1)} of {steps_per_call} steps"
+        many = f"{traced} call{'s' * (traced > 1)} of {steps_per_call} steps"
         notes.append(f"note: {many}; what a call does beside its steps is a part of them.")
     start_step = placed.resolved.layout.gradients.start_step
     if first <= start_step:
@@ -312,44 +273,95 @@ def profile_of(
             f"note: these are {len(measured)} of {placed.mesh.devices.size} devices, those of "
             "process 0."
         )
-    shown = [(first, last)]
-    if traced < sum(calls):
-        notes.append(
-            f"note: {traced} of {sum(calls)} steps ran the same program, which are these; the "
-            "others count as other programs."
-        )
-        shown = _steps_of(calls, first, several=program[0] == PROGRAMS[1])
-        if sum(end - begin + 1 for begin, end in shown) != traced:
-            shown = [(first, last)]  # which of them it was is not known
-        elif len(shown) > 1:
-            notes.append(
-                f"note: these are steps {', '.join(f'{begin} to {end}' for begin, end in shown)}."
-            )
-    layers, name = _layers(operations, plan), "" if cluster is None else str(cluster)
-    steps = shown[0][0], shown[-1][1]
+    stretches, remarks = _traced_steps(calls, first, last, traced * steps_per_call, several)
     return StepProfile(
-        *steps,
-        len(measured),
-        _kinds(mean, operations, plan),
-        layers,
-        operations,
-        name,
-        trace.parent,
-        tuple(notes),
+        first=stretches[0][0],
+        last=stretches[-1][1],
+        devices=len(measured),
+        kinds=_kinds(mean, operations, plan),
+        layers=_layers(operations, plan),
+        operations=operations,
+        target="" if cluster is None else str(cluster),
+        folder=trace.parent,
+        notes=(*notes, *remarks),
     )
 
 
+def _measure_devices(
+    events: Sequence[Event],
+    program: tuple[str, int],
+    module: Module,
+    instructions: Mapping[str, tuple[str, Instruction]],
+) -> list[Measured]:
+    """Charge the time of each device that has executed the program to its operations."""
+    by_device: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_device[event.device].append(event)
+    devices = [measure(device, program, module, instructions) for device in by_device.values()]
+    return [device for device in devices if device.executions]
+
+
+def _means(
+    devices: Sequence[Measured], executions: int, gaps: int, steps_per_call: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the means of a step over devices: by what was measured, and by operation that was
+    charged.
+    """
+    counts = {
+        "windows": executions,
+        "launches": executions,
+        "hidden": executions,
+        "between": gaps,
+        "other": gaps,
+    }
+    mean = {}
+    for name, count in counts.items():
+        total = sum(getattr(device, name) for device in devices)
+        mean[name] = total / count / steps_per_call
+    charged: dict[str, float] = defaultdict(float)
+    for device in devices:
+        for name, took in device.charged.items():
+            charged[name] += took / executions / steps_per_call
+    return mean, charged
+
+
+def _traced_steps(
+    calls: Sequence[int], first: int, last: int, traced: int, several: bool
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return the numbers of the steps that a profile is of, as stretches, and notes on others.
+
+    Args:
+      traced: how many steps ran the program of the profile.
+      several: whether that is the program of several steps.
+    """
+    if traced >= sum(calls):
+        return [(first, last)], []
+    notes = [
+        f"note: {traced} of {sum(calls)} steps ran the same program, which are these; the "
+        "others count as other programs."
+    ]
+    stretches = _steps_of(calls, first, several=several)
+    if sum(end - begin + 1 for begin, end in stretches) != traced:
+        return [(first, last)], notes  # which of them it was is not known
+    if len(stretches) > 1:
+        steps = ", ".join(f"{begin} to {end}" for begin, end in stretches)
+        notes.append(f"note: these are steps {steps}.")
+    return stretches, notes
+
+
 def _steps_of(calls: Sequence[int], first: int, *, several: bool) -> list[tuple[int, int]]:
-    """Numbers of the steps that were made by calls of several steps, or one by one: the first and
-    the last one of each stretch.
+    """Return numbers of the steps that were made by calls of several steps, or one by one: the
+    first and the last one of each stretch.
     """
     stretches: list[tuple[int, int]] = []
     for count in calls:
+        last = first + count - 1
         if (count > 1) == several:
-            joins = stretches and stretches[-1][1] == first - 1
-            begin = stretches.pop()[0] if joins else first
-            stretches.append((begin, first + count - 1))
-        first += count
+            if stretches and stretches[-1][1] == first - 1:
+                stretches[-1] = (stretches[-1][0], last)
+            else:
+                stretches.append((first, last))
+        first = last + 1
     return stretches
 
 
@@ -360,7 +372,7 @@ def _notes(
     waited: float,
     operations: Sequence[Operation],
 ) -> list[str]:
-    """Remarks on what was predicted, and on what is in which line; `waited`: seconds of a step, as
+    """Remark on what was predicted, and on what is in which line; `waited`: seconds of a step, as
     those between steps.
     """
     many, notes = placed.mesh.devices.size, []
@@ -402,66 +414,79 @@ def _notes(
     return notes
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) if numbers else None
+def _total(name: str, lines: Iterable[Line | Operation]) -> Line:
+    """Add up the seconds of lines, or of operations; predicted ones where any are."""
+    lines = tuple(lines)
+    predicted = [line.predicted for line in lines if line.predicted is not None]
+    measured = sum(line.measured for line in lines)
+    return Line(name, measured, sum(predicted) if predicted else None)
 
 
 def _executable(
     placed: PlacedModel, rows: int, program: tuple[str, int], ran: set[str]
 ) -> tuple[Module, float]:
-    """The compiled program that ran, and the bytes of its temporaries.
+    """Return the compiled program that ran, and the bytes of its temporaries.
 
     Several programs may have this name, such as those of other batches: it is the one with the
     operations that ran and with the number in the trace. One that was loaded has another number
     here; then it is one for full batches, and the newest of these.
+
+    Raises:
+      ValueError: this process has no program of this name.
     """
-    found = []
+    rows_per_worker = rows // placed.resolved.workers
+    candidates = []
     for executable in placed.mesh.local_devices[0].client.live_executables():  # the newest first
+        # one module is the program of all devices
         for compiled in executable.hlo_modules()[:1]:
-            if compiled.name == program[0]:
-                module, number = (
-                    parse(compiled.to_string()),
-                    module_number(compiled.as_serialized_hlo_module_proto()),
-                )
-                names = {instr.name for lines in module.computations.values() for instr in lines}
-                inputs = [
-                    instr
-                    for instr in module.computations[module.entry]
-                    if instr.op == "parameter" and instr.scope.startswith("batch")
-                ]
-                full = any(
-                    instr.arrays[0].shape[:1] == (rows // placed.resolved.workers,)
-                    for instr in inputs
-                )
-                found.append((len(ran & names), number == program[1], full, module, executable))
-    if not found:
+            if compiled.name != program[0]:
+                continue
+            module = parse(compiled.to_string())
+            number = module_number(compiled.as_serialized_hlo_module_proto())
+            common = ran & {instr.name for _, instr in module.instructions}
+            is_full = rows_per_worker in _batch_rows(module)
+            key = (len(common), number == program[1], is_full)
+            candidates.append((key, module, executable))
+    if not candidates:
         raise ValueError(f"this process has no program {program[0]}")
-    *_, module, executable = max(found, key=lambda entry: entry[:3])
+    _, module, executable = max(candidates, key=lambda candidate: candidate[0])
     return module, float(executable.get_compiled_memory_stats().temp_size_in_bytes)
+
+
+def _batch_rows(module: Module) -> set[int]:
+    """Return the numbers of rows that a program's arguments of a batch have."""
+    rows: set[int] = set()
+    for instr in module.computations[module.entry]:
+        if instr.op == "parameter" and instr.scope.startswith("batch"):
+            rows.update(instr.arrays[0].shape[:1])
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictedStep:
-    """The timeline of a program that makes `steps` steps; `known`: whether it is that of these
+    """The timeline of a program that makes `steps` steps; `is_of_devices`: it is that of these
     devices, and not only a way to count.
     """
 
     timeline: Timeline
     steps: int
-    known: bool
+    is_of_devices: bool
 
     def seconds(self, field: str) -> float | None:
-        """A field of the timeline, of one step."""
-        return getattr(self.timeline, field) / self.steps if self.known else None
+        """Return a field of the timeline, of one step."""
+        if self.is_of_devices:
+            return getattr(self.timeline, field) / self.steps
+        return None
 
     def part(self, operation: str) -> str:
-        """The field to which an operation's own work counts."""
+        """Return the field to which an operation's own work counts."""
         return self._parts.get(operation, "memory")
 
     def of(self, operation: str) -> float | None:
-        """Seconds of an operation, of one step."""
-        return self._operations.get(operation, 0.0) / self.steps if self.known else None
+        """Return the seconds of an operation, of one step."""
+        if self.is_of_devices:
+            return self._operations.get(operation, 0.0) / self.steps
+        return None
 
     @functools.cached_property
     def _parts(self) -> dict[str, str]:
@@ -477,10 +502,11 @@ class PredictedStep:
     @property
     def cleared(self) -> float:
         """Seconds of clearing temporaries, which are part of memory and of no operation."""
-        memory = sum(
-            took for (_, part), took in self.timeline.operations.items() if part == "memory"
-        )
-        return max(self.timeline.memory - memory, 0.0) / self.steps if self.known else 0.0
+        if not self.is_of_devices:
+            return 0.0
+        operations = self.timeline.operations.items()
+        memory = sum(took for (_, part), took in operations if part == "memory")
+        return max(self.timeline.memory - memory, 0.0) / self.steps
 
 
 def _operations(
@@ -489,49 +515,48 @@ def _operations(
     module: Module,
     instructions: Mapping[str, tuple[str, Instruction]],
 ) -> tuple[Operation, ...]:
-    """Every operation that ran or is predicted, in the words of the plan."""
-    listed = []
-    for name in dict.fromkeys(
-        [*charged, *(operation for operation, _ in plan.timeline.operations)]
-    ):
+    """Return every operation that ran or is predicted, in the words of the plan."""
+    names = dict.fromkeys(charged)
+    names |= dict.fromkeys(operation for operation, _ in plan.timeline.operations)
+    operations = []
+    for name in names:
         computation, instr = instructions.get(name, ("", None))
-        kind = LIMITS_BY_FIELD[
-            "exposed" if instr is not None and collective_kind(instr.op) else plan.part(name)
-        ]
-        layer = UNNAMED if instr is None else layer_of(module.scopes(computation, instr)[0])
-        listed.append(Operation(name, kind, layer, charged.get(name, 0.0), plan.of(name)))
-    return tuple(sorted(listed, key=lambda operation: (-operation.measured, operation.name)))
+        field, layer = plan.part(name), UNNAMED
+        if instr is not None:
+            layer = layer_of(module.scopes(computation, instr)[0])
+            if collective_kind(instr.op):
+                field = "exposed"
+        took = charged.get(name, 0.0)
+        operations.append(Operation(name, LIMITS_BY_FIELD[field], layer, took, plan.of(name)))
+    return tuple(sorted(operations, key=lambda operation: (-operation.measured, operation.name)))
 
 
 def _kinds(
     mean: Mapping[str, float], operations: Sequence[Operation], plan: PredictedStep
 ) -> tuple[Line, ...]:
-    """Lines by kind."""
+    """Return lines by kind."""
     lines = []
     for limit, field in LIMITS.items():
-        took, planned = (
-            sum(one.measured for one in operations if one.kind == limit),
-            plan.seconds(field),
-        )
-        took += mean["launches"] if field == "launches" else 0.0
+        took = sum(one.measured for one in operations if one.kind == limit)
+        if field == "launches":
+            took += mean["launches"]
+        planned = plan.seconds(field)
         if took or planned or field not in KERNELS:
             lines.append(Line(limit, took, planned))
-    lines += [
-        Line(STEP, mean["windows"], plan.seconds("seconds")),
-        Line(HIDDEN, mean["hidden"], plan.seconds("hidden")),
-    ]
+    lines.append(Line(STEP, mean["windows"], plan.seconds("seconds")))
+    lines.append(Line(HIDDEN, mean["hidden"], plan.seconds("hidden")))
     lines.append(Line(BETWEEN, mean["between"]))
-    return (*lines, *([Line(OTHER, mean["other"])] if mean["other"] else []))
+    if mean["other"]:
+        lines.append(Line(OTHER, mean["other"]))
+    return tuple(lines)
 
 
 def _layers(operations: Sequence[Operation], plan: PredictedStep) -> tuple[Line, ...]:
-    """Lines by layer."""
+    """Return lines by layer."""
     groups: dict[str, list[Operation]] = defaultdict(list)
-    for one in operations:
-        groups[one.layer].append(one)
-    lines = [
-        Line(name, sum(one.measured for one in group), _sum(one.predicted for one in group))
-        for name, group in groups.items()
-    ]
-    lines += [Line(CLEARED, 0.0, plan.cleared)] if plan.cleared > ROUNDING else []
+    for operation in operations:
+        groups[operation.layer].append(operation)
+    lines = [_total(name, group) for name, group in groups.items()]
+    if plan.cleared > ROUNDING:
+        lines.append(Line(CLEARED, 0.0, plan.cleared))
     return tuple(sorted(lines, key=lambda line: (-line.measured, line.name)))

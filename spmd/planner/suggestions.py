@@ -1,5 +1,5 @@
-"""What `plan.fixes()`, `plan.changes()` and a search's compiler options return: known changes, each
-one planned before it is reported.
+"""The results of `plan.fixes()`, of `plan.changes()` and of a search's compiler options: known
+changes, each one planned before it is reported.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any, Generic
 import jax
 
 from spmd.errors import CompileError, OptionError, SpmdError, option, short_repr
+from spmd.layout.schema import Layout
 from spmd.mesh import abstract_mesh
 from spmd.planner.candidates import Candidate, update_differences
 from spmd.planner.cluster import MIN_SAVING
@@ -39,6 +40,9 @@ from spmd.planner.text_report import seconds
 from spmd.render.html import aligned, filled
 from spmd.tree import format_bytes
 
+COMPILES = 8  # programs for all changes of a plan
+TUNED = 2  # layouts on which options are tried: the fastest ones
+
 
 @dataclasses.dataclass(frozen=True)
 class Fix(Generic[PlanT]):
@@ -56,7 +60,7 @@ class Fix(Generic[PlanT]):
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits with the change."""
+        """True if the step fits with the change."""
         return self.plan is not None and self.plan.fits
 
     def __str__(self) -> str:
@@ -85,7 +89,7 @@ def fixes_of(
     """
     fixes: list[Fix[PlanT]] = []
     best = plan
-    for step in (
+    for edits in (
         fuse_attention,
         more_remat,
         reduce_each_microbatch,
@@ -95,7 +99,9 @@ def fixes_of(
         more_devices,
     ):
         before = best
-        for change, changes in step(before):
+        # more devices that save little will not help
+        saving = MIN_SAVING if edits is more_devices else 1.0
+        for change, changes in edits(before):
             if best.fits:
                 break
             say(f"planning with {change}")
@@ -105,17 +111,15 @@ def fixes_of(
                 fixes.append(Fix(change, None, error.summary))
                 break  # more of the same would be rejected too
             fixes.append(Fix(change, planned))
-            if planned.memory.peak < best.memory.peak * (
-                MIN_SAVING if step is more_devices else 1.0
-            ):
+            if planned.memory.peak < best.memory.peak * saving:
                 best = planned
-            elif step is more_devices:
+            elif edits is more_devices:
                 break
     return tuple(fixes)
 
 
 def plan_with(plan: PlanT, changes: Mapping[str, Any], *, timeout: float = 600.0) -> PlanT:
-    """The plan of the same step with changes.
+    """Return the plan of the same step with changes.
 
     Args:
       changes: some of `layout`, `mesh`, `cluster`, `accumulate`, `precision`, and `rows` of the
@@ -124,24 +128,19 @@ def plan_with(plan: PlanT, changes: Mapping[str, Any], *, timeout: float = 600.0
     Raises:
       SpmdError: as `spmd.plan`.
     """
-    variant = {
-        "layout": plan.layout,
-        "mesh": plan.mesh,
-        "cluster": plan.cluster,
-        "rows": plan.rows,
-    } | dict(changes)
-    options = {name: variant.get(name) for name in ("accumulate", "precision")}
+    rows = changes.get("rows", plan.rows)
     placed = plan.program.placed.with_layout(
-        abstract_mesh(variant["mesh"]), variant["layout"], **options
+        abstract_mesh(changes.get("mesh", plan.mesh)),
+        changes.get("layout", plan.layout),
+        accumulate=changes.get("accumulate"),
+        precision=changes.get("precision"),
     )
     sample = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((variant["rows"], *leaf.shape[1:]), leaf.dtype),
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype),
         plan.program.sample,
     )
-    return build_plan(type(plan), placed, sample, variant["cluster"], timeout=timeout)
-
-
-COMPILES = 8  # programs for all changes of a plan
+    cluster = changes.get("cluster", plan.cluster)
+    return build_plan(type(plan), placed, sample, cluster, timeout=timeout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Change(Fix[PlanT]):
 
 @dataclasses.dataclass(frozen=True)
 class Changes(Generic[PlanT]):
-    """What known changes bring; printed, a table.
+    """The results of known changes; printed, a table.
 
     Attributes:
       plan: without them.
@@ -181,45 +180,38 @@ class Changes(Generic[PlanT]):
     run: RunCost | None
 
     def __str__(self) -> str:
-        planned = [change for change in self.tried if change.plan is not None]
+        if not self.tried and not self.left_out:
+            return filled("no known change lowers these costs.")
         header = ["", "change", "step", "rows/s", "memory", "training"]
         if self.run is not None:
-            header[5:5] = (
-                ["device-hours", "money"] if self.run.price is not None else ["device-hours"]
-            )
+            header.insert(5, "device-hours")
+            if self.run.price is not None:
+                header.insert(6, "money")
         rows = [header, ["", "as planned", *self._cells(self.plan, self.run), ""]]
-        for number, change in enumerate(planned, 1):
-            rows.append(
-                [
-                    str(number),
-                    change.change,
-                    *self._cells(change.plan or self.plan, change.run),
-                    change.differs or "the same",
-                ]
-            )
+        # numbers of the changes that may lower a cost
+        numbers: dict[str, list[str]] = {cost.what: [] for cost in self.plan.costs[:SHOWN]}
+        uses, rejected = [], []
+        for change in self.tried:
+            if change.plan is None:
+                rejected.append(f"rejected: {change.change}: {change.why}")
+                continue
+            number = str(len(rows) - 1)
+            cells = self._cells(change.plan, change.run)
+            rows.append([number, change.change, *cells, change.differs or "the same"])
+            for what in change.costs:
+                numbers[what].append(number)
+            indent = " " * len(number)
+            uses.append(f"{number}: " + change.to_use.replace("\n", f"\n{indent}  "))
         lines = [f"each planned separately, on {self.plan.cluster}; the costs that they may lower:"]
-        lines += [
-            f"  {what}: {', '.join(numbers)}" for what, numbers in self._by_cost(planned).items()
-        ]
-        lines += ["", *aligned(rows, ruled=True), ""]
-        for number, change in enumerate(planned, 1):
-            first, *rest = change.to_use.split("\n")
-            lines += [f"{number}: {first}", *(f"{'':{len(str(number))}}  {line}" for line in rest)]
-        lines += [
-            f"rejected: {change.change}: {change.why}"
-            for change in self.tried
-            if change.plan is None
-        ]
-        return filled(
-            "\n".join([*lines, *self.left_out])
-            if self.tried or self.left_out
-            else "no known change lowers these costs."
-        )
+        for what, changes in numbers.items():
+            lines.append(f"  {what}: {', '.join(changes) or 'none'}")
+        lines += ["", *aligned(rows, ruled=True), "", *uses, *rejected, *self.left_out]
+        return filled("\n".join(lines))
 
     __repr__ = __str__
 
     def _cells(self, plan: PlanData, run: RunCost | None) -> list[str]:
-        """Figures of a plan, each with its difference from the plan without changes."""
+        """Return figures of a plan, each with its difference from the plan without changes."""
         base, memory = self.plan, plan.memory
         fits = "" if plan.fits else ", does not fit"
         cells = [
@@ -227,26 +219,22 @@ class Changes(Generic[PlanT]):
             f"{plan.rows_per_second:,.0f}" + _percent(plan.rows_per_second, base.rows_per_second),
             format_bytes(memory.expected) + _percent(memory.expected, base.memory.expected) + fits,
         ]
-        cells += [amount(run.device_hours.expected)] if run is not None else []
-        return cells + (
-            [amount(run.money.expected)] if run is not None and run.money is not None else []
-        )
-
-    def _by_cost(self, planned: list[Change[PlanT]]) -> dict[str, list[str]]:
-        numbers: dict[str, list[str]] = {cost.what: [] for cost in self.plan.costs[:SHOWN]}
-        for number, change in enumerate(planned, 1):
-            for what in change.costs:
-                numbers[what].append(str(number))
-        return {what: found or ["none"] for what, found in numbers.items()}
+        if run is not None:
+            cells.append(amount(run.device_hours.expected))
+            if run.money is not None:
+                cells.append(amount(run.money.expected))
+        return cells
 
 
 def _percent(value: float, base: float) -> str:
-    """The difference from a base, or nothing where they are equal.
+    """Write the difference from a base, or nothing where they are equal.
 
     >>> _percent(90.0, 100.0), _percent(100.0, 100.0)
     (' (-10%)', '')
     """
-    return f" ({value / base - 1:+.0%})" if base and value != base else ""
+    if base and value != base:
+        return f" ({value / base - 1:+.0%})"
+    return ""
 
 
 def changes_of(
@@ -262,17 +250,22 @@ def changes_of(
 ) -> Changes[PlanT]:
     """Plan the changes that are known to lower a plan's largest costs: of each cost the first, then
     of each the second, and so on.
+
+    Raises:
+      OptionError: numbers that say nothing about a run, or less than one program.
     """
     check_run(tokens=tokens, rows=rows, steps=steps, price=price, optional=True)
     if isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1:
         raise OptionError(
             f"{option('compiles', short_repr(compiles))}.", fix="a number of programs, from 1."
         )
-    length = {"tokens": tokens, "rows": rows, "steps": steps}
-    run = run_cost(plan, **length, price=price) if any(length.values()) else None
+    run = None
+    if tokens or rows or steps:
+        run = run_cost(plan, tokens=tokens, rows=rows, steps=steps, price=price)
     tried: dict[str, Change[PlanT]] = {}
     compiled, waiting = 0, dict[str, None]()
     for cost, trial in _trials(plan):
+        # a change that may lower several costs is planned once
         if (same := tried.get(trial.name)) is not None:
             tried[trial.name] = dataclasses.replace(same, costs=(*same.costs, cost.what))
             continue
@@ -290,80 +283,86 @@ def changes_of(
             tried[trial.name] = Change(trial.name, None, error.summary, (cost.what,))
             continue
         compiled += 1
-        lossy = update_differences(planned.layout)
-        differs = trial.differs or (
-            lossy if lossy and lossy != update_differences(plan.layout) else ""
-        )
-        cost_of_run = run_cost(planned, rows=run.rows, price=price) if run is not None else None
-        to_use = trial.to_use or layout_difference(plan.layout, planned.layout)
         tried[trial.name] = Change(
-            trial.name, planned, "", (cost.what,), to_use, differs, cost_of_run
+            trial.name,
+            planned,
+            "",
+            (cost.what,),
+            trial.to_use or layout_difference(plan.layout, planned.layout),
+            trial.differs or _new_differences(plan.layout, planned.layout),
+            run and run_cost(planned, rows=run.rows, price=price),
         )
-    left_out = [f"not planned, beyond {compiles} programs: {'; '.join(waiting)}"] if waiting else []
-    if any(cost.kind == EXPOSED for cost in plan.costs[:SHOWN]) and (why := why_not_tuned(plan)):
+    left_out = []
+    if waiting:
+        left_out.append(f"not planned, beyond {compiles} programs: {'; '.join(waiting)}")
+    why = why_not_tuned(plan)
+    if why and any(cost.kind == EXPOSED for cost in plan.costs[:SHOWN]):
         left_out.append(why)
     return Changes(plan, tuple(sorted(tried.values(), key=_order)), tuple(left_out), run)
 
 
+def _new_differences(before: Layout, after: Layout) -> str:
+    """Return how a layout's updates differ from those of one device, if another's do not."""
+    differences = update_differences(after)
+    if differences and differences != update_differences(before):
+        return differences
+    return ""
+
+
 def _order(change: Change) -> tuple:
+    """Return the key by which changes are sorted."""
     if change.plan is None:
         return (2, False, 0.0)
     return (0 if change.fits else 1, bool(change.differs), -change.plan.rows_per_second)
 
 
 def _trials(plan: PlanData) -> Iterator[tuple[StepCost, Trial]]:
-    """Changes by cost, the first of each cost before the second of any."""
-    costs = plan.costs[:SHOWN]
-    queues = [
-        (cost, iter([trial for known in KNOWN.get(cost.kind, ()) for trial in known(plan, cost)]))
-        for cost in costs
-    ]
-    while queues:
-        for cost, queue in list(queues):
-            if (trial := next(queue, None)) is None:
-                queues.remove((cost, queue))
-            else:
-                yield cost, trial
-
-
-TUNED = 2  # layouts on which options are tried: the fastest ones
+    """Yield changes by cost, the first of each cost before the second of any."""
+    queues: list[tuple[StepCost, list[Trial]]] = []
+    for cost in plan.costs[:SHOWN]:
+        queue: list[Trial] = []
+        for change in KNOWN.get(cost.kind, ()):
+            queue += change(plan, cost)
+        queues.append((cost, queue))
+    # so that a limit of programs leaves something for each cost
+    for turn in range(max((len(queue) for _, queue in queues), default=0)):
+        for cost, queue in queues:
+            if turn < len(queue):
+                yield cost, queue[turn]
 
 
 def tune(
     candidate: Candidate, plan: PlanT, build: Callable[[Candidate], PlanT]
 ) -> tuple[dict[Candidate, PlanT], dict[Candidate, str]]:
-    """Try one option after the other, each on top of those before it that were kept; at most one
-    program for each.
+    """Try one option of the compiler after the other, each on top of those before it that were
+    better; at most one program for each.
 
-    An option is kept if the step fits, is not slower, and less communication is exposed, or as much
-    in less memory. What the layout sets itself is not changed.
+    An option is better if the step fits, is not slower, and less communication is exposed, or as
+    much in less memory. What the layout sets itself is not changed.
 
     Returns:
-      The candidates that were kept, and the others with a reason.
+      The candidates that were better, and the others with a reason.
     """
-    kept: dict[Candidate, PlanT] = {}
+    better: dict[Candidate, PlanT] = {}
     rejected: dict[Candidate, str] = {}
     for key, value in trials(plan):
         compiler = dataclasses.replace(candidate.layout.compiler, **{key: value})
-        other = dataclasses.replace(
-            candidate, layout=dataclasses.replace(candidate.layout, compiler=compiler)
-        )
+        layout = dataclasses.replace(candidate.layout, compiler=compiler)
+        other = dataclasses.replace(candidate, layout=layout)
         try:
             changed = build(other)
         except SpmdError as error:
             rejected[other] = error.summary
             continue
-        if (
-            changed.fits
-            and changed.timeline.seconds <= plan.timeline.seconds
-            and _rank(changed) < _rank(plan)
-        ):
-            candidate, plan, kept[other] = other, changed, changed
+        is_fast = changed.fits and changed.timeline.seconds <= plan.timeline.seconds
+        if is_fast and _rank(changed) < _rank(plan):
+            candidate, plan = other, changed
+            better[other] = changed
         else:
             rejected[other] = (
                 f"no better than without {key}: {_figures(changed)}; without, {_figures(plan)}"
             )
-    return kept, rejected
+    return better, rejected
 
 
 def _rank(plan: PlanData) -> tuple[float, int]:
@@ -371,6 +370,7 @@ def _rank(plan: PlanData) -> tuple[float, int]:
 
 
 def _figures(plan: PlanData) -> str:
+    """Write the figures that options of the compiler are to lower."""
     return (
         f"{seconds(plan.timeline.exposed)} exposed of {seconds(plan.timeline.seconds)}, peak "
         f"{format_bytes(plan.memory.peak)}"

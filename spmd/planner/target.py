@@ -52,6 +52,15 @@ _OPTIONAL = {
         "temporaries",
     ),
 }
+TABLES = ("flops", "inside", "between", "achieved", "spread", "overhead", "compiler", "sources")
+COMMENTS = {
+    "flops": "per second, dense, by the dtype that is multiplied",
+    "inside": "what one device sends to others in its node",
+    "between": "what one device sends to other nodes",
+    "achieved": "shares of these that programs reach, and seconds before an operation begins",
+    "spread": "how far off each may be, as a share of it",
+    "overhead": "of memory beside XLA's program: what is expected, and its standard deviation",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,17 +374,6 @@ def _is_estimate(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 2:
         return False
     return all(type(number) in (int, float) and number >= 0 for number in pair)
-
-
-TABLES = ("flops", "inside", "between", "achieved", "spread", "overhead", "compiler", "sources")
-COMMENTS = {
-    "flops": "per second, dense, by the dtype that is multiplied",
-    "inside": "what one device sends to others in its node",
-    "between": "what one device sends to other nodes",
-    "achieved": "shares of these that programs reach, and seconds before an operation begins",
-    "spread": "how far off each may be, as a share of it",
-    "overhead": "of memory beside XLA's program: what is expected, and its standard deviation",
-}
 
 
 def target_text(target: Target) -> str:

@@ -271,7 +271,9 @@ def seconds(value: float) -> str:
     rounded = float(f"{value:.3g}")
     if rounded >= 1:
         return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if rounded >= 1e-3 else f"{value * 1e6:.3g} us"
+    if rounded >= 1e-3:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} us"
 
 
 def explanation(plan: PlanData, path: str) -> Text:

@@ -9,9 +9,8 @@ its start and its end in XLA's schedule hides it. Collectives run one at a time.
 equal. Copies between device and host take the time of their bytes on the host's link, one at a
 time, and are hidden likewise.
 
-The program of a step that synchronizes workers has a branch for each fragment that is sent or
-received. Which of them a step takes is data (`spmd.wire.server.sync_schedule`), so one compiled
-program has the times of all steps.
+Which fragments a step sends and receives is data (`spmd.wire.server.sync_schedule`): a compiled
+program has a branch for each, and so the times of all steps.
 """
 
 import dataclasses
@@ -51,8 +50,7 @@ KINDS = {
     "attention": "attention",
     "attention_backward": "attention",
 }
-# of parts, if named otherwise
-SPREADS = {
+SPREADS = {  # of parts, if named otherwise
     "products": "matmul",
     "launches": "launch",
     "exposed": "link",
@@ -69,6 +67,8 @@ ADDED = (  # of a loop's body
     "rematerialized",
     "repeated_memory",
 )
+# by name of the start: when the communication ends, when it was started, and what it is
+_Pending = dict[str, tuple[float, float, Transfer | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +234,7 @@ def timeline_of(
     """
     schedule = _Schedule(module, mesh, cluster, data_axes, widened, due)
     clock = schedule.simulate(module.entry)
+    # glibc returns large blocks after each step, so the next one touches new pages
     clearing = first_touch_time(temporaries, cluster.target)
     clock.compute += clearing
     clock.memory += clearing
@@ -296,10 +297,6 @@ def deviation(parts: Any, target: Target) -> float:
     return math.hypot(*errors)
 
 
-# by name of the start: when the communication ends, when it was started, and what it is
-_Pending = dict[str, tuple[float, float, Transfer | None]]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Schedule(Partitioned):
     """The schedule of a program, which is simulated computation by computation."""
@@ -322,13 +319,14 @@ class _Schedule(Partitioned):
         return clock
 
     def _work(self, clock: _Clock, name: str, instr: Instruction) -> None:
-        """Advance by an instruction that communicates with nobody, or by all that it runs."""
+        """Advance by an instruction that does not communicate, or by all that it runs."""
         began, memory = clock.compute, clock.memory
         if instr.op in ("while", "conditional", "call", "async-start"):
             self._nested(clock, name, instr)
         elif instr.op not in FREE and not instr.op.endswith("-update"):
             launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
             self._compute(clock, instr, cost_of(self.module, name, instr), launch)
+            # jax.checkpoint marks what it computes again in the scope, XLA in the name
             if REMATTED in instr.scope or REMATERIALIZED in instr.name:
                 clock.repeated_memory += clock.memory - memory
         if REMATERIALIZED in instr.name:
@@ -351,6 +349,7 @@ class _Schedule(Partitioned):
         seconds = max(products, memory)
         setattr(clock, part, getattr(clock, part) + seconds)
         clock.operations[instr.name, part] += seconds
+        # for reports: how far kernels are from the peak
         if part != "memory":
             clock.at_peak[part] += sum(
                 product.flops * product.share / target.rate(product.dtype)
@@ -368,6 +367,7 @@ class _Schedule(Partitioned):
         host's memory.
         """
         target = self.cluster.target
+        # a TPU's description has no such link: the copy takes no time
         bandwidth = (target.host_bandwidth or math.inf) * target.achieved.link
         begin = max(clock.compute, clock.host_link)
         clock.host_link = begin + size / bandwidth
@@ -384,6 +384,7 @@ class _Schedule(Partitioned):
     def _begin(self, clock: _Clock, pending: _Pending, name: str, instr: Instruction) -> None:
         """Begin a collective, and wait for it unless it is asynchronous."""
         transfer = self.transfer(name, instr)
+        # a group of one device sends nothing
         if transfer.group <= 1:
             return
         begin = max(clock.compute, clock.link)
@@ -444,6 +445,7 @@ class _Schedule(Partitioned):
         due, the shortest.
         """
         branches = [self.simulate(called) for called in instr.called]
+        # which branch a step takes is data: the longest one, unless it is known
         branches.sort(key=lambda branch: branch.compute)
         if not branches:
             return _Clock()
@@ -456,9 +458,8 @@ def _narrowed(cost: Cost, dtype: str) -> Cost:
     """Return a cost with its products of float32 in the dtype that the target multiplies."""
     products = []
     for product in cost.products:
-        if product.dtype == "float32":
-            product = dataclasses.replace(product, dtype=dtype)
-        products.append(product)
+        is_wide = product.dtype == "float32"
+        products.append(dataclasses.replace(product, dtype=dtype) if is_wide else product)
     return Cost(tuple(products), cost.bytes)
 
 
@@ -471,8 +472,7 @@ class StepKind:
 
     Attributes:
       count: how many of these the period has.
-      due: what they send and receive, such as "send/0" of the first fragment; empty for steps in
-        which workers train alone.
+      due: what they send and receive, such as "send/0"; empty where workers train alone.
       seconds, deviation: the time of one, and how far off it may be.
       exposed: seconds of it in which nothing is computed, because communication is waited for;
         `hidden`: communication beside computation.

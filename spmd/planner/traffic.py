@@ -104,7 +104,9 @@ class Transfer:
         if self.kind == "collective_permute":
             if self.leaving:
                 return 0.0, 0.0, float(size)
-            return (0.0, float(size), 0.0) if nodes > 1 else (float(size), 0.0, 0.0)
+            if nodes > 1:
+                return (0.0, float(size), 0.0)
+            return (float(size), 0.0, 0.0)
         if self.kind == "all_to_all":
             inside = (devices - 1) * size / (devices * nodes * sites)
             return inside, (nodes - 1) * size / (nodes * sites), (sites - 1) * size / sites
@@ -233,7 +235,9 @@ def _merge_layers(counts: Counter[Transfer]) -> Counter[Transfer]:
 def _payload(arrays: tuple[Array, ...]) -> str:
     """Name the largest array that a collective sends, and the number of the others."""
     largest = str(max(arrays, key=lambda array: array.bytes))
-    return f"{largest} and {len(arrays) - 1} more" if len(arrays) > 1 else largest
+    if len(arrays) > 1:
+        return f"{largest} and {len(arrays) - 1} more"
+    return largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,12 +288,14 @@ class Partitioned:
         members = groups(instr, self.module.partitions)
         differing = {differing_axes(group, self.mesh) for group in members}
         if kind == "collective_permute":
+            # pairs that differ along several axes are of no single one
             axes: tuple[str, ...] = tuple(set(itertools.chain.from_iterable(differing)))
             size = len(members)
             if len(axes) == 1:
                 size = self.mesh.sizes[axes[0]]
             else:
                 axes = ()
+            # a permutation stays on nodes if all of its pairs do
             on_nodes = all(devices_per_node(pair, self.cluster) == 2 for pair in members)
             per_node = size if on_nodes else 1
             per_site = size
@@ -314,6 +320,7 @@ class Partitioned:
             times,
             where=_short(scopes[purposes.index(purpose)]),
             name=instr.name,
+            # XLA:GPU marks a start that its end follows at once as synchronous
             asynchronous=instr.op.endswith("-start") and '"is_sync":true' not in instr.attributes,
             per_site=per_site,
             leaving=leaving_devices(members, self.cluster, pairs=kind == "collective_permute"),
@@ -331,6 +338,7 @@ def devices_per_node(group: Sequence[int], cluster: Cluster) -> int:
     """Return the number of devices of a group that share a node; 1 if they cannot be divided
     evenly.
     """
+    # devices fill nodes in order
     most = max(Counter(device // cluster.devices for device in group).values())
     return most if len(group) % most == 0 else 1
 
@@ -345,7 +353,9 @@ def devices_per_site(group: Sequence[int], cluster: Cluster, per_node: int) -> i
     a site, if they cannot be divided evenly.
     """
     most = max(Counter(device // cluster.devices_per_site for device in group).values())
-    return most if len(group) % most == 0 and most % per_node == 0 else per_node
+    if len(group) % most == 0 and most % per_node == 0:
+        return most
+    return per_node
 
 
 def leaving_devices(members: Sequence[Sequence[int]], cluster: Cluster, *, pairs: bool) -> int:
@@ -371,13 +381,17 @@ def _purpose(scope: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]
     """Return the purpose of a collective: by the step's own scopes; otherwise by whether its groups
     are along the data axes.
     """
+    # the step names its own collectives; the compiler's have the scope of what they are for
     for part in scope.split("/"):
         if part in _SCOPES:
             return _SCOPES[part]
     if not axes or not set(axes) <= set(data) or kind == "collective_permute":
         return "activations"
+    # JAX writes transpose(jvp(...)) into the scope of a backward pass
     if "transpose(" in scope:
-        return "gradients" if kind in ("all_reduce", "reduce_scatter") else "activations"
+        if kind in ("all_reduce", "reduce_scatter"):
+            return "gradients"
+        return "activations"
     if kind == "all_gather":
         return "parameters"
     return "statistics" if "jvp(" in scope else "metrics"
