@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 from spmd.jaxpr.inner_programs import CUSTOM, branches_of, called_program, scan_of
 from spmd.jaxpr.programs import evaluated
 from spmd.nn import gathered_blocks, gathered_scan, parallel_context
-from spmd.train.batch_rows.kinds import ELEMENTWISE, Fixed, Kind, Local, PerRow, Summed
+from spmd.train.batch_rows.kinds import ELEMENTWISE, SUMS, Fixed, Kind, Local, PerRow, Summed
 from spmd.train.batch_rows.lookups import numbers_row, rows_of_index
 from spmd.train.batch_rows.pairs import PairedEquation, Unreadable
 from spmd.train.batch_rows.resized import RESIZED
@@ -36,7 +36,6 @@ from spmd.xla import defined_in
 MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")
 # of JAX, for `jax.checkpoint`
 RECOMPUTED = ("remat", "remat2", "checkpoint")
-SUMS = ("add", "sub", "add_any")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +149,8 @@ class Compute(RowArrays):
         if name == "gather":
             column = numbers_row(one, [value.kind for value in values])
             if column is not None:
-                at = rows_of_index(values[1].kind)
-                index = self._numbered(values[1], at, column, traced_shape(one.invars[1]))
+                along = rows_of_index(values[1].kind)
+                index = self._numbered(values[1], along, column, traced_shape(one.invars[1]))
                 return evaluated(other, [values[0].array, index])
         arrays = self._inputs_on_rows(one, other, values)
         shapes = _traced_shapes(one.outvars, other.outvars)
@@ -164,7 +163,7 @@ class Compute(RowArrays):
             outputs = evaluated(one.replace(params=params), arrays)
             if [jnp.shape(array) for array in outputs] == here:
                 return outputs
-        if self.place.known is not None:
+        if self.place.shared_arrays is not None:
             raise Unreadable(f"its {name} needs all rows at once")
         # all rows on every worker, which keeps those that it needs
         inputs = zip(values, one.invars, strict=True)
@@ -176,18 +175,20 @@ class Compute(RowArrays):
         name, full = one.primitive.name, [traced_shape(x) for x in one.invars]
         first = next(n for n, value in enumerate(values) if isinstance(value.kind, PerRow))
         row_dims = _row_dims_of_others(one, values, first)
+        # their operands have dims of their own
+        is_product = name in ("dot_general", "gather")
         arrays = []
         for number, value in enumerate(values):
             shape = full[number]
-            at = row_dims.get(number)
-            along = at[0] if at else 0
+            dim_and_inner = row_dims.get(number)
+            along, _ = dim_and_inner or (0, 1)
             # one entry, which is meant for all rows
             is_single = name in ELEMENTWISE and (not shape or shape[along] == 1)
             is_part = shape == traced_shape(other.invars[number])
             if isinstance(value.kind, PerRow) or is_part or is_single:
                 arrays.append(value.array)
-            elif at and (name in ("dot_general", "gather") or len(shape) == len(full[first])):
-                arrays.append(self.rows_of(value, *at, shape))
+            elif dim_and_inner and (is_product or len(shape) == len(full[first])):
+                arrays.append(self.rows_of(value, *dim_and_inner, shape))
             else:
                 arrays.append(self.on_all_rows(value, shape))
         return arrays
@@ -348,14 +349,14 @@ class Compute(RowArrays):
             of_step = [*_with_arrays(carry, carried_arrays), *_with_arrays(entries, slices)]
             outputs = reader.closed(*programs, [*constants, *of_step])
             arrays = []
-            for value, kept, pair in zip(outputs, [*carry, *ys], output_shapes, strict=True):
-                arrays.append(reader.coerced(value, kept.kind, *pair))
+            for value, agreed, pair in zip(outputs, [*carry, *ys], output_shapes, strict=True):
+                arrays.append(reader.coerced(value, agreed.kind, *pair))
             return arrays[: loop.carried], arrays[loop.carried :]
 
         start = []
         _, carried_shapes, _ = loop.split(_traced_shapes(one.invars, other.invars))
-        for value, kept, pair in zip(carried, carry, carried_shapes, strict=True):
-            start.append(self.coerced(value, kept.kind, *pair))
+        for value, agreed, pair in zip(carried, carry, carried_shapes, strict=True):
+            start.append(self.coerced(value, agreed.kind, *pair))
         last, stacked = lax.scan(
             body,
             start,
@@ -373,14 +374,14 @@ class Compute(RowArrays):
         shapes = _traced_shapes(equation.one.outvars, equation.other.outvars)
 
         def branch(programs: tuple[Any, Any]) -> Callable[..., list[Any]]:
-            def run(*arrays: Any) -> list[Any]:
+            def coerced_outputs(*arrays: Any) -> list[Any]:
                 outputs = self.closed(*programs, _with_arrays(arguments, arrays))
                 coerced = []
                 for value, agreed, pair in zip(outputs, kinds, shapes, strict=True):
                     coerced.append(self.coerced(value, agreed.kind, *pair))
                 return coerced
 
-            return run
+            return coerced_outputs
 
         pairs = zip(*map(branches_of, equation), strict=True)
         branches = [branch(programs) for programs in pairs]

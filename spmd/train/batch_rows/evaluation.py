@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from spmd.jaxpr.inner_programs import CALLS, CUSTOM
-from spmd.jaxpr.programs import evaluated, part_of, without_unused
+from spmd.jaxpr.programs import evaluated, is_literal, part_of, without_unused
 from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed, is_mean
 from spmd.train.batch_rows.pairs import PairedEquation, Unreadable
 from spmd.train.batch_rows.walk import Held, Walk
 from spmd.train.objective import LOSS
 
 HALF = (jnp.bfloat16, jnp.float16)
-DTYPES = ("new_dtype", "preferred_element_type")  # parameters of equations
-SHARD_MAP = "shard_map"  # of a layout's own functions; each worker has its rows in it
+# params of equations
+DTYPES = ("new_dtype", "preferred_element_type")
+# of a layout's own functions; each worker has its rows in it
+SHARD_MAP = "shard_map"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,60 +67,57 @@ class BatchSums(Walk):
             return self.called(equation, inputs)
         return self.of_sums(equation, inputs)
 
-    def of_sums(self, equation: PairedEquation, values: list[Held]) -> list[Held]:
+    def of_sums(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a function of sums over all rows, and of what all rows share."""
         one, other = equation
-        pairs = zip([*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True)
-        alike = self.alike(one.params, other.params) and all(
-            getattr(a.aval, "shape", 0) == getattr(b.aval, "shape", 0) for a, b in pairs
-        )
-        if not alike or any(isinstance(value.kind, PerRow) for value in values):
+        has_rows = any(isinstance(value.kind, PerRow) for value in inputs)
+        if has_rows or not self.is_same(one, other):
             return _of_batch(one)
-        inputs = [
-            self.of_all_rows(value, var) for value, var in zip(values, one.invars, strict=True)
-        ]
-        if any(isinstance(value.kind, OfBatch) for value in inputs):
+        of_all = []
+        for value, variable in zip(inputs, one.invars, strict=True):
+            of_all.append(self.of_all_rows(value, variable))
+        if any(isinstance(value.kind, OfBatch) for value in of_all):
             return _of_batch(one)
-        kinds = self.without_rows(one, other, [value.kind for value in inputs])
-        params = {
-            key: jnp.float32 if key in DTYPES and value in HALF else value
-            for key, value in one.params.items()
-        }
-        arrays = evaluated(one.replace(params=params), [value.array for value in inputs])
-        return [
-            Held(OfAllRows(power=kind.power), array=array)
-            for kind, array in zip(kinds, arrays, strict=True)
-        ]
+        kinds = self.without_rows(one, other, [value.kind for value in of_all])
+        params = dict(one.params)
+        for key in DTYPES:
+            # the inputs have float32 in place of it
+            if params.get(key) in HALF:
+                params[key] = jnp.float32
+        arrays = evaluated(one.replace(params=params), [value.array for value in of_all])
+        outputs = []
+        for kind, array in zip(kinds, arrays, strict=True):
+            outputs.append(Held(OfAllRows(power=kind.power), array=array))
+        return outputs
 
-    def of_all_rows(self, value: Held, var: Any) -> Held:
+    def of_all_rows(self, value: Held, variable: Any) -> Held:
         """Return a sum over the rows of a batch, or an array that all batches share, as that of all
         rows.
         """
         if isinstance(value.kind, OfAllRows):
             return value
-        kind, aval = value.kind, var.aval
+        kind, aval = value.kind, variable.aval
         # a sum over many batches is too large for few bits
         dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype
-        if hasattr(var, "val") and kind.power == 0:
-            return Held(OfAllRows(), array=jnp.asarray(var.val, dtype))
-        if (
-            kind.power is None
-            or isinstance(kind, PerRow)
-            or jnp.issubdtype(dtype, jax.dtypes.extended)
-        ):
+        if is_literal(variable) and kind.power == 0:
+            return Held(OfAllRows(), array=jnp.asarray(variable.val, dtype))
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+        if kind.power is None or isinstance(kind, PerRow) or is_key:
             return Held(OfBatch())
-        # a sum over n of N rows grows as n ** -power; of what is the same for all batches the mean
-        # over rows is taken
-        power = kind.power if isinstance(kind, Summed) else kind.power - 1
-        found = OfAllRows(power=power + 1)
+        power = kind.power
+        # of what is the same for all batches the mean over rows is taken
+        if not isinstance(kind, Summed):
+            power -= 1
+        kind_of_all = OfAllRows(power=power + 1)
         if self.totals is None:
-            self.sums.append(
-                jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power
-            )
-            return Held(found, array=value.array.astype(dtype))
+            # a sum over n of N rows grows as n ** -power
+            scaled = jnp.ravel(value.array).astype(jnp.float32) * float(self.rows) ** -power
+            self.sums.append(scaled)
+            return Held(kind_of_all, array=value.array.astype(dtype))
         total = (self.totals(aval.size) * self.total_rows**power).reshape(aval.shape)
-        exact = jnp.issubdtype(dtype, jnp.inexact)
-        return Held(found, array=(total if exact else jnp.round(total)).astype(dtype))
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            total = jnp.round(total)
+        return Held(kind_of_all, array=total.astype(dtype))
 
     def with_arrays(self, one: Any, values: list[Held], held: list[Held]) -> list[Held]:
         """Return the outputs of an equation, of known kinds, with the arrays of the batch."""
@@ -129,29 +128,24 @@ class BatchSums(Walk):
 
     def operation(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of an equation; sums that it needs of all rows are added up."""
-        (one, other), values = equation, inputs
-        shapes = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
-        kinds = [
-            self.checked(kind, *pair)
-            for kind, pair in zip(
-                self.kinds(one, other, [v.kind for v in values]), shapes, strict=True
-            )
-        ]
+        one, other = equation
+        kinds = self.checked_kinds(one, other, [value.kind for value in inputs])
         if one.primitive.name == SHARD_MAP:
-            kinds = [self.by_shape(*pair) for pair in shapes]
+            outputs = zip(one.outvars, other.outvars, strict=True)
+            kinds = [self.by_shape(first.aval, second.aval) for first, second in outputs]
         # such as a sum, and 1 more
-        mixed = any(isinstance(kind, Summed) and kind.power is None for kind in kinds)
-        if mixed and not any(
-            isinstance(value.kind, PerRow) or value.kind.power is None for value in values
-        ):
+        is_mixed = any(isinstance(kind, Summed) and kind.power is None for kind in kinds)
+        has_rows = any(isinstance(value.kind, PerRow) for value in inputs)
+        is_known = all(value.kind.power is not None for value in inputs)
+        if is_mixed and is_known and not has_rows:
             return self.of_sums(equation, inputs)
         if None not in kinds:
-            return self.with_arrays(one, values, [Held(kind) for kind in kinds if kind is not None])
-        if one.primitive.name in CUSTOM:  # nothing is differentiated here
+            held = [Held(kind) for kind in kinds if kind is not None]
+            return self.with_arrays(one, inputs, held)
+        # nothing is differentiated here
+        if one.primitive.name in CUSTOM:
             return self.called(equation, inputs)
-        if any(isinstance(value.kind, PerRow) for value in values):
-            return _of_batch(one)
-        return self.of_sums(equation, inputs)
+        return _of_batch(one) if has_rows else self.of_sums(equation, inputs)
 
     def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, which routes each group of tokens
@@ -184,6 +178,7 @@ class BatchSums(Walk):
 
 
 def _of_batch(one: Any) -> list[Held]:
+    """Return the outputs of an equation as known for one batch only."""
     return [Held(OfBatch(power=None)) for _ in one.outvars]
 
 
@@ -210,7 +205,7 @@ class Traces:
     Attributes:
       first: the closed jaxpr for `rows` rows.
       second: that for `others`.
-      given: the inputs, with their arrays or without.
+      inputs: with their arrays or without.
       shape: of the first output.
     """
 
@@ -218,61 +213,59 @@ class Traces:
     others: int
     first: Any
     second: Any
-    given: Sequence[Held]
+    inputs: Sequence[Held]
     shape: tuple[int, ...]
 
     def from_batches(self) -> FromBatches:
         """Return how the value on all rows follows from batches."""
         sizes: list[int] = []
-        found: list[Held] = []
+        outputs: list[Held] = []
 
         def zeros(size: int) -> jax.Array:
             sizes.append(size)
             return jnp.zeros(size)
 
-        def run() -> None:
-            found[:] = self._walk(totals=zeros, total_rows=jnp.float32(self.rows))
+        def follow() -> None:
+            outputs[:] = self._outputs(totals=zeros, total_rows=jnp.float32(self.rows))
 
         try:
-            jax.eval_shape(run)
+            jax.eval_shape(follow)
         except (Unreadable, TypeError, ValueError):  # two traces that do not correspond
             return FromBatches()
-        kinds = [held.kind for held in found]
+        kinds = [held.kind for held in outputs]
         if any(isinstance(kind, OfBatch) for kind in kinds):
             return FromBatches()
-        if any(isinstance(kind, OfAllRows) for kind in kinds):
-            power, *others = [kind.power for kind in kinds]
-            return (
-                FromBatches()
-                if others or self.shape or power not in (0, None)
-                else FromBatches(sums=sum(sizes), scales=power == 0)
-            )
-        return FromBatches(mean=is_mean(kinds, self.shape))
+        if not any(isinstance(kind, OfAllRows) for kind in kinds):
+            return FromBatches(mean=is_mean(kinds, self.shape))
+        is_scalar = len(kinds) == 1 and not self.shape
+        power = kinds[0].power
+        if not is_scalar or power not in (0, None):
+            return FromBatches()
+        return FromBatches(sums=sum(sizes), scales=power == 0)
 
     def of_batch(self) -> jax.Array:
         """Return the sums of this batch, float32[k]."""
         sums: list[jax.Array] = []
-        self._walk(sums=sums)
+        self._outputs(sums=sums)
         return jnp.concatenate(sums)
 
     def of_all(self, totals: jax.Array, total_rows: Any) -> jax.Array:
         """Return the value on all rows, from the sums of the sums of batches, float32[k], and the
         number of all rows.
         """
-        at = 0
+        start = 0
 
         def next_totals(size: int) -> jax.Array:
-            nonlocal at
-            at += size
-            return totals[at - size : at]
+            nonlocal start
+            start += size
+            return totals[start - size : start]
 
-        (found,) = self._walk(totals=next_totals, total_rows=total_rows)
-        return found.array
+        (output,) = self._outputs(totals=next_totals, total_rows=total_rows)
+        return output.array
 
-    def _walk(self, **options: Any) -> list[Held]:
-        return BatchSums(self.rows, self.others, **options).closed(
-            self.first, self.second, self.given
-        )
+    def _outputs(self, **options: Any) -> list[Held]:
+        reader = BatchSums(self.rows, self.others, **options)
+        return reader.closed(self.first, self.second, self.inputs)
 
 
 def traces_by_name(
@@ -291,25 +284,23 @@ def traces_by_name(
     """
     others = 2 * rows
     (first, shapes), (second, _) = trace(rows), trace(others)
-    given = [
-        Held(kind, array=array)
-        for kind, array in zip(kinds, arrays or [None] * len(kinds), strict=True)
-    ]
+    inputs = []
+    for kind, array in zip(kinds, arrays or [None] * len(kinds), strict=True):
+        inputs.append(Held(kind, array=array))
     leaves, structure = jax.tree.flatten(shapes)
     loss, metrics = jax.tree.unflatten(structure, range(len(leaves)))
-
-    def traces(output: Any) -> Traces:
+    traces = {}
+    for name, output in {LOSS: loss, **metrics}.items():
         numbers = jax.tree.leaves(output)
-        return Traces(
+        traces[name] = Traces(
             rows,
             others,
             _outputs_of(first, numbers),
             _outputs_of(second, numbers),
-            given,
+            inputs,
             tuple(leaves[numbers[0]].shape),
         )
-
-    return {LOSS: traces(loss), **{name: traces(metric) for name, metric in metrics.items()}}
+    return traces
 
 
 def _outputs_of(closed: Any, numbers: Sequence[int]) -> Any:

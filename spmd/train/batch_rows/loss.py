@@ -3,8 +3,8 @@ how it is computed if they do not.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,83 +43,116 @@ def read_objective(
       blocks: paths of the submodules that the layout calls in ways of its own.
     """
     variables, rows = abstract(placed.abstract_variables), jax.tree.leaves(sample)[0].shape[0]
-    dtype, remat = (
-        compute_dtype(placed.config.precision),
-        module_policies(placed.resolved.layout.remat),
-    )
-    outputs: list[Any] = []
+    dtype = compute_dtype(placed.config.precision)
+    remat = module_policies(placed.resolved.layout.remat)
+    output_shapes: list[Any] = []
 
-    def call(variables: Variables, batch: Tree, key: Any) -> Any:
+    def compute_loss(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = cast_variables(variables, dtype)
-        with parallel_scope(
-            dataclasses.replace(UNSHARDED, used=set(), schedules={}, reading=(WORKERS,))
-        ):
-            named = NamedBlocks(frozenset(blocks), named_layers) if blocks else None
-            asked = Call(
+        scope = dataclasses.replace(UNSHARDED, used=set(), schedules={}, reading=(WORKERS,))
+        with parallel_scope(scope):
+            model_call = Call(
                 True,
                 key,
                 sync_axes=(WORKERS,),
                 remat=remat,
                 dtype=dtype,
                 output_hook=Seen(placed.resolved),
-                blocks=named,
+                blocks=NamedBlocks(frozenset(blocks), named_layers) if blocks else None,
             )
-            bound = placed.given.bind(variables, asked)
+            bound = placed.given.bind(variables, model_call)
             value, extra = loss(bound, batch, key)
-            found = value, extra, placed.given.get_stats(bound)
-        outputs[:] = [found]
-        return found
+            outputs = value, extra, placed.given.get_stats(bound)
+        output_shapes[:] = [outputs]
+        return outputs
 
     def trace(rows: int) -> Any:
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
-        return jax.make_jaxpr(call, axis_env=[(WORKERS, 2)])(
-            variables, batch, jax.eval_shape(lambda: jax.random.key(0))
-        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        traced = jax.make_jaxpr(compute_loss, axis_env=[(WORKERS, 2)])
+        return traced(variables, _with_rows(sample, rows), key)
 
-    given = held_inputs(variables, sample, draws=parts.ticks or parts.microbatches > 1)
-    fewest = rows // parts.count
-    if parts.ticks:
-        fewest = split_microbatches(
-            placed.parallel, jax.ShapeDtypeStruct((fewest,), jnp.float32)
-        ).rows
-    fewest = max(fewest, 2)  # what is written for dims of size 1 says too little
+    inputs = held_inputs(variables, sample, draws=parts.ticks or parts.microbatches > 1)
     problem = ""
-    # a loss of groups of rows may take no fewer
-    for others in (fewest, 2 * rows) if fewest < rows else (2 * rows,):
+    for others in _other_numbers_of_rows(placed, parts, rows):
         try:
             with LEAKS:
                 traces = trace(rows), trace(others)
-                found, shares = read_loss(*traces, given, rows, others)
+                held, shares = read_loss(*traces, inputs, rows, others)
             break
-        except ModelError:  # says itself what of the model depends on the number of rows
+        except ModelError:
+            # says itself what of the model depends on the number of rows
             raise
-        except Exception as error:  # whatever a loss raises on another number of rows
+        except Exception as error:
+            # whatever a loss raises on another number of rows
             if isinstance(error.__cause__, jax.errors.UnexpectedTracerError):
                 raise
             problem = problem or str(error).strip().partition("\n")[0]
     else:
         return Reading(mean=False, problem=problem)
-    kinds = iter([held.kind for held in found])
-    value, extra, stats = jax.tree.map(
-        lambda leaf: (next(kinds), leaf.shape, leaf.dtype), outputs[0]
-    )
-    statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
-    metrics = tuple(name for name, metric in extra.items() if not _is_mean(metric))
-    of_loss = statistics and _is_mean(value)
     weights = None
     if parts.of_position and any(share.trained for share in shares):
-        of_weights = read_loss(*traces, held_inputs(variables, sample), rows, others)[1]
+        _, of_weights = read_loss(*traces, held_inputs(variables, sample), rows, others)
         weights = next((share for share in of_weights if share.trained), None)
+    kinds = iter([value.kind for value in held])
+    outputs = jax.tree.map(lambda x: Output(next(kinds), x.shape, x.dtype), output_shapes[0])
+    return _reading(outputs, shares, weights)
+
+
+def _other_numbers_of_rows(placed: PlacedModel, parts: Parts, rows: int) -> list[int]:
+    """Return the numbers of rows of which one is that of the second trace, the first that works:
+    those of a part, and more than the batch has.
+    """
+    fewest = rows // parts.count
+    if parts.ticks:
+        of_worker = jax.ShapeDtypeStruct((fewest,), jnp.float32)
+        fewest = split_microbatches(placed.parallel, of_worker).rows
+    # what is written for dims of size 1 says too little
+    fewest = max(fewest, 2)
+    # a loss of groups of rows may take no fewer than all
+    if fewest >= rows:
+        return [2 * rows]
+    return [fewest, 2 * rows]
+
+
+def _with_rows(batch: Tree, rows: int) -> Tree:
+    """Return the shapes of a batch of this number of rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+
+
+class Output(NamedTuple):
+    """An array that a traced loss returns."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _is_output(leaf: Any) -> bool:
+    return isinstance(leaf, Output)
+
+
+def _reading(outputs: Any, shares: Sequence[Shared], weights: Shared | None) -> Reading:
+    """Return what is known of a loss that has been read.
+
+    Args:
+      outputs: of the loss: its value, metrics by name, and statistics, as trees of `Output`.
+      weights: the first share that depends on the weights.
+    """
+    value, extra, stats = outputs
+    statistics = all(_is_same(leaf) for leaf in jax.tree.leaves(stats, is_leaf=_is_output))
+    metrics = tuple(name for name, metric in extra.items() if not _is_mean(metric))
+    is_mean_of_loss = statistics and _is_mean(value)
     of_layers = [share for share in shares if share.how in ("layers", "statistics")]
+    shared = [share for share in shares if share.how not in ("layers", "statistics", "averages")]
     return Reading(
-        of_loss and not metrics,
-        tuple(share for share in shares if share.how not in ("layers", "statistics", "averages")),
+        is_mean_of_loss and not metrics,
+        tuple(shared),
         statistics=statistics,
         weights=weights,
         row_wise=not of_layers,
         averages=any(share.how == "averages" for share in shares),
         joining=next((share for share in of_layers if share.how == "layers"), None),
-        metrics=metrics if of_loss else (),
+        metrics=metrics if is_mean_of_loss else (),
     )
 
 
@@ -130,39 +163,32 @@ def held_inputs(variables: Variables, sample: Tree, *, draws: bool = False) -> l
       draws: whether random numbers change from one part of a batch to the next, and so are as what
         is trained.
     """
+
+    def with_leaves(tree: Tree, value: Held) -> Tree:
+        return jax.tree.map(lambda _: value, tree)
+
     kinds = dataclasses.replace(
         variables,
-        params=jax.tree.map(lambda _: Held(Fixed(), True), variables.params),
-        frozen=jax.tree.map(lambda _: Held(Fixed()), variables.frozen),
-        stats=jax.tree.map(lambda _: Held(Fixed()), variables.stats),
-        rngs=jax.tree.map(lambda _: Held(KEY, draws), variables.rngs),
+        params=with_leaves(variables.params, Held(Fixed(), True)),
+        frozen=with_leaves(variables.frozen, Held(Fixed())),
+        stats=with_leaves(variables.stats, Held(Fixed())),
+        rngs=with_leaves(variables.rngs, Held(KEY, draws)),
     )
-    batch = [Held(PerRow(0))] * len(jax.tree.leaves(sample))
-    return jax.tree.leaves(
-        (kinds, batch, Held(KEY, draws)), is_leaf=lambda leaf: isinstance(leaf, Held)
-    )
+    inputs = kinds, with_leaves(sample, Held(PerRow(0))), Held(KEY, draws)
+    return jax.tree.leaves(inputs, is_leaf=_is_held)
 
 
 def _is_mean(output: Any) -> bool:
-    """Return whether the mean of a loss or metric over parts is right. Each of its arrays is (kind,
-    shape, dtype).
-    """
+    """Return whether the mean of a loss or metric, a tree of `Output`, over parts is right."""
     leaves = jax.tree.leaves(output, is_leaf=_is_output)
-    return is_mean([kind for kind, _, _ in leaves], leaves[0][1])
+    return is_mean([leaf.kind for leaf in leaves], leaves[0].shape)
 
 
-def _is_same(output: Any) -> bool:
-    """Return whether a statistic, as (kind, shape, dtype), is the same on all workers, or their
-    mean is right.
-    """
-    kind, _, dtype = output
-    return (isinstance(kind, Fixed) and kind.power == 0) or (
-        kind == Summed(-1) and jnp.issubdtype(dtype, jnp.floating)
-    )
-
-
-def _is_output(leaf: Any) -> bool:
-    return isinstance(leaf, tuple) and len(leaf) == 3 and isinstance(leaf[0], Kind)
+def _is_same(output: Output) -> bool:
+    """Return whether a statistic is the same on all workers, or their mean is right."""
+    if isinstance(output.kind, Fixed):
+        return output.kind.power == 0
+    return output.kind == Summed(-1) and jnp.issubdtype(output.dtype, jnp.floating)
 
 
 # the loss of the full batch -----------------------------------------------------------------------
@@ -194,12 +220,9 @@ def full_batch_loss(
     value, extra, stats, more = outputs
     value = _as_means(value, shapes[0], compute)
     extra = {name: _as_means(metric, shapes[1][name], compute) for name, metric in extra.items()}
-    return (
-        value,
-        extra,
-        jax.tree.map(lambda held: _everywhere(held, compute), stats, is_leaf=_is_held),
-        _arrays(more),
-    )
+    stats = jax.tree.map(lambda held: _everywhere(held, compute), stats, is_leaf=_is_held)
+    more = jax.tree.map(lambda held: held.array, more, is_leaf=_is_held)
+    return value, extra, stats, more
 
 
 def shared_arrays(
@@ -216,14 +239,15 @@ def shared_arrays(
     None of them depends on the weights, so the model is not computed.
     """
 
-    def run(variables: Variables, batch: Tree, key: Any) -> list[jax.Array]:
+    def record_shared(variables: Variables, batch: Tree, key: Any) -> list[jax.Array]:
         record: list[jax.Array] = []
         _computed(function, variables, batch, key, place, reading, record)
         return record
 
-    closed = jax.make_jaxpr(run)(variables, batch, key)
-    few = closed.jaxpr.replace(eqns=without_unused(closed.jaxpr.eqns, closed.jaxpr.outvars))
-    return jaxpr_as_fun(closed.replace(jaxpr=few))(*jax.tree.leaves((variables, batch, key)))
+    closed = jax.make_jaxpr(record_shared)(variables, batch, key)
+    needed = without_unused(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    without_model = closed.replace(jaxpr=closed.jaxpr.replace(eqns=needed))
+    return jaxpr_as_fun(without_model)(*jax.tree.leaves((variables, batch, key)))
 
 
 def _computed(
@@ -240,38 +264,39 @@ def _computed(
     rows = here * place.workers * place.microbatches
 
     def trace(rows: int) -> Any:
-        sized = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-        return jax.make_jaxpr(function, return_shape=True)(variables, sized, key)
+        traced = jax.make_jaxpr(function, return_shape=True)
+        return traced(variables, _with_rows(batch, rows), key)
 
     first, shapes = trace(rows)
     arrays = jax.tree.leaves((variables, batch, key))
-    given = [
-        held._replace(array=x)
-        for held, x in zip(held_inputs(variables, batch), arrays, strict=True)
-    ]
+    inputs = []
+    for held, array in zip(held_inputs(variables, batch), arrays, strict=True):
+        inputs.append(held._replace(array=array))
     problem = ""
-    # 1. For dims of size 1 JAX may do something else. 2. A loss of groups of rows may take no fewer
-    #    than all.
-    for traced in (1, 2, 2 * rows) if here == 1 else (here, 2 * rows):
-        known: Iterator[Any] | None = None if place.known is None else iter(place.known)
+    # a loss of groups of rows may take no fewer than all
+    choices = [here, 2 * rows]
+    if here == 1:
+        # for dims of size 1 JAX may do something else
+        choices = [1, 2, 2 * rows]
+    for traced_rows in choices:
         compute = Compute(
             rows,
-            traced,
+            traced_rows,
             here=here,
             place=place,
             row_wise=reading.row_wise,
-            known=known,
+            shared_arrays=None if place.shared_arrays is None else iter(place.shared_arrays),
             record=record,
         )
         try:
-            found = compute.closed(first, trace(traced)[0], given)
+            outputs = compute.closed(first, trace(traced_rows)[0], inputs)
         except (Unreadable, LossError) as error:
             problem = problem or str(error).strip().partition("\n")[0]
             if record is not None:
                 record.clear()
             continue
         _check_shares(compute.shares, reading)
-        return compute, jax.tree.unflatten(jax.tree.structure(shapes), found), shapes
+        return compute, jax.tree.unflatten(jax.tree.structure(shapes), outputs), shapes
     raise LossError(
         f"the loss cannot be computed on {here} of {rows} rows: {problem}.", fix=COMPILER
     )
@@ -285,18 +310,13 @@ def _check_shares(shares: Sequence[Shared], reading: Reading) -> None:
       LossError: they do.
     """
 
-    def of_rows(shares: Sequence[Shared]) -> list[Shared]:
-        return [share for share in shares if share.how == "rows"]
-
-    more = (
-        [share for share in shares if share.trained]
-        if not reading.trained and not reading.averages
-        else []
-    )
-    if sum(share.bytes for share in of_rows(shares)) > sum(
-        share.bytes for share in of_rows(reading.shares)
-    ):
-        more += of_rows(shares)
+    more = []
+    if not reading.trained and not reading.averages:
+        more += [share for share in shares if share.trained]
+    rows = [share for share in shares if share.how == "rows"]
+    bytes_of_loss = sum(share.bytes for share in reading.shares if share.how == "rows")
+    if sum(share.bytes for share in rows) > bytes_of_loss:
+        more += rows
     if more:
         largest = max(more, key=lambda share: share.bytes)
         why = (
@@ -320,31 +340,25 @@ def _is_held(leaf: Any) -> bool:
     return isinstance(leaf, Held)
 
 
-def _arrays(tree: Any) -> Any:
-    return jax.tree.map(lambda held: held.array, tree, is_leaf=_is_held)
-
-
 def _as_means(output: Any, shapes: Any, compute: Compute) -> Any:
     """Return the part of a loss or metric; the mean over parts, or the sum of pairs, is that of the
     batch.
     """
-    leaves = jax.tree.leaves(output, is_leaf=_is_held)
-    full = [tuple(leaf.shape) for leaf in jax.tree.leaves(shapes)]
-    pair = len(leaves) == 2
-
-    def part(held: Held, shape: tuple[int, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(output, is_leaf=_is_held)
+    is_pair = len(leaves) == 2
+    parts = []
+    for held, leaf in zip(leaves, jax.tree.leaves(shapes), strict=True):
         _check_known(held)
-        if shape and shape[0] == compute.rows:  # one value per row
-            return compute.coerced(held, PerRow(0), shape, shape)
-        scale = 1 if pair else compute.parts
-        if isinstance(held.kind, Summed):
-            return held.array * scale
-        return held.array / (compute.parts if pair else 1)
-
-    return jax.tree.unflatten(
-        jax.tree.structure(output, is_leaf=_is_held),
-        [part(*each) for each in zip(leaves, full, strict=True)],
-    )
+        shape = tuple(leaf.shape)
+        # one value per row
+        if shape and shape[0] == compute.rows:
+            parts.append(compute.coerced(held, PerRow(0), shape, shape))
+        # pairs are added up over parts, and of anything else the mean over parts is taken
+        elif isinstance(held.kind, Summed):
+            parts.append(held.array * (1 if is_pair else compute.parts))
+        else:
+            parts.append(held.array / (compute.parts if is_pair else 1))
+    return jax.tree.unflatten(structure, parts)
 
 
 def _check_known(held: Held) -> None:

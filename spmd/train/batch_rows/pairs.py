@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from spmd.jaxpr.inner_programs import opened
 from spmd.jaxpr.programs import is_literal
 
 
@@ -50,21 +51,27 @@ class PairedProgram:
     """
 
     def __init__(self, first: Any, second: Any):
-        one, other = getattr(first, "jaxpr", first), getattr(second, "jaxpr", second)
-        names = [[equation.primitive.name for equation in jaxpr.eqns] for jaxpr in (one, other)]
-        if names[0] != names[1]:
+        one, other = opened(first), opened(second)
+        if _primitives(one) != _primitives(other):
             raise Unreadable("it does something else on few rows than on many")
-        captured = [getattr(program, "consts", ()) for program in (first, second)]
-        if len(captured[0]) != len(captured[1]):
+        constants, other_constants = getattr(first, "consts", ()), getattr(second, "consts", ())
+        if len(constants) != len(other_constants):
             raise Unreadable("it captures other arrays on few rows than on many")
-        self.consts = list(zip(*captured, strict=True))
+        self.consts = list(zip(constants, other_constants, strict=True))
         self.constvars, self.invars = one.constvars, one.invars
         self.eqns = [PairedEquation(*pair) for pair in zip(one.eqns, other.eqns, strict=True)]
         self.outvars = _atoms(one.outvars, other.outvars)
 
 
+def _primitives(jaxpr: Any) -> list[str]:
+    return [equation.primitive.name for equation in jaxpr.eqns]
+
+
 def _atoms(first: list[Any], second: list[Any]) -> list[Any]:
-    atoms = []
+    """Return the inputs of an equation, or outputs of a program: variables of the first trace, and
+    paired literals.
+    """
+    atoms: list[Any] = []
     for one, other in zip(first, second, strict=True):
         if is_literal(one) != is_literal(other):
             raise Unreadable("it uses a number in place of an array on few rows")

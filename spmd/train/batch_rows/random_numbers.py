@@ -2,72 +2,80 @@
 
 from typing import Any
 
-from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Sizes, joined, resized_dims, with_power
+from spmd.train.batch_rows.kinds import (
+    Fixed,
+    Kind,
+    PerRow,
+    Power,
+    Sizes,
+    joined_all,
+    power_if,
+    resized_dims,
+    with_power,
+)
 
 
-def draw(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Draws of one key are those of the rows, on whichever worker they are (`spmd.rng`); so are
-    draws of a key for each row.
+def draw(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of draws. Draws of one key are those of the rows, on whichever worker they
+    are (`spmd.rng`); so are draws of a key for each row.
     """
-    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    key, shape, other_shape = kinds[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if isinstance(key, PerRow):
         return key
+    if not isinstance(key, Fixed):
+        return None
     # each key of an array of keys, such as one for each time step, draws the dims after those of
     # the array
     dim = one.invars[0].aval.ndim
-    own = isinstance(key, Fixed) and key.key
-    if not isinstance(key, Fixed):
-        return None
-    if (
-        len(a) > dim
-        and a[dim] % sizes.rows == 0
-        and sizes.growth(a[dim], b[dim]) == 1
-        and resized_dims(a, b) == {dim}
-    ):
-        return PerRow(dim, a[dim] // sizes.rows, 0 if own and key.power == 0 else None)
-    return Fixed(
-        power=None if key.power != 0 or a != b or (own and _taken_for_rows(sizes, b[dim:])) else 0
+    has_rows = (
+        len(shape) > dim
+        and shape[dim] % sizes.rows == 0
+        and sizes.growth(shape[dim], other_shape[dim]) == 1
+        and resized_dims(shape, other_shape) == {dim}
     )
+    if not has_rows:
+        return Fixed(power=_power_without_rows(sizes, key, shape, other_shape, dim))
+    # a key that the loss captures, and not the step's, draws the same rows on every worker
+    power = power_if(key.key and key.power == 0)
+    return PerRow(dim, shape[dim] // sizes.rows, power)
 
 
-def _taken_for_rows(sizes: Sizes, shape: tuple[int, ...]) -> bool:
-    """Return whether a draw for all rows has as many entries as a worker has rows, so that
-    `spmd.rng` takes it for its rows.
+def split_key(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of keys that a key is split into: as many as there are rows are a key for
+    each.
     """
-    return bool(shape) and shape[0] % sizes.others == 0
-
-
-def split_key(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """As many keys as there are rows are a key for each."""
-    key, a, b = values[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
+    key, shape, other_shape = kinds[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if isinstance(key, PerRow):
         return with_power(key, None)
     if not isinstance(key, Fixed) or one.invars[0].aval.ndim:
         return None
-    if a[0] % sizes.rows == 0 and resized_dims(a, b) == {0}:
-        return PerRow(0, a[0] // sizes.rows, None)
-    return Fixed(
-        power=None if key.power != 0 or a != b or (key.key and _taken_for_rows(sizes, b)) else 0,
-        key=key.key,
-    )
+    if shape[0] % sizes.rows == 0 and resized_dims(shape, other_shape) == {0}:
+        return PerRow(0, shape[0] // sizes.rows, None)
+    return Fixed(power=_power_without_rows(sizes, key, shape, other_shape, 0), key=key.key)
 
 
-def along_keys(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """A function of each key of an array of them."""
-    found = values[0]
-    for value in values[1:]:
-        found = joined(found, value) if found is not None else None
-    if isinstance(found, PerRow):
-        aval = one.outvars[0].aval
-        return (
-            with_power(found, None)
-            if found.dim < aval.ndim - (one.primitive.name == "random_unwrap")
-            else None
-        )
-    if isinstance(found, Fixed):
-        key = any(isinstance(value, Fixed) and value.key for value in values)
-        return Fixed(
-            power=found.power if one.outvars[0].aval.shape == other.outvars[0].aval.shape else None,
-            key=key,
-        )
+def _power_without_rows(
+    sizes: Sizes, key: Fixed, shape: tuple[int, ...], other_shape: tuple[int, ...], dim: int
+) -> Power:
+    """Return the power of draws for all rows, from the first dim of a draw of one key on."""
+    if key.power != 0 or shape != other_shape:
+        return None
+    # `spmd.rng` takes a draw of as many entries as a worker has rows for one of its rows
+    is_taken_for_rows = len(other_shape) > dim and other_shape[dim] % sizes.others == 0
+    return power_if(not key.key or not is_taken_for_rows)
+
+
+def along_keys(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a function of each key of an array of them."""
+    kind, result = joined_all(kinds), one.outvars[0].aval
+    if isinstance(kind, PerRow):
+        # the last dim of the data of keys has the words of each
+        dims = result.ndim - 1 if one.primitive.name == "random_unwrap" else result.ndim
+        if kind.dim >= dims:
+            return None
+        return with_power(kind, None)
+    if isinstance(kind, Fixed):
+        key = any(isinstance(each, Fixed) and each.key for each in kinds)
+        is_same = result.shape == other.outvars[0].aval.shape
+        return Fixed(power=power_if(is_same, kind.power), key=key)
     return None

@@ -17,9 +17,11 @@ STATISTICS = "the model keeps statistics that are not means over rows"
 class Parts:
     """The numbers of parts into which a step splits a batch before the loss sees them.
 
-    `workers` at positions of their own; at each position `simulated` workers one after the other;
-    of each `microbatches`; and of these the microbatches of a 1f1b pipeline (`ticks`: there are
-    any).
+    Attributes:
+      workers: the number of positions of the mesh with rows of their own.
+      simulated: the number of workers at each position, one after the other.
+      microbatches: the number of parts of a worker's rows.
+      ticks: whether a 1f1b pipeline splits these again, into microbatches of its own.
     """
 
     workers: int
@@ -43,10 +45,15 @@ class Parts:
         return self.ticks or self.simulated * self.microbatches > 1
 
     def __str__(self) -> str:
-        count, inner = self.workers * self.simulated, self.microbatches
-        said = [f"by {count} workers"] if count > 1 else []
-        said += [f"in {inner} microbatches"] if inner > 1 else []
-        return ", ".join(said + (["in the microbatches of a 1f1b pipeline"] if self.ticks else []))
+        workers = self.workers * self.simulated
+        words = []
+        if workers > 1:
+            words.append(f"by {workers} workers")
+        if self.microbatches > 1:
+            words.append(f"in {self.microbatches} microbatches")
+        if self.ticks:
+            words.append("in the microbatches of a 1f1b pipeline")
+        return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,32 +104,31 @@ class Reading:
                 "the loss is that of the full batch: numbers of rows, and of random draws, are "
                 "those of the batch on each worker."
             )
-        sizes = format_bytes(sum(share.bytes for share in self.shares))
         rows = [share for share in self.shares if share.how == "rows"]
-        where = "".join(
-            f", {describe(share)}" for share in sorted(rows, key=lambda share: -share.bytes)[:2]
-        )
-        kinds = "sums over rows" if not rows else "sums over rows, and rows"
+        largest = sorted(rows, key=lambda share: share.bytes, reverse=True)[:2]
+        places = "".join(f", {describe(share)}" for share in largest)
+        kinds = "sums over rows, and rows" if rows else "sums over rows"
         count = f"{len(self.shares)} array{'s' if len(self.shares) > 1 else ''}"
+        size = format_bytes(sum(share.bytes for share in self.shares))
         return (
-            f"the loss is that of the full batch: workers share {kinds} ({count}, {sizes} a "
-            f"step{where})."
+            f"the loss is that of the full batch: workers share {kinds} ({count}, {size} a "
+            f"step{places})."
         )
 
 
 def describe(share: Shared) -> str:
     """Return what is shared, and the line that needs it."""
-    line = users_line(source_lines(share.equation))
-    what = {
+    subjects = {
         "rows": "rows",
         "sum": "a sum over rows",
         "max": "a maximum over rows",
         "min": "a minimum over rows",
     }
-    needed = (
-        f"{what[share.how]} for {share.equation.primitive.name}" if share.how in what else "layers"
-    )
-    return f"{needed}{f' at {line}' if line else ''}"
+    what = "layers"
+    if share.how in subjects:
+        what = f"{subjects[share.how]} for {share.equation.primitive.name}"
+    line = users_line(source_lines(share.equation))
+    return f"{what} at {line}" if line else what
 
 
 class FullBatchError(LossError):
@@ -147,64 +153,68 @@ def check_reading(
     why = _refusal(reading, parts, alone, by_layer)
     if not why:
         return
+    smallest = _smallest_change(reading, parts, alone, by_layer)
+    in_turn = ""
+    if parts.of_position and not reading.problem and not parts.ticks:
+        in_turn = ", one after the other"
+    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{in_turn}"
+    if why == STATISTICS:
+        raise ModelError(f"{why}, and {seen}.", fix=f"{' and '.join(smallest)}.")
+    because = "."
+    if reading.problem and not reading.backward:
+        because = f": {reading.problem}"
+    error = FullBatchError if smallest == (BY_COMPILER,) else LossError
+    raise error(f"{why}, and {seen}{because}", fix=_fix(reading, smallest))
+
+
+def _smallest_change(
+    reading: Reading, parts: Parts, alone: bool, by_layer: bool
+) -> tuple[str, ...]:
+    """Return the fewest changes with which a step can compute the loss of the batch."""
     changes = {
         option("accumulate", 1): {"microbatches": 1},
         '[pipeline] schedule = "gpipe"': {"ticks": False},
         BY_COMPILER: {"workers": 1, "simulated": 1},
     }
-    sets = [
-        chosen
-        for count in range(1, len(changes) + 1)
-        for chosen in itertools.combinations(changes, count)
-    ]
 
     def mends(chosen: tuple[str, ...]) -> bool:
-        changed = dataclasses.replace(
-            parts, **{key: value for name in chosen for key, value in changes[name].items()}
-        )
+        fields = {}
+        for name in chosen:
+            fields.update(changes[name])
+        changed = dataclasses.replace(parts, **fields)
+        # XLA sees all rows, and all layers, at one position
         manual = changed.workers * changed.simulated > 1
-        return changed != parts and not (
-            changed.several and _refusal(reading, changed, alone and manual, by_layer and manual)
-        )
+        if changed == parts:
+            return False
+        if not changed.several:
+            return True
+        return not _refusal(reading, changed, alone and manual, by_layer and manual)
 
-    smallest = next(chosen for chosen in sets if mends(chosen))
-    fix = " and ".join(smallest)
-    in_turn = (
-        ", one after the other"
-        if parts.of_position and not reading.problem and not parts.ticks
-        else ""
-    )
-    seen = f"a step under {source} sees the {rows} rows of a batch {parts}{in_turn}"
-    if why == STATISTICS:
-        raise ModelError(f"{why}, and {seen}.", fix=f"{fix}.")
-    ways = (
-        "one value per row that depends on no other row. Where the loss of a part is what you "
-        "want: loss=spmd.losses.of_parts(loss)."
-    )
-    because = f": {reading.problem}" if reading.problem and not reading.backward else "."
+    counts = range(1, len(changes) + 1)
+    choices = itertools.chain.from_iterable(itertools.combinations(changes, n) for n in counts)
+    return next(filter(mends, choices))
+
+
+def _fix(reading: Reading, smallest: tuple[str, ...]) -> str:
+    """Return the fix of a loss, or of a metric with it, that the parts of a step cannot compute."""
+    change = " and ".join(smallest)
     if reading.backward:
-        ways = (
-            "a function whose backward pass is a multiple of the gradient that it is given; "
-            "loss=spmd.losses.of_parts(loss), if that"
+        return (
+            f"{change}; or a function whose backward pass is a multiple of the gradient that it is "
+            "given; loss=spmd.losses.of_parts(loss), if that of a part of the batch is what you "
+            "want."
         )
-        fix = f"{fix}; or {ways} of a part of the batch is what you want."
-    elif reading.metrics:
+    if reading.metrics:
         name = reading.metrics[0]
-        evaluated = (
-            f'an evaluation of it, fit(metrics={{"{name}": ...}}, eval_data=...), in place of '
-            "returning it with the loss."
+        return (
+            f"{change}; or a metric that returns (sum, count), both summed over the rows it is "
+            f'given, or one value per row; or an evaluation of it, fit(metrics={{"{name}": ...}}, '
+            "eval_data=...), in place of returning it with the loss."
         )
-        fix = (
-            f"{fix}; or a metric that returns (sum, count), both summed over the rows it is given, "
-            f"or one value per row; or {evaluated}"
-        )
-    else:
-        fix = (
-            f"{fix}; or a loss that returns (sum, count), both summed over the rows it is given, "
-            f"or {ways}"
-        )
-    raise (FullBatchError if smallest == (BY_COMPILER,) else LossError)(
-        f"{why}, and {seen}{because}", fix=fix
+    return (
+        f"{change}; or a loss that returns (sum, count), both summed over the rows it is given, "
+        "or one value per row that depends on no other row. Where the loss of a part is what you "
+        "want: loss=spmd.losses.of_parts(loss)."
     )
 
 
@@ -225,10 +235,8 @@ def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str
         return "the loss is not a mean over rows"
     if parts.of_position and reading.trained:
         what = "the weights" if reading.weights else "random numbers that each part has anew"
-        return (
-            f"{reading.subject} joins rows with {describe(reading.weights or reading.trained[0])}, "
-            f"which depends on {what}"
-        )
+        place = describe(reading.weights or reading.trained[0])
+        return f"{reading.subject} joins rows with {place}, which depends on {what}"
     nested = next((share for share in reading.shares if share.nested), None)
     if parts.of_position and nested is not None:
         return f"{reading.subject} joins rows with {describe(nested)}, in a loop or a branch"

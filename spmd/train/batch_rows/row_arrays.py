@@ -33,8 +33,8 @@ class Place:
       microbatches: the number of parts into which the rows of a worker are split, with a stride
         (`spmd.train.accumulate`).
       microbatch: the number of this one, or a tracer.
-      known: the arrays that all rows share, in the order in which they are needed. None: there is
-        one part at each position of the mesh, so that workers share them by collectives.
+      shared_arrays: the arrays that all rows share, in the order in which they are needed. None:
+        there is one part at each position of the mesh, so that workers share them by collectives.
     """
 
     axes: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Place:
     worker: Any = 0
     microbatches: int = 1
     microbatch: Any = 0
-    known: list[Any] | None = None
+    shared_arrays: list[Any] | None = None
 
     def key_of_rows(self, batch: Any) -> Callable[[Any], Any]:
         """Return a function from a random key to one of which `Compute` makes that of a worker with
@@ -68,7 +68,7 @@ class RowArrays(Walk):
       here: the number of rows here; the second trace may be one of two rows where there is one.
       place: where they are in the batch.
       row_wise: whether the layers that a layout computes in ways of its own are row by row.
-      known: goes through `place.known`.
+      shared_arrays: goes through `place.shared_arrays`.
       record: takes the arrays that workers share.
       constants: the captured arrays of the second trace, by the identity of those of the first; a
         pipeline's schedule is one.
@@ -77,7 +77,7 @@ class RowArrays(Walk):
     here: int = 0
     place: Place = Place()
     row_wise: bool = False
-    known: Iterator[Any] | None = None
+    shared_arrays: Iterator[Any] | None = None
     record: list[Any] | None = None
     constants: dict[int, Any] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -98,8 +98,8 @@ class RowArrays(Walk):
 
     def shared(self, together: Callable[[], Any]) -> Any:
         """Return an array that workers compute together, or have computed before."""
-        if self.known is not None:
-            return next(self.known)
+        if self.shared_arrays is not None:
+            return next(self.shared_arrays)
         array = together()
         if self.record is not None:
             self.record.append(array)
@@ -238,11 +238,11 @@ def narrowed(array: Any, shape: Shape) -> Any:
     """Return as many entries of an array as `shape` has, along dims where all entries are equal; a
     trace on more rows may have more.
     """
-    for dim, (size, wanted) in enumerate(zip(jnp.shape(array), shape, strict=True)):
-        if size > wanted:
-            array = lax.slice_in_dim(array, 0, wanted, axis=dim)
-        if size < wanted:
-            array = jnp.repeat(lax.slice_in_dim(array, 0, 1, axis=dim), wanted, axis=dim)
+    for dim, (size, new_size) in enumerate(zip(jnp.shape(array), shape, strict=True)):
+        if size > new_size:
+            array = lax.slice_in_dim(array, 0, new_size, axis=dim)
+        if size < new_size:
+            array = jnp.repeat(lax.slice_in_dim(array, 0, 1, axis=dim), new_size, axis=dim)
     return array
 
 

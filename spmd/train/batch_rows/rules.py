@@ -1,15 +1,15 @@
 """The rules for JAX's primitives by which `spmd.train.batch_rows.walk` reads a traced loss.
 
-A rule takes the sizes of the two traces, the equation in each, and what is known of its inputs.
-None: the workers have to share something first, and then the rule is asked again.
+A rule takes the sizes of the two traces, the equation in each, and the kinds of its inputs, and
+returns the kind of its output. None: the workers have to share something first, and then the rule
+is asked again. The power of a kind (see `PerRow`) is None where a worker that calls the loss on its
+own rows gets no multiple of what the full batch has.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from spmd.train.batch_rows.kinds import (
     Fixed,
@@ -18,6 +18,9 @@ from spmd.train.batch_rows.kinds import (
     Sizes,
     Summed,
     joined,
+    joined_all,
+    keep_power_if,
+    power_if,
     resized_dims,
     total,
     with_power,
@@ -30,479 +33,479 @@ from spmd.train.batch_rows.scatters import scatter
 OVER_ROWS = {"reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
 
 
-def _reshape(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del other
-    value, old, new = (
-        _without_number(values[0]),
-        one.invars[0].aval.shape,
-        one.outvars[0].aval.shape,
-    )
-    if one.params.get("dimensions") is not None or len(values) > 1:
+# dims that are renamed, added or removed ----------------------------------------------------------
+
+
+def _reshape(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    kind = _without_number(kinds[0])
+    old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
+    # `lax.reshape(x, sizes, dimensions)` transposes first; further inputs are sizes that only the
+    # run knows
+    if one.params.get("dimensions") is not None or len(kinds) > 1:
         return None
-    if isinstance(value, Summed):
-        return value
-    if isinstance(value, Fixed):
-        every = len(value.uniform | {dim for dim, size in enumerate(old) if size == 1}) == len(old)
-        kept = [size for size in old if size > 1] == [size for size in new if size > 1]
-        if every or not kept:
-            return dataclasses.replace(
-                value, uniform=frozenset(range(len(new))) if every else frozenset()
-            )
-        sources = iter([dim for dim, size in enumerate(old) if size > 1])
-        return dataclasses.replace(
-            value,
-            uniform=frozenset(
-                d for d, size in enumerate(new) if size == 1 or next(sources) in value.uniform
-            ),
-        )
-    stride = value.inner * math.prod(old[value.dim + 1 :])
+    if isinstance(kind, Summed):
+        return kind
+    if isinstance(kind, Fixed):
+        return dataclasses.replace(kind, uniform=_reshaped_uniform(kind.uniform, old, new))
+    # an entry of the next row is this far away, in the flattened array, in both shapes
+    stride = kind.inner * math.prod(old[kind.dim + 1 :])
     for dim, size in enumerate(new):
         below = math.prod(new[dim + 1 :])
         if stride % below == 0 and size % (stride // below * sizes.rows) == 0:
-            return PerRow(dim, stride // below, value.power)
+            return PerRow(dim, stride // below, kind.power)
     return None
 
 
-def _broadcast(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes, other
-    value, old, new = values[0], one.invars[0].aval.shape, one.outvars[0].aval.shape
-    dims = one.params["broadcast_dimensions"]
-    if isinstance(value, PerRow):
-        return (
-            dataclasses.replace(value, dim=int(dims[value.dim]))
-            if old[value.dim] == new[dims[value.dim]]
-            else None
-        )
-    if isinstance(value, Summed):
-        return value
-    varied = {int(to) for dim, to in enumerate(dims) if dim not in value.uniform and old[dim] != 1}
-    number = None if value.number is None or value.columns is not None else int(dims[value.number])
-    return dataclasses.replace(
-        value, uniform=frozenset(range(len(new))) - varied, number=number, columns=None
-    )
+def _reshaped_uniform(uniform: frozenset[int], old: Sequence[int], new: Sequence[int]) -> frozenset:
+    """Return the dims of a reshaped array along which all entries are equal."""
+    if uniform.issuperset(dim for dim, size in enumerate(old) if size != 1):
+        return frozenset(range(len(new)))
+    old_dims = [dim for dim, size in enumerate(old) if size > 1]
+    new_dims = [dim for dim, size in enumerate(new) if size > 1]
+    if [old[dim] for dim in old_dims] != [new[dim] for dim in new_dims]:
+        return frozenset()
+    # only dims of size 1 come or go
+    pairs = zip(old_dims, new_dims, strict=True)
+    singles = {dim for dim, size in enumerate(new) if size == 1}
+    return frozenset(singles.union(to for dim, to in pairs if dim in uniform))
 
 
-def _renumbered(value: Kind | None, kept: Sequence[int]) -> Kind | None:
-    """Return the kind of an array whose dims are now those numbers of the old ones."""
-    if isinstance(value, PerRow):
-        return (
-            dataclasses.replace(value, dim=list(kept).index(value.dim))
-            if value.dim in kept
-            else None
-        )
-    if isinstance(value, Fixed):
-        return dataclasses.replace(
-            value,
-            uniform=frozenset(new for new, old in enumerate(kept) if old in value.uniform),
-            number=None,
-            columns=None,
-        )
-    return value
-
-
-def _without_number(value: Kind) -> Kind:
-    if isinstance(value, Fixed):
-        return dataclasses.replace(value, number=None, columns=None)
-    return dataclasses.replace(value, columns=frozenset()) if isinstance(value, PerRow) else value
-
-
-def _squeeze(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes, other
-    return _renumbered(
-        values[0], [d for d in range(one.invars[0].aval.ndim) if d not in one.params["dimensions"]]
-    )
-
-
-def _transpose(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes, other
-    return _renumbered(values[0], [int(dim) for dim in one.params["permutation"]])
-
-
-def _reduce(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    value, axes, a, b = (
-        values[0],
-        one.params["axes"],
-        one.invars[0].aval.shape,
-        other.invars[0].aval.shape,
-    )
-    left, name = [dim for dim in range(len(a)) if dim not in axes], one.primitive.name
-    if isinstance(value, Summed):
-        return value if name == "reduce_sum" else None
-    if isinstance(value, PerRow) and value.dim in axes:
-        if name == "reduce_sum":
-            return Summed(value.power)
-        return Fixed(power=None) if name in OVER_ROWS else None
-    found = _renumbered(value, left)
-    if found is None or (value.power == 0 and a == b):
-        return found
-    if name == "reduce_sum" and isinstance(value, Fixed):
-        grown = [sizes.growth(a[dim], b[dim]) for dim in axes if a[dim] != b[dim]]
-        return with_power(
-            found,
-            total(value.power, *grown) if value.uniform.issuperset(resized_dims(a, b)) else None,
-        )
-    keeps = name in ("reduce_sum", "reduce_max", "reduce_min") or (
-        value.power == 0 and name not in ("reduce_prod", "reduce_xor")
-    )
-    same = not isinstance(value, Fixed) or value.uniform.issuperset(resized_dims(a, b))
-    return with_power(found, value.power if keeps and same else None)
-
-
-def _concatenate(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Return the kind of an index, some columns of which may be the numbers of the rows; a worker
-    counts them from its first row.
-    """
-    axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
-    rows = {(value.dim, value.inner) for value in values if isinstance(value, PerRow)}
-    # views of the same rows
-    if (
-        len(rows) == 1
-        and axis == next(iter(rows))[0]
-        and all(isinstance(value, PerRow) for value in values)
-    ):
-        power = values[0].power if len({value.power for value in values}) == 1 else None
-        return PerRow(*next(iter(rows)), power)
-    single = axis == last and all(var.aval.shape[axis] == 1 for var in one.invars)
-    sized = resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
-    numbers = {
-        value.number for value in values if isinstance(value, Fixed) and value.columns is None
-    } & sized
-    if not single or len(numbers) != 1 or numbers == {last}:
-        return _along(sizes, one, other, values)
-    (number,) = numbers
-    columns = frozenset(
-        n for n, value in enumerate(values) if isinstance(value, Fixed) and value.number == number
-    )
-    all_dims = frozenset(range(last + 1))
-    found = _aside(
-        sizes,
-        one,
-        {axis},
-        [Fixed(all_dims) if n in columns else value for n, value in enumerate(values)],
-    )
-    if isinstance(found, PerRow):
-        return (
-            dataclasses.replace(found, columns=columns)
-            if found.dim == number
-            else _along(sizes, one, other, values)
-        )
-    if not isinstance(found, Fixed):
-        return found
-    return dataclasses.replace(
-        found, uniform=found.uniform - {number}, number=number, columns=columns
-    )
-
-
-def _row_dims(value: Kind) -> set[int]:
-    """Dims whose size may depend on the number of rows."""
-    return (
-        {value.dim}
-        if isinstance(value, PerRow)
-        else set(value.uniform)
-        if isinstance(value, Fixed)
-        else set()
-    )
-
-
-def _along(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Return the kind of what works along one dim, such as a cumulative sum: any but the rows'."""
-    dim = next(one.params[key] for key in ("axis", "dimension") if key in one.params)
-    first = values[0]
-    if one.primitive.name == "split" and isinstance(first, PerRow) and first.dim == dim:
-        parts = zip(one.params["sizes"], other.params["sizes"], strict=True)
-        return first if all(_all_rows(sizes, first, *part) for part in parts) else None
-    found = _aside(sizes, one, {int(each) for each in np.atleast_1d(dim)}, values)
-    scales = one.primitive.name not in ("cumprod", "cumlogsumexp")
-    return found if found is None or scales or not found.power else with_power(found, None)
-
-
-def _aside(sizes: Sizes, one: Any, touched: set[int], values: list[Kind]) -> Kind | None:
-    """Return the kind of a function of operands with the same dims, of which those in `touched` are
-    mixed or resized.
-    """
-    del sizes
-    if (
-        one.primitive.name in ("concatenate", "split")
-        and isinstance(values[0], Summed)
-        and len(set(values)) == 1
-    ):
-        return values[0]
-    found = None
-    for value, var in zip(values, one.invars, strict=False):
-        if isinstance(value, Summed):
-            return None
-        if not var.aval.ndim and one.outvars[0].aval.ndim:
-            value = Fixed(frozenset(range(one.outvars[0].aval.ndim)))
-        value = _without_number(value)
-        value = (
-            dataclasses.replace(value, uniform=value.uniform - touched)
-            if isinstance(value, Fixed)
-            else value
-        )
-        found = value if found is None else joined(found, value)
-        if found is None or (isinstance(found, PerRow) and found.dim in touched):
-            return None
-    return found
-
-
-def _all_rows(sizes: Sizes, value: PerRow, first: int, second: int) -> bool:
-    """Return whether a place along the dim of the rows is between two runs of all rows, in both
-    traces.
-    """
-    return first % (sizes.rows * value.inner) == 0 and first * sizes.others == second * sizes.rows
-
-
-def _transformed(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """`fft`: of the last dims, and linear."""
-    del sizes
-    value, dims = _without_number(values[0]), one.invars[0].aval.ndim
-    touched = set(range(dims - len(one.params["fft_lengths"]), dims))
-    if isinstance(value, PerRow):
-        return None if value.dim in touched else value
-    if isinstance(value, Fixed):
-        same = one.outvars[0].aval.shape == other.outvars[0].aval.shape
-        return dataclasses.replace(
-            with_power(value, 0 if same and value.power == 0 else None),
-            uniform=frozenset(value.uniform - touched),
-        )
-    return value
-
-
-def _tiled(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """`tile`: repeated rows follow one another, as those of several arrays."""
-    del sizes, one, other
-    return _without_number(values[0])
-
-
-def _sliced(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """`slice`, `pad`, `dynamic_slice`, `rev`, windows: dims whose size is kept and that are not
-    reversed are not touched.
-    """
+def _broadcast(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    kind, dims = kinds[0], one.params["broadcast_dimensions"]
     old, new = one.invars[0].aval.shape, one.outvars[0].aval.shape
-    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b} | set(
-        one.params.get("dimensions", ())
-    )
-    touched |= {
-        dim
-        for dim, (low, high, _) in enumerate(one.params.get("padding_config", ()))
-        if low or high
-    }
-    touched |= {
-        dim for dim, size in enumerate(one.params.get("window_dimensions", ())) if size != 1
-    }
-    touched |= {dim for dim, edges in enumerate(one.params.get("padding", ())) if any(edges)}
-    if any(not isinstance(value, Fixed) for value in values[1:]):
-        return None
-    kept = _without_number(values[0])
-    if isinstance(kept, Fixed) and one.primitive.name == "pad":
-        kept = dataclasses.replace(kept, zero=False)
-    if isinstance(kept, Summed):
-        return kept if one.primitive.name == "slice" else None
-    moved = resized_dims(one.params.get("start_indices", ()), other.params.get("start_indices", ()))
-    if isinstance(kept, PerRow) and one.primitive.name == "slice" and kept.dim in touched:
-        ends = [
-            (one.params[key][kept.dim], other.params[key][kept.dim])
-            for key in ("start_indices", "limit_indices")
-        ]
-        runs = all(_all_rows(sizes, kept, *end) for end in ends) and (
-            one.params["strides"] is None or one.params["strides"][kept.dim] == 1
-        )
-        return kept if runs and moved <= {kept.dim} else None
-    if moved and isinstance(kept, PerRow):
-        return None
-    if (
-        moved
-        or any(value.power != 0 for value in values[1:])
-        or resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape) - _row_dims(kept)
-    ):
-        kept = with_power(kept, None)
-    if isinstance(kept, PerRow):
-        return None if kept.dim in touched else kept
-    # of a slice the uniform dims stay so; of what is padded or seen in windows, those that are not
-    # touched
-    shrinks = one.primitive.name in ("slice", "dynamic_slice", "rev")
-    return (
-        kept
-        if shrinks or not isinstance(kept, Fixed)
-        else dataclasses.replace(kept, uniform=kept.uniform - touched)
-    )
+    if isinstance(kind, Summed):
+        return kind
+    if isinstance(kind, PerRow):
+        to = int(dims[kind.dim])
+        # the only row of a batch of one, for as many others
+        if old[kind.dim] != new[to]:
+            return None
+        return dataclasses.replace(kind, dim=to)
+    number = None
+    # the last dim, to which `columns` belong, may be another one now
+    if kind.number is not None and kind.columns is None:
+        number = int(dims[kind.number])
+    uniform = set(range(len(new)))
+    for dim, to in enumerate(dims):
+        if dim not in kind.uniform and old[dim] != 1:
+            uniform.discard(int(to))
+    return dataclasses.replace(kind, uniform=frozenset(uniform), number=number, columns=None)
 
 
-def _update(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """`dynamic_update_slice`: dims of the update that are those of the operand are not touched."""
-    del other
-    old, new = one.invars[0].aval.shape, one.invars[1].aval.shape
-    if any(not isinstance(value, Fixed) for value in values[2:]):
-        return None
-    touched = {dim for dim, (a, b) in enumerate(zip(old, new, strict=True)) if a != b}
-    return _aside(sizes, one, touched, values[:2])
+def _squeeze(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    return _with_dims(kinds[0], _other_dims(one, one.params["dimensions"]))
 
 
-def _dot(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes
-    contracted, batched = one.params["dimension_numbers"]
-    if any(isinstance(value, Summed) for value in values):
-        return None
-    power, after, outputs = total(*(value.power for value in values)), len(batched[0]), []
-    for side, var in enumerate(one.invars):  # which dim of the result each dim becomes
-        free = [
-            dim
-            for dim in range(var.aval.ndim)
-            if dim not in contracted[side] and dim not in batched[side]
-        ]
-        outputs.append(
-            {
-                **{dim: n for n, dim in enumerate(batched[side])},
-                **{dim: after + n for n, dim in enumerate(free)},
-            }
-        )
-        after += len(free)
-    fixed = [(side, value) for side, value in enumerate(values) if isinstance(value, Fixed)]
-    if len(fixed) == 2:
-        grown = any(
-            one.invars[0].aval.shape[dim] != other.invars[0].aval.shape[dim]
-            for dim in contracted[0]
-        )
-        left, right = (
-            {outputs[side][dim] for dim in value.uniform if dim in outputs[side]}
-            for side, value in fixed
-        )
-        pairs = set(range(len(batched[0])))
-        return Fixed(
-            frozenset((left | right) - pairs | (left & right & pairs)), None if grown else power
-        )
-    places = []
-    for side, value in enumerate(values):
-        if isinstance(value, PerRow):
-            kinds = (
-                ("summed", contracted[side]),
-                ("paired", batched[side]),
-                ("free", tuple(range(99))),
-            )
-            kind, among = next((kind, list(among)) for kind, among in kinds if value.dim in among)
-            places.append(
-                (
-                    kind,
-                    outputs[side][value.dim] if kind == "free" else among.index(value.dim),
-                    value.inner,
-                )
-            )
-    kind, at, inner = places[0]
-    if kind == "free":
-        return PerRow(at, inner, power) if fixed else None
-    partner = {"summed": contracted, "paired": batched}[kind]
-    if places[0] != places[-1]:
-        return None
-    if any(partner[side][at] not in value.uniform for side, value in fixed):
-        power = None
-    return Summed(power) if kind == "summed" else PerRow(at, inner, power)
+def _transpose(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    return _with_dims(kinds[0], [int(dim) for dim in one.params["permutation"]])
 
 
-def _convolution(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes, other
-    numbers, (image, kernel) = one.params["dimension_numbers"], values
-    if (
-        not isinstance(image, PerRow)
-        or not isinstance(kernel, Fixed)
-        or image.dim != numbers.lhs_spec[0]
-    ):
-        return None
-    return (
-        PerRow(numbers.out_spec[0], image.inner, total(image.power, kernel.power))
-        if one.params["batch_group_count"] == 1
-        else None
-    )
+def _stack(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a stack: operands of the same dims, along a new dim."""
+    kind, axis = joined_all(kinds), one.params["axis"]
+    if isinstance(kind, PerRow):
+        return dataclasses.replace(kind, dim=kind.dim + (kind.dim >= axis))
+    if isinstance(kind, Fixed):
+        uniform = frozenset(dim + (dim >= axis) for dim in kind.uniform)
+        return dataclasses.replace(kind, uniform=uniform)
+    return kind
 
 
-def _psum(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """Summed over workers: what was a sum over a worker's rows is one over all, and the same for
-    everybody (BatchNorm).
-    """
-    del sizes, other
-    value, dims = values[0], [axis for axis in one.params["axes"] if isinstance(axis, int)]
-    if one.params.get("axis_index_groups") is not None or (
-        dims and not (isinstance(value, PerRow) and value.dim in dims)
-    ):
-        return None
-    if dims and isinstance(value, PerRow):  # first over rows here: the model binds an axis by vmap
-        value = Summed(value.power)
-    if len(dims) == len(one.params["axes"]):
-        return value
-    if isinstance(value, Summed):
-        return Fixed(power=total(value.power, 1))
-    return dataclasses.replace(value, uniform=frozenset()) if isinstance(value, Fixed) else None
+def _tile(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    # repeated rows follow one another, as those of several arrays
+    return _without_number(kinds[0])
 
 
-def _stack(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    """A new dim, along which operands of the same dims lie."""
-    del sizes, other
-    found, axis = values[0], one.params["axis"]
-    for value in values[1:]:
-        found = joined(found, value)
-    if isinstance(found, PerRow):
-        return dataclasses.replace(found, dim=found.dim + (found.dim >= axis))
-    if isinstance(found, Fixed):
-        return dataclasses.replace(
-            found, uniform=frozenset(dim + (dim >= axis) for dim in found.uniform)
-        )
-    return found
-
-
-def _iota(sizes: Sizes, one: Any, other: Any, values: list[Kind]) -> Kind | None:
-    del sizes, other, values
+def _iota(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
     along = one.params["dimension"]
     return Fixed(frozenset(range(len(one.params["shape"]))) - {along}, number=along)
 
 
-RULES: dict[str, Callable[[Sizes, Any, Any, list[Kind]], Kind | None]] = {
+def _other_dims(one: Any, dims: Iterable[int]) -> list[int]:
+    """Return the dims of the first input of an equation without some of them."""
+    return [dim for dim in range(one.invars[0].aval.ndim) if dim not in dims]
+
+
+def _with_dims(kind: Kind, old_dims: list[int]) -> Kind | None:
+    """Return the kind of an array whose dims are, in order, these dims of the array before."""
+    if isinstance(kind, PerRow):
+        if kind.dim not in old_dims:
+            return None
+        return dataclasses.replace(kind, dim=old_dims.index(kind.dim))
+    if isinstance(kind, Fixed):
+        uniform = frozenset(new for new, old in enumerate(old_dims) if old in kind.uniform)
+        return dataclasses.replace(kind, uniform=uniform, number=None, columns=None)
+    return kind
+
+
+def _without_number(kind: Kind) -> Kind:
+    """Return the kind of an array whose entries are no longer at the places of which they are the
+    numbers.
+    """
+    if isinstance(kind, Fixed):
+        return dataclasses.replace(kind, number=None, columns=None)
+    if isinstance(kind, PerRow):
+        return dataclasses.replace(kind, columns=frozenset())
+    return kind
+
+
+# reductions ---------------------------------------------------------------------------------------
+
+
+def _reduce(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    name, kind, axes = one.primitive.name, kinds[0], one.params["axes"]
+    shape, other_shape = one.invars[0].aval.shape, other.invars[0].aval.shape
+    if isinstance(kind, Summed):
+        if name != "reduce_sum":
+            return None
+        return kind
+    if isinstance(kind, PerRow) and kind.dim in axes:
+        return _reduced_rows(name, kind)
+    result = _with_dims(kind, _other_dims(one, axes))
+    if result is None or (kind.power == 0 and shape == other_shape):
+        return result
+    resized = resized_dims(shape, other_shape)
+    # else another number of rows leaves out entries that are not equal to the others
+    is_uniform = not isinstance(kind, Fixed) or kind.uniform.issuperset(resized)
+    if not is_uniform:
+        return with_power(result, None)
+    if name == "reduce_sum" and isinstance(kind, Fixed):
+        # a sum of equal entries grows as their number does
+        growths = [sizes.growth(shape[dim], other_shape[dim]) for dim in axes if dim in resized]
+        return with_power(result, total(kind.power, *growths))
+    scales = name in ("reduce_sum", "reduce_max", "reduce_min")
+    # the largest of more equal entries is the same; their product is not, nor their parity
+    if scales or (kind.power == 0 and name not in ("reduce_prod", "reduce_xor")):
+        return result
+    return with_power(result, None)
+
+
+def _reduced_rows(name: str, kind: PerRow) -> Kind | None:
+    """Return the kind of a reduction over rows."""
+    if name == "reduce_sum":
+        return Summed(kind.power)
+    # workers find the largest of all rows together
+    if name in OVER_ROWS:
+        return Fixed(power=None)
+    return None
+
+
+def _psum(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a sum over workers: what was a sum over a worker's rows is one over all
+    rows, and the same on all workers (BatchNorm).
+    """
+    kind = kinds[0]
+    # where `jax.vmap` binds an axis, it becomes a dim
+    dims = [axis for axis in one.params["axes"] if isinstance(axis, int)]
+    if one.params.get("axis_index_groups") is not None:
+        return None
+    if dims:
+        # first over the rows here
+        if not isinstance(kind, PerRow) or kind.dim not in dims:
+            return None
+        kind = Summed(kind.power)
+    if len(dims) == len(one.params["axes"]):
+        return kind
+    if isinstance(kind, Summed):
+        return Fixed(power=total(kind.power, 1))
+    return dataclasses.replace(kind, uniform=frozenset()) if isinstance(kind, Fixed) else None
+
+
+# functions along some dims ------------------------------------------------------------------------
+
+
+def _concatenate(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of rows after rows, such as two views of them; or of an index, some columns
+    of which may be the numbers of the rows, which a worker counts from its first row.
+    """
+    axis, last = one.params["dimension"], one.outvars[0].aval.ndim - 1
+    rows = {(kind.dim, kind.inner) for kind in kinds if isinstance(kind, PerRow)}
+    if len(rows) == 1 and all(isinstance(kind, PerRow) for kind in kinds):
+        ((dim, inner),) = rows
+        powers = {kind.power for kind in kinds}
+        if axis == dim:
+            return PerRow(dim, inner, power_if(len(powers) == 1, kinds[0].power))
+    has_columns = axis == last and all(x.aval.shape[axis] == 1 for x in one.invars)
+    sized = resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
+    numbers = set()
+    for kind in kinds:
+        if isinstance(kind, Fixed) and kind.columns is None and kind.number in sized:
+            numbers.add(kind.number)
+    if not has_columns or len(numbers) != 1 or numbers == {last}:
+        return _along(sizes, one, other, kinds)
+    number = numbers.pop()
+    columns = frozenset(
+        n for n, kind in enumerate(kinds) if isinstance(kind, Fixed) and kind.number == number
+    )
+    # the numbers of the rows are as good as equal: each worker knows those of its own
+    uniform = Fixed(frozenset(range(last + 1)))
+    without_numbers = [uniform if n in columns else kind for n, kind in enumerate(kinds)]
+    result = _beside(one, {axis}, without_numbers)
+    if isinstance(result, PerRow):
+        if result.dim != number:
+            return _along(sizes, one, other, kinds)
+        return dataclasses.replace(result, columns=columns)
+    if isinstance(result, Fixed):
+        uniform_dims = result.uniform - {number}
+        return dataclasses.replace(result, uniform=uniform_dims, number=number, columns=columns)
+    return result
+
+
+def _along(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of what works along one dim, such as a cumulative sum: any but the rows'."""
+    name, first, params = one.primitive.name, kinds[0], one.params
+    dim = params["axis"] if "axis" in params else params["dimension"]
+    if name == "split" and isinstance(first, PerRow) and first.dim == dim:
+        parts = zip(params["sizes"], other.params["sizes"], strict=True)
+        if not all(_all_rows(sizes, first, *part) for part in parts):
+            return None
+        return first
+    result = _beside(one, {dim}, kinds)
+    # of half of all entries these do not return half of the result
+    is_curved = name in ("cumprod", "cumlogsumexp")
+    if is_curved and result is not None and result.power:
+        return with_power(result, None)
+    return result
+
+
+def _beside(one: Any, touched: set[int], kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a function of operands with the same dims, of which those in `touched` are
+    mixed or resized.
+    """
+    is_linear = one.primitive.name in ("concatenate", "split")
+    if is_linear and isinstance(kinds[0], Summed) and len(set(kinds)) == 1:
+        return kinds[0]
+    ndim = one.outvars[0].aval.ndim
+    result: Kind | None = None
+    for number, (kind, variable) in enumerate(zip(kinds, one.invars, strict=False)):
+        if isinstance(kind, Summed):
+            return None
+        if not variable.aval.ndim and ndim:
+            kind = Fixed(frozenset(range(ndim)))
+        kind = _without_number(kind)
+        if isinstance(kind, Fixed):
+            kind = dataclasses.replace(kind, uniform=kind.uniform - touched)
+        result = joined(result, kind) if number else kind
+        if result is None or (isinstance(result, PerRow) and result.dim in touched):
+            return None
+    return result
+
+
+def _all_rows(sizes: Sizes, kind: PerRow, first: int, second: int) -> bool:
+    """Return whether a place along the dim of the rows is between two runs of all rows, in both
+    traces.
+    """
+    return first % (sizes.rows * kind.inner) == 0 and first * sizes.others == second * sizes.rows
+
+
+def _fft(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    kind, ndim = _without_number(kinds[0]), one.invars[0].aval.ndim
+    # it is of the last dims, and linear
+    touched = set(range(ndim - len(one.params["fft_lengths"]), ndim))
+    if isinstance(kind, PerRow) and kind.dim in touched:
+        return None
+    if isinstance(kind, Fixed):
+        kind = dataclasses.replace(kind, uniform=kind.uniform - touched)
+        is_same = one.outvars[0].aval.shape == other.outvars[0].aval.shape
+        return keep_power_if(kind, is_same and kind.power == 0)
+    return kind
+
+
+# parts of arrays, and windows ---------------------------------------------------------------------
+
+
+def _slice(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a `slice`, `pad`, `dynamic_slice`, `rev`, or of windows: dims whose size
+    stays and that are not reversed are not touched.
+    """
+    name, (first, *others) = one.primitive.name, kinds
+    # a place, or a value that pads, which each row has for itself
+    if any(not isinstance(kind, Fixed) for kind in others):
+        return None
+    kind = _without_number(first)
+    if isinstance(kind, Summed):
+        return kind if name == "slice" else None
+    touched = _touched_dims(one)
+    starts, other_starts = (each.params.get("start_indices", ()) for each in (one, other))
+    moved = resized_dims(starts, other_starts)
+    if isinstance(kind, PerRow) and kind.dim in touched and name == "slice":
+        is_run = moved <= {kind.dim} and _has_runs_of_all_rows(sizes, one, other, kind)
+        return kind if is_run else None
+    if isinstance(kind, PerRow) and (moved or kind.dim in touched):
+        return None
+    resized = resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
+    depends_on_rows = bool(moved or resized - _sized_dims(kind))
+    if depends_on_rows or any(each.power != 0 for each in others):
+        kind = with_power(kind, None)
+    if isinstance(kind, PerRow):
+        return kind
+    # what pads need not be 0
+    if name == "pad":
+        kind = dataclasses.replace(kind, zero=False)
+    # all entries of a part are equal where all entries are; padding and the windows at an edge are
+    # of other entries
+    if name not in ("slice", "dynamic_slice", "rev"):
+        kind = dataclasses.replace(kind, uniform=kind.uniform - touched)
+    return kind
+
+
+def _touched_dims(one: Any) -> set[int]:
+    """Return the dims of an operand that an equation shortens, pads, reverses or sees in
+    windows.
+    """
+    touched = resized_dims(one.invars[0].aval.shape, one.outvars[0].aval.shape)
+    # of `rev`
+    touched.update(one.params.get("dimensions", ()))
+    # of `pad`: entries at both ends; those in between change the size
+    for dim, (low, high, _) in enumerate(one.params.get("padding_config", ())):
+        if low or high:
+            touched.add(dim)
+    # of windows
+    for dim, size in enumerate(one.params.get("window_dimensions", ())):
+        if size != 1:
+            touched.add(dim)
+    for dim, edges in enumerate(one.params.get("padding", ())):
+        if any(edges):
+            touched.add(dim)
+    return touched
+
+
+def _has_runs_of_all_rows(sizes: Sizes, one: Any, other: Any, kind: PerRow) -> bool:
+    """Return whether a slice of the dim of the rows has some of several runs of all rows."""
+    for key in ("start_indices", "limit_indices"):
+        if not _all_rows(sizes, kind, one.params[key][kind.dim], other.params[key][kind.dim]):
+            return False
+    strides = one.params["strides"]
+    return strides is None or strides[kind.dim] == 1
+
+
+def _sized_dims(kind: Kind) -> frozenset[int]:
+    """Return the dims whose size may depend on the number of rows."""
+    if isinstance(kind, PerRow):
+        return frozenset([kind.dim])
+    return kind.uniform if isinstance(kind, Fixed) else frozenset()
+
+
+def _update(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    """Return the kind of a `dynamic_update_slice`: dims of which the update has all entries are not
+    touched.
+    """
+    operand, update = (variable.aval.shape for variable in one.invars[:2])
+    if any(not isinstance(kind, Fixed) for kind in kinds[2:]):
+        return None
+    return _beside(one, resized_dims(operand, update), kinds[:2])
+
+
+# products -----------------------------------------------------------------------------------------
+
+
+def _dot(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    if any(isinstance(kind, Summed) for kind in kinds):
+        return None
+    power = total(*(kind.power for kind in kinds))
+    left, right = kinds
+    if isinstance(left, Fixed) and isinstance(right, Fixed):
+        return _fixed_product(one, other, [left, right], power)
+    contracted, batched = one.params["dimension_numbers"]
+    places = [_place_in_product(one, side, kind) for side, kind in enumerate(kinds)]
+    (role, place, inner), *other_places = filter(None, places)
+    if role == "free":
+        # each row of one side with each row of the other one
+        if other_places:
+            return None
+        return PerRow(place, inner, power)
+    if other_places and other_places[0] != (role, place, inner):
+        return None
+    partners = contracted if role == "summed" else batched
+    for side, kind in enumerate(kinds):
+        # a worker that calls the loss on its own rows has them with the first entries
+        if isinstance(kind, Fixed) and partners[side][place] not in kind.uniform:
+            power = None
+    if role == "summed":
+        return Summed(power)
+    return PerRow(place, inner, power)
+
+
+def _fixed_product(one: Any, other: Any, kinds: list[Fixed], power: int | None) -> Fixed:
+    """Return the kind of a product of arrays that are the same on every worker."""
+    contracted, batched = one.params["dimension_numbers"]
+    uniform: list[set[int]] = []
+    for side, kind in enumerate(kinds):
+        outputs = _dims_of_product(one, side)
+        uniform.append({outputs[dim] for dim in kind.uniform if dim in outputs})
+    of_either, of_both = uniform[0] | uniform[1], uniform[0] & uniform[1]
+    # both sides have the paired dims, and one side any other
+    paired = set(range(len(batched[0])))
+    shape, other_shape = one.invars[0].aval.shape, other.invars[0].aval.shape
+    if any(shape[dim] != other_shape[dim] for dim in contracted[0]):
+        power = None
+    return Fixed(frozenset((of_either - paired) | (of_both & paired)), power)
+
+
+def _dims_of_product(one: Any, side: int) -> dict[int, int]:
+    """Return the dim of a product that each dim of an operand becomes, but for those that are
+    summed.
+    """
+    contracted, batched = one.params["dimension_numbers"]
+    free = []
+    for number, variable in enumerate(one.invars):
+        summed_or_paired = {*contracted[number], *batched[number]}
+        free.append([dim for dim in range(variable.aval.ndim) if dim not in summed_or_paired])
+    # the product has the paired dims, then those of the left side, then those of the right one
+    start = len(batched[0]) + side * len(free[0])
+    outputs = {dim: place for place, dim in enumerate(batched[side])}
+    outputs.update((dim, start + place) for place, dim in enumerate(free[side]))
+    return outputs
+
+
+def _place_in_product(one: Any, side: int, kind: Kind) -> tuple[str, int, int] | None:
+    """Return the role of an operand's rows in a product, the place of their dim among the dims of
+    that role (of a "free" one: in the product), and `PerRow.inner`; None without rows.
+    """
+    if not isinstance(kind, PerRow):
+        return None
+    contracted, batched = one.params["dimension_numbers"]
+    for role, dims in (("summed", contracted[side]), ("paired", batched[side])):
+        if kind.dim in dims:
+            return role, list(dims).index(kind.dim), kind.inner
+    return "free", _dims_of_product(one, side)[kind.dim], kind.inner
+
+
+def _convolution(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
+    numbers, (image, kernel) = one.params["dimension_numbers"], kinds
+    if not isinstance(image, PerRow) or not isinstance(kernel, Fixed):
+        return None
+    # with groups of images, as in the gradient by a kernel, rows are summed
+    if image.dim != numbers.lhs_spec[0] or one.params["batch_group_count"] != 1:
+        return None
+    return PerRow(numbers.out_spec[0], image.inner, total(image.power, kernel.power))
+
+
+# From names of primitives to their rule. Elementwise functions are in `kinds`.
+_BY_NAMES = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "transpose": _transpose,
+    "stack": _stack,
+    "tile": _tile,
+    "iota": _iota,
+    "reduce_sum reduce_prod reduce_max reduce_min": _reduce,
+    "reduce_and reduce_or reduce_xor argmax argmin": _reduce,
+    "psum": _psum,
+    "concatenate": _concatenate,
+    "cumsum cumprod cummax cummin cumlogsumexp sort split": _along,
+    "fft": _fft,
+    "slice pad dynamic_slice rev": _slice,
+    "reduce_window reduce_window_max reduce_window_min reduce_window_sum": _slice,
+    "dynamic_update_slice": _update,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": look_up,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), scatter
-    ),
-    "iota": _iota,
+    "scatter scatter-add scatter-mul scatter-min scatter-max": scatter,
     "random_bits": draw,
     "random_split": split_key,
-    **dict.fromkeys(("random_fold_in", "random_wrap", "random_unwrap", "random_gamma"), along_keys),
-    "psum": _psum,
-    "stack": _stack,
-    "dynamic_update_slice": _update,
-    "fft": _transformed,
-    "tile": _tiled,
-    **dict.fromkeys(
-        (
-            "slice",
-            "pad",
-            "dynamic_slice",
-            "rev",
-            "reduce_window_max",
-            "reduce_window_sum",
-            "reduce_window_min",
-        ),
-        _sliced,
-    ),
-    "reduce_window": _sliced,
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "split"), _along
-    ),
-    "concatenate": _concatenate,
-    **dict.fromkeys(
-        (
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "reduce_xor",
-            "argmax",
-            "argmin",
-        ),
-        _reduce,
-    ),
+    "random_fold_in random_wrap random_unwrap random_gamma": along_keys,
 }
+Rule = Callable[[Sizes, Any, Any, list[Kind]], Kind | None]
+RULES: dict[str, Rule] = {name: rule for names, rule in _BY_NAMES.items() for name in names.split()}

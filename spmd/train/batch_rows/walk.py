@@ -14,10 +14,12 @@ that calls the loss on its own rows gets the right value.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spmd.jaxpr.derivatives import both_passes, differentiated
@@ -37,6 +39,9 @@ from spmd.train.batch_rows.kinds import (
     elementwise,
     entry,
     joined,
+    keep_power_if,
+    power_if,
+    resized_dims,
     stacked,
     with_power,
 )
@@ -46,20 +51,17 @@ from spmd.xla import defined_in, is_of_jax, printed
 
 # of a captured array that is not one and the same object in both traces, to be compared by value
 MOST_ELEMENTS = 4096
+# two words, which is what jax.random's threefry2x32 has
 KEY_BYTES = 8
 CHUNKED = chunked_cross_entropy.__file__
 ATTENTION = scoring.__file__
-SIZED = (
-    "shape",
-    "sizes",
-    "new_sizes",
-    "start_indices",
-    "limit_indices",
-    "slice_sizes",
-    "sharding",
-    "out_sharding",
-)  # the results' shapes determine these
-ROUNDS = 6  # of a loop, until the kinds that it carries stay
+# the results' shapes determine these params
+SIZED = frozenset(
+    """
+    shape sizes new_sizes start_indices limit_indices slice_sizes sharding out_sharding""".split()
+)
+# of a loop, until the kinds that it carries stay
+ROUNDS = 6
 
 
 class Held(NamedTuple):
@@ -100,7 +102,9 @@ class Shared(NamedTuple):
 class Walk(Sizes, Interpreter[Held]):
     """Two traces of one function, side by side.
 
-    `shares`: takes what workers share. `forward_only`: nothing is differentiated.
+    Attributes:
+      shares: takes what workers share.
+      forward_only: whether nothing is differentiated.
     """
 
     shares: list[Shared] = dataclasses.field(default_factory=list, compare=False)
@@ -116,37 +120,42 @@ class Walk(Sizes, Interpreter[Held]):
         """Return a captured array, or a literal, of the full batch; `value`: in both traces."""
         return Held(self.kind_of_constant(*value), array=value[0])
 
+    def joined(self, first: Held, second: Held) -> Held:
+        """Return a value that both can become."""
+        kind = joined(first.kind, second.kind)
+        if kind is None:
+            kind = Fixed(power=None)
+        return Held(kind, first.trained or second.trained)
+
     def kind_of_constant(self, first: Any, second: Any) -> Kind:
         """Return the kind of a constant, from its values in the two traces."""
-        if jax.dtypes.issubdtype(getattr(first, "dtype", np.dtype("float32")), jax.dtypes.extended):
-            return Fixed(power=0 if first is second else None)
+        dtype = getattr(first, "dtype", np.dtype("float32"))
+        # keys have no numbers that may be compared
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            return Fixed(power=power_if(first is second))
         if np.ndim(first):
-            small = np.shape(first) == np.shape(second) and np.size(first) <= MOST_ELEMENTS
-            same = first is second or (
-                small and np.array_equal(np.asarray(first), np.asarray(second))
-            )
-            return Fixed(power=0 if same else None)
-        numbers = float(np.real(first)), float(np.real(second))
-        return Fixed(
-            power=self.growth(*numbers), zero=numbers == (0.0, 0.0) and not np.iscomplexobj(first)
-        )
+            return Fixed(power=power_if(_is_same_array(first, second)))
+        number, other_number = float(np.real(first)), float(np.real(second))
+        is_zero = number == other_number == 0 and not np.iscomplexobj(first)
+        return Fixed(power=self.growth(number, other_number), zero=is_zero)
 
     def checked(self, kind: Kind | None, one: Any, other: Any) -> Kind | None:
         """Return the kind, if the shape of a result depends on the number of rows as the kind says;
         None if it does not.
         """
-        a, b = getattr(one, "shape", None), getattr(other, "shape", None)
-        if kind is None or a is None or b is None or len(a) != len(b):
+        shape, other_shape = getattr(one, "shape", None), getattr(other, "shape", None)
+        if kind is None or shape is None or other_shape is None or len(shape) != len(other_shape):
             return None
-        sized = {dim for dim, (x, y) in enumerate(zip(a, b, strict=True)) if x != y}
+        resized = resized_dims(shape, other_shape)
         if isinstance(kind, Summed):
-            return with_power(kind, None) if sized else kind
+            return keep_power_if(kind, not resized)
         if isinstance(kind, Fixed):
-            return kind if sized <= kind.uniform | {kind.number} else with_power(kind, None)
-        size, part = a[kind.dim], b[kind.dim]
-        if size % (self.rows * kind.inner) or size * self.others != part * self.rows:
+            # with more rows equal entries, and numbers of rows, continue as they began
+            return keep_power_if(kind, resized <= kind.uniform | {kind.number})
+        size, other_size = shape[kind.dim], other_shape[kind.dim]
+        if size % (self.rows * kind.inner) or size * self.others != other_size * self.rows:
             return None
-        return kind if sized <= {kind.dim} else with_power(kind, None)
+        return keep_power_if(kind, resized <= {kind.dim})
 
     # equations ------------------------------------------------------------------------------------
 
@@ -182,184 +191,171 @@ class Walk(Sizes, Interpreter[Held]):
 
     def operation(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of an equation that runs no program of JAX's, or as if it ran none."""
-        (one, other), values = equation, inputs
-        results = [(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)]
+        one, other = equation
         variables = list(zip(one.invars, other.invars, strict=True))
-        for kinds in self.attempts(one, values):
-            found = [
-                self.checked(kind, *avals)
-                for kind, avals in zip(self.kinds(one, other, kinds), results, strict=True)
-            ]
-            known = [kind for kind in found if kind is not None]
-            if len(known) == len(found):
-                pairs = zip(values, kinds, variables, strict=True)
-                return self.results(
-                    one,
-                    other,
-                    [self.converted(value, kind, one, pair) for value, kind, pair in pairs],
-                    known,
-                )
+        for needed in self.attempts(one, inputs):
+            checked = self.checked_kinds(one, other, needed)
+            kinds = [kind for kind in checked if kind is not None]
+            if len(kinds) < len(checked):
+                continue
+            converted = []
+            for value, kind, pair in zip(inputs, needed, variables, strict=True):
+                converted.append(self.converted(value, kind, one, pair))
+            return self.results(one, other, converted, kinds)
         raise Unreadable(f"its {one.primitive.name} has other dims on few rows than on many")
 
-    def attempts(self, one: Any, values: list[Held]) -> Iterator[list[Kind]]:
+    def checked_kinds(self, one: Any, other: Any, kinds: list[Kind]) -> list[Kind | None]:
+        """Return the kinds of an equation's outputs for those of its inputs; None for one that
+        needs more than workers have, or whose shape is another one.
+        """
+        checked = []
+        outputs = zip(self.kinds(one, other, kinds), one.outvars, other.outvars, strict=True)
+        for kind, first, second in outputs:
+            checked.append(self.checked(kind, first.aval, second.aval))
+        return checked
+
+    def attempts(self, one: Any, inputs: list[Held]) -> Iterator[list[Kind]]:
         """Yield the kinds of an equation's inputs as they are, and then with more and more of them
         shared by all workers.
         """
-        kinds = [value.kind for value in values]
+        kinds = [value.kind for value in inputs]
         yield kinds
 
-        def shared(chosen: Callable[[int], bool]) -> list[Kind]:
-            return [
-                Fixed(power=None) if chosen(number) else kind for number, kind in enumerate(kinds)
-            ]
+        def shared(numbers: Collection[int]) -> list[Kind]:
+            return [Fixed(power=None) if n in numbers else kind for n, kind in enumerate(kinds)]
 
-        sums = [number for number, kind in enumerate(kinds) if isinstance(kind, Summed)]
-        if one.primitive.name == "div" and sums == [0, 1]:
-            yield shared(lambda number: number == 1)
-        if any(not values[number].trained for number in sums):
-            yield shared(lambda number: number in sums and not values[number].trained)
+        sums = {number for number, kind in enumerate(kinds) if isinstance(kind, Summed)}
+        # a sum over a count remains a sum, of which each worker has a part
+        if one.primitive.name == "div" and sums == {0, 1}:
+            yield shared({1})
+        # microbatches can share what depends on no weights before the first of them
+        untrained = {number for number in sums if not inputs[number].trained}
+        if untrained:
+            yield shared(untrained)
         if sums:
-            yield shared(lambda number: number in sums)
-        by_size = sorted(
-            (n for n, kind in enumerate(kinds) if isinstance(kind, PerRow)),
-            key=lambda n: -np.prod(one.invars[n].aval.shape),
-        )
-        if len(by_size) > 1:
-            yield shared(lambda number: number in sums or number in by_size[1:])
-        yield shared(lambda number: not isinstance(kinds[number], Fixed))
+            yield shared(sums)
+        rows = [number for number, kind in enumerate(kinds) if isinstance(kind, PerRow)]
+        # all operands but the largest one
+        smaller = sorted(rows, key=lambda number: -np.prod(one.invars[number].aval.shape))[1:]
+        if smaller:
+            yield shared({*sums, *smaller})
+        yield shared({*sums, *rows})
 
-    def kinds(self, one: Any, other: Any, values: list[Kind]) -> Sequence[Kind | None]:
+    def kinds(self, one: Any, other: Any, kinds: list[Kind]) -> Sequence[Kind | None]:
         """Return the kinds of an equation's outputs; None for one that needs more than workers
         have.
         """
         name = one.primitive.name
         if name == "optimization_barrier":
-            return values
-        if all(isinstance(value, Fixed) for value in values):
-            return self.without_rows(one, other, values)
+            return kinds
+        if all(isinstance(kind, Fixed) for kind in kinds):
+            return self.without_rows(one, other, kinds)
         if name not in CUSTOM:
-            return self.by_rule(one, other, values)
-        random = any(
-            var.aval.dtype == np.uint32
-            or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended)
-            for var in one.invars
-        )
+            return self.by_rule(one, other, kinds)
+        has_keys = any(isinstance(kind, Fixed) and kind.key for kind in kinds)
         # rows would draw the same on every worker
-        if random or any(isinstance(value, Fixed) and value.key for value in values):
+        if has_keys or any(map(_may_be_key, one.invars)):
             return [None] * len(one.outvars)
         if defined_in(one) == CHUNKED:
-            return [_sum_over_tokens(values)]
+            return [_sum_over_tokens(kinds)]
         if defined_in(one) == ATTENTION:
-            return [_attention_of_rows(values)]
-        return self.of_own_gradient(one, other, values) or [None] * len(one.outvars)
+            return [_attention_of_rows(kinds)]
+        return self.of_custom_derivative(one, other, kinds) or [None] * len(one.outvars)
 
-    def by_rule(self, one: Any, other: Any, values: list[Kind]) -> list[Kind | None]:
+    def by_rule(self, one: Any, other: Any, kinds: list[Kind]) -> list[Kind | None]:
         """Return the kinds of an equation's outputs by the rule for its primitive; None without
         one.
         """
         name = one.primitive.name
         if name in ELEMENTWISE and len(one.outvars) == 1:
-            return [elementwise(name, one, other, values)]
+            return [elementwise(name, one, other, kinds)]
         if name in RULES and self.alike(one.params, other.params):
-            return [RULES[name](self, one, other, values)] * len(one.outvars)
+            return [RULES[name](self, one, other, kinds)] * len(one.outvars)
         return [None] * len(one.outvars)
 
-    def of_own_gradient(self, one: Any, other: Any, values: list[Kind]) -> list[Kind] | None:
+    def of_custom_derivative(self, one: Any, other: Any, kinds: list[Kind]) -> list[Kind] | None:
         """Return the kinds of the outputs of a function with a derivative of its own; None if it or
         its gradients may join rows.
         """
-        floats = differentiated(one)
-        outputs = [
-            self.by_shape(a.aval, b.aval) for a, b in zip(one.outvars, other.outvars, strict=True)
-        ]
-
-        if None in outputs or not all(
-            jax.numpy.issubdtype(var.aval.dtype, np.floating) for var in one.outvars
-        ):
+        outputs = []
+        for first, second in zip(one.outvars, other.outvars, strict=True):
+            outputs.append(self.by_shape(first.aval, second.aval))
+        are_floats = all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in one.outvars)
+        if None in outputs or not are_floats:
             return None
+        inputs = [Held(kind) for kind in (*kinds, *outputs) if kind is not None]
         reader = Walk(self.rows, self.others, forward_only=True)
         try:
-            found = reader.closed(
-                both_passes(one),
-                both_passes(other),
-                [Held(kind) for kind in (*values, *outputs) if kind is not None],
-            )
-        except Exception:  # whatever a rule of its own raises: it is a function of all rows then
+            held = reader.closed(both_passes(one), both_passes(other), inputs)
+        except Exception:
+            # whatever the user's functions raise outside of their loss: it is a function of all
+            # rows then
             return None
-        results, gradients = (
-            [held.kind for held in found[: len(outputs)]],
-            [held.kind for held in found[len(outputs) :]],
-        )
-        for number, gradient in zip(floats, gradients, strict=True):
-            value = values[number]
-            alike = (
-                isinstance(value, PerRow)
-                and isinstance(gradient, PerRow)
-                and (value.dim, value.inner) == (gradient.dim, gradient.inner)
-            )
-            if isinstance(value, PerRow) and not alike:
+        if reader.shares:
+            return None
+        results = [value.kind for value in held]
+        gradients = results[len(outputs) :]
+        for number, gradient in zip(differentiated(one), gradients, strict=True):
+            kind = kinds[number]
+            # the gradient of a row that another row has a part in is a sum over rows
+            if isinstance(kind, PerRow) and not _has_rows_of(gradient, kind):
                 return None
-        return None if reader.shares else results
+        return results[: len(outputs)]
 
     def by_shape(self, one: Any, other: Any) -> Kind | None:
         """Return the kind of a result whose rows are along the dim that depends on their number."""
-        sized = [
-            dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b
-        ]
-        if len(sized) > 1 or (sized and one.shape[sized[0]] % self.rows):
+        resized = resized_dims(one.shape, other.shape)
+        if not resized:
+            return Fixed()
+        dim = min(resized)
+        if len(resized) > 1 or one.shape[dim] % self.rows:
             return None
-        return PerRow(sized[0], one.shape[sized[0]] // self.rows) if sized else Fixed()
+        return PerRow(dim, one.shape[dim] // self.rows)
 
-    def without_rows(self, one: Any, other: Any, values: list[Kind]) -> list[Kind]:
+    def without_rows(self, one: Any, other: Any, kinds: list[Kind]) -> list[Kind]:
         """Return the kinds of the outputs of an equation whose inputs are the same on all workers:
         so are they.
         """
         # two traces of it have other functions for its derivative
         if one.primitive.name in CUSTOM:
             reader = Walk(self.rows, self.others, forward_only=True)
-            found = reader.called(PairedEquation(one, other), [Held(kind) for kind in values])
-            return [
-                Fixed(power=None)
-                if reader.shares or not isinstance(held.kind, Fixed)
-                else held.kind
-                for held in found
-            ]
-        avals = [
-            (a.aval, b.aval)
-            for a, b in zip(
-                [*one.invars, *one.outvars], [*other.invars, *other.outvars], strict=True
-            )
-        ]
-        still = all(
-            getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in avals
-        ) and self.alike(one.params, other.params)
-        power = 0 if still and all(value.power == 0 for value in values) else None
-        unknown = Fixed(
-            power=power, key=any(isinstance(value, Fixed) and value.key for value in values)
-        )
-        return [
-            unknown if kind is None or isinstance(kind, Summed) else kind
-            for kind in self.by_rule(one, other, values)
-        ]
+            held = reader.called(PairedEquation(one, other), [Held(kind) for kind in kinds])
+            results: Sequence[Kind | None] = [value.kind for value in held]
+            if reader.shares:
+                results = [None] * len(results)
+            return [x if isinstance(x, Fixed) else Fixed(power=None) for x in results]
+        is_same = self.is_same(one, other) and all(kind.power == 0 for kind in kinds)
+        key = any(isinstance(kind, Fixed) and kind.key for kind in kinds)
+        without_rule = Fixed(power=power_if(is_same), key=key)
+        results = self.by_rule(one, other, kinds)
+        return [without_rule if x is None or isinstance(x, Summed) else x for x in results]
+
+    def is_same(self, one: Any, other: Any) -> bool:
+        """Return whether an equation does the same in both traces, to arrays of the same shapes."""
+        variables = [*one.invars, *one.outvars], [*other.invars, *other.outvars]
+        for first, second in zip(*variables, strict=True):
+            if getattr(first.aval, "shape", None) != getattr(second.aval, "shape", None):
+                return False
+        return self.alike(one.params, other.params)
 
     def alike(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         """Return whether an equation does the same in both traces, but for shapes; functions are
         compared as text, and by constants.
         """
 
-        def same(a: Any, b: Any) -> bool:
-            return a is b or printed(a) == printed(b)
+        for key, value in first.items():
+            # as text only where it is another object: printing is slow
+            if key in SIZED or value is second.get(key):
+                continue
+            if printed(value) != printed(second.get(key)):
+                return False
+        constants = zip(_constants(first), _constants(second), strict=False)
+        return all(self.kind_of_constant(*pair).power == 0 for pair in constants)
 
-        def consts(params: Mapping[str, Any]) -> list[Any]:
-            programs = filter(is_closed, jax.tree.leaves([*params.values()], is_leaf=is_closed))
-            return [constant for program in programs for constant in program.consts]
-
-        pairs = zip(consts(first), consts(second), strict=False)
-        return all(same(first[key], second.get(key)) for key in first if key not in SIZED) and all(
-            kind.power == 0 for kind in (self.kind_of_constant(a, b) for a, b in pairs)
-        )
-
+    # the steps of a loop are not followed where their number may depend on the rows
     while_loop = operation
+
+    # programs in programs -------------------------------------------------------------------------
 
     def check_layers(self, equation: PairedEquation, inputs: list[Held]) -> None:
         """Record layers that a layout cannot compute row by row, on a worker's rows: not where they
@@ -367,13 +363,13 @@ class Walk(Sizes, Interpreter[Held]):
         """
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         without_powers = [Held(with_power(value.kind, 0), value.trained) for value in inputs]
-        found = reader.called(equation, without_powers)
-        rows = [held.kind for held in found if not isinstance(held.kind, Summed)]
-        joins = any(share.how != "averages" for share in reader.shares) or any(
-            kind.power != 0 for kind in rows
-        )
-        if joins or reader.shares or len(rows) < len(found):
-            self.shares.append(Shared("layers" if joins else "statistics", False, 0, equation.one))
+        outputs = reader.called(equation, without_powers)
+        kinds = [held.kind for held in outputs if not isinstance(held.kind, Summed)]
+        joins = any(share.how != "averages" for share in reader.shares)
+        joins = joins or any(kind.power != 0 for kind in kinds)
+        if joins or reader.shares or len(kinds) < len(outputs):
+            how = "layers" if joins else "statistics"
+            self.shares.append(Shared(how, False, 0, equation.one))
 
     def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, in which each worker routes its own tokens.
@@ -381,7 +377,8 @@ class Walk(Sizes, Interpreter[Held]):
         They are the tokens, the number of tokens that chose each expert, and two means over tokens.
         """
         tokens = inputs[0].kind
-        kinds = [tokens, Summed(0 if tokens.power == 0 else None), Summed(-1), Summed(-1)]
+        chosen = Summed(power_if(tokens.power == 0))
+        kinds = [tokens, chosen, Summed(-1), Summed(-1)]
         return [Held(kind, True) for kind in kinds]
 
     def of_jax(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
@@ -396,26 +393,25 @@ class Walk(Sizes, Interpreter[Held]):
         """Return the outputs of a loop over another dim than the rows; the kinds that it carries
         are followed until they stay.
         """
-        (one, other), loop = equation, scan_of(equation)
-        fixed, carry, xs = loop.split(inputs)
+        loop, other_loop = scan_of(equation.one), scan_of(equation.other)
+        constants, carry, xs = loop.split(inputs)
         along_rows = any(isinstance(value.kind, PerRow) and value.kind.dim == 0 for value in xs)
-        if one.params["length"] != other.params["length"] or along_rows:
+        if loop.length != other_loop.length or along_rows:
             return self.operation(equation, inputs)
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
         entries = self.scan_entries(xs)
-        kinds = [Held(value.kind, value.trained) for value in carry]
+        carried = _without_arrays(carry)
         for _ in range(ROUNDS):
             reader.shares.clear()
-            found = reader.closed(
-                loop.program, scan_of(other).program, [*_bare(fixed), *kinds, *entries]
-            )
-            after = [_both(a, b) for a, b in zip(kinds, found[: loop.carried], strict=True)]
-            if after == kinds:
+            of_step = [*_without_arrays(constants), *carried, *entries]
+            outputs = reader.closed(loop.program, other_loop.program, of_step)
+            after = self._joined_all(carried, outputs[: loop.carried])
+            if after == carried:
                 break
-            kinds = after
+            carried = after
         else:
             return self.operation(equation, inputs)
-        return self.looped(equation, inputs, kinds, found[loop.carried :], reader.shares)
+        return self.looped(equation, inputs, carried, outputs[loop.carried :], reader.shares)
 
     @staticmethod
     def scan_entries(xs: Sequence[Held]) -> list[Held]:
@@ -439,22 +435,18 @@ class Walk(Sizes, Interpreter[Held]):
         (one, other), (index, *arguments) = equation, inputs
         if not isinstance(index.kind, Fixed):
             index = self.converted(index, Fixed(power=None), one, (one.invars[0], other.invars[0]))
-        branches = list(zip(branches_of(one), branches_of(other), strict=True))
         reader = Walk(self.rows, self.others, forward_only=self.forward_only)
-        found = [reader.closed(a, b, _bare(arguments)) for a, b in branches]
+        branches = []
+        for programs in zip(branches_of(one), branches_of(other), strict=True):
+            branches.append(reader.closed(*programs, _without_arrays(arguments)))
+        outputs = functools.reduce(self._joined_all, branches)
         self.shares.extend(share._replace(nested=True) for share in reader.shares)
-        kinds = found[0]
-        for results in found[1:]:
-            kinds = [_both(a, b) for a, b in zip(kinds, results, strict=True)]
-        power = 0 if index.kind.power == 0 else None
-        kinds = [
-            Held(
-                value.kind if power == 0 else with_power(value.kind, None),
-                value.trained or index.trained,
-            )
-            for value in kinds
-        ]
-        return self.chosen(equation, index, arguments, kinds)
+        agreed = []
+        for value in outputs:
+            # a worker that calls the loss on its own rows may take another branch
+            kind = keep_power_if(value.kind, index.kind.power == 0)
+            agreed.append(Held(kind, value.trained or index.trained))
+        return self.chosen(equation, index, arguments, agreed)
 
     def chosen(
         self, equation: PairedEquation, index: Held, arguments: list[Held], kinds: list[Held]
@@ -475,78 +467,93 @@ class Walk(Sizes, Interpreter[Held]):
 
     def results(self, one: Any, other: Any, values: list[Held], kinds: list[Kind]) -> list[Held]:
         """Return the outputs of an equation, whose inputs are now of the kinds that it needs."""
-        trained = any(value.trained for value in values)
-        if one.primitive.name == "psum" and isinstance(values[0].kind, Summed | PerRow):
+        name, trained = one.primitive.name, any(value.trained for value in values)
+        if name == "psum" and isinstance(values[0].kind, Summed | PerRow):
             self.shares.append(Shared("averages", trained, 0, one))
-        if (
-            one.primitive.name in OVER_ROWS
-            and isinstance(values[0].kind, PerRow)
-            and isinstance(kinds[0], Fixed)
-        ):
-            aval = one.outvars[0].aval
-            self.shares.append(Shared(OVER_ROWS[one.primitive.name], trained, _bytes(aval), one))
+        is_of_rows = name in OVER_ROWS and isinstance(values[0].kind, PerRow)
+        if is_of_rows and isinstance(kinds[0], Fixed):
+            size = _bytes(one.outvars[0].aval)
+            self.shares.append(Shared(OVER_ROWS[name], trained, size, one))
         return [Held(kind, trained) for kind in kinds]
 
 
-def _bare(values: Sequence[Held]) -> list[Held]:
-    """Return values without their arrays."""
+def _without_arrays(values: Sequence[Held]) -> list[Held]:
     return [Held(value.kind, value.trained) for value in values]
-
-
-def _both(a: Held, b: Held) -> Held:
-    """Return a value that both can become."""
-    kind = joined(a.kind, b.kind)
-    return Held(Fixed(power=None) if kind is None else kind, a.trained or b.trained)
 
 
 def _bytes(aval: Any) -> int:
     """Return the size of an array; of keys, that of two words for each, also where `spmd.rng` keeps
     a third one beside them.
     """
-    return aval.size * (
-        KEY_BYTES if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
-    )
+    is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return aval.size * (KEY_BYTES if is_key else aval.dtype.itemsize)
 
 
-def _sum_over_tokens(values: Sequence[Kind]) -> Kind | None:
+def _is_same_array(first: Any, second: Any) -> bool:
+    """Return whether a captured array is the same in both traces; of a large one that is not the
+    same object, that is not known.
+    """
+    if first is second:
+        return True
+    if np.shape(first) != np.shape(second) or np.size(first) > MOST_ELEMENTS:
+        return False
+    return np.array_equal(np.asarray(first), np.asarray(second))
+
+
+def _constants(params: Mapping[str, Any]) -> list[Any]:
+    """Return the captured arrays of the programs that an equation runs."""
+    programs = filter(is_closed, jax.tree.leaves([*params.values()], is_leaf=is_closed))
+    return [constant for program in programs for constant in program.consts]
+
+
+def _may_be_key(variable: Any) -> bool:
+    """Return whether a variable is a random key, or may be the data of one."""
+    dtype = variable.aval.dtype
+    return dtype == np.uint32 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _has_rows_of(kind: Kind, rows: PerRow) -> bool:
+    """Return whether an array has its rows where another one has them."""
+    return isinstance(kind, PerRow) and (kind.dim, kind.inner) == (rows.dim, rows.inner)
+
+
+def _sum_over_tokens(kinds: Sequence[Kind]) -> Kind | None:
     """Return the kind of `cross_entropy_from_features`: a weighted sum over tokens, whatever its
     chunks are.
     """
-    features, *head, labels, weights = values
-    at = (features.dim, features.inner) if isinstance(features, PerRow) else None
-    tokens = at is not None and isinstance(labels, PerRow) and (labels.dim, labels.inner) == at
-    counted = isinstance(weights, Fixed) or (
-        isinstance(weights, PerRow) and (weights.dim, weights.inner) == at
-    )
-    if not tokens or not counted or not all(isinstance(value, Fixed) for value in head):
+    features, *head, labels, weights = kinds
+    if not isinstance(features, PerRow) or not _has_rows_of(labels, features):
         return None
-    same = not any(value.power != 0 for value in (features, labels, *head))
-    return Summed(weights.power if same else None)
+    # a weight for each token, or one for all
+    if not isinstance(weights, Fixed) and not _has_rows_of(weights, features):
+        return None
+    if not all(isinstance(kind, Fixed) for kind in head):
+        return None
+    is_same = all(kind.power == 0 for kind in (features, labels, *head))
+    return Summed(power_if(is_same, weights.power))
 
 
-def _attention_of_rows(values: Sequence[Kind]) -> Kind | None:
+def _attention_of_rows(kinds: Sequence[Kind]) -> Kind | None:
     """Return the kind of attention in tiles: row by row, if dim 0 of queries, keys, values and
     masks has the rows.
     """
-    by_row = [value for value in values if not isinstance(value, Fixed)]
-    if not all(
-        isinstance(value, PerRow) and (value.dim, value.inner) == (0, 1) for value in by_row
-    ):
-        return None
-    return PerRow(0, 1, 0 if not any(value.power != 0 for value in values) else None)
+    for kind in kinds:
+        if not isinstance(kind, Fixed) and not _has_rows_of(kind, PerRow(0)):
+            return None
+    return PerRow(0, power=power_if(all(kind.power == 0 for kind in kinds)))
 
 
 def read_loss(
-    first: Any, second: Any, given: Sequence[Held], rows: int, others: int
+    first: Any, second: Any, inputs: Sequence[Held], rows: int, others: int
 ) -> tuple[list[Held], list[Shared]]:
     """Return the outputs of a function that was traced for `rows` and for `others` rows, and what
     workers share.
 
     Args:
-      given: its inputs.
+      inputs: of the function.
 
     Raises:
       Unreadable: the traces do not correspond.
     """
-    walk = Walk(rows, others)
-    return walk.closed(first, second, given), walk.shares
+    reader = Walk(rows, others)
+    return reader.closed(first, second, inputs), reader.shares
