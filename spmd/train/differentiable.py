@@ -1,4 +1,4 @@
-"""Whether a loss has a gradient at all, and whether it compiles, from its jaxpr."""
+"""Checks of a traced loss: that it has a gradient, and that its products compile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ class GradientFlow(Interpreter[bool]):
         flows = any(inputs) and not known(equation.primitive.name).flat
         return [flows] * len(equation.outvars)
 
-    # its derivative need not be that of what it computes
+    # the derivative of such a function need not be that of what it computes
     custom = operation
 
 
@@ -48,7 +48,7 @@ def _is_inexact(variable: Any) -> bool:
 
 
 def check_gradient(jaxpr: Any, params: int) -> None:
-    """Refuse a loss, the first output of a jaxpr, that does not depend on any of its first `params`
+    """Check that a loss, the first output of a jaxpr, depends on one of its first `params`
     inputs.
 
     Raises:
@@ -65,22 +65,20 @@ def check_gradient(jaxpr: Any, params: int) -> None:
 
 
 def check_products(jaxpr: Any, platform: str) -> None:
-    """Refuse products of float16 that XLA:CPU does not have: those of
+    """Check that there are no products of float16 that XLA:CPU does not have: those of
     `jax.nn.dot_product_attention`, and so of Flax's attention.
 
     Raises:
       LossError: the loss has some.
     """
-    asked = lax.DotAlgorithmPreset.F16_F16_F32
-    if platform == "cpu" and any(
-        found.params.get("precision") is asked for found in equations(jaxpr)
-    ):
-        why = (
-            "the model computes jax.nn.dot_product_attention in float16, which JAX does not "
-            "compile for CPUs."
-        )
+    if platform != "cpu":
+        return
+    # jax.nn asks for it where queries are float16 (jax 0.10.2)
+    algorithm = lax.DotAlgorithmPreset.F16_F16_F32
+    if any(equation.params.get("precision") is algorithm for equation in equations(jaxpr)):
         raise LossError(
-            why,
+            "the model computes jax.nn.dot_product_attention in float16, which JAX does not "
+            "compile for CPUs.",
             fix=f'{option("precision", quoted("bfloat16"))} or "float32" on CPUs; plans for a GPU '
             "(--target) and runs on one take float16.",
         )

@@ -27,20 +27,19 @@ def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any])
       LayoutError: the devices of an axis would all do the same work.
     """
     idle = placed.resolved.idle_axes()
-    used = mesh_axes(trace()) if idle else set()
-    idle = tuple(axis for axis in idle if axis not in used)
+    if idle:
+        used = mesh_axes(trace())
+        idle = tuple(axis for axis in idle if axis not in used)
     if not idle:
         return
     sizes, axes = placed.resolved.mesh.sizes, ", ".join(map(quoted, idle))
-    why = (
-        f"nothing is sharded over {axes}, so groups of {math.prod(sizes[axis] for axis in idle)} "
-        "devices would do the same work."
-    )
+    devices = math.prod(sizes[axis] for axis in idle)
+    why = f"nothing is sharded over {axes}, so groups of {devices} devices would do the same work."
     use = (
         f"a use for {axes} in the layout, such as [[params]] rules, or in the model, such as "
         "jax.lax.with_sharding_constraint."
     )
-    mesh = _without(placed, sample, idle)
+    mesh = _mesh_without(placed, sample, idle)
     fix = f"{mesh}; or {use}" if mesh else use
     problem = Problem(f"mesh axis {axes}", [why], fix, kind="unused_axis")
     raise_problems(
@@ -50,9 +49,9 @@ def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any])
     )
 
 
-def _without(placed: PlacedModel, sample: Tree, idle: tuple[str, ...]) -> str:
-    """A mesh with the devices of idle axes on a data axis, as an option, if model and batch fit it;
-    else "".
+def _mesh_without(placed: PlacedModel, sample: Tree, idle: tuple[str, ...]) -> str:
+    """Return a mesh with the devices of idle axes on a data axis, as an option, if model and batch
+    fit it; else "".
     """
     layout, mesh = placed.resolved.layout, placed.resolved.mesh_without(idle)
     try:

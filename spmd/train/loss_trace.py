@@ -1,6 +1,4 @@
-"""The loss, traced on the shapes of a batch: what it returns, its jaxpr, and whether the layout's
-pipeline fits it.
-"""
+"""The loss, traced on the shapes of a batch, and a check that the layout's pipeline fits it."""
 
 import dataclasses
 import re
@@ -36,7 +34,8 @@ def trace_objective(
     blocks: BlockTrace | None = None,
     parallel: ParallelConfig | None = None,
 ) -> tuple[tuple, Any]:
-    """The shapes that an objective returns on `rows` rows like those of `sample`, and its jaxpr.
+    """Return the shapes that an objective returns on `rows` rows like those of `sample`, and its
+    jaxpr.
 
     Args:
       seen: records the submodules that the model calls.
@@ -48,34 +47,30 @@ def trace_objective(
     """
     training, dtype = schedules is not None, compute_dtype(placed.config.precision)
     row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
-    declared = placed.parallel if parallel is None else parallel
     declared = dataclasses.replace(
-        declared, row_splits=row_splits, schedules={} if schedules is None else schedules
+        placed.parallel if parallel is None else parallel,
+        row_splits=row_splits,
+        schedules={} if schedules is None else schedules,
+        notes={} if notes is None else notes,
     )
-    declared = dataclasses.replace(declared, notes={} if notes is None else notes)
 
     def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = cast_variables(variables, dtype)
-        remat = module_policies(placed.resolved.layout.remat) if training else ()
-        call = Call(
-            training,
-            key if training else None,
-            remat=remat,
-            dtype=dtype,
-            output_hook=seen,
-            products=placed.products,
-        )
+        call = Call(training, None, dtype=dtype, output_hook=seen, products=placed.products)
+        if training:
+            remat = module_policies(placed.resolved.layout.remat)
+            call = dataclasses.replace(call, key=key, remat=remat)
         if blocks is not None:
             call = dataclasses.replace(call, blocks=blocks)
             blocks.begin()
         return objective(placed.model.bind(variables, call), batch, key)
 
     def under(parallel: ParallelConfig) -> Callable[..., tuple]:
-        def run(variables: Variables, batch: Tree, key: Any) -> tuple:
+        def scoped_forward(variables: Variables, batch: Tree, key: Any) -> tuple:
             with parallel_scope(parallel):
                 return fuse_attention(forward)(variables, batch, key)
 
-        return run
+        return scoped_forward
 
     variables = abstract(placed.abstract_state.variables)
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
@@ -89,10 +84,10 @@ def trace_objective(
 
 
 def _has_derivatives(jaxpr: Any) -> bool:
-    """Whether a loss differentiates a part of the model itself."""
-    return any(
-        re.search(r"\b(jvp|transpose)\(", scope_of(equation)) for equation in equations(jaxpr.jaxpr)
-    )
+    """Return whether a loss differentiates a part of the model itself."""
+    # JAX names the scope of an equation by the transformations that made it
+    scopes = map(scope_of, equations(jaxpr.jaxpr))
+    return any(re.search(r"\b(jvp|transpose)\(", scope) for scope in scopes)
 
 
 def _check_second_derivative(
@@ -108,16 +103,14 @@ def _check_second_derivative(
     """
 
     def differentiate(parallel: ParallelConfig) -> Exception | None:
-        def run(variables: Variables, *others: Any) -> Any:
-            return jax.vjp(
-                lambda params: under(parallel)(
-                    dataclasses.replace(variables, params=params), *others
-                ),
-                variables.params,
-            )[0]
+        def outputs(variables: Variables, *others: Any) -> Any:
+            def of_params(params: Any) -> tuple:
+                return under(parallel)(dataclasses.replace(variables, params=params), *others)
+
+            return jax.vjp(of_params, variables.params)[0]
 
         try:
-            jax.eval_shape(run, *arguments)
+            jax.eval_shape(outputs, *arguments)
         # JAX raises one of these where an operation has no derivative, by the kind of kernel; the
         # model's own code turns them into a LossError. None is lost: below it is raised with its
         # fix, or it is not about attention, and the step's own trace raises it.
@@ -142,11 +135,8 @@ def check_pipeline(placed: PlacedModel) -> None:
       LayoutError: the loss calls no stack, or none of the kind that an option is for.
       ModelError: the model has batch statistics, and the schedule is 1F1B.
     """
-    parallel, source, pipeline = (
-        placed.parallel,
-        placed.resolved.layout.source,
-        placed.parallel.pipeline,
-    )
+    parallel, source = placed.parallel, placed.resolved.layout.source
+    pipeline = parallel.pipeline
     if pipeline.axis is not None and "pipeline" not in parallel.used:
         raise LayoutError(
             f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss '
@@ -154,23 +144,21 @@ def check_pipeline(placed: PlacedModel) -> None:
             fix="spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without "
             "[pipeline].",
         )
-    leave = "leave it out."
-    for key, given, part, kind, fix in (
-        ("microbatches", pipeline.microbatches, "microbatches", "LayerStack", leave),
-        (
-            "groups",
-            pipeline.groups > 1,
-            "microbatches",
-            "LayerStack",
-            'leave it out; schedule = "gpipe".',
-        ),
-        ("time_chunk", pipeline.time_chunk, "time_chunk", "RNNStack", leave),
-    ):
-        if given and part not in parallel.used:
+
+    def check_stack(key: str, part: str, kind: str, fix: str) -> None:
+        if part not in parallel.used:
             raise LayoutError(
                 f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.",
                 fix=fix,
             )
+
+    if pipeline.microbatches:
+        check_stack("microbatches", "microbatches", "LayerStack", "leave it out.")
+    if pipeline.groups > 1:
+        fix = 'leave it out; schedule = "gpipe".'
+        check_stack("groups", "microbatches", "LayerStack", fix)
+    if pipeline.time_chunk:
+        check_stack("time_chunk", "time_chunk", "RNNStack", "leave it out.")
     if parallel.manual_backward and jax.tree.leaves(placed.abstract_state.stats):
         raise ModelError(
             f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an '

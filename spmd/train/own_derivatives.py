@@ -22,8 +22,8 @@ from spmd.jaxpr.programs import equations
 from spmd.tracebacks import users_line
 from spmd.xla import defined_in, is_of_jax, source_lines
 
-# our backward passes take gradients of any scale, or are layers that a layout asks for
-OURS = str(Path(__file__).parents[1])
+# this library's backward passes take gradients of any scale, or are layers that a layout asks for
+LIBRARY = str(Path(__file__).parents[1])
 
 
 class Part(enum.IntEnum):
@@ -42,15 +42,16 @@ def nonlinear_backward(jaxpr: Any) -> str:
     for equation in equations(jaxpr):
         if not equation.primitive.name.startswith("custom_vjp_call"):
             continue
-        is_users = not is_of_jax(equation) and not defined_in(equation).startswith(OURS)
-        if is_users and _is_nonlinear(equation):
+        is_of_user = not is_of_jax(equation) and not defined_in(equation).startswith(LIBRARY)
+        if is_of_user and _is_nonlinear(equation):
+            function = "a function with a backward pass of its own"
             line = users_line(source_lines(equation))
-            return f"a function with a backward pass of its own{f' at {line}' if line else ''}"
+            return f"{function} at {line}" if line else function
     return ""
 
 
 def _is_nonlinear(equation: Any) -> bool:
-    if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in equation.outvars):
+    if not all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in equation.outvars):
         return False
     try:
         closed = both_passes(equation)
@@ -58,9 +59,11 @@ def _is_nonlinear(equation: Any) -> bool:
         # whatever the user's functions raise here, outside their loss, such as for a name of an
         # axis; the step decides
         return False
-    gradients = [Part.LINEAR] * len(equation.outvars)
-    parts = Dependence().outputs(closed, [*[Part.FIXED] * len(equation.invars), *gradients])
-    return any(part in (Part.FIXED, Part.OTHER) for part in parts[len(equation.outvars) :])
+    inputs = [Part.FIXED] * len(equation.invars)
+    cotangents = [Part.LINEAR] * len(equation.outvars)
+    outputs = Dependence().outputs(closed, [*inputs, *cotangents])
+    gradients = outputs[len(equation.outvars) :]
+    return any(part in (Part.FIXED, Part.OTHER) for part in gradients)
 
 
 class Dependence(Interpreter[Part]):
@@ -68,10 +71,11 @@ class Dependence(Interpreter[Part]):
 
     def constant(self, value: Any) -> Part:
         """Return `Part.ZERO` of zeros, and `Part.FIXED` of any other constant."""
-        has_numbers = not isinstance(value, Tracer) and jnp.issubdtype(
-            jnp.result_type(value), jnp.number
-        )
-        return Part.ZERO if has_numbers and not np.any(value) else Part.FIXED
+        # a tracer is a constant of the function around the loss, and has no numbers yet; neither
+        # have keys
+        if isinstance(value, Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+            return Part.FIXED
+        return Part.FIXED if np.any(value) else Part.ZERO
 
     def unknown(self, variable: Any) -> Part:
         """Return the dependence of a constant of a program that is not closed."""
@@ -101,23 +105,30 @@ def _of_operation(name: str, parts: list[Part]) -> Part:
     if primitive.bilinear and Part.ZERO in parts:
         return Part.ZERO
     if name == "select_n":
-        return Part.OTHER if parts[0] > Part.FIXED else _joined(parts[1:])
+        choice, *cases = parts
+        return Part.OTHER if choice > Part.FIXED else _joined(cases)
     if max(parts, default=Part.FIXED) <= Part.FIXED:
-        return Part.ZERO if primitive.linear == ALL and {*parts} == {Part.ZERO} else Part.FIXED
+        is_zero = primitive.linear == ALL and {*parts} == {Part.ZERO}
+        return Part.ZERO if is_zero else Part.FIXED
     if Part.OTHER in parts:
         return Part.OTHER
     if primitive.bilinear:
         return Part.LINEAR if parts.count(Part.LINEAR) == 1 else Part.OTHER
-    values = primitive.linear_inputs(len(parts))
-    if values is None:  # not known
+    linear_inputs = primitive.linear_inputs(len(parts))
+    if linear_inputs is None:
+        # only what is known not to be linear counts
         return Part.LINEAR
-    others = [part for number, part in enumerate(parts) if number not in values]
+    others = [part for number, part in enumerate(parts) if number not in linear_inputs]
+    # such as a divisor
     if max(others, default=Part.FIXED) > Part.FIXED:
         return Part.OTHER
-    return _joined([parts[number] for number in values])
+    return _joined([parts[number] for number in linear_inputs])
 
 
 def _joined(parts: Sequence[Part]) -> Part:
     """Return the dependence of a value that may be, or is the sum of, any of some others."""
-    kinds = set(parts) - {Part.ZERO}
-    return Part.OTHER if len(kinds) > 1 else max(kinds, default=Part.ZERO)
+    distinct = set(parts) - {Part.ZERO}
+    # a number that does not scale as the gradient does is added
+    if len(distinct) > 1:
+        return Part.OTHER
+    return max(distinct, default=Part.ZERO)

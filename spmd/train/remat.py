@@ -1,6 +1,4 @@
-"""What a layout's `[remat]` means for JAX: policies of `jax.checkpoint`, and checks of the names
-that they keep.
-"""
+"""Policies of `jax.checkpoint` for a layout's `[remat]`, and checks of the names that they save."""
 
 import functools
 from collections.abc import Callable
@@ -21,25 +19,14 @@ Policy = Callable[..., Any]
 
 @functools.lru_cache(maxsize=256)
 def policy_of(saves: str | tuple[str, ...], offload: tuple[str, ...] = ()) -> Policy:
-    """The `jax.checkpoint` policy of `Remat.saves` and `Remat.offload`; one and the same object for
-    equal ones.
+    """Return the `jax.checkpoint` policy of `Remat.saves` and `Remat.offload`; one and the same
+    object for equal ones.
     """
     policies = jax.checkpoint_policies
-    if isinstance(saves, tuple):
-        kept = policies.save_only_these_names(*saves)
-    else:
-        kept = {
-            "everything": policies.everything_saveable,
-            "dots": policies.save_from_both_policies(policies.dots_saveable, _fused_attention),
-            "dots_no_batch": policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable, _fused_attention
-            ),
-            "nothing": policies.nothing_saveable,
-            "offload": policies.offload_dot_with_no_batch_dims("device", HOST),
-        }[saves]
+    save = _saving_policy(saves)
     if not offload:
-        return kept
-    moved = policies.save_and_offload_only_these_names(
+        return save
+    move = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=list(offload),
         offload_src="device",
@@ -47,35 +34,49 @@ def policy_of(saves: str | tuple[str, ...], offload: tuple[str, ...] = ()) -> Po
     )
 
     def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
-        named = primitive.name == "name" and params["name"] in offload
-        return (moved if named else kept)(primitive, *inputs, **params)
+        if primitive.name == "name" and params["name"] in offload:
+            return move(primitive, *inputs, **params)
+        return save(primitive, *inputs, **params)
 
     return policy
 
 
-def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether this is cuDNN's attention, as JAX calls it: its result is as large as a product's,
-    and as dear to compute again.
+def _saving_policy(saves: str | tuple[str, ...]) -> Policy:
+    """Return the policy of `Remat.saves`."""
+    policies = jax.checkpoint_policies
+    if isinstance(saves, tuple):
+        return policies.save_only_these_names(*saves)
+    products = policies.dots_with_no_batch_dims_saveable
+    return {
+        "everything": policies.everything_saveable,
+        "dots": policies.save_from_both_policies(policies.dots_saveable, _is_fused_attention),
+        "dots_no_batch": policies.save_from_both_policies(products, _is_fused_attention),
+        "nothing": policies.nothing_saveable,
+        "offload": policies.offload_dot_with_no_batch_dims("device", HOST),
+    }[saves]
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a primitive is cuDNN's attention, as JAX calls it: its result is as large as a
+    product's, and as dear to compute again.
     """
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def module_policies(remat: Remat) -> tuple[tuple[str, Policy], ...]:
-    """`Call.remat`: patterns of submodules with their policies."""
-    return tuple(
-        (pattern, policy_of(one.saves, one.offload))
-        for one in remat.of_modules
-        for pattern in one.modules
-    )
+    """Return `Call.remat`: patterns of submodules with their policies."""
+    pairs = []
+    for table in remat.of_modules:
+        policy = policy_of(table.saves, table.offload)
+        pairs += [(pattern, policy) for pattern in table.modules]
+    return tuple(pairs)
 
 
 def forward_policy(remat: Remat) -> Policy | None:
-    """The policy for the forward pass as one; None where it is not recomputed as one."""
-    return (
-        None
-        if remat.modules or remat.saves == "everything"
-        else policy_of(remat.saves, remat.offload)
-    )
+    """Return the policy for the forward pass as one; None where it is not recomputed as one."""
+    if remat.modules or remat.saves == "everything":
+        return None
+    return policy_of(remat.saves, remat.offload)
 
 
 def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
@@ -85,39 +86,16 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
       LayoutError: no value in the modules has a name that is kept, or a device cannot reach the
         host's memory.
     """
-    remat, source, problems = placed.resolved.layout.remat, placed.resolved.layout.source, []
-    of_modules = [one for one in remat.of_modules if one.names]
-    checkpoints = [
-        equation
-        for equation in equations(jaxpr)
-        if "policy" in equation.params and called_program(equation) is not None
-    ]
-    for one in [*of_modules, *([remat] if not remat.modules and remat.names else [])]:
-        policy = policy_of(one.saves, one.offload)
-        inside = (
-            [
-                opened(called_program(equation))
-                for equation in checkpoints
-                if equation.params["policy"] is policy
-            ]
-            if one.modules
-            else [jaxpr]
-        )
-        found = sorted({name for part in inside for name in _names(part)})
-        for name in one.names:
-            if name not in found:
-                where = f'[remat] {"offload" if name in one.offload else "save"} = ["{name}"]'
-                scope = f"in modules {', '.join(one.modules)}" if one.modules else "in the loss"
-                near = f'did you mean "{closest(name, found)}"? ' if closest(name, found) else ""
-                known = f"{near}Names there: {', '.join(found)}." if found else ""
-                fix = (
-                    known
-                    or f'x = jax.ad_checkpoint.checkpoint_name(x, "{name}") in the model; no '
-                    "value there has a name yet."
-                )
-                problems.append(
-                    Problem(where, [f"no value {scope} has this name."], fix, kind="unknown_name")
-                )
+    remat, source = placed.resolved.layout.remat, placed.resolved.layout.source
+    tables = [table for table in remat.of_modules if table.names]
+    if remat.names and not remat.modules:
+        tables.append(remat)
+    problems = []
+    for table in tables:
+        names = _names_in(table, jaxpr)
+        for name in table.names:
+            if name not in names:
+                problems.append(_unknown_name(table, name, names))
     missing = without_host_memory(placed.mesh) if remat.offloads else ""
     if missing:
         why = f"{missing} has no memory of kind {HOST}, to which values are offloaded."
@@ -132,10 +110,42 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
     raise_problems(LayoutError, f"{source} does not fit the model", problems)
 
 
-def _names(jaxpr: Any) -> set[str]:
-    """Names given to values, apart from the library's own."""
-    return {
-        equation.params["name"]
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "name"
-    } - {LAYER_PARAMS}
+def _names_in(table: Any, jaxpr: Any) -> list[str]:
+    """Return the names of values in the modules of a `[remat]` table, or in the whole loss if it
+    has none; apart from the library's own.
+    """
+    programs = [jaxpr]
+    if table.modules:
+        policy = policy_of(table.saves, table.offload)
+        programs = []
+        for equation in equations(jaxpr):
+            program = called_program(equation)
+            # `policy_of` returns one object for equal tables, so it says of which modules this is
+            if program is not None and equation.params.get("policy") is policy:
+                programs.append(opened(program))
+    names = set()
+    for program in programs:
+        for equation in equations(program):
+            if equation.primitive.name == "name":
+                names.add(equation.params["name"])
+    return sorted(names - {LAYER_PARAMS})
+
+
+def _unknown_name(table: Any, name: str, names: list[str]) -> Problem:
+    """Return the problem of a name in a `[remat]` table that none of the values has."""
+    key = "offload" if name in table.offload else "save"
+    scope = f"in modules {', '.join(table.modules)}" if table.modules else "in the loss"
+    fix = (
+        f'x = jax.ad_checkpoint.checkpoint_name(x, "{name}") in the model; no value there has a '
+        "name yet."
+    )
+    if names:
+        nearest = closest(name, names)
+        question = f'did you mean "{nearest}"? ' if nearest else ""
+        fix = f"{question}Names there: {', '.join(names)}."
+    return Problem(
+        f'[remat] {key} = ["{name}"]',
+        [f"no value {scope} has this name."],
+        fix,
+        kind="unknown_name",
+    )

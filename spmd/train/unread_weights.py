@@ -17,40 +17,45 @@ NAMES = re.compile("weight|mask", re.IGNORECASE)
 def unread_weight_notes(
     placed: PlacedModel, sample: Tree, jaxpr: Any, trace_all: Callable[[], Any]
 ) -> list[str]:
-    """A note on the arrays of a batch that are named as weights or masks and have no effect; none
-    if there are no such arrays.
+    """Return a note on the arrays of a batch that are named as weights or masks and have no effect;
+    [] if there are no such arrays.
 
     Args:
       jaxpr: of the loss in training, of (variables, batch, key).
-      trace_all: gives the same of the loss with all metrics, those of evaluations too.
+      trace_all: returns that of the loss with all metrics, those of evaluations too.
     """
-    named = {
-        path: leaf
-        for path, leaf in flatten(sample).items()
-        if NAMES.search(path.rpartition("/")[2])
-    }
     variables = len(jax.tree.leaves(placed.abstract_state.variables))
-
-    def unread(jaxpr: Any) -> dict[str, Any]:
-        read = read_inputs(jaxpr)
-        return {
-            path: named[path]
-            for path, at in zip(flatten(sample), jaxpr.invars[variables:], strict=False)
-            if path in named and at not in read
-        }
-
-    found = unread(jaxpr) if named else {}
-    if found and placed.config.metrics:
+    unread = _unread_weights(sample, jaxpr, variables)
+    if unread and placed.config.metrics:
         try:
-            found = unread(trace_all())
+            unread = _unread_weights(sample, trace_all(), variables)
         except SpmdError:
             # a metric that needs what only the data of evaluations has: an evaluation raises it, if
             # there is one
             return []
-    if not found:
+    if not unread:
         return []
-    arrays = join_names(f'"{path}" ({describe(leaf)})' for path, leaf in found.items())
+    arrays = join_names(f'"{path}" ({describe(leaf)})' for path, leaf in unread.items())
     return [
         f"note: neither the loss nor a metric reads {arrays} of the batch, so every row and token "
         "counts alike."
     ]
+
+
+def _unread_weights(sample: Tree, jaxpr: Any, variables: int) -> dict[str, Any]:
+    """Return the arrays of a batch that are named as weights or masks, by path, and that a jaxpr
+    does not read; its inputs are `variables` arrays, the batch, and others.
+    """
+    arrays = flatten(sample)
+    if not any(map(_is_weight, arrays)):
+        return {}
+    read = read_inputs(jaxpr)
+    unread = {}
+    for (path, leaf), variable in zip(arrays.items(), jaxpr.invars[variables:], strict=False):
+        if _is_weight(path) and variable not in read:
+            unread[path] = leaf
+    return unread
+
+
+def _is_weight(path: str) -> bool:
+    return NAMES.search(path.rpartition("/")[2]) is not None
