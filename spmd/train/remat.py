@@ -111,8 +111,8 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
 
 
 def _names_in(table: Any, jaxpr: Any) -> list[str]:
-    """Return the names of values in the modules of a `[remat]` table, or in the whole loss if it
-    has none; apart from the library's own.
+    """Return the names of values in the modules of a `[remat]` table, or in the complete loss if
+    it has none; apart from the library's own.
     """
     programs = [jaxpr]
     if table.modules:

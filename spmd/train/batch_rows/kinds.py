@@ -110,7 +110,7 @@ LINEAR -= SUMS | {"complex"}
 SCALING = LINEAR | {"abs"}
 # of the power that all operands have
 ALIKE = SUMS | {"max", "min", "select_n", "clamp"}
-# of two values of the same power it is of none
+# of two values of the same power these have power 0
 COMPARED = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 
 
@@ -171,7 +171,7 @@ def elementwise(name: str, one: Any, other: Any, kinds: list[Kind]) -> Kind | No
         power = None
     if not row_dims:
         return _of_fixed(name, one, kinds, power)
-    # the first row of one operand, and another row of the other one
+    # rows of one operand are not beside the same rows of another
     if len(row_dims) > 1:
         return None
     return _of_rows(one, kinds, power)
@@ -181,7 +181,7 @@ def _truncates(name: str, one: Any) -> bool:
     """Return whether an elementwise function rounds its result to an integer: half of what it was
     computed from need not give half of it.
     """
-    # what a comparison returns says how two values lie, and is no rounded number
+    # a comparison rounds nothing: of two values that scale alike it stays the same
     if name in COMPARED or jnp.issubdtype(one.outvars[0].aval.dtype, jnp.inexact):
         return False
     return name == "div" or jnp.issubdtype(one.invars[0].aval.dtype, jnp.inexact)
@@ -250,7 +250,7 @@ def _of_sums(name: str, one: Any, kinds: list[Kind]) -> Kind | None:
     """Return the kind of an elementwise result of sums over rows: a sum, if the function is linear
     in them.
     """
-    # integers are rounded: the sum of what is rounded is not the rounded sum
+    # an integer is rounded, and the sum of rounded parts is not the rounded sum
     is_exact = jnp.issubdtype(one.outvars[0].aval.dtype, jnp.floating)
     if name in LINEAR | {"select_n"} and not is_exact:
         return None
@@ -326,7 +326,7 @@ def _is_zero(literal: Any) -> bool:
     return literal is not None and bool(literal == 0)
 
 
-# kinds of kinds -----------------------------------------------------------------------------------
+# kinds of several arrays --------------------------------------------------------------------------
 
 
 def stacked(kind: Kind) -> Kind:
@@ -416,5 +416,5 @@ def _is_mean_of_pair(total: Kind, count: Kind) -> bool:
         return False
     if isinstance(count, Summed):
         return count.power == total.power
-    # each worker has its own number of rows as the count, and not that of the batch
+    # such as `len(x)`, which each worker takes of its own rows
     return isinstance(count, Fixed) and count.power == total.power + 1

@@ -237,7 +237,7 @@ def _concatenate(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind 
     columns = frozenset(
         n for n, kind in enumerate(kinds) if isinstance(kind, Fixed) and kind.number == number
     )
-    # the numbers of the rows are as good as equal: each worker knows those of its own
+    # numbers of rows are as good as equal entries: each worker has those of its own rows
     uniform = Fixed(frozenset(range(last + 1)))
     without_numbers = [uniform if n in columns else kind for n, kind in enumerate(kinds)]
     result = _beside(one, {axis}, without_numbers)
@@ -261,7 +261,7 @@ def _along(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None
             return None
         return first
     result = _beside(one, {dim}, kinds)
-    # of half of all entries these do not return half of the result
+    # f(c x) = c f(x) does not hold for these
     is_curved = name in ("cumprod", "cumlogsumexp")
     if is_curved and result is not None and result.power:
         return with_power(result, None)
