@@ -80,7 +80,7 @@ from spmd.train.unread_weights import unread_weight_notes
 from spmd.train.weight_average import check_average
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.wire.comm_log import CommLog, read
+from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.server.events import Events
 from spmd.xla import compiled_count
 
@@ -634,7 +634,7 @@ class Program:
         """Every collective of a step on a full batch; reads the traced step (`step` then compiles
         that trace).
         """
-        return read(
+        return read_collectives(
             self.step_jaxpr,
             self.placed.mesh.shape,
             self.placed.resolved.layout.gradients.start_step,

@@ -169,71 +169,73 @@ class CommLog:
         return framed(f"<p>{html.escape(self._total)}</p>{drawn}{listed}")
 
 
-def read(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> CommLog:
-    """The log of a traced program on a mesh with axes of these sizes."""
+def read_collectives(jaxpr: Any, sizes: Mapping[str, int], start_step: int = 0) -> CommLog:
+    """Return the log of a traced program on a mesh with axes of these sizes."""
     return CommLog(tuple(_ops(jaxpr, sizes, 1, None, "")), start_step)
 
 
 def _ops(
     jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
 ) -> Iterator[Op]:
+    """Yield the collectives of a jaxpr that runs `times` times, in the scope `where`."""
     for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        here = "/".join(part for part in (where, _scope(scope_of(equation))) if part)
-        if name in KINDS:
-            axes = params["axes"] if "axes" in params else params["axis_name"]
-            axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-            # summed on each device, where a model binds an axis by vmap
-            dims = {axis for axis in axes if isinstance(axis, int)}
-            axes = tuple(axis for axis in axes if axis not in dims)
-            group = math.prod(sizes[axis] for axis in axes)
-            for operand in equation.invars if group > 1 else ():
-                shape = tuple(
-                    size for dim, size in enumerate(operand.aval.shape) if dim not in dims
-                )
-                yield Op(
-                    _without_module(here) or "step",
-                    KINDS[name],
-                    axes,
-                    group,
-                    str(operand.aval.dtype),
-                    shape,
-                    times,
-                    branch,
-                )
-        elif name == "cond":
-            is_warm_up = here.endswith(WARM_UP)
-            branches = [
-                tuple(_ops(inner, sizes, times, branch, where if is_warm_up else here))
-                for inner in inner_jaxprs(equation)
-            ]
-            if is_warm_up:
-                yield from (
-                    dataclasses.replace(op, branch=number)
-                    for number, ops in enumerate(branches)
-                    for op in ops
-                )
-            else:
-                yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
-        else:
+        here = "/".join(filter(None, (where, _scope(scope_of(equation)))))
+        if equation.primitive.name in KINDS:
+            yield from _ops_of(equation, sizes, times, branch, here)
+        elif equation.primitive.name != "cond":
             for inner in inner_jaxprs(equation):
                 yield from _ops(inner, sizes, times * repeats(equation), branch, here)
+        elif here.endswith(WARM_UP):
+            for number, inner in enumerate(inner_jaxprs(equation)):
+                for op in _ops(inner, sizes, times, branch, where):
+                    yield dataclasses.replace(op, branch=number)
+        else:
+            branches = [
+                tuple(_ops(inner, sizes, times, branch, here)) for inner in inner_jaxprs(equation)
+            ]
+            yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
+
+
+def _ops_of(
+    equation: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
+) -> Iterator[Op]:
+    """Yield one `Op` for each operand of a collective; none if a device communicates with
+    nobody.
+    """
+    params = equation.params
+    names = params["axes"] if "axes" in params else params["axis_name"]
+    names = tuple(names) if isinstance(names, tuple | list) else (names,)
+    # a number is a dim over which each device sums, where a model binds an axis by vmap
+    dims = {name for name in names if isinstance(name, int)}
+    axes = tuple(name for name in names if name not in dims)
+    group = math.prod(sizes[axis] for axis in axes)
+    if group == 1:
+        return
+    for operand in equation.invars:
+        shape = operand.aval.shape
+        yield Op(
+            where=_without_module(where) or "step",
+            kind=KINDS[equation.primitive.name],
+            axes=axes,
+            group=group,
+            dtype=str(operand.aval.dtype),
+            shape=tuple(shape[dim] for dim in range(len(shape)) if dim not in dims),
+            count=times,
+            branch=branch,
+        )
 
 
 def _scope(stack: str) -> str:
-    """A name stack without the wrappers of transformations. The model's own collectives (BatchNorm)
-    have only the name "model".
+    """Return a name stack without the wrappers of transformations. The model's own collectives
+    (BatchNorm) have only the name "model".
     """
-    scope = "/".join(
-        part
-        for part in re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack).split("/")
-        if part
-    )
+    unwrapped = re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack)
+    scope = "/".join(filter(None, unwrapped.split("/")))
     return scope or ("model" if stack else "")
 
 
 def _without_module(scope: str) -> str:
-    """The scope of what a step communicates, without that of the module in whose loop over layers
-    it stands.
+    """Return the scope of what a step communicates, without that of the module whose loop over
+    layers communicates it.
     """
     return re.sub(r"^(?!send/|receive/).*/(?=gather_params|reduce_gradients)", "", scope)

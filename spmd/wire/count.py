@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd.tree import Tree
-from spmd.wire.comm_log import CommLog, read
+from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.states import check_mesh, check_transformation, local_params
 from spmd.xla import shard_map
 
@@ -46,7 +46,7 @@ def comm_log(
     """
     check_mesh(mesh)
     if callable(tx):
-        return read(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
+        return read_collectives(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
 
     check_transformation("tx", tx)
 
@@ -63,7 +63,7 @@ def comm_log(
             update, mesh=mesh, in_specs=replicated, out_specs=replicated, axis_names=mesh.axis_names
         )
     )(abstract)
-    return read(program.jaxpr, dict(mesh.shape))
+    return read_collectives(program.jaxpr, dict(mesh.shape))
 
 
 def bytes_sent(

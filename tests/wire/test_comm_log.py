@@ -27,7 +27,7 @@ from spmd.layout.schema import Batch, Default, OptimizerState
 from spmd.run.callbacks import Callback
 from spmd.run.loggers import JsonLines
 from spmd.tree import flatten, map_paths
-from spmd.wire.comm_log import KINDS, SENT, read
+from spmd.wire.comm_log import KINDS, SENT, read_collectives
 
 CODECS = {
     "exact": {},
@@ -764,7 +764,7 @@ def test_model_conditional_counts_most_expensive_branch():
     traced = jax.make_jaxpr(
         jax.shard_map(step, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(), check_vma=False)
     )(jnp.ones(64))
-    log = read(traced.jaxpr, dict(mesh.shape))
+    log = read_collectives(traced.jaxpr, dict(mesh.shape))
     assert [op.shape for op in log.ops] == [(8,)] and log.bytes() == log.bytes(0) == 2 * 7 * 32 // 8
     assert "start_step" not in str(log)
 

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 import spmd
 from spmd import wire
 from spmd.wire.codec import CODECS as REGISTERED
-from spmd.wire.comm_log import read
+from spmd.wire.comm_log import read_collectives
 from tests.wire.test_transformations import (
     CODECS,
     MESH,
@@ -267,7 +267,7 @@ def test_a_loop_equals_fit_to_the_last_bit(loop, name, fitted):
 def test_bytes_sent_are_those_of_the_loops_own_program(loop, name):
     codec = EVERY_CODEC[name]
     tx = optax.chain(wire.all_reduce("data", codec, error_feedback=not codec.lossless), ADAM)
-    counted = read(loop(tx).program(make_batches(1)[0]).jaxpr, {"data": 8}).bytes()
+    counted = read_collectives(loop(tx).program(make_batches(1)[0]).jaxpr, {"data": 8}).bytes()
     assert counted == wire.bytes_sent(tx, make_params(), MESH) > 0
     if codec.lossless:
         assert counted == sum(-(-2 * 7 * leaf.size * 4 // 8) for leaf in make_params().values())

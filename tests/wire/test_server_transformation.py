@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd import wire
 from spmd.errors import CommunicationError, OptimizerError, OptionError
-from spmd.wire.comm_log import read
+from spmd.wire.comm_log import read_collectives
 from tests.wire.test_transformations import (
     MESH,
     assert_same_bits,
@@ -342,7 +342,7 @@ def test_bytes_sent_are_those_of_the_loops_own_program(mode, codec):
     params, events = make_params(), clock.step_inputs(0)
     state = wire.init(tx, params, MESH)
     program = jax.make_jaxpr(make_step(tx, state))(params, state, make_batches(1)[0], events)
-    counted = read(program.jaxpr, {"data": WORKERS}).bytes()
+    counted = read_collectives(program.jaxpr, {"data": WORKERS}).bytes()
     assert counted == wire.bytes_sent(tx, params, MESH, events=events) > 0
     if codec == wire.exact():
         once = 7 * 4 * sum(-(-leaf.size // WORKERS) for leaf in params.values())
