@@ -48,6 +48,7 @@ def all_reduce(
         another tree.
 
     Example:
+      >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
       >>> from spmd import wire
       >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones(4)}
@@ -84,6 +85,7 @@ def reduce_scatter(
       An optax gradient transformation, whose updates are this worker's shards.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jax.sharding import AbstractMesh
       >>> from spmd import wire
       >>> wire.bytes_sent(
@@ -116,6 +118,7 @@ def hierarchical(
       An optax gradient transformation, whose state is a `WireState`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jax.sharding import AbstractMesh
       >>> from spmd import wire
       >>> tx = wire.hierarchical(inside=("gpu", wire.exact()), across=("host", wire.int8()))
