@@ -50,9 +50,13 @@ def trace_objective(
     declared = dataclasses.replace(
         placed.parallel if parallel is None else parallel,
         row_splits=row_splits,
-        schedules={} if schedules is None else schedules,
-        notes={} if notes is None else notes,
+        schedules={},
+        notes={},
     )
+    if schedules is not None:
+        declared = dataclasses.replace(declared, schedules=schedules)
+    if notes is not None:
+        declared = dataclasses.replace(declared, notes=notes)
 
     def forward(variables: Variables, batch: Tree, key: Any) -> tuple:
         variables = cast_variables(variables, dtype)
