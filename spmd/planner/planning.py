@@ -417,7 +417,7 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
 def _figures(plan: Plan) -> dict[str, float]:
     """Return the figures of a plan, by their names in a comparison."""
     memory, traffic, timeline, period = plan.memory, plan.traffic, plan.timeline, plan.period
-    figures = {
+    figures: dict[str, float] = {
         "rows of a batch": plan.rows,
         "peak memory": memory.peak,
         "beside the program": memory.expected - memory.peak,
