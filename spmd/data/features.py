@@ -161,7 +161,7 @@ def fixed(
 
 
 def _is_size(size: Any) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
@@ -360,6 +360,7 @@ def _numbers(name: str, dtype: np.dtype, kind: str | None, contents: Any) -> np.
     """
     if not contents or kind is None:
         return np.zeros(0, dtype)
+    # repeated fields of protobuf 7 have __array__; those of older versions are read value by value
     values = np.array(contents, _DTYPES[kind])
     if (values.dtype.kind == "f") != (dtype.kind == "f"):
         raise ValueError(f'feature "{name}" holds {_CONTENTS[kind]}, and {dtype} is wanted')

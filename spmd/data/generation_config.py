@@ -126,10 +126,10 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     """
     for path, content in _contents(folder):
         value = content.get("eos_token_id")
-        ids = value
-        if value is None:
-            ids = []
-        elif not isinstance(value, list):
+        ids: list[Any] = []
+        if isinstance(value, list):
+            ids = value
+        elif value is not None:
             ids = [value]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise DataError(
