@@ -199,9 +199,7 @@ def _ops(
 def _ops_of(
     equation: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
 ) -> Iterator[Op]:
-    """Yield one `Op` for each operand of a collective; none if a device communicates with
-    nobody.
-    """
+    """Yield one `Op` for each operand of a collective; none if its group is one device."""
     params = equation.params
     names = params["axes"] if "axes" in params else params["axis_name"]
     names = tuple(names) if isinstance(names, tuple | list) else (names,)
