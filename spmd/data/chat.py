@@ -147,6 +147,7 @@ class ChatTemplate:
                 f"the tokenizer's chat template cannot be read: {error}.", fix=fix
             ) from error
 
+    # a process cannot be pickled; a copy starts its own
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_renderer"}
 

@@ -63,6 +63,7 @@ def replicate_arrays(arrays: Tree, mesh: Mesh) -> Tree:
 
     def put(leaf: Any) -> jax.Array:
         host = narrow(np.asarray(leaf), copy=True)
+        # copied for each device: on a CPU, JAX uses an aligned buffer of the host itself
         return jax.make_array_from_callback(host.shape, replicated, lambda at: host[at].copy())
 
     try:

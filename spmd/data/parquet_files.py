@@ -95,6 +95,7 @@ class ParquetFiles(FileFormat):
             functools.partial(_read_row_group, fields=self.fields, defaults=self._defaults)
         )
 
+    # a cache cannot be pickled; a copy for another process begins with an empty one
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_row_group"}
 

@@ -67,6 +67,7 @@ def prefetch(
         except BaseException as error:
             failed.append(error)
 
+    # a daemon: a reader that never returns must not keep the process from ending
     thread = threading.Thread(target=read_items, name="spmd-prefetch", daemon=True)
     thread.start()
     try:
@@ -104,6 +105,7 @@ def allow_transfers(items: Iterator[T]) -> Iterator[T]:
     says.
     """
     while True:
+        # around one item only: the guard is of a thread, and the caller's code runs in between
         with jax.transfer_guard("allow"):
             try:
                 item = next(items)

@@ -79,6 +79,7 @@ class Renderer:
             "stderr": subprocess.DEVNULL,
         }
         self._owner = os.getpid()
+        # a session of its own: Ctrl-C in the terminal is for this process alone
         self._process = subprocess.Popen(
             command, text=True, encoding="utf-8", start_new_session=True, **pipes
         )

@@ -197,6 +197,7 @@ class ParquetDocuments(Documents):
     def _row_group(self) -> Any:
         return functools.lru_cache(KEPT)(self._read_row_group)
 
+    # a cache cannot be pickled; a copy for another process begins with an empty one
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_row_group"}
 

@@ -33,7 +33,7 @@ class TFRecordFiles(FileFormat):
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
     ) -> None:
         """Check the checksum of each record, and parse its features."""
-        masked_crc = crc_function()
+        masked_crc = crc_function()  # looked up once, not for each record
         raw, starts, ends = self._offsets.read_bytes(records)
         for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             data = raw[start + HEAD : end - TAIL]

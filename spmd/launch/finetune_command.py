@@ -421,7 +421,7 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     from spmd.pretrained.adapters import adapted_modules, check_only_adapters
     from spmd.pretrained.architectures import find
     from spmd.pretrained.decoder_config import DecoderConfig
-    from spmd.pretrained.folders import (
+    from spmd.pretrained.outline import (
         ADAPTER_CONFIG,
         CONFIG,
         Outline,

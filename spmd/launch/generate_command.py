@@ -119,7 +119,7 @@ def _generate(options: argparse.Namespace) -> str | int:
     from spmd.distributed.initialize import join
     from spmd.inference.generation import generate
     from spmd.pretrained.architectures import find
-    from spmd.pretrained.folders import has_adapters_alone, read_config
+    from spmd.pretrained.outline import has_adapters_alone, read_config
 
     join()
     folder = as_path(options.folder, "FOLDER")

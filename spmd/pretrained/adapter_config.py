@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd.errors import Problem, import_extra, join_names, printable, short_repr
 from spmd.layout.trained import Adapter
-from spmd.pretrained.folders import ADAPTER_CONFIG
+from spmd.pretrained.outline import ADAPTER_CONFIG
 
 # keys for a training, and fan_in_fan_out, which PEFT corrects by the kind of a layer
 WITHOUT_EFFECT = (

@@ -1,4 +1,4 @@
-"""Which model and which name map belong to a config.json."""
+"""Finds the model and the name map of a config.json."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ from spmd.pretrained.safetensors_files import open_files
 
 CONFIG, PUBLISHED = "config.json", "the config.json that was published with these weights."
 MAPS = Path(__file__).parent / "maps"
-# and their tasks
+# prefixes of heads in the files, and the tasks of an encoder that have them
 HEADS = {
     "bert.pooler.": ("features", "classes"),
     "cls.predictions.": ("masked_tokens",),
@@ -38,17 +38,20 @@ def shipped() -> dict[str, NameMap]:
     >>> sorted(shipped())
     ['bert', 'gemma', 'gemma2', 'gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3']
     """
-    maps = [NameMap.load(path) for path in sorted(MAPS.glob("*.toml"))]
-    return {kind: name_map for name_map in maps for kind in name_map.model_types}
+    maps: dict[str, NameMap] = {}
+    for path in sorted(MAPS.glob("*.toml")):
+        name_map = NameMap.load(path)
+        maps |= dict.fromkeys(name_map.model_types, name_map)
+    return maps
 
 
 class Architecture(NamedTuple):
-    """What a config.json asks for.
+    """The model that a config.json describes.
 
     Attributes:
       factory: builds the model, with random weights.
       name_map: of its files.
-      notes: what the config asks for that the model leaves to the training run.
+      notes: requests of the config that the model leaves to the training run.
     """
 
     factory: Callable[[], nnx.Module]
@@ -80,55 +83,46 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
       >>> factory().config.head_dim, "mistral" in name_map.model_types
       (4, True)
     """
-    where, kind, classes = (
-        str((folder or Path()) / CONFIG),
-        config.get("model_type"),
-        config.get("architectures") or [],
-    )
+    where = str((folder or Path()) / CONFIG)
+    kind, classes = config.get("model_type"), config.get("architectures") or []
     if not isinstance(kind, str):
         raise PretrainedError(f"{where} has no model_type.", fix=OWN)
     if kind not in shipped():
-        named = (
-            f" (architectures: {', '.join(map(str, classes))})"
-            if isinstance(classes, list) and classes
-            else ""
-        )
-        fix = f"{did_you_mean(kind, shipped())} {OWN}"
+        classes_text = ""
+        if isinstance(classes, list) and classes:
+            classes_text = f" (architectures: {', '.join(map(str, classes))})"
         raise PretrainedError(
-            f'{where}: unknown model_type "{kind}"{named}; known: {", ".join(shipped())}.', fix=fix
+            f'{where}: unknown model_type "{kind}"{classes_text}; known: {", ".join(shipped())}.',
+            fix=f"{did_you_mean(kind, shipped())} {OWN}",
         )
     name_map = shipped()[kind]
-    known = [
-        name
-        for name in name_map.architectures
-        if re.split("For|Model|LMHead", name)[0].lower() == kind.removesuffix("_text")
-    ]
-    if not isinstance(classes, list) or not all(name in known for name in classes):
-        why = (
+    accepted = []
+    for name in name_map.architectures:
+        stem, *_ = re.split("For|Model|LMHead", name)
+        if stem.lower() == kind.removesuffix("_text"):
+            accepted.append(name)
+    if not isinstance(classes, list) or not all(name in accepted for name in classes):
+        every: set[str] = set()
+        for other in shipped().values():
+            every.update(other.architectures)
+        fix = OWN
+        if isinstance(classes, list) and all(name in every for name in classes):
+            fix = PUBLISHED
+        raise PretrainedError(
             f'{where}: architectures = {short_repr(classes)}; those of model_type = "{kind}" are '
-            f"{', '.join(known)}."
+            f"{', '.join(accepted)}.",
+            fix=fix,
         )
-        every = [name for each in shipped().values() for name in each.architectures]
-        contradicts = isinstance(classes, list) and all(name in every for name in classes)
-        raise PretrainedError(why, fix=PUBLISHED if contradicts else OWN)
     if folder is not None:
-        check_sizes(
-            config,
-            [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()],
-            where,
-            PUBLISHED,
-        )
+        sizes = [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()]
+        check_sizes(config, sizes, where, PUBLISHED)
     if kind == "bert":
         encoder = EncoderConfig.from_config(config, where)
-        return Architecture(
-            functools.partial(_build, Encoder, encoder),
-            for_task(name_map, encoder.task),
-            encoder.notes,
-        )
+        factory = functools.partial(_build, Encoder, encoder)
+        return Architecture(factory, for_task(name_map, encoder.task), encoder.notes)
     decoder = DecoderConfig.from_config(config, where)
-    return Architecture(
-        functools.partial(_build, Decoder, decoder), for_head(name_map, decoder.tied), decoder.notes
-    )
+    factory = functools.partial(_build, Decoder, decoder)
+    return Architecture(factory, for_head(name_map, decoder.tied), decoder.notes)
 
 
 def with_labels(
@@ -168,34 +162,35 @@ def with_labels(
             f"{where}: the model is a {CLASSIFIER} already.",
             fix="no labels=; or the folder that it was trained from.",
         )
-    kept = {
-        key: value
-        for key, value in config.items()
-        if key not in ("num_labels", "_num_labels", "problem_type")
-    }
-    numbered = {str(number): label for number, label in enumerate(labels)}
-    by_name = {label: number for number, label in enumerate(labels)}
-    return kept | {"architectures": [CLASSIFIER], "id2label": numbered, "label2id": by_name}
+    new_config = dict(config)
+    for key in ("num_labels", "_num_labels", "problem_type"):
+        new_config.pop(key, None)
+    new_config["architectures"] = [CLASSIFIER]
+    new_config["id2label"] = {str(number): label for number, label in enumerate(labels)}
+    new_config["label2id"] = {label: number for number, label in enumerate(labels)}
+    return new_config
 
 
 def for_head(name_map: NameMap, tied: bool) -> NameMap:
-    """Without the rules for a head of the other kind: a tensor that is a second name of the table,
-    or an array of its own.
+    """Return a name map without the rules for a head of the other kind: a tensor that is a second
+    name of the table, or an array of its own.
     """
     second_names = {rule.file for rule in name_map.tensors if rule.tied}
-    kept = (rule for rule in name_map.tensors if rule.file not in second_names or rule.tied == tied)
-    return dataclasses.replace(name_map, tensors=tuple(kept))
+    rules = [
+        rule for rule in name_map.tensors if rule.file not in second_names or rule.tied == tied
+    ]
+    return dataclasses.replace(name_map, tensors=tuple(rules))
 
 
 def for_task(name_map: NameMap, task: str) -> NameMap:
-    """Ignores the heads of an encoder's other tasks."""
+    """Return a name map that ignores the heads of an encoder's other tasks."""
     absent = tuple(prefix for prefix, tasks in HEADS.items() if task not in tasks)
     others = [rule for rule in name_map.tensors if rule.file[0].startswith(absent)]
     ignored = tuple(
         IgnoredRule(rule.file[0], "it is of another task's head", rule.line) for rule in others
     )
-    kept = tuple(rule for rule in name_map.tensors if rule not in others)
-    return dataclasses.replace(name_map, tensors=kept, ignored=(*name_map.ignored, *ignored))
+    rules = tuple(rule for rule in name_map.tensors if rule not in others)
+    return dataclasses.replace(name_map, tensors=rules, ignored=(*name_map.ignored, *ignored))
 
 
 def _build(kind: Any, config: Any) -> nnx.Module:

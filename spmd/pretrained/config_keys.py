@@ -64,26 +64,30 @@ UNSET: dict[str, tuple[Any, ...]] = {
 }
 MOST_LAYERS = 10_000
 DEPTHS, WIDTHS = ("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd")
-DIMS = (  # of which there is a matrix of this size and the width
-    *(
-        "vocab_size",
-        "intermediate_size",
-        "n_inner",
-        "num_attention_heads",
-        "n_head",
-        "head_dim",
-        "n_positions",
-        "type_vocab_size",
-    ),
+# sizes for which a model has a matrix of this size and the width
+DIMS = (
+    "vocab_size",
+    "intermediate_size",
+    "n_inner",
+    "num_attention_heads",
+    "n_head",
+    "head_dim",
+    "n_positions",
+    "type_vocab_size",
 )
 DROPOUTS = (
-    *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
 )
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 1."""
+    """Return True for a whole number from 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -98,25 +102,29 @@ def check_sizes(
 
     >>> check_sizes({"num_hidden_layers": 2, "hidden_size": 4, "vocab_size": 5}, [16, 4])
     """
-    total, counts = sum(sizes), {key: value for key, value in config.items() if is_count(value)}
-    width = next((counts[key] for key in WIDTHS if key in counts), 1)
-    dims = (*DIMS, "max_position_embeddings") if config.get("model_type") == "bert" else DIMS
-    why = {
-        key: f"there are {len(sizes):,} tensors."
-        for key in DEPTHS
-        if counts.get(key, 0) > len(sizes)
-    }
-    why |= {
-        key: f"all tensors have {total:,} values." for key in WIDTHS if counts.get(key, 0) > total
-    }
-    too_large = [key for key in dims if counts.get(key, 0) * width > total >= width]
-    why |= {
-        key: f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have "
-        f"{total:,} values."
-        for key in too_large
-    }
+    total = sum(sizes)
+    counts = {key: value for key, value in config.items() if is_count(value)}
+    widths = [counts[key] for key in WIDTHS if key in counts]
+    width = next(iter(widths), 1)
+    dims = DIMS
+    if config.get("model_type") == "bert":
+        dims = (*DIMS, "max_position_embeddings")
+    reasons: dict[str, str] = {}
+    for key in DEPTHS:
+        if counts.get(key, 0) > len(sizes):
+            reasons[key] = f"there are {len(sizes):,} tensors."
+    for key in WIDTHS:
+        if counts.get(key, 0) > total:
+            reasons[key] = f"all tensors have {total:,} values."
+    for key in dims:
+        if counts.get(key, 0) * width > total >= width:
+            reasons[key] = (
+                f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have "
+                f"{total:,} values."
+            )
     problems = [
-        Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key) for key, reason in why.items()
+        Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key)
+        for key, reason in reasons.items()
     ]
     raise_problems(
         PretrainedError,
@@ -126,7 +134,7 @@ def check_sizes(
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+    """Return True for a finite number above 0."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -136,7 +144,7 @@ def is_number(value: Any) -> bool:
 
 
 class ConfigKeys:
-    """A config.json that remembers what was read of it, and all that is wrong.
+    """A config.json that remembers the keys that were read, and all problems.
 
     Args:
       what: the model that is made of it, for errors.
@@ -146,12 +154,13 @@ class ConfigKeys:
         self.config, self.what, self.problems = config, what, list[str]()
         self.used, self.notes = {*IRRELEVANT, *UNSET, *DROPOUTS}, list[str]()
         for key, accepted in UNSET.items():
-            if (value := config.get(key)) is not None and value not in accepted:
-                self.wrong(
-                    key,
-                    f"the {self.what} does not have that"
-                    + (f"; {accepted[0]!r} would be fine" if accepted else ""),
-                )
+            value = config.get(key)
+            if value is None or value in accepted:
+                continue
+            why = f"the {self.what} does not have that"
+            if accepted:
+                why += f"; {accepted[0]!r} would be fine"
+            self.wrong(key, why)
         for key in DROPOUTS:
             if config.get(key):
                 self.notes.append(
@@ -161,38 +170,47 @@ class ConfigKeys:
 
     def wrong(self, key: str, why: str) -> None:
         """Note a problem of a key and its value."""
-        said = (
-            f"{key} = {short_repr(self.config[key])}" if key in self.config else f"{key} is missing"
-        )
-        self.problems.append(f"{said}: {why}.")
+        state = f"{key} is missing"
+        if key in self.config:
+            state = f"{key} = {short_repr(self.config[key])}"
+        self.problems.append(f"{state}: {why}.")
 
     def get(
         self,
         key: str,
         default: Any,
-        holds: Callable[[Any], bool],
-        wanted: str,
+        accepts: Callable[[Any], bool],
+        accepted: str,
         *,
         null: bool = True,
     ) -> Any:
-        """A key's value, or the default if it is missing or null; `...`: it may not be."""
+        """Return a key's value, or the default if it is missing or null; `...`: it may not be.
+
+        Args:
+          accepts: returns True for values that are right.
+          accepted: these values in words, for errors.
+          null: the key may be null.
+        """
         self.used.add(key)
         value = self.config.get(key)
         if value is None:
             if default is ... or (key in self.config and not null):
-                self.wrong(key, f"wanted {wanted}")
+                self.wrong(key, f"wanted {accepted}")
                 return 1
             return default
-        if not holds(value):
-            self.wrong(key, f"wanted {wanted}")
-            return 1 if default is ... else default
-        return value
+        if accepts(value):
+            return value
+        self.wrong(key, f"wanted {accepted}")
+        if default is ...:
+            return 1
+        return default
 
     def count(self, key: str, default: Any = ..., most: int = 2**31 - 1) -> Any:
         """A whole number from 1 to `most`."""
-        large = is_count(self.config.get(key))
-        wanted = f"a whole number from 1{f' to {most:,}' if large else ''}"
-        return self.get(key, default, lambda value: is_count(value) and value <= most, wanted)
+        accepted = "a whole number from 1"
+        if is_count(self.config.get(key)):
+            accepted += f" to {most:,}"
+        return self.get(key, default, lambda value: is_count(value) and value <= most, accepted)
 
     def number(self, key: str, default: Any = ...) -> Any:
         """A number above 0."""
@@ -204,12 +222,13 @@ class ConfigKeys:
 
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation."""
-        known = f"one of {', '.join(ACTIVATIONS)}"
-        return ACTIVATIONS[
-            self.get(
-                key, default, lambda value: isinstance(value, str) and value in ACTIVATIONS, known
-            )
-        ]
+        name = self.get(
+            key,
+            default,
+            lambda value: isinstance(value, str) and value in ACTIVATIONS,
+            f"one of {', '.join(ACTIVATIONS)}",
+        )
+        return ACTIVATIONS[name]
 
     def finish(self, where: str) -> None:
         """Raise if a key was not read, or something is wrong."""

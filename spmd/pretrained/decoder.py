@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 class Inputs(NamedTuple):
-    """What every layer is given beside its input, [rows, length, ...] each."""
+    """Arguments of every layer beside its input, [rows, length, ...] each."""
 
     positions: jax.Array
     segment_ids: jax.Array | None
@@ -42,6 +42,7 @@ class Inputs(NamedTuple):
 
 def named(init: Any, *names: str | None) -> Any:
     """An initializer whose parameter carries these logical axis names."""
+    # eager_sharding: flax 0.12 would place the parameter by these names, without the layout
     return nnx.with_partitioning(init, names, eager_sharding=False)
 
 
@@ -69,21 +70,27 @@ class Norm(nnx.Module):
     ):
         self.eps, self.offset, self.centered = eps, offset, centered
         self.scale = nnx.Param(jnp.full(width, 1.0 - self.offset, dtype))
-        self.bias = nnx.Param(jnp.zeros(width, dtype)) if self.centered else None
+        if self.centered:
+            self.bias = nnx.Param(jnp.zeros(width, dtype))
+        else:
+            self.bias = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Shaped like `x`, in its dtype."""
         y = x.astype(jnp.float32)
-        y = y - y.mean(axis=-1, keepdims=True) if self.centered else y
+        if self.centered:
+            y = y - y.mean(axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
         if not self.centered and not self.offset:
             # Llama rounds before it scales, the others afterwards
             return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
         y = y * (self.offset + self.scale[...].astype(jnp.float32))
-        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
 
 
-@functools.cache  # a model is traced several times, and says it once
+@functools.cache  # a model is traced several times, and warns once
 def _warn_of_length(length: int, longest: int) -> None:
     text = (
         "rows of %d tokens, and config.json says that the model was made for %d "
@@ -92,31 +99,30 @@ def _warn_of_length(length: int, longest: int) -> None:
     logging.getLogger("spmd").warning(text, length, longest)
 
 
-def _norm(config: DecoderConfig, width: int, dtype: Any) -> Norm:
+def _norm(config: DecoderConfig, width: int, dtype: Any, used: bool = True) -> Any:
+    """Return a norm of the config's kind; None if the model does not use it."""
+    if not used:
+        return None
     return Norm(
         width, dtype, config.norm_eps, centered=config.norm == "layer", offset=config.norm_offset
     )
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped queries; which keys a layer sees, and how positions turn them,
-    is the layer's kind.
+    """Causal attention with grouped queries; the layer's kind has the window of keys that a query
+    sees, and the rotation by positions.
     """
 
     def __init__(self, config: DecoderConfig, index: int, dtype: Any, rngs: nnx.Rngs):
         self.config, self.kind = config, config.layers[index]
-        width, heads, groups = (
-            config.width,
-            config.heads * config.head_dim,
-            config.kv_heads * config.head_dim,
-        )
+        width = config.width
+        heads, groups = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.query = linear((width, heads), ("embed", "heads"), config.qkv_bias, dtype, rngs)
         self.key = linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
         self.value = linear((width, groups), ("embed", "kv_heads"), config.qkv_bias, dtype, rngs)
         self.out = linear((heads, width), ("heads", "embed"), config.out_bias, dtype, rngs)
-        self.query_norm, self.key_norm = (
-            _norm(config, config.head_dim, dtype) if config.qk_norm else None for _ in range(2)
-        )
+        self.query_norm = _norm(config, config.head_dim, dtype, config.qk_norm)
+        self.key_norm = _norm(config, config.head_dim, dtype, config.qk_norm)
 
     def __call__(
         self, x: jax.Array, inputs: Inputs, cache: tuple[jax.Array, ...]
@@ -125,17 +131,20 @@ class Attention(nnx.Module):
         values, number of the layer), or ().
         """
         config, window = self.config, self.kind.window
-        query, key, value = (
-            linear(x).reshape(*x.shape[:2], -1, config.head_dim)
-            for linear in (self.query, self.key, self.value)
-        )
+        shape = (*x.shape[:2], -1, config.head_dim)
+        query = self.query(x).reshape(shape)
+        key = self.key(x).reshape(shape)
+        value = self.value(x).reshape(shape)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.kind.rope is not None:
-            query, key = (rotate(part, inputs.tables[self.kind.rope]) for part in (query, key))
+            table = inputs.tables[self.kind.rope]
+            query, key = rotate(query, table), rotate(key, table)
         options: dict[str, Any] = {"scale": config.scale, "soft_cap": config.soft_cap}
         if not cache:
-            before = None if window is None else (window - 1, 0)
+            before = None
+            if window is not None:
+                before = (window - 1, 0)
             y = attention(
                 query,
                 key,
@@ -160,44 +169,52 @@ class MLP(nnx.Module):
     def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs):
         self.activation, bias = config.activation, config.mlp_bias
         wide, narrow = (config.width, config.mlp_width), (config.mlp_width, config.width)
-        self.gate = linear(wide, ("embed", "mlp"), bias, dtype, rngs) if config.gated else None
+        if config.gated:
+            self.gate = linear(wide, ("embed", "mlp"), bias, dtype, rngs)
+        else:
+            self.gate = None
         self.up = linear(wide, ("embed", "mlp"), bias, dtype, rngs)
         self.down = linear(narrow, ("mlp", "embed"), bias, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[rows, length, width]."""
+        """The result [rows, length, width]."""
         activation, up = ACTIVATIONS[self.activation], checkpoint_name(self.up(x), "mlp_up")
-        return self.down(
-            activation(up)
-            if self.gate is None
-            else activation(checkpoint_name(self.gate(x), "mlp_gate")) * up
-        )
+        if self.gate is None:
+            return self.down(activation(up))
+        return self.down(activation(checkpoint_name(self.gate(x), "mlp_gate")) * up)
 
 
 class Block(nnx.Module):
     """A layer."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: Any, rngs: nnx.Rngs):
-        self.attention_norm, self.mlp_norm = (
-            _norm(config, config.width, dtype),
-            _norm(config, config.width, dtype),
-        )
-        self.attention, self.mlp = Attention(config, index, dtype, rngs), MLP(config, dtype, rngs)
-        self.attention_post_norm, self.mlp_post_norm = (
-            _norm(config, config.width, dtype) if config.post_norms else None for _ in range(2)
-        )
+        self.attention_norm = _norm(config, config.width, dtype)
+        self.mlp_norm = _norm(config, config.width, dtype)
+        self.attention = Attention(config, index, dtype, rngs)
+        self.mlp = MLP(config, dtype, rngs)
+        self.attention_post_norm = _norm(config, config.width, dtype, config.post_norms)
+        self.mlp_post_norm = _norm(config, config.width, dtype, config.post_norms)
 
     def __call__(self, state: Any, inputs: Inputs) -> Any:
         """The layer's output from its input [rows, length, width]; with a cache, (output, keys,
         values, number of the next layer).
         """
-        x, *cache = state if isinstance(state, tuple) else (state,)
+        x, cache = state, ()
+        if isinstance(state, tuple):
+            x, *cache = state
         y, cache = self.attention(self.attention_norm(x), inputs, tuple(cache))
+        # names for policies of remat, such as `[remat] save = ["attn_out"]`
         y = checkpoint_name(y, "attn_out")
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        if self.attention_post_norm is not None:
+            y = self.attention_post_norm(y)
+        x = x + y
         y = self.mlp(self.mlp_norm(x))
-        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
-        return (x, *cache) if cache else x
+        if self.mlp_post_norm is not None:
+            y = self.mlp_post_norm(y)
+        x = x + y
+        if cache:
+            return (x, *cache)
+        return x
 
 
 class Group(nnx.Module):
@@ -209,7 +226,7 @@ class Group(nnx.Module):
             setattr(self, str(number), Block(config, start + number, dtype, rngs))
 
     def __call__(self, state: Any, inputs: Inputs) -> Any:
-        """As a `Block`."""
+        """The last layer's output; arguments and result as in `Block`."""
         for number in range(self.count):
             state = getattr(self, str(number))(state, inputs)
         return state
@@ -260,35 +277,40 @@ class Decoder(nnx.Module):
             param_dtype=dtype,
             rngs=rngs,
         )
-        places = functools.partial(
-            nnx.Embed, embedding_init=named(init, None, "embed"), param_dtype=dtype, rngs=rngs
-        )
-        self.position = (
-            places(config.learned_positions, config.width) if config.learned_positions else None
-        )
+        if config.learned_positions:
+            self.position = nnx.Embed(
+                config.learned_positions,
+                config.width,
+                embedding_init=named(init, None, "embed"),
+                param_dtype=dtype,
+                rngs=rngs,
+            )
+        else:
+            self.position = None
         period, depth = config.period, len(config.layers)
 
         def make(rngs: nnx.Rngs) -> nnx.Module:
-            return (
-                Block(config, 0, dtype, rngs)
-                if period == 1
-                else Group(config, 0, period, dtype, rngs)
-            )
+            if period == 1:
+                return Block(config, 0, dtype, rngs)
+            return Group(config, 0, period, dtype, rngs)
 
         self.stack = LayerStack(repeat(depth // period, make, rngs))
-        self.tail = (
-            Group(config, depth // period * period, depth % period, dtype, rngs)
-            if depth % period
-            else None
-        )
+        if depth % period:
+            self.tail = Group(config, depth // period * period, depth % period, dtype, rngs)
+        else:
+            self.tail = None
         self.final_norm = _norm(config, config.width, dtype)
-        head = functools.partial(
-            linear,
-            (config.width, config.vocab),
-            ("embed", "vocab"),
-            preferred_element_type=jnp.float32,
-        )
-        self.head = None if config.tied else head(False, dtype, rngs)
+        if config.tied:
+            self.head = None
+        else:
+            self.head = linear(
+                (config.width, config.vocab),
+                ("embed", "vocab"),
+                False,
+                dtype,
+                rngs,
+                preferred_element_type=jnp.float32,
+            )
 
     def __call__(
         self,
@@ -301,16 +323,21 @@ class Decoder(nnx.Module):
         """Logits float32[rows, length, vocab] of the next token; with a cache, also the cache.
         Arguments as in `features`.
         """
-        result = self.features(tokens, positions=positions, segment_ids=segment_ids, cache=cache)
-        features, *caches = result if isinstance(result, tuple) else (result,)
+        features = self.features(tokens, positions=positions, segment_ids=segment_ids, cache=cache)
+        if cache is not None:
+            features, cache = features
         if self.head is None:
             table = self.embed.embedding[...].astype(features.dtype)
+            # else XLA would round the logits of bfloat16 features before the softmax
             logits = jnp.einsum("rlw,vw->rlv", features, table, preferred_element_type=jnp.float32)
         else:
             logits = self.head(features).astype(jnp.float32)
         cap = self.config.final_soft_cap
-        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-        return (logits, *caches) if caches else logits
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        if cache is not None:
+            return logits, cache
+        return logits
 
     def features(
         self,
@@ -320,7 +347,7 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> Any:
-        """What the head is applied to, [rows, length, width]; with a cache, also the cache.
+        """The input of the head, [rows, length, width]; with a cache, also the cache.
 
         Args:
           tokens: int32[rows, length].
@@ -331,11 +358,10 @@ class Decoder(nnx.Module):
             their `positions`; those that are not below the cache's length are dropped. A token sees
             what is stored at its position and before, so padding goes at a row's end.
         """
-        longest = self.config.learned_positions
-        if (
-            longest is not None
-            and (tokens.shape[1] if cache is None else cache["keys"].shape[2]) > longest
-        ):
+        longest, length = self.config.learned_positions, tokens.shape[1]
+        if cache is not None:
+            length = cache["keys"].shape[2]
+        if longest is not None and length > longest:
             raise DataError(
                 f"rows of {tokens.shape[1]} tokens, and the model has {longest} positions.",
                 fix="shorter rows.",
@@ -359,22 +385,23 @@ class Decoder(nnx.Module):
         x = self.embed(tokens)
         if self.config.embedding_scale is not None:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
-        x = x if self.position is None else x + self.position(positions)
-        inputs = Inputs(
-            positions, segment_ids, tuple(rope.table(positions) for rope in self.config.ropes)
-        )
-        state = (
-            x if cache is None else (x, cache["keys"], cache["values"], jnp.zeros((), jnp.int32))
-        )
+        if self.position is not None:
+            x = x + self.position(positions)
+        tables = tuple(rope.table(positions) for rope in self.config.ropes)
+        inputs = Inputs(positions, segment_ids, tables)
+        state: Any = x
+        if cache is not None:
+            state = (x, cache["keys"], cache["values"], jnp.zeros((), jnp.int32))
         state = self.stack(state, inputs)
-        state = state if self.tail is None else self.tail(state, inputs)
+        if self.tail is not None:
+            state = self.tail(state, inputs)
         if cache is None:
             return self.final_norm(state)
         x, keys, values, _ = state
         return self.final_norm(x), {"keys": keys, "values": values}
 
     def output_head(self) -> dict[str, Any]:
-        """What `spmd.losses.cross_entropy_from_features` takes beside features, so that
+        """The arguments of `spmd.losses.cross_entropy_from_features` beside features, so that
         `spmd.losses.next_token` has few logits at a time.
 
         Raises:
@@ -386,7 +413,9 @@ class Decoder(nnx.Module):
                 "takes.",
                 fix="adapters on other layers, or a loss that calls the model for its logits.",
             )
-        head, vocab_dim = (self.embed.embedding, 0) if self.head is None else (self.head.kernel, 1)
+        head, vocab_dim = self.embed.embedding, 0
+        if self.head is not None:
+            head, vocab_dim = self.head.kernel, 1
         return {"head": head[...], "vocab_dim": vocab_dim, "soft_cap": self.config.final_soft_cap}
 
     def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:

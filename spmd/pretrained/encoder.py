@@ -107,11 +107,11 @@ class EncoderConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str = "config.json") -> "EncoderConfig":
-        """From the content of a BERT's config.json, as any version of `transformers` writes it.
+        """Return the config of a BERT's config.json, as any version of `transformers` writes it.
 
         Raises:
-          PretrainedError: all keys that are missing, unknown, or ask for what the encoder does not
-            have.
+          PretrainedError: all keys that are missing, unknown, or ask for something that the encoder
+            does not have.
 
         Example:
           >>> EncoderConfig.from_config(
@@ -127,11 +127,9 @@ class EncoderConfig:
                 "num_attention_heads", f"hidden_size {width} / {heads} leaves {width % heads}"
             )
         names = config.get("architectures") or ["BertModel"]
-        task = (
-            TASKS.get(names[0], "")
-            if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-            else ""
-        )
+        task = ""
+        if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+            task = TASKS.get(names[0], "")
         if not task:
             keys.wrong("architectures", f"wanted one of {', '.join(TASKS)}")
         keys.get(
@@ -148,24 +146,16 @@ class EncoderConfig:
                 "tie_word_embeddings", "the head of the encoder is the table of its embedding"
             )
         fields: dict[str, Any] = {
-            **{
-                "vocab": keys.count("vocab_size", 30522),
-                "width": width,
-                "heads": heads,
-                "task": task,
-            },
-            **{
-                "mlp_width": keys.count("intermediate_size", 3072),
-                "depth": keys.count("num_hidden_layers", 12, MOST_LAYERS),
-            },
-            **{
-                "positions": keys.count("max_position_embeddings", 512),
-                "token_types": keys.count("type_vocab_size", 2),
-            },
-            **{
-                "activation": keys.activation("hidden_act", "gelu"),
-                "norm_eps": keys.number("layer_norm_eps", 1e-12),
-            },
+            "vocab": keys.count("vocab_size", 30522),
+            "width": width,
+            "heads": heads,
+            "task": task,
+            "mlp_width": keys.count("intermediate_size", 3072),
+            "depth": keys.count("num_hidden_layers", 12, MOST_LAYERS),
+            "positions": keys.count("max_position_embeddings", 512),
+            "token_types": keys.count("type_vocab_size", 2),
+            "activation": keys.activation("hidden_act", "gelu"),
+            "norm_eps": keys.number("layer_norm_eps", 1e-12),
             "classes": _classes(keys),
         }
         keys.finish(where)
@@ -173,7 +163,7 @@ class EncoderConfig:
 
 
 def _classes(keys: ConfigKeys) -> int:
-    """How many labels there are: 2, if the file does not say."""
+    """Return the number of labels: 2, if the file has none."""
     labels = keys.get(
         "id2label",
         {},
@@ -202,11 +192,11 @@ class Layer(nnx.Module):
         self.mlp_norm = Norm(width, dtype, config.norm_eps)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """[rows, length, width], from such an input and bool[rows, length]."""
-        query, key, value = (
-            part(x).reshape(*x.shape[:2], self.heads, -1)
-            for part in (self.query, self.key, self.value)
-        )
+        """The result [rows, length, width], from such an input and bool[rows, length]."""
+        shape = (*x.shape[:2], self.heads, -1)
+        query = self.query(x).reshape(shape)
+        key = self.key(x).reshape(shape)
+        value = self.value(x).reshape(shape)
         y = self.out(attention(query, key, value, key_mask=mask).reshape(x.shape))
         x = self.attention_norm(x + checkpoint_name(y, "attn_out"))
         y = self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "mlp_up")))
@@ -214,8 +204,8 @@ class Layer(nnx.Module):
 
 
 class MaskedTokens(nnx.Module):
-    """From features to the logits of tokens that were masked out; the last map is the embedding's
-    table.
+    """A head from features to the logits of tokens that were masked out; the last map is the
+    embedding's table.
     """
 
     def __init__(self, config: EncoderConfig, dtype: Any, rngs: nnx.Rngs):
@@ -227,7 +217,7 @@ class MaskedTokens(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """float32[rows, length, vocab]."""
+        """The logits float32[rows, length, vocab]."""
         y = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
         logits = jnp.einsum(
             "rlw,vw->rlv", y, table.astype(y.dtype), preferred_element_type=jnp.float32
@@ -278,21 +268,29 @@ class Encoder(nnx.Module):
         )
         self.embed_norm = Norm(width, dtype, config.norm_eps)
         self.stack = LayerStack(repeat(config.depth, functools.partial(Layer, config, dtype), rngs))
-        masked = config.task == "masked_tokens"
-        self.pooler = (
-            None if masked else linear((width, width), ("embed", "mlp"), True, dtype, rngs)
-        )
-        self.predictions = MaskedTokens(config, dtype, rngs) if masked else None
-        head = functools.partial(
-            linear, (width, config.classes), ("embed", None), preferred_element_type=jnp.float32
-        )
-        self.classifier = head(True, dtype, rngs) if config.task == "classes" else None
+        if config.task == "masked_tokens":
+            self.pooler = None
+            self.predictions = MaskedTokens(config, dtype, rngs)
+        else:
+            self.pooler = linear((width, width), ("embed", "mlp"), True, dtype, rngs)
+            self.predictions = None
+        if config.task == "classes":
+            self.classifier = linear(
+                (width, config.classes),
+                ("embed", None),
+                True,
+                dtype,
+                rngs,
+                preferred_element_type=jnp.float32,
+            )
+        else:
+            self.classifier = None
 
     def __call__(
         self, tokens: Any, *, mask: jax.Array | None = None, token_types: jax.Array | None = None
     ) -> jax.Array:
-        """What the config's `task` says, from the arguments of `features`, or a dict of them in
-        place of `tokens`.
+        """Return the output of the config's `task`, from the arguments of `features`, or a dict of
+        them in place of `tokens`.
 
         Returns:
           "features": [rows, length, width]; "masked_tokens": logits float32[rows, length, vocab];
@@ -303,16 +301,15 @@ class Encoder(nnx.Module):
             long.
         """
         if isinstance(tokens, Mapping):
-            known = ("tokens", "mask", "token_types")
-            if "tokens" not in tokens or (
-                strange := [name for name in tokens if name not in known]
-            ):
-                why = f"the encoder takes {join_names(known)}, and is given {join_names(tokens)}."
+            names = ("tokens", "mask", "token_types")
+            unknown = [name for name in tokens if name not in names]
+            if "tokens" not in tokens or unknown:
+                fix = 'tokens under the name "tokens".'
+                if "tokens" in tokens:
+                    fix = did_you_mean(unknown[0], names)
                 raise DataError(
-                    why,
-                    fix=did_you_mean(strange[0], known)
-                    if "tokens" in tokens
-                    else 'tokens under the name "tokens".',
+                    f"the encoder takes {join_names(names)}, and is given {join_names(tokens)}.",
+                    fix=fix,
                 )
             return self(
                 tokens["tokens"], mask=tokens.get("mask"), token_types=tokens.get("token_types")
@@ -320,7 +317,9 @@ class Encoder(nnx.Module):
         x = self.features(tokens, mask=mask, token_types=token_types)
         if self.predictions is not None:
             return self.predictions(x, self.embed.embedding[...])
-        return x if self.classifier is None else self.classifier(self.pool(x)).astype(jnp.float32)
+        if self.classifier is not None:
+            return self.classifier(self.pool(x)).astype(jnp.float32)
+        return x
 
     def features(
         self,
@@ -335,7 +334,7 @@ class Encoder(nnx.Module):
           tokens: int32[rows, length].
           mask: bool or numbers [rows, length], False or 0 at padding, which no token sees; None:
             there is none.
-          token_types: int32[rows, length], which of a pair of texts a token is of; None: 0.
+          token_types: int32[rows, length], the number of a token's text in a pair; None: 0.
         """
         length, longest = tokens.shape[1], self.config.positions
         if length > longest:
@@ -343,9 +342,12 @@ class Encoder(nnx.Module):
                 f"rows of {length} tokens, and the model has {longest} positions.",
                 fix="shorter rows.",
             )
-        types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x = self.embed(tokens) + self.token_type(types) + self.position(jnp.arange(length))
-        return self.stack(self.embed_norm(x), None if mask is None else mask != 0)
+        if token_types is None:
+            token_types = jnp.zeros_like(tokens)
+        if mask is not None:
+            mask = mask != 0
+        x = self.embed(tokens) + self.token_type(token_types) + self.position(jnp.arange(length))
+        return self.stack(self.embed_norm(x), mask)
 
     def pool(self, features: jax.Array) -> jax.Array:
         """One vector for each row, [rows, width], from the features of its first token.

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import (
-    ModelError,
     OptionError,
     PretrainedError,
     SpmdError,
@@ -28,29 +27,25 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
-from spmd.layout.unused_axes import unused_axes, without_axes
-from spmd.mesh import MeshSpec, make_mesh
 from spmd.models.base import Variables
 from spmd.models.flax_nnx import NOTES, ORIGIN, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
 from spmd.output_files import read_bytes
-from spmd.pretrained.architectures import CONFIG, OWN, Architecture, find, with_labels
+from spmd.pretrained.architectures import CONFIG, find
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
 from spmd.pretrained.name_map import NameMap, compiled
+from spmd.pretrained.outline import Outline, no_call, read_config
 from spmd.pretrained.read_weights import ReadReport, read_arrays
 from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Tensor, WeightFiles, open_files
 from spmd.pretrained.write_weights import write_folder
 from spmd.run.progress import NoProgress, make_progress
-from spmd.specs import pspec
 from spmd.tracebacks import trims_tracebacks
 from spmd.tree import Tree, flatten, map_paths, parse_bytes
 from spmd.user_paths import as_path
 
-ADAPTER_CONFIG = "adapter_config.json"
 AS_FILE = "file"
 # tensors and arrays of a new one
 CLASSIFIER = {"classifier.weight": "classifier/kernel", "classifier.bias": "classifier/bias"}
@@ -60,12 +55,12 @@ BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Origin:
-    """Where a model's weights were read: enough to write them as they were.
+    """The folder from which a model's weights were read: enough to write them as they were.
 
     Attributes:
       files: the tensors of the folder, with their dtypes.
-      name_map: which of them is which array.
-      report: what this process has read; None if nothing was.
+      name_map: maps tensors to arrays.
+      report: of the bytes that this process has read; None if it has read nothing.
       config: of the model, where it is not that of the folder.
     """
 
@@ -77,149 +72,12 @@ class Origin:
     @property
     def folder(self) -> Path:
         """The folder, also where one file of it was named."""
-        return self.files.where.parent if self.files.where.suffix == SUFFIX else self.files.where
+        if self.files.where.suffix == SUFFIX:
+            return self.files.where.parent
+        return self.files.where
 
     def __repr__(self) -> str:
         return f"Origin({str(self.files.where)!r}, {len(self.files.tensors)} tensors)"
-
-
-def read_config(folder: Path, name: str = CONFIG, fix: str = OWN) -> dict[str, Any]:
-    """The config.json of a folder, or another JSON object.
-
-    Raises:
-      PretrainedError: there is none, or it is not a JSON object.
-    """
-    path = folder / name
-    if path.exists() and not path.is_file():  # opening a pipe waits for a writer
-        raise PretrainedError(f"{path} is no regular file.", fix=fix)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        if name == CONFIG and has_adapters_alone(folder):
-            fix = (
-                "spmd.pretrained.load of the model that they are for, then "
-                "spmd.pretrained.load_adapters of this folder."
-            )
-            raise PretrainedError(f"{folder} has adapters and no model.", fix=fix) from error
-        raise PretrainedError(f"{path} cannot be read: {error.strerror}.", fix=fix) from error
-    except ValueError as error:
-        raise PretrainedError(f"{path} is not JSON: {error}.", fix="download it again.") from error
-    if not isinstance(config, dict):
-        raise PretrainedError(
-            f"{path} is not a JSON object but {short_repr(config)}.", fix="download it again."
-        )
-    return config
-
-
-def has_adapters_alone(folder: Path) -> bool:
-    """Whether a folder is one of adapters, without a model's config.
-
-    >>> has_adapters_alone(Path("nowhere"))
-    False
-    """
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
-
-
-@dataclasses.dataclass(frozen=True)
-class Outline:
-    """What `load` makes of a folder, before any weight is read.
-
-    Attributes:
-      model: the wrapped module.
-      name_map: which tensor of the files is which array.
-      notes: what config.json asks for that the model leaves to the training run.
-      config: with the labels of a new classifier; None without one.
-      abstract: shapes of the module's variables.
-      layout: without the axes that the mesh does not have; None if there is neither mesh nor
-        layout.
-      shardings: where each parameter lies; elsewhere: where everything else does.
-    """
-
-    model: NnxModel
-    name_map: NameMap
-    notes: tuple[str, ...]
-    config: dict[str, Any] | None
-    abstract: Variables
-    layout: Layout | None
-    shardings: dict[str, Sharding]
-    elsewhere: Sharding
-
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        *,
-        model: Any = None,
-        name_map: Any = None,
-        mesh: Any = None,
-        layout: Any = None,
-        labels: Any = None,
-    ) -> "Outline":
-        """From a folder's config.json and the arguments of `load`, which raises the same."""
-        config = (
-            None if labels is None else with_labels(read_config(path), labels, str(path / CONFIG))
-        )
-        if config is not None and (model is not None or name_map is not None):
-            raise OptionError("labels= with a model or a name map of your own.", fix="one of them.")
-        factory, chosen_map, notes = _choose(path, model, name_map, config)
-        built = wrap(factory)
-        if not isinstance(built, NnxModel):
-            raise ModelError(
-                f"model= gives {type_name(model)}, not an nnx module.",
-                fix="a function that returns an nnx.Module.",
-            )
-        abstract = built.shapes(_no_call)
-        if mesh is None and layout is None:
-            one = SingleDeviceSharding(jax.local_devices()[0])
-            return cls(
-                built,
-                chosen_map,
-                notes,
-                config,
-                abstract,
-                None,
-                dict.fromkeys(flatten(abstract.params), one),
-                one,
-            )
-        chosen = Layout.load(layout if layout is not None else "data_parallel")
-        on = make_mesh(mesh if mesh is not None else dict(chosen.mesh) or None)
-        spec, names = MeshSpec.parse(on), built.names(None, _no_call)
-        resolved = fit_layout(
-            without_axes(chosen, unused_axes(chosen, spec)),
-            flatten(abstract.params),
-            names,
-            spec,
-            built.stacks(),
-        )
-        placed: dict[str, Sharding] = {
-            path: NamedSharding(on, pspec(place.spec))
-            for path, place in resolved.placements.items()
-        }
-        return cls(
-            built,
-            chosen_map,
-            notes,
-            config,
-            abstract,
-            resolved.layout,
-            placed,
-            NamedSharding(on, PartitionSpec()),
-        )
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """Shapes of parameters and statistics, by path."""
-        return {**flatten(self.abstract.params), **flatten(self.abstract.stats)}
-
-    def match(self, files: WeightFiles) -> list[Link]:
-        """Which parts of which tensors are which arrays; raises all misfits."""
-        return match_tensors(
-            self.name_map,
-            files.tensors,
-            self.arrays,
-            flatten(self.abstract.params),
-            str(files.where),
-        )
 
 
 @trims_tracebacks
@@ -294,43 +152,44 @@ def load(
     outline = raise_everywhere(
         lambda: Outline.of(path, **options), SpmdError, f"{path} cannot be read"
     )
-    built, abstract = outline.model, outline.abstract
 
-    def read() -> tuple[dict[str, jax.Array], dict[str, jax.ShapeDtypeStruct], Origin]:
+    def read_tensors() -> tuple[dict[str, jax.Array], dict[str, jax.ShapeDtypeStruct], Origin]:
         files, arrays = open_files(path), outline.arrays
         if labels is not None:
             files = _with_classifier(files, arrays)
         links = outline.match(files)
         dtypes = _dtypes(dtype, links, arrays)
-        targets = {
-            name: jax.ShapeDtypeStruct(
-                arrays[name].shape,
-                dtypes[name],
-                sharding=outline.shardings.get(name, outline.elsewhere),
+        targets: dict[str, jax.ShapeDtypeStruct] = {}
+        for link in links:
+            sharding = outline.shardings.get(link.path, outline.elsewhere)
+            targets[link.path] = jax.ShapeDtypeStruct(
+                arrays[link.path].shape, dtypes[link.path], sharding=sharding
             )
-            for name in {link.path: None for link in links}
-        }
-        new = (
-            {name: targets.pop(name) for name in CLASSIFIER.values()} if labels is not None else {}
-        )
-        values, report = read_arrays(
-            [link for link in links if link.path not in new], targets, display
-        )
-        return (
-            values,
-            new,
-            Origin(
-                dataclasses.replace(files, where=path.absolute()),
-                outline.name_map,
-                report,
-                outline.config,
-            ),
-        )
+        new = {}
+        if labels is not None:
+            new = {name: targets.pop(name) for name in CLASSIFIER.values()}
+        old_links = [link for link in links if link.path not in new]
+        values, report = read_arrays(old_links, targets, display)
+        files = dataclasses.replace(files, where=path.absolute())
+        return values, new, Origin(files, outline.name_map, report, outline.config)
 
     try:
-        values, new, origin = raise_everywhere(read, PretrainedError, f"{path} cannot be read")
+        values, new, origin = raise_everywhere(
+            read_tensors, PretrainedError, f"{path} cannot be read"
+        )
     finally:
         display.close()
+    _log_origin(path, origin, new)
+    module = _build_module(outline, values, new)
+    setattr(module, ORIGIN, origin)
+    if outline.notes:
+        setattr(module, NOTES, tuple(f"note: {path / CONFIG}: {note}" for note in outline.notes))
+    hand_over(module)
+    return module
+
+
+def _log_origin(path: Path, origin: Origin, new: Mapping[str, Any]) -> None:
+    """Log the bytes that were read, and tensors and arrays that were left out."""
     logger = logging.getLogger("spmd")
     logger.info("%s: %s", path, origin.report)
     for reason, names in _ignored(origin).items():
@@ -342,48 +201,33 @@ def load(
         )
     if new:
         logger.info("%s: new and random: %s.", path, join_names(CLASSIFIER))
+
+
+def _build_module(
+    outline: Outline, values: dict[str, jax.Array], new: dict[str, jax.ShapeDtypeStruct]
+) -> nnx.Module:
+    """Return the module with the arrays that were read; the model makes all others."""
+    abstract = outline.abstract
     others = _made_by_the_model(
-        built, Variables(new, abstract.stats, abstract.rngs), outline.elsewhere
+        outline.model, Variables(new, abstract.stats, abstract.rngs), outline.elsewhere
     )
-    values |= others.params
+    values = values | others.params
+    params = map_paths(lambda name, _: values[name], abstract.params)
     stats = map_paths(lambda name, leaf: values.get(name, leaf), others.stats)
-    module = built.rebuild(
-        Variables(map_paths(lambda name, _: values[name], abstract.params), stats, others.rngs)
-    )
+    module = outline.model.rebuild(Variables(params, stats, others.rngs))
     for _, embed in nnx.iter_modules(module):
-        # as built: it computes in the dtype of its table
+        # nnx.Embed casts its table to a dtype that it keeps from when it was built
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.param_dtype:
             embed.dtype = embed.param_dtype = embed.embedding.dtype
-    setattr(module, ORIGIN, origin)
-    if outline.notes:
-        setattr(module, NOTES, tuple(f"note: {path / CONFIG}: {note}" for note in outline.notes))
-    hand_over(module)
     return module
 
 
-def show_progress(wanted: bool | str) -> Any:
-    """A progress display, in process 0."""
-    display = make_progress(wanted)
-    return display if jax.process_index() == 0 else NoProgress()
-
-
-def _no_call(model: Any) -> None:
-    """An nnx module shows its shapes without being called."""
-
-
-def _choose(path: Path, model: Any, name_map: Any, config: Any = None) -> Architecture:
-    """The model and the name map: those given, or those of the config, by default the folder's."""
-    chosen = None if name_map is None else NameMap.load(name_map)
-    if model is not None and chosen is not None:
-        return Architecture(model, chosen, ())
-    if not path.is_dir():
-        raise PretrainedError(
-            f"there is no folder {path}.",
-            fix="check the path; a model's name must be downloaded to a folder first.",
-        )
-    found = find(config or read_config(path), path)
-    found = found if model is None else found._replace(factory=model, notes=())
-    return found if chosen is None else found._replace(name_map=chosen)
+def show_progress(choice: bool | str) -> Any:
+    """Return a progress display, which shows nothing but in process 0."""
+    display = make_progress(choice)
+    if jax.process_index() == 0:
+        return display
+    return NoProgress()
 
 
 def _ignored(origin: Origin) -> dict[str, list[str]]:
@@ -397,28 +241,29 @@ def _ignored(origin: Origin) -> dict[str, list[str]]:
 
 def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[str, np.dtype]:
     """The dtype of each array that is read."""
-    asked = _as_dtype(dtype) if dtype != AS_FILE else None
+    requested = None
+    if dtype != AS_FILE:
+        requested = _as_dtype(dtype)
     dtypes: dict[str, np.dtype] = {}
     for link in links:
-        kept, stored = arrays[link.path].dtype, link.tensor.dtype
-        if not (jnp.issubdtype(kept, jnp.floating) and jnp.issubdtype(stored, jnp.floating)):
-            dtypes[link.path] = kept
-        elif asked is None and dtypes.get(link.path, stored) != stored:
+        in_model, stored = arrays[link.path].dtype, link.tensor.dtype
+        if not (jnp.issubdtype(in_model, jnp.floating) and jnp.issubdtype(stored, jnp.floating)):
+            dtypes[link.path] = in_model
+        elif requested is not None:
+            dtypes[link.path] = requested
+        elif dtypes.setdefault(link.path, stored) != stored:
             why = f"{link.path} is read from tensors of {dtypes[link.path]} and of {stored}."
             raise PretrainedError(
                 why, fix=f'{option("dtype", quoted("float32"))}, or another than "file".'
             )
-        else:
-            dtypes[link.path] = stored if asked is None else asked
     return dtypes
 
 
 def _as_dtype(dtype: Any) -> np.dtype:
-    known = ("float32", "bfloat16", "float16", "float64", AS_FILE)
-    if dtype not in known[:-1]:
-        raise OptionError(
-            f"{option('dtype', short_repr(dtype))}.", fix=did_you_mean(str(dtype), known)
-        )
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    if dtype not in dtypes:
+        fix = did_you_mean(str(dtype), (*dtypes, AS_FILE))
+        raise OptionError(f"{option('dtype', short_repr(dtype))}.", fix=fix)
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise OptionError(
             f"{option('dtype', quoted('float64'))}, which JAX does not have unless jax_enable_x64 "
@@ -430,16 +275,18 @@ def _as_dtype(dtype: Any) -> np.dtype:
 
 def _with_classifier(files: WeightFiles, arrays: Mapping[str, Any]) -> WeightFiles:
     """The files with tensors of a new classifier, which are in none of them."""
-    if there := [name for name in CLASSIFIER if name in files.tensors]:
+    if present := [name for name in CLASSIFIER if name in files.tensors]:
         raise PretrainedError(
-            f"{files.where} has {join_names(there)} already.",
+            f"{files.where} has {join_names(present)} already.",
             fix="a config.json that names its architecture.",
         )
-    dtype = next(iter(files.tensors.values())).dtype if files.tensors else np.dtype("float32")
-    new = {
-        name: Tensor(name, files.where, dtype, arrays[path].shape[::-1], 0, 0)
-        for name, path in CLASSIFIER.items()
-    }
+    dtype = np.dtype("float32")
+    for tensor in files.tensors.values():
+        dtype = tensor.dtype
+        break
+    new = {}
+    for name, path in CLASSIFIER.items():
+        new[name] = Tensor(name, files.where, dtype, arrays[path].shape[::-1], 0, 0)
     return dataclasses.replace(files, tensors=files.tensors | new)
 
 
@@ -451,7 +298,7 @@ def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) ->
         return abstract
 
     def make() -> tuple[Tree, Tree, Tree]:
-        made = model.init(None, _no_call)
+        made = model.init(None, no_call)
         params = flatten(made.params)
         return (
             {path: params[path].astype(new.dtype) for path, new in abstract.params.items()},
@@ -459,17 +306,11 @@ def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) ->
             made.rngs,
         )
 
+    shardings = {path: new.sharding for path, new in abstract.params.items()}
+    # flax places a parameter with axis names when it is made, if there is a mesh; here the layout
+    # says where it goes
     with nnx.use_eager_sharding(False):
-        return Variables(
-            *jax.jit(
-                make,
-                out_shardings=(
-                    {path: new.sharding for path, new in abstract.params.items()},
-                    where,
-                    where,
-                ),
-            )()
-        )
+        return Variables(*jax.jit(make, out_shardings=(shardings, where, where))())
 
 
 @trims_tracebacks
@@ -515,48 +356,39 @@ def save(
       >>> spmd.pretrained.save.__name__
       'save'
     """
-    target, display, module = (
-        as_path(folder, "folder").absolute(),
-        show_progress(progress),
-        module_of(model),
-    )
-    if bool(adapter_paths(module)) != merged:
-        why = (
-            "merged=True, and the model has no adapters."
-            if merged
-            else "the model has adapters, which are not in the files that it is from."
+    target, module = as_path(folder, "folder").absolute(), module_of(model)
+    if merged and not adapter_paths(module):
+        raise OptionError("merged=True, and the model has no adapters.", fix="leave merged out.")
+    if not merged and adapter_paths(module):
+        raise OptionError(
+            "the model has adapters, which are not in the files that it is from.",
+            fix="merged=True, or spmd.pretrained.save_adapters for the adapters alone.",
         )
-        fix = (
-            "leave merged out."
-            if merged
-            else "merged=True, or spmd.pretrained.save_adapters for the adapters alone."
-        )
-        raise OptionError(why, fix=fix)
-    module = merge_adapters(module) if merged else module
+    if merged:
+        module = merge_adapters(module)
     origin = origin_of(module, like, name_map)
-    built = wrap(module)
-    concrete = built.concrete
-    arrays = (
-        {
-            path: jnp.asarray(leaf)
-            for path, leaf in flatten((concrete.params, concrete.stats)).items()
-        }
-        if concrete
-        else {}
-    )
-    arrays = {path.partition("/")[2]: leaf for path, leaf in arrays.items()}
-    params = flatten(concrete.params) if concrete else {}
+    concrete = wrap(module).concrete
+    arrays: dict[str, jax.Array] = {}
+    params: dict[str, Any] = {}
+    if concrete:
+        params = flatten(concrete.params)
+        for path, leaf in (params | flatten(concrete.stats)).items():
+            arrays[path] = jnp.asarray(leaf)
     links = match_tensors(
         origin.name_map, origin.files.tensors, arrays, params, str(origin.files.where)
     )
-    tensors = {tensor.name: tensor for link in links for tensor in _tensors(link)}
-    ordered = sorted(links, key=lambda link: list(tensors).index(link.tensor.name))
+    dtypes: dict[str, np.dtype] = {}
+    for link in links:
+        for tensor in _tensors(link):
+            dtypes[tensor.name] = _written_dtype(tensor, dtype)
+    order = {name: number for number, name in enumerate(dtypes)}
+    display = show_progress(progress)
     try:
         write_folder(
             target,
-            ordered,
+            sorted(links, key=lambda link: order[link.tensor.name]),
             arrays,
-            dtypes={name: _written_dtype(tensor, dtype) for name, tensor in tensors.items()},
+            dtypes=dtypes,
             metadata=origin.files.metadata or {"format": "pt"},
             beside=_beside(origin, dtype),
             max_shard=_bytes(max_shard),
@@ -568,8 +400,10 @@ def save(
 
 
 def module_of(model: Any) -> nnx.Module:
-    """A module, or that of a result of `fit`."""
-    module = model if isinstance(model, nnx.Module) else getattr(model, "model", None)
+    """Return a module, or the module of a result of `fit`."""
+    module = model
+    if not isinstance(model, nnx.Module):
+        module = getattr(model, "model", None)
     if not isinstance(module, nnx.Module):
         why = f"model={short_repr(model)} is {type_name(model)}."
         raise OptionError(why, fix="a module that spmd.pretrained.load gave, or a result of fit.")
@@ -577,12 +411,15 @@ def module_of(model: Any) -> nnx.Module:
 
 
 def _tensors(link: Link) -> list[Tensor]:
-    return [link.tensor] if link.twin is None else [link.tensor, link.twin.tensor]
+    if link.twin is None:
+        return [link.tensor]
+    return [link.tensor, link.twin.tensor]
 
 
 def _written_dtype(tensor: Tensor, dtype: str | None) -> np.dtype:
-    floating = jnp.issubdtype(tensor.dtype, jnp.floating)
-    return _as_dtype(dtype) if dtype is not None and floating else tensor.dtype
+    if dtype is None or not jnp.issubdtype(tensor.dtype, jnp.floating):
+        return tensor.dtype
+    return _as_dtype(dtype)
 
 
 def _bytes(size: int | str) -> int:
@@ -599,26 +436,22 @@ def origin_of(module: nnx.Module, like: Any = None, name_map: Any = None) -> Ori
     """The folder whose names are written."""
     origin = getattr(module, ORIGIN, None)
     if like is None:
-        if isinstance(origin, Origin):
-            return (
-                origin
-                if name_map is None
-                else dataclasses.replace(origin, name_map=NameMap.load(name_map))
+        if not isinstance(origin, Origin):
+            why = (
+                "this model was not loaded by spmd.pretrained.load, so names and dtypes of its "
+                "tensors are not known."
             )
-        why = (
-            "this model was not loaded by spmd.pretrained.load, so names and dtypes of its tensors "
-            "are not known."
-        )
-        raise PretrainedError(why, fix="like=FOLDER, one with such weights.")
+            raise PretrainedError(why, fix="like=FOLDER, one with such weights.")
+        if name_map is None:
+            return origin
+        return dataclasses.replace(origin, name_map=NameMap.load(name_map))
     path = as_path(like, "like")
     if name_map is not None:
         chosen = NameMap.load(name_map)
+    elif isinstance(origin, Origin):
+        chosen = origin.name_map
     else:
-        chosen = (
-            origin.name_map
-            if isinstance(origin, Origin)
-            else find(read_config(path), path).name_map
-        )
+        chosen = find(read_config(path), path).name_map
     return Origin(open_files(path), chosen)
 
 
@@ -633,17 +466,15 @@ def _beside(origin: Origin, dtype: str | None) -> dict[str, bytes]:
             "tokenizer are to be copied."
         )
         raise PretrainedError(why, fix="like=FOLDER, a copy of it.")
-    paths = sorted(
-        path
-        for pattern in BESIDE
-        for path in folder.glob(pattern)
-        if path.is_file() and not path.name.endswith(INDEX)
-    )
-    contents = {path.name: read_bytes(path) for path in paths}
+    contents: dict[str, bytes] = {}
+    for pattern in BESIDE:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file() and not path.name.endswith(INDEX):
+                contents[path.name] = read_bytes(path)
     if CONFIG in contents and (dtype is not None or origin.config is not None):
         config = origin.config or json.loads(contents[CONFIG])
-        config = config | {
-            key: dtype for key in ("torch_dtype", "dtype") if dtype is not None and key in config
-        }
+        for key in ("torch_dtype", "dtype"):
+            if dtype is not None and key in config:
+                config = config | {key: dtype}
         contents[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return contents

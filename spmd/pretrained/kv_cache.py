@@ -27,7 +27,7 @@ def cached_attention(
 
     Args:
       query: [rows, length, heads, head_dim]; key and value: [rows, length, kv_heads, head_dim].
-      cache: keys and values of all layers, and the number of this one.
+      cache: keys and values of all layers, and the number of this layer.
       positions: int32[rows, length], where new keys and values are stored; nothing is stored at the
         cache's length or after it.
       window: keys that a query sees, its own included; None: all at its position and before.
@@ -37,20 +37,22 @@ def cached_attention(
       The result, shaped like the query, and the cache for the next layer.
     """
     keys, values, number = cache
-    keys, values = (
-        _store(kept, new, number, positions) for kept, new in ((keys, key), (values, value))
-    )
+    keys = _store(keys, key, number, positions)
+    values = _store(values, value, number, positions)
     distance = positions[:, :, None] - jnp.arange(keys.shape[2])
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    key, value = (kept[number].astype(query.dtype) for kept in (keys, values))
-    return attention(query, key, value, mask=seen[:, None], **options), (keys, values, number + 1)
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    key, value = keys[number].astype(query.dtype), values[number].astype(query.dtype)
+    result = attention(query, key, value, mask=mask[:, None], **options)
+    return result, (keys, values, number + 1)
 
 
-def _store(kept: jax.Array, new: jax.Array, number: jax.Array, positions: jax.Array) -> jax.Array:
-    """All layers' keys or values with new ones. Each row is a batch of its own to the compiler,
-    which then leaves rows where they lie: with `kept.at[number, rows, positions].set(new)` it
-    gathers the new ones of all rows on every device.
-    """
+def _store(stored: jax.Array, new: jax.Array, number: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return all layers' keys or values with new ones."""
+    # Rows are batching dims, which the partitioner leaves where they are: with
+    # `stored.at[number, rows, positions].set(new)` it gathers the new ones of all rows on every
+    # device (jax 0.10).
     at = jnp.stack([jnp.broadcast_to(number, positions.shape), positions], axis=-1)
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3),
@@ -60,5 +62,5 @@ def _store(kept: jax.Array, new: jax.Array, number: jax.Array, positions: jax.Ar
         scatter_indices_batching_dims=(0,),
     )
     return jax.lax.scatter(
-        kept, at, new.astype(kept.dtype), dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP
+        stored, at, new.astype(stored.dtype), dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP
     )

@@ -1,8 +1,9 @@
-"""Links between tensors of files and arrays of a model: which box of one is which box of the other,
-and how dims change.
+"""Links between tensors of files and arrays of a model: boxes of both that hold the same values,
+and changes of dims.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,12 +28,15 @@ class Factors:
 
     def shape(self, side: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
         """The shape of `tensor` or `array`."""
-        return tuple(math.prod(self.sizes[factor] for factor in group) for group in side)
+        sizes = []
+        for group in side:
+            sizes.append(math.prod(self.sizes[factor] for factor in group))
+        return tuple(sizes)
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the bytes of both sides are equal."""
-        return [factor for group in self.array for factor in group] == list(range(len(self.sizes)))
+        """True if the bytes of both sides are equal."""
+        return list(itertools.chain.from_iterable(self.array)) == list(range(len(self.sizes)))
 
 
 def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int | None]) -> Factors:
@@ -53,26 +57,28 @@ def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int |
     sides = [*zip(dims.tensor, tensor, strict=True), *zip(dims.array, array, strict=True)]
     for _ in sides:  # each turn finds at least one size, or no turn will
         for group, total in sides:
-            unknown, known = (
-                [name for name in group if name not in sizes],
-                math.prod(sizes[name] for name in group if name in sizes),
-            )
-            if total is not None and len(unknown) == 1 and (known == 0 or total % known == 0):
-                sizes[unknown[0]] = total // known if known else 0
-    names = [name for group in dims.tensor for name in group]
+            unknown = [name for name in group if name not in sizes]
+            product = math.prod(sizes[name] for name in group if name in sizes)
+            if total is None or len(unknown) != 1:
+                continue
+            if product == 0:
+                sizes[unknown[0]] = 0
+            elif total % product == 0:
+                sizes[unknown[0]] = total // product
+    names = list(itertools.chain.from_iterable(dims.tensor))
     if missing := [name for name in names if name not in sizes]:
         raise ValueError(f"the size of {' and '.join(missing)} cannot be known")
     number = {name: at for at, name in enumerate(names)}
+
+    def numbered(side: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(number.__getitem__, group)) for group in side)
+
     factors = Factors(
-        tuple(sizes[name] for name in names),
-        tuple(tuple(number[name] for name in group) for group in dims.tensor),
-        tuple(tuple(number[name] for name in group) for group in dims.array),
+        tuple(sizes[name] for name in names), numbered(dims.tensor), numbered(dims.array)
     )
-    for side, given in ((factors.tensor, tensor), (factors.array, array)):
-        if any(
-            total not in (None, size)
-            for total, size in zip(given, factors.shape(side), strict=True)
-        ):
+    solved = (*factors.shape(factors.tensor), *factors.shape(factors.array))
+    for total, size in zip((*tensor, *array), solved, strict=True):
+        if total not in (None, size):
             raise ValueError("the sizes differ")
     return factors
 
@@ -94,7 +100,7 @@ class Link:
     twin: "Link | None" = None
 
     def request(self, box: Box) -> "Request":
-        """What to read for a box of the array that lies inside of this link's."""
+        """Return the request to read for a box of the array that lies inside of this link's."""
         local = relative(box, self.array_box)[self.stacked :]
         sizes = self.factors.sizes
         ranges = [(0, size) for size in sizes]
@@ -105,7 +111,8 @@ class Link:
             inner = math.prod(sizes[factor] for factor in group[1:])
             if (begin, end) != (0, total):
                 ranges[group[0]] = (begin // inner, -(-end // inner))
-                begin, end = begin - ranges[group[0]][0] * inner, end - ranges[group[0]][0] * inner
+                start = ranges[group[0]][0] * inner
+                begin, end = begin - start, end - start
             trim.append(slice(begin, end))
         tensor_box = []
         for group, (first, _) in zip(self.factors.tensor, self.tensor_box, strict=True):
@@ -118,9 +125,10 @@ class Link:
         """A view of the values of this link's entire box of the array, without the layers' dim,
         shaped as the box of the tensor.
         """
-        order = [factor for group in self.factors.array for factor in group]
+        order = list(itertools.chain.from_iterable(self.factors.array))
         split = values.reshape([self.factors.sizes[factor] for factor in order])
-        return split.transpose(np.argsort(np.array(order, int))).reshape(box_shape(self.tensor_box))
+        inverse = np.argsort(np.array(order, int))
+        return split.transpose(inverse).reshape(box_shape(self.tensor_box))
 
     def parts(self, box: Box, most: int) -> list[Box]:
         """A box of the array in parts, each of which reads about `most` bytes of contiguous rows of
@@ -129,17 +137,14 @@ class Link:
         if not self.factors.tensor:
             return [box]
         leading = self.factors.tensor[0][0]
-        dim = next(
-            (dim for dim, group in enumerate(self.factors.array) if group[0] == leading), None
-        )
-        if dim is None:
+        firsts = [group[0] for group in self.factors.array]
+        if leading not in firsts:
             return [box]
-        dim += self.stacked
+        group = self.factors.array[firsts.index(leading)]
+        dim = firsts.index(leading) + self.stacked
         begin, end = box[dim]
         row = math.prod(box_shape(box)) * self.tensor.dtype.itemsize // max(end - begin, 1)
-        inner = math.prod(
-            self.factors.sizes[factor] for factor in self.factors.array[dim - self.stacked][1:]
-        )
+        inner = math.prod(self.factors.sizes[factor] for factor in group[1:])
         step = max(1, most // max(row * inner, 1)) * inner
         first = begin // inner * inner  # parts begin where the leading factor does
         return [
@@ -150,8 +155,8 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A box of a tensor to read or to write, and how it lies in the array: the range of each
-    factor, and of each dim of the array.
+    """A box of a tensor to read or to write, and its place in the array: the range of each factor,
+    and of each dim of the array.
     """
 
     link: Link
@@ -161,50 +166,53 @@ class Request:
 
     @property
     def exact(self) -> bool:
-        """Whether the box of the tensor holds the values of the array's box in the same order, and
+        """True if the box of the tensor holds the values of the array's box in the same order, and
         no others.
         """
         factors = self.link.factors
-        sizes = tuple(end - begin for begin, end in self.ranges)
-        entire = all(
-            self.ranges[factor] == (0, factors.sizes[factor])
-            for group in factors.tensor
-            for factor in group[1:]
-        )
-        shape = tuple(math.prod(sizes[factor] for factor in group) for group in factors.array)
-        return (
-            factors.keeps_order
-            and entire
-            and all(part == slice(0, size) for part, size in zip(self.trim, shape, strict=True))
+        if not factors.keeps_order:
+            return False
+        for group in factors.tensor:
+            for factor in group[1:]:
+                if self.ranges[factor] != (0, factors.sizes[factor]):
+                    return False
+        return self.trim == tuple(slice(0, size) for size in self._shape())
+
+    def _shape(self) -> tuple[int, ...]:
+        """Return the shape of the array's box before it is trimmed."""
+        sizes = [end - begin for begin, end in self.ranges]
+        return dataclasses.replace(self.link.factors, sizes=tuple(sizes)).shape(
+            self.link.factors.array
         )
 
     def as_array(self, raw: np.ndarray) -> np.ndarray:
-        """A view of what was read, shaped as the array's box without the layers' dim."""
-        factors, sizes, inside = self.link.factors, [], []
+        """Return a view of the values that were read, shaped as the array's box without the layers'
+        dim.
+        """
+        factors = self.link.factors
+        sizes: list[int] = []
+        inside: list[slice] = []
         for group in factors.tensor:
-            for factor in group:
-                begin, end = self.ranges[factor]
-                leading = factor == group[0]
-                sizes.append(end - begin if leading else factors.sizes[factor])
-                inside.append(slice(None) if leading else slice(begin, end))
-        split = raw.reshape(sizes)[tuple(inside)].transpose(
-            [factor for group in factors.array for factor in group]
-        )
-        shape = [
-            math.prod(self.ranges[factor][1] - self.ranges[factor][0] for factor in group)
-            for group in factors.array
-        ]
-        return split.reshape(shape)[self.trim]
+            begin, end = self.ranges[group[0]]
+            sizes.append(end - begin)
+            inside.append(slice(None))
+            for factor in group[1:]:
+                sizes.append(factors.sizes[factor])
+                inside.append(slice(*self.ranges[factor]))
+        order = list(itertools.chain.from_iterable(factors.array))
+        split = raw.reshape(sizes)[tuple(inside)].transpose(order)
+        return split.reshape(self._shape())[self.trim]
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, with a cast, in tiles where the order of dims differs."""
+    # numpy copies a transposed matrix along the target, and reads a cache line of the source for
+    # each value; in a tile, the line is still in the cache for its next value
     if source.ndim < 2 or source.size < TILE_ROWS or source.strides[-1] == source.itemsize:
         target[...] = source
         return
-    fast = min(
-        range(source.ndim - 1), key=lambda dim: abs(source.strides[dim])
-    )  # contiguous in the source, as the last dim is in the target
+    # this dim is contiguous in the source, as the last dim is in the target
+    fast = min(range(source.ndim - 1), key=lambda dim: abs(source.strides[dim]))
     target, source = np.moveaxis(target, fast, -2), np.moveaxis(source, fast, -2)
     columns = max(1, LINE // target.itemsize)
     for outer in np.ndindex(target.shape[:-2]):

@@ -3,6 +3,7 @@ alone.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from spmd.pretrained.name_map import LAYER, Layers, NameMap, TensorRule, compile
 from spmd.pretrained.safetensors_files import Box, Tensor
 from spmd.tree import describe
 
-HEADS = {  # what to do where a folder lacks the head, by what its path in a model begins with
+HEADS = {  # the fix for a folder that lacks the head, by the beginning of its path in a model
     "head/": '"tie_word_embeddings": true in config.json, if the head is the table of the '
     "embedding; "
     "or "
@@ -26,8 +27,8 @@ HEADS = {  # what to do where a folder lacks the head, by what its path in a mod
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the model keeps an array: its path, and the position along dim 0 if it is one layer of
-    a stack.
+    """The place of an array in the model: its path, and the position along dim 0 if it is one layer
+    of a stack.
     """
 
     path: str
@@ -35,8 +36,8 @@ class Place:
 
 
 def places_of(layers: Layers, arrays: Mapping[str, Any]) -> dict[str, Place]:
-    """Where each array is by the name that a map uses, `layers.3/mlp/up/kernel` for those of
-    layers.
+    """Return the place of each array by the name that a map uses, `layers.3/mlp/up/kernel` for
+    arrays of layers.
 
     >>> import numpy as np
     >>> list(
@@ -47,28 +48,36 @@ def places_of(layers: Layers, arrays: Mapping[str, Any]) -> dict[str, Place]:
     ('layers.1/w', Place(path='stack/1/w', slot=0))
     """
     stacked = [path for path in arrays if layers.stack and path.startswith(f"{layers.stack}/")]
-    first = {path.removeprefix(f"{layers.stack}/").partition("/")[0] for path in stacked}
-    grouped = bool(first) and all(name.isdigit() for name in first)
-    period = max(map(int, first)) + 1 if grouped else 1
+    members = {path.removeprefix(f"{layers.stack}/").partition("/")[0] for path in stacked}
+    grouped = bool(members) and all(name.isdigit() for name in members)
+    period = 1
+    if grouped:
+        period = max(map(int, members)) + 1
     groups = max((arrays[path].shape[0] for path in stacked if arrays[path].shape), default=0)
     places: dict[str, Place] = {}
     for path, leaf in arrays.items():
-        if path in stacked:
-            member, _, rest = (
-                path.removeprefix(f"{layers.stack}/").partition("/")
-                if grouped
-                else ("0", "", path[len(layers.stack) + 1 :])
-            )
-            for slot in range(leaf.shape[0] if leaf.shape else 0):
-                places[f"layers.{slot * period + int(member)}/{rest}"] = Place(path, slot)
+        if path not in stacked:
+            places[_name_in_list(layers, path, groups * period)] = Place(path)
             continue
-        for home, before in ((layers.tail, groups * period), (layers.list, 0)):
-            if home and (match := re.fullmatch(rf"{re.escape(home)}/(\d+)/(.*)", path)):
-                places[f"layers.{before + int(match[1])}/{match[2]}"] = Place(path)
-                break
-        else:
-            places[path] = Place(path)
+        member, name = "0", path.removeprefix(f"{layers.stack}/")
+        if grouped:
+            member, _, name = name.partition("/")
+        count = 0
+        if leaf.shape:
+            count = leaf.shape[0]
+        for slot in range(count):
+            places[f"layers.{slot * period + int(member)}/{name}"] = Place(path, slot)
     return places
+
+
+def _name_in_list(layers: Layers, path: str, stacked_layers: int) -> str:
+    """Return the name of an array that is in no stack; lists after the stack continue its
+    numbers.
+    """
+    for home, before in ((layers.tail, stacked_layers), (layers.list, 0)):
+        if home and (match := re.fullmatch(rf"{re.escape(home)}/(\d+)/(.*)", path)):
+            return f"layers.{before + int(match[1])}/{match[2]}"
+    return path
 
 
 def match_tensors(
@@ -110,16 +119,16 @@ class _Matcher:
     def __init__(self, name_map: NameMap, tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]):
         self._map, self._tensors, self._arrays = name_map, tensors, arrays
         self._places = places_of(name_map.layers, arrays)
-        self._claimed: dict[str, str] = {}  # what maps a tensor, by its name
+        self._claimed: dict[str, str] = {}  # the rule that maps a tensor, by the tensor's name
         # positions in `links` of the links that fill an array
         self._filled: dict[Place, list[int]] = {}
-        self._by: dict[Place, TensorRule] = {}  # the rule that fills it
+        self._rule_of: dict[Place, TensorRule] = {}  # the rule that fills an array
         # arrays that lack tensors for a reason that is a problem already
         self._explained: set[Place] = set()
         self.links: list[Link] = []
         self._problems: list[Problem] = []  # of no rule
-        # and of rules, by what makes them equal
-        self._found: dict[tuple, tuple[TensorRule, Sequence[str], str, list[str]]] = {}
+        # problems of rules, by a key that is equal for those of several layers
+        self._rule_problems: dict[tuple, tuple[TensorRule, Sequence[str], str, list[str]]] = {}
 
     def _problem(
         self,
@@ -131,13 +140,15 @@ class _Matcher:
     ) -> None:
         """Collect a problem of a tensor; equal ones of several layers are one."""
         key = (rule.number, _pattern(tensor), tuple(map(without_layer, why)), fix)
-        self._found.setdefault(key, (rule, why, kind, []))[-1].append(tensor)
+        *_, tensors = self._rule_problems.setdefault(key, (rule, why, kind, []))
+        tensors.append(tensor)
 
     @property
     def problems(self) -> list[Problem]:
         """All problems, those of rules first."""
-        of_rules = [
-            Problem(
+        of_rules = []
+        for (*_, fix), (rule, why, kind, names) in self._rule_problems.items():
+            problem = Problem(
                 f"{rule.name}: {names[0]}",
                 why,
                 fix,
@@ -147,68 +158,59 @@ class _Matcher:
                 line=rule.line,
                 kind=kind,
             )
-            for (*_, fix), (rule, why, kind, names) in self._found.items()
-        ]
+            of_rules.append(problem)
         return [*of_rules, *self._problems]
 
     def apply(self, rule: TensorRule) -> None:
-        """Link what a rule matches in the files and in the model."""
+        """Link the tensors and arrays that a rule matches in the files and in the model."""
         in_files = _captures(rule.file, self._tensors)
-        in_model = _captures(rule.model, self._places)
-        if not in_files:
-            if not (rule.tied or rule.optional):
-                near = closest(rule.file[0], _patterns(self._tensors))
-                known = f'did you mean "{near}"?' if near else "a folder that has it."
-                fix = next(
-                    (fix for part, fix in HEADS.items() if rule.model[0].startswith(part)),
-                    f"{known} Or optional = true.",
-                )
-                self._problem(rule, rule.file[0], ["matches no tensor."], fix)
-                self._explained |= {
-                    self._places[name]
-                    for at in in_model
-                    for name in _names(rule.model, at)
-                    if name in self._places
-                }
-            return
+        if not in_files and not rule.tied and not rule.optional:
+            self._matches_nothing(rule)
         for captures in in_files:
             names, paths = _names(rule.file, captures), _names(rule.model, captures)
             for name in names:
                 self._claim(rule, name)
             if no_tensor := [name for name in names if name not in self._tensors]:
-                self._problem(
-                    rule,
-                    no_tensor[0],
-                    [
-                        "there is no such tensor beside "
-                        f"{next(n for n in names if n in self._tensors)}."
-                    ],
-                )
-                self._explained |= {self._places[path] for path in paths if path in self._places}
+                present = [name for name in names if name in self._tensors]
+                why = f"there is no such tensor beside {present[0]}."
+                self._problem(rule, no_tensor[0], [why])
+                self._explain(paths)
             elif no_array := [path for path in paths if path not in self._places]:
-                known, pattern = _patterns(self._places), _pattern(no_array[0])
-                enough = f"a model of {self._layer_count()} layers, as the files have."
-                fix = enough if pattern in known else did_you_mean(pattern, known)
+                patterns, pattern = _patterns(self._places), _pattern(no_array[0])
+                fix = f"a model of {self._layer_count()} layers, as the files have."
+                if pattern not in patterns:
+                    fix = did_you_mean(pattern, patterns)
                 self._problem(rule, names[0], [f"the model has no {', '.join(no_array)}."], fix)
             else:
-                self._link(
-                    rule,
-                    [self._tensors[name] for name in names],
-                    [self._places[path] for path in paths],
-                )
+                tensors = [self._tensors[name] for name in names]
+                self._link(rule, tensors, [self._places[path] for path in paths])
+
+    def _matches_nothing(self, rule: TensorRule) -> None:
+        """Note that a rule matches no tensor."""
+        fix = "a folder that has it. Or optional = true."
+        if near := closest(rule.file[0], _patterns(self._tensors)):
+            fix = f'did you mean "{near}"? Or optional = true.'
+        for start, head_fix in HEADS.items():
+            if rule.model[0].startswith(start):
+                fix = head_fix
+                break
+        self._problem(rule, rule.file[0], ["matches no tensor."], fix)
+        for captures in _captures(rule.model, self._places):
+            self._explain(_names(rule.model, captures))
+
+    def _explain(self, paths: Iterable[str]) -> None:
+        """Note that arrays lack tensors for a reason that is a problem already."""
+        for path in paths:
+            if path in self._places:
+                self._explained.add(self._places[path])
 
     def _layer_count(self) -> int:
-        """How many layers the files have, as the rules count them."""
-        hits = (
-            compiled(pattern).fullmatch(name)
-            for rule in self._map.tensors
-            for pattern in rule.file
-            for name in self._tensors
-        )
-        return (
-            max((int(hit[LAYER]) for hit in hits if hit and LAYER in hit.groupdict()), default=-1)
-            + 1
-        )
+        """Return the number of layers of the files, as the rules count them."""
+        count = 0
+        for rule in self._map.tensors:
+            for captures in _captures(rule.file, self._tensors):
+                count = max(count, int(captures.get(LAYER, -1)) + 1)
+        return count
 
     def _claim(self, rule: TensorRule, name: str) -> None:
         if name in self._claimed:
@@ -222,7 +224,7 @@ class _Matcher:
         self._claimed[name] = rule.name
 
     def _link(self, rule: TensorRule, tensors: list[Tensor], places: list[Place]) -> None:
-        """One or several tensors are one or several arrays."""
+        """Link one or several tensors with one or several arrays."""
         shapes = [self._arrays[place.path].shape[place.slot is not None :] for place in places]
         try:
             links = _links(rule, tensors, places, shapes)
@@ -230,8 +232,10 @@ class _Matcher:
             in_model = " and ".join(
                 f"{place.path} {list(shape)}" for place, shape in zip(places, shapes, strict=True)
             )
-            how = f", {rule.transform}," if rule.transform else ""
-            why = [f"{' and '.join(map(_show, tensors))}{how} is not {in_model}: {error}."]
+            in_files = " and ".join(map(_show, tensors))
+            if rule.transform:
+                in_files += f", {rule.transform},"
+            why = [f"{in_files} is not {in_model}: {error}."]
             self._problem(rule, tensors[0].name, why, kind="wrong_shape")
             self._explained.update(places)
             return
@@ -240,7 +244,7 @@ class _Matcher:
             positions = self._filled.get(place)
             if positions is None:
                 self._filled[place] = list(range(len(self.links), len(self.links) + len(of_place)))
-                self._by[place] = rule
+                self._rule_of[place] = rule
                 self.links += of_place
             elif rule.tied and len(of_place) == len(positions) == 1:
                 self.links[positions[0]] = dataclasses.replace(
@@ -250,24 +254,24 @@ class _Matcher:
                 self._problem(
                     rule,
                     tensors[0].name,
-                    [f"{self._by[place].name} fills {place.path}, too."],
+                    [f"{self._rule_of[place].name} fills {place.path}, too."],
                     "tied = true, or one of the two.",
                     "overlap",
                 )
 
     def check_ignored(self) -> None:
-        """Ignored tensors that a rule maps are a problem."""
+        """Note ignored tensors that a rule maps."""
         for ignored in self._map.ignored:
             for name in filter(compiled(ignored.file).fullmatch, self._tensors):
                 if name in self._claimed:
-                    line = f", line {ignored.line}" if ignored.line else ""
-                    why = [
-                        f"{self._claimed[name]} maps this tensor, which [[ignored]]{line} ignores."
-                    ]
+                    rule = "[[ignored]]"
+                    if ignored.line:
+                        rule += f", line {ignored.line}"
+                    why = f"{self._claimed[name]} maps this tensor, which {rule} ignores."
                     self._problems.append(
                         Problem(
                             name,
-                            why,
+                            [why],
                             "one of the two.",
                             path=name,
                             line=ignored.line,
@@ -277,74 +281,69 @@ class _Matcher:
                 self._claimed[name] = "[[ignored]]"
 
     def check_complete(self, required: Collection[str]) -> None:
-        """Tensors that no rule maps, and arrays without a tensor."""
-        patterns = [pattern for rule in self._map.tensors for pattern in rule.file]
+        """Note tensors that no rule maps, and arrays without a tensor."""
+        patterns = _all_patterns(rule.file for rule in self._map.tensors)
         for pattern, names in _grouped(name for name in self._tensors if name not in self._claimed):
-            fix = (
-                did_you_mean(pattern, patterns)
-                if closest(pattern, patterns)
-                else "a [[tensors]] rule, or [[ignored]] with a reason."
-            )
-            also = also_text(names)
+            fix = "a [[tensors]] rule, or [[ignored]] with a reason."
+            if closest(pattern, patterns):
+                fix = did_you_mean(pattern, patterns)
             where = f"{printable(names[0], 200)} {describe(self._tensors[names[0]])}"
-            self._problems.append(
-                Problem(
-                    where, ["no rule maps this tensor."], fix, also, path=names[0], kind="no_rule"
-                )
-            )
-        empty = {
-            name: place
-            for name, place in self._places.items()
-            if place.path in required and place not in self._filled and place not in self._explained
-        }
-        models = [pattern for rule in self._map.tensors for pattern in rule.model]
+            why = ["no rule maps this tensor."]
+            problem = Problem(where, why, fix, also_text(names), path=names[0], kind="no_rule")
+            self._problems.append(problem)
+        empty: dict[str, Place] = {}
+        for name, place in self._places.items():
+            settled = place in self._filled or place in self._explained
+            if place.path in required and not settled:
+                empty[name] = place
+        patterns = _all_patterns(rule.model for rule in self._map.tensors)
         for pattern, names in _grouped(empty):
-            rule = next(
-                (
-                    rule
-                    for rule in self._map.tensors
-                    for p in rule.model
-                    if compiled(p).fullmatch(names[0])
-                ),
-                None,
-            )
-            place = empty[names[0]]
-            why = (
-                "no rule maps this array."
-                if rule is None
-                else f"there is no tensor {_missing(rule, names[0])}, which {rule.name} maps."
-            )
-            fix = (
-                ""
-                if rule is not None or not closest(pattern, models)
-                else did_you_mean(pattern, models)
-            )
-            also = also_text(names)
-            where = f"{names[0]} {describe(self._arrays[place.path])}" + (
-                "" if place.slot is None else f", layer {place.slot} of {place.path}"
-            )
-            self._problems.append(
-                Problem(where, [why], fix, also, path=place.path, kind="no_match")
-            )
+            place, fix = empty[names[0]], ""
+            why = self._missing_tensors(names[0])
+            if not why:
+                why = "no rule maps this array."
+                if closest(pattern, patterns):
+                    fix = did_you_mean(pattern, patterns)
+            where = f"{names[0]} {describe(self._arrays[place.path])}"
+            if place.slot is not None:
+                where += f", layer {place.slot} of {place.path}"
+            problem = Problem(where, [why], fix, also_text(names), path=place.path, kind="no_match")
+            self._problems.append(problem)
+
+    def _missing_tensors(self, name: str) -> str:
+        """Return the absence of the tensors of the first rule that maps an array, in words; "" if
+        no rule does.
+        """
+        for rule in self._map.tensors:
+            for pattern in rule.model:
+                if match := compiled(pattern).fullmatch(name):
+                    tensors = " and ".join(_names(rule.file, match.groupdict()))
+                    return f"there is no tensor {tensors}, which {rule.name} maps."
+        return ""
 
 
 def _links(
     rule: TensorRule, tensors: list[Tensor], places: list[Place], shapes: list[tuple[int, ...]]
 ) -> list[Link]:
-    """The links between one tensor and one array, or between one and several of the other, along
-    `concat`; or a `ValueError`.
+    """Return the links between one tensor and one array, or between one and several of the other,
+    along `concat`.
+
+    Raises:
+      ValueError: the shapes do not fit.
     """
-    links, at, concat = [], 0, rule.concat if rule.concat is not None else -1
     joined_in_file, joined_in_model = len(places) > 1, len(tensors) > 1
-    joined = tensors[0].shape if joined_in_file else shapes[0] if joined_in_model else ()
-    if (joined_in_file or joined_in_model) and concat >= len(joined):
+    is_joined = joined_in_file or joined_in_model
+    joined = shapes[0]
+    if joined_in_file:
+        joined = tensors[0].shape
+    links, at, concat = [], 0, -1
+    if rule.concat is not None:
+        concat = rule.concat
+    if is_joined and concat >= len(joined):
         raise ValueError(f"there is no dim {concat} to join along")
     for number in range(max(len(tensors), len(places))):
-        tensor, place, shape = (
-            tensors[number if joined_in_model else 0],
-            places[number if joined_in_file else 0],
-            shapes[number if joined_in_file else 0],
-        )
+        tensor = tensors[number * joined_in_model]
+        place, shape = places[number * joined_in_file], shapes[number * joined_in_file]
         size: list[int | None] = list(tensor.shape)
         target: list[int | None] = list(shape)
         if joined_in_file:
@@ -360,18 +359,11 @@ def _links(
         if joined_in_model:
             array_box = _shift(array_box, concat, at)
             at += array_shape[concat]
-        layer: Box = () if place.slot is None else ((place.slot, place.slot + 1),)
-        links.append(
-            Link(
-                tensor,
-                tensor_box,
-                place.path,
-                (*layer, *array_box),
-                place.slot is not None,
-                factors,
-            )
-        )
-    if (joined_in_file or joined_in_model) and at != joined[concat]:
+        if place.slot is not None:
+            array_box = ((place.slot, place.slot + 1), *array_box)
+        stacked = place.slot is not None
+        links.append(Link(tensor, tensor_box, place.path, array_box, stacked, factors))
+    if is_joined and at != joined[concat]:
         raise ValueError(f"along dim {concat}, the parts have {at} of {joined[concat]}")
     return links
 
@@ -393,23 +385,18 @@ def _names(patterns: tuple[str, ...], captures: Mapping[str, str]) -> list[str]:
 
 
 def _captures(patterns: tuple[str, ...], names: Iterable[str]) -> list[dict[str, str]]:
-    """What the captures of some patterns stand for in some names, each once; in order of the
-    first.
-    """
+    """Return the captures of some patterns in some names, each once; in order of the first."""
     names = list(names)
-    found: dict[tuple[tuple[str, str], ...], None] = {}
+    captures: dict[tuple[tuple[str, str], ...], None] = {}
     for pattern in patterns:
-        match = compiled(pattern).fullmatch
-        found |= {
-            tuple(sorted(hit.groupdict().items())): None for name in names if (hit := match(name))
-        }
-    return [dict(items) for items in found]
+        for match in map(compiled(pattern).fullmatch, names):
+            if match:
+                captures[tuple(sorted(match.groupdict().items()))] = None
+    return [dict(items) for items in captures]
 
 
-def _missing(rule: TensorRule, name: str) -> str:
-    """The tensors of a rule that would fill an array."""
-    hit = next(hit for pattern in rule.model if (hit := compiled(pattern).fullmatch(name)))
-    return " and ".join(_names(rule.file, hit.groupdict()))
+def _all_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:
+    return list(itertools.chain.from_iterable(patterns))
 
 
 def _pattern(name: str) -> str:
@@ -427,12 +414,10 @@ def without_layer(text: str) -> str:
 
 
 def also_text(names: Sequence[str]) -> str:
-    """A line about the tensors after the first that have the same problem."""
-    return (
-        f"and {len(names) - 1} more, the last is {printable(names[-1], 200)}"
-        if len(names) > 1
-        else ""
-    )
+    """Return a line about the tensors after the first that have the same problem."""
+    if len(names) == 1:
+        return ""
+    return f"and {len(names) - 1} more, the last is {printable(names[-1], 200)}"
 
 
 def _grouped(names: Iterable[str]) -> list[tuple[str, list[str]]]:

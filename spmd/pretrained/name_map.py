@@ -1,9 +1,10 @@
-"""Name maps: which tensor of a weight file is which array of a model. Data only, read from TOML,
+"""Name maps from the tensors of weight files to the arrays of a model. Data only, read from TOML,
 and invertible.
 """
 
 import dataclasses
 import functools
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable
@@ -21,8 +22,8 @@ FIX = "docs/pretrained.md has a map that is right."
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """How the dims of a tensor become those of an array: each dim is a group of named factors, the
-    first varying slowest.
+    """The dims of a tensor and of an array: each dim is a group of named factors, the first varying
+    slowest.
 
     >>> Dims.parse("(heads size) width -> width heads size").array
     (('width',), ('heads',), ('size',))
@@ -33,19 +34,19 @@ class Dims:
 
     @classmethod
     def parse(cls, text: str) -> "Dims":
-        """From text such as "(heads size) width -> width heads size".
+        """Return the dims of a text such as "(heads size) width -> width heads size".
 
         Raises:
-          ValueError: says what is wrong with it.
+          ValueError: the problem of the text.
         """
         sides = text.split("->")
         if len(sides) != 2:
             raise ValueError("is not two lists of names with -> between them")
-        tensor, array = (cls._groups(side) for side in sides)
-        names = [name for group in tensor for name in group]
+        tensor, array = cls._groups(sides[0]), cls._groups(sides[1])
+        names = sorted(itertools.chain.from_iterable(tensor))
         if len(set(names)) != len(names):
             raise ValueError("has a name twice on one side")
-        if sorted(names) != sorted(name for group in array for name in group):
+        if names != sorted(itertools.chain.from_iterable(array)):
             raise ValueError("has other names on the right than on the left")
         return cls(tensor, array)
 
@@ -53,15 +54,21 @@ class Dims:
     def _groups(side: str) -> tuple[tuple[str, ...], ...]:
         if re.sub(r"\([\w\s]+\)|\w+|\s", "", side) or not side.strip():
             raise ValueError("has something other than names and (names of one dim)")
-        return tuple(
-            tuple(re.findall(r"\w+", group)) for group in re.findall(r"\([\w\s]+\)|\w+", side)
-        )
+        groups = re.findall(r"\([\w\s]+\)|\w+", side)
+        return tuple(tuple(re.findall(r"\w+", group)) for group in groups)
 
     def __str__(self) -> str:
-        return " -> ".join(
-            " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in side)
-            for side in (self.tensor, self.array)
-        )
+        return f"{_side_text(self.tensor)} -> {_side_text(self.array)}"
+
+
+def _side_text(side: tuple[tuple[str, ...], ...]) -> str:
+    words = []
+    for group in side:
+        names = " ".join(group)
+        if len(group) > 1:
+            names = f"({names})"
+        words.append(names)
+    return " ".join(words)
 
 
 TRANSPOSE = Dims((("out",), ("in",)), (("in",), ("out",)))
@@ -69,15 +76,15 @@ TRANSPOSE = Dims((("out",), ("in",)), (("in",), ("out",)))
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """Which tensors are which arrays: one of `file` and `model` may hold several, which lie along
+    """A rule from tensors to arrays: one of `file` and `model` may hold several, which lie along
     dim `concat` of the other's one.
 
     Attributes:
       file: patterns of names of tensors; `{layer}` stands for a number, any other `{name}` for
         characters other than "." and "/".
-      model: patterns of paths of arrays with the same captures; `layers.{layer}` stands for where
-        the model keeps that layer.
-      dims: how dims are reordered and reshaped; None: as they are.
+      model: patterns of paths of arrays with the same captures; `layers.{layer}` stands for the
+        place of that layer in the model.
+      dims: the order and shape of dims on both sides; None: they are equal.
       tied: the tensor is a second name of an array that another rule maps.
       optional: the rule may match nothing.
     """
@@ -93,25 +100,27 @@ class TensorRule:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
-        return f"[[tensors]] rule {self.number}" + (f", line {self.line}" if self.line else "")
+        """The name of the rule in errors."""
+        if self.line:
+            return f"[[tensors]] rule {self.number}, line {self.line}"
+        return f"[[tensors]] rule {self.number}"
 
     @property
     def transform(self) -> str:
-        """What happens between file and model, in words; "" if nothing does."""
-        words = (
-            ["transposed" if self.dims == TRANSPOSE else f'dims = "{self.dims}"']
-            if self.dims is not None
-            else []
-        )
-        return ", ".join(
-            [*words, *([f"concat = {self.concat}"] if self.concat is not None else [])]
-        )
+        """The changes between file and model, in words; "" if there are none."""
+        words = []
+        if self.dims == TRANSPOSE:
+            words.append("transposed")
+        elif self.dims is not None:
+            words.append(f'dims = "{self.dims}"')
+        if self.concat is not None:
+            words.append(f"concat = {self.concat}")
+        return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
 class IgnoredRule:
-    """Tensors that the model does not need, and why."""
+    """Tensors that the model does not need, and the reason."""
 
     file: str
     reason: str
@@ -120,8 +129,8 @@ class IgnoredRule:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Where the model keeps its layers: in a stack, whose arrays are [layers, ...], with a list
-    after it for those left over; or in a list.
+    """The place of layers in the model: a stack, whose arrays are [layers, ...], with a list after
+    it for the layers that are left over; or a list.
 
     A stack of groups of several layers keeps them in `stack/0/...`, `stack/1/...`: layer i is
     member i % period of group i // period.
@@ -132,18 +141,18 @@ class Layers:
     list: str = ""
 
 
-# which PyTorch puts before every name in a wrapped model
+# PyTorch puts this before every name in a wrapped model
 WRAPPER = re.compile(r"((?:module|_orig_mod)\.)+")
 
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """Which tensors of a folder are which arrays of a model.
+    """A map from the tensors of a folder to the arrays of a model.
 
     Attributes:
       architectures, model_types: the names in config.json for which the map is meant.
       prefix: of tensors' names; a folder may leave it out of all of them.
-      source: where it was read, for errors.
+      source: the file from which the map was read, for errors.
 
     Example:
       >>> text = '''
@@ -166,7 +175,7 @@ class NameMap:
 
     @classmethod
     def load(cls, source: "str | Path | NameMap") -> "NameMap":
-        """From a TOML file.
+        """Read a map from a TOML file.
 
         Raises:
           PretrainedError: there is no such file, or it cannot be read; all problems at once, each
@@ -188,7 +197,7 @@ class NameMap:
 
     @classmethod
     def loads(cls, text: str, where: str = "name map") -> "NameMap":
-        """From TOML text, which errors call `where`."""
+        """Read a map from TOML text, which errors call `where`."""
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -210,31 +219,31 @@ class NameMap:
         ('_orig_mod.model.w',)
         """
         names = list(names)
-        wrapped = WRAPPER.match(min(names, default=""))
-        wrapper = (
-            wrapped[0] if wrapped and all(name.startswith(wrapped[0]) for name in names) else ""
-        )
-        # the map has it itself
-        if any(file.startswith(wrapper) for rule in self.tensors for file in rule.file):
+        match, wrapper = WRAPPER.match(min(names, default="")), ""
+        if match and all(name.startswith(match[0]) for name in names):
+            wrapper = match[0]
+        files = itertools.chain.from_iterable(rule.file for rule in self.tensors)
+        if any(file.startswith(wrapper) for file in files):  # the map has it itself
             wrapper = ""
-        prefix = (
-            self.prefix
-            if any(name.removeprefix(wrapper).startswith(self.prefix) for name in names)
-            else ""
-        )
-        if prefix == self.prefix and not wrapper:
+        has_prefix = any(name.removeprefix(wrapper).startswith(self.prefix) for name in names)
+        if (has_prefix or not self.prefix) and not wrapper:
             return self
 
         def as_named(pattern: str) -> str:
-            return wrapper + (pattern if prefix else pattern.removeprefix(self.prefix))
+            if not has_prefix:
+                pattern = pattern.removeprefix(self.prefix)
+            return wrapper + pattern
 
-        tensors = tuple(
-            dataclasses.replace(rule, file=tuple(map(as_named, rule.file))) for rule in self.tensors
+        tensors = []
+        for rule in self.tensors:
+            tensors.append(dataclasses.replace(rule, file=tuple(map(as_named, rule.file))))
+        ignored = []
+        for ignored_rule in self.ignored:
+            file = as_named(ignored_rule.file)
+            ignored.append(dataclasses.replace(ignored_rule, file=file))
+        return dataclasses.replace(
+            self, tensors=tuple(tensors), ignored=tuple(ignored), prefix=as_named(self.prefix)
         )
-        ignored = tuple(
-            dataclasses.replace(rule, file=as_named(rule.file)) for rule in self.ignored
-        )
-        return dataclasses.replace(self, tensors=tensors, ignored=ignored, prefix=wrapper + prefix)
 
 
 class _Reader(Tables):
@@ -291,10 +300,8 @@ class _Reader(Tables):
         self.unknown_in_rule(
             item, ("file", "model", "transpose", "dims", "concat", "tied", "optional"), where, line
         )
-        file, model = (
-            self.patterns(item, "file", where, line),
-            self.patterns(item, "model", where, line),
-        )
+        file = self.patterns(item, "file", where, line)
+        model = self.patterns(item, "model", where, line)
         for key, kind, example in (
             ("transpose", bool, "true"),
             ("tied", bool, "true"),
@@ -306,16 +313,11 @@ class _Reader(Tables):
                     f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line
                 )
                 item = {name: value for name, value in item.items() if name != key}
-        captures = {
-            pattern: frozenset(re.findall(r"\{(\w+)\}", pattern))
-            for pattern in (*file, *model)
-            if pattern
-        }
+        captures = {}
+        for pattern in filter(None, (*file, *model)):
+            captures[pattern] = ", ".join(sorted(set(re.findall(r"\{(\w+)\}", pattern)))) or "none"
         if len(set(captures.values())) > 1:
-            shown = "; ".join(
-                f"{pattern}: {', '.join(sorted(names)) or 'none'}"
-                for pattern, names in captures.items()
-            )
+            shown = "; ".join(f"{pattern}: {names}" for pattern, names in captures.items())
             self.problem(
                 where, f"captures differ: {shown}.", "the same {names} in file and model.", line
             )
@@ -349,10 +351,15 @@ class _Reader(Tables):
     def dims(self, item: dict[str, Any], where: str, line: int | None) -> Dims | None:
         if item.get("transpose") and "dims" in item:
             self.problem(where, "transpose and dims.", "dims alone.", line, "conflict")
+        if "dims" not in item and item.get("transpose"):
+            return TRANSPOSE
         if "dims" not in item:
-            return TRANSPOSE if item.get("transpose") else None
+            return None
+        text = ""
+        if isinstance(item["dims"], str):
+            text = item["dims"]
         try:
-            return Dims.parse(item["dims"] if isinstance(item["dims"], str) else "")
+            return Dims.parse(text)
         except ValueError as error:
             self.problem(
                 f"{where} dims",
@@ -365,18 +372,23 @@ class _Reader(Tables):
     def patterns(
         self, item: dict[str, Any], key: str, where: str, line: int | None
     ) -> tuple[str, ...]:
-        """The patterns of a key; of a wrong value a problem, and one that matches nothing."""
+        """Return the patterns of a key; for a wrong value note a problem, and return a pattern that
+        matches nothing.
+        """
         value: Any = item.get(key)
-        several: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
+        several: tuple[Any, ...] = (value,)
+        if isinstance(value, list):
+            several = tuple(value)
         if not several or not all(isinstance(pattern, str) and pattern for pattern in several):
-            why = f"{key} {as_toml(value)} is not a name." if key in item else f"has no {key}."
+            why = f"has no {key}."
+            if key in item:
+                why = f"{key} {as_toml(value)} is not a name."
             self.problem(where, why, f"such as  {key} = {as_toml(EXAMPLES[key])}.", line)
             return ("",)
         for pattern in several:
             names = re.findall(r"\{(\w+)\}", pattern)
-            if re.search(r"[{}]", re.sub(r"\{[A-Za-z_]\w*\}", "", pattern)) or len(
-                set(names)
-            ) < len(names):
+            outside = re.sub(r"\{[A-Za-z_]\w*\}", "", pattern)
+            if re.search(r"[{}]", outside) or len(set(names)) < len(names):
                 self.problem(
                     where, f'"{pattern}": braces hold a name, once each.', "such as {layer}.", line
                 )
@@ -408,14 +420,16 @@ def compiled(pattern: str) -> re.Pattern[str]:
     >>> compiled("h.{layer}.{part}.weight").fullmatch("h.10.up.weight").groupdict()
     {'layer': '10', 'part': 'up'}
     """
-    parts = re.split(r"\{(\w+)\}", pattern)
-    regex = [
-        re.escape(part)
-        if at % 2 == 0
-        else rf"(?P<{part}>{'0|[1-9][0-9]*' if part == LAYER else '[^./]+'})"
-        for at, part in enumerate(parts)
-    ]
-    return re.compile("".join(regex))
+    regex = ""
+    # letters and names of captures alternate
+    for number, part in enumerate(re.split(r"\{(\w+)\}", pattern)):
+        if number % 2 == 0:
+            regex += re.escape(part)
+        elif part == LAYER:
+            regex += rf"(?P<{part}>0|[1-9][0-9]*)"
+        else:
+            regex += rf"(?P<{part}>[^./]+)"
+    return re.compile(regex)
 
 
 def fill(pattern: str, captures: dict[str, str]) -> str:

@@ -41,7 +41,7 @@ ALIGNMENT = 64  # bytes; a CPU device then uses the buffer itself
 
 @dataclasses.dataclass(frozen=True)
 class ReadReport:
-    """What one process has read.
+    """The bytes and seconds of one process.
 
     Attributes:
       bytes_read: from the files.
@@ -97,8 +97,12 @@ def read_arrays(
     for link in links:
         by_path[link.path].append(link)
     ordered = sorted(by_path, key=lambda path: _position(by_path[path][0]))
-    groups = [group for path in ordered for group in _groups(by_path[path], targets[path])]
-    sizes = [sum(shard.nbytes for shard in group) for group in groups]
+    groups = []
+    for path in ordered:
+        groups += _groups(by_path[path], targets[path])
+    sizes = []
+    for group in groups:
+        sizes.append(sum(shard.nbytes for shard in group))
     pieces: dict[str, list[jax.Array]] = collections.defaultdict(list)
     with _Reader() as reader:
         display.start(0, sum(sizes) >> 20, "reading")
@@ -192,6 +196,8 @@ def _on_devices(buffer: np.ndarray, devices: tuple[Any, ...]) -> list[jax.Array]
     """The buffer on each device; a CPU device uses it itself, so all others get copies of their
     own.
     """
+    # On a CPU, device_put of an aligned buffer is an alias of it (jax 0.10), which may_alias=False
+    # prevents for the other devices.
     first = jax.device_put(buffer, devices[0])
     arrays = [first, *(jax.device_put(first, device, may_alias=False) for device in devices[1:])]
     if devices[0].platform != "cpu":
@@ -221,34 +227,30 @@ class _Reader:
     ) -> Iterator[Future]:
         """Read shards of one array into their buffers, in parts."""
         for link in links:
-            insides = [
-                inside
-                for shard in group
-                if (inside := intersection(shard.box, link.array_box)) is not None
-            ]
+            common = [intersection(shard.box, link.array_box) for shard in group]
+            insides = [box for box in common if box is not None]
             if not insides:
                 continue
-            self.bytes_kept += (
-                sum(math.prod(box_shape(inside)) for inside in insides) * link.tensor.dtype.itemsize
-            )
-            around = tuple(
-                (min(begin for begin, _ in dim), max(end for _, end in dim))
-                for dim in zip(*insides, strict=True)
-            )
-            for part in link.parts(around, PART):
+            values = sum(math.prod(box_shape(box)) for box in insides)
+            self.bytes_kept += values * link.tensor.dtype.itemsize
+            around = []
+            for ranges in zip(*insides, strict=True):
+                begins, ends = zip(*ranges, strict=True)
+                around.append((min(begins), max(ends)))
+            for part in link.parts(tuple(around), PART):
                 targets = []
                 for shard, buffer in zip(group, buffers, strict=True):
                     inside = intersection(part, shard.box)
                     if inside is not None:
-                        targets.append(
-                            (relative(inside, part), buffer[slices(relative(inside, shard.box))])
-                        )
+                        target = buffer[slices(relative(inside, shard.box))]
+                        targets.append((relative(inside, part), target))
                 read_ahead(self._open(link.tensor), link.tensor, link.request(part).tensor_box)
                 yield self._pool.submit(self._read_part, link, part, targets)
 
     def _read_part(self, link: Link, box: Box, targets: Sequence[tuple[Box, np.ndarray]]) -> None:
-        """Read a box of the array; `targets`: where parts of it belong, by their boxes in it."""
-        request, (_, first), dtype = link.request(box), targets[0], targets[0][1].dtype
+        """Read a box of the array; `targets`: the memory of each part, with its box in this box."""
+        request, (_, first) = link.request(box), targets[0]
+        dtype = first.dtype
         direct = (
             len(targets) == 1
             and request.exact
@@ -256,8 +258,11 @@ class _Reader:
             and first.flags.c_contiguous
         )
         shape = box_shape(request.tensor_box)
-        raw = first.reshape(shape) if direct else self._scratch("raw", shape, link.tensor.dtype)
-        self._read(link.tensor, request.tensor_box, raw)
+        if direct:
+            raw = first.reshape(shape)
+        else:
+            raw = self._scratch("raw", shape, link.tensor.dtype)
+        self._read_box(link.tensor, request.tensor_box, raw)
         if link.twin is not None:
             self._check_twin(request, raw, link.twin.request(box))
         if direct:
@@ -267,18 +272,20 @@ class _Reader:
             cast = self._scratch("cast", raw.shape, dtype)
             cast[...] = raw
             raw = cast
-        # numpy moves integers faster than bfloat16
-        bits = f"u{dtype.itemsize}" if dtype == raw.dtype and dtype.itemsize <= 8 else dtype
-        values = request.as_array(raw.view(bits) if dtype == raw.dtype else raw)
+        # numpy moves integers faster than bfloat16, which is no dtype of its own
+        bits: Any = dtype
+        if dtype == raw.dtype and dtype.itemsize <= 8:
+            bits = f"u{dtype.itemsize}"
+            raw = raw.view(bits)
+        values = request.as_array(raw)
         for part, target in targets:
-            copy_into(
-                (target[0] if link.stacked else target).view(bits),
-                values[slices(part[link.stacked :])],
-            )
+            if link.stacked:
+                target = target[0]
+            copy_into(target.view(bits), values[slices(part[link.stacked :])])
 
     def _check_twin(self, request: Request, raw: np.ndarray, twin: Request) -> None:
         other = self._scratch("twin", box_shape(twin.tensor_box), twin.link.tensor.dtype)
-        self._read(twin.link.tensor, twin.tensor_box, other)
+        self._read_box(twin.link.tensor, twin.tensor_box, other)
         one, two = request.as_array(raw), twin.as_array(other)
         bits = f"u{raw.dtype.itemsize}"
         if raw.dtype != other.dtype or not np.array_equal(
@@ -293,7 +300,7 @@ class _Reader:
                 why, fix="a model without tied weights, and a name map without tied = true."
             )
 
-    def _read(self, tensor: Tensor, box: Box, into: np.ndarray) -> None:
+    def _read_box(self, tensor: Tensor, box: Box, into: np.ndarray) -> None:
         try:
             count = read_box(self._open(tensor), tensor, box, into)
         except OSError as error:

@@ -107,8 +107,8 @@ def _llama3(
     those between interpolated.
     """
     turns = original_max_position_embeddings * plain / (2 * math.pi)
-    kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
-    return plain * (kept + (1 - kept) / factor), 1.0
+    undivided = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return plain * (undivided + (1 - undivided) / factor), 1.0
 
 
 def _yarn(
@@ -124,8 +124,8 @@ def _yarn(
     mscale_all_dim: float | None,
     truncate: bool,
 ) -> tuple[np.ndarray, float]:
-    """As `_llama3`, linear in the pair's number instead of the turns, and scores are multiplied by
-    `attention_factor` squared.
+    """Interpolate frequencies as `_llama3` does, but linearly in the pair's number; scores are
+    multiplied by `attention_factor` squared (YaRN, arXiv:2309.00071).
     """
     dim = 2 * len(plain)
 
@@ -138,12 +138,16 @@ def _yarn(
         )
 
     def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+        if factor <= 1:
+            return 1.0
+        return 0.1 * scale * math.log(factor) + 1
 
     low, high = pair(beta_fast), pair(beta_slow)
-    low, high = (math.floor(low), math.ceil(high)) if truncate else (low, high)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    divided = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    span = high - low or 0.001
+    divided = np.clip((np.arange(dim // 2) - low) / span, 0, 1)
     if attention_factor is None:
         attention_factor = magnitude(1.0)
         if mscale and mscale_all_dim:

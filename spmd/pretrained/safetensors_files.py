@@ -32,11 +32,14 @@ from spmd.tree import describe
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
-    **{
-        f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}")
-        for letter in "UI"
-        for size in (1, 2, 4, 8)
-    },
+    "U8": np.dtype("u1"),
+    "U16": np.dtype("u2"),
+    "U32": np.dtype("u4"),
+    "U64": np.dtype("u8"),
+    "I8": np.dtype("i1"),
+    "I16": np.dtype("i2"),
+    "I32": np.dtype("i4"),
+    "I64": np.dtype("i8"),
     "F16": np.dtype("f2"),
     "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype("f4"),
@@ -54,8 +57,8 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, which is not read yet: its name, where its bytes are, and what they
-    mean.
+    """One tensor of a file, which is not read yet: its name, the place of its bytes, and their
+    meaning.
     """
 
     name: str
@@ -97,15 +100,13 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            length = struct.unpack("<Q", opened.read(8))[0] if size >= 8 else -1
-            if length < 0:
+            if size < 8:
                 raise _damaged(file, f"it has {size} bytes; the length of its header alone has 8")
+            (length,) = struct.unpack("<Q", opened.read(8))
             if length > min(MOST_HEADER, size - 8):
-                limit = (
-                    f"{size - 8:,} bytes follow"
-                    if length > size - 8
-                    else f"at most {MOST_HEADER:,} are allowed"
-                )
+                limit = f"at most {MOST_HEADER:,} are allowed"
+                if length > size - 8:
+                    limit = f"{size - 8:,} bytes follow"
                 raise _damaged(file, f"its header should have {length:,} bytes; {limit}")
             text = opened.read(length)
     except OSError as error:
@@ -135,8 +136,10 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _damaged(file: Path, why: str) -> PretrainedError:
-    kind = "is damaged, or no safetensors file" if file.suffix == SUFFIX else "is damaged"
-    return PretrainedError(f"{file} {kind}: {why}.", fix="copy or download it again.")
+    state = "is damaged"
+    if file.suffix == SUFFIX:
+        state = "is damaged, or no safetensors file"
+    return PretrainedError(f"{file} {state}: {why}.", fix="copy or download it again.")
 
 
 def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
@@ -145,22 +148,17 @@ def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(items)
         if len(table) < len(items):
-            twice = [
-                name
-                for name, count in collections.Counter(name for name, _ in items).items()
-                if count > 1
-            ]
+            counts = collections.Counter(name for name, _ in items)
+            twice = [name for name, count in counts.items() if count > 1]
             raise ValueError(f"has {join_names(map(printable, twice))} twice")
         return table
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
-        why = (
-            "it is nested too deeply"
-            if isinstance(error, RecursionError)
-            else printable(str(error), 200)
-        )
+        why = printable(str(error), 200)
+        if isinstance(error, RecursionError):
+            why = "it is nested too deeply"
         raise _damaged(file, f"its {what} is not valid JSON ({why})") from error
     if not isinstance(value, dict):
         raise _damaged(file, f"its {what} is not a JSON object but {short_repr(value)}")
@@ -172,8 +170,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
-    """One entry of a header whose bytes begin at `start`; a `ValueError` says what is wrong with
-    it.
+    """Return the tensor of one entry of a header; its data begin at `start`.
+
+    Raises:
+      ValueError: the problem of the entry.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{short_repr(entry)} is not a table of dtype, shape and data_offsets.")
@@ -195,9 +195,12 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
             f"data_offsets end at {end:,}; the file has {size - start:,} bytes of data."
         )
     dtype = DTYPES[kind]
-    if math.prod(shape) * dtype.itemsize != end - begin:
-        wanted = f"{kind}{shape} has {math.prod(shape) * dtype.itemsize:,} bytes"
-        raise ValueError(f"{wanted}; its data_offsets {begin:,} to {end:,} hold {end - begin:,}.")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes != end - begin:
+        raise ValueError(
+            f"{kind}{shape} has {nbytes:,} bytes; its data_offsets {begin:,} to {end:,} hold "
+            f"{end - begin:,}."
+        )
     return Tensor(name, file, dtype, tuple(shape), start + begin, end - begin)
 
 
@@ -206,9 +209,11 @@ def _coverage_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> 
     problems, at, before = [], start, "the header"
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset != at:
-            word = "overlaps with" if tensor.offset < at else "leaves a gap after"
+            relation = "leaves a gap after"
+            if tensor.offset < at:
+                relation = "overlaps with"
             why = (
-                f"{word} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at "
+                f"{relation} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at "
                 f"{at - start:,}."
             )
             problems.append(Problem(printable(tensor.name, 200), [why], path=tensor.name))
@@ -253,11 +258,14 @@ def open_files(folder: Path, stem: str = "model") -> WeightFiles:
         for path in folder.iterdir()
         if path.suffix in (SUFFIX, ".bin", ".pt", ".pth", ".gguf")
     )
-    found = f"; there is {join_names(others)}" if others else ""
-    fix = did_you_mean(
-        single.name, [name for name in others if name.endswith(SUFFIX)] or [single.name, index.name]
+    present = ""
+    if others:
+        present = f"; there is {join_names(others)}"
+    candidates = [name for name in others if name.endswith(SUFFIX)] or [single.name, index.name]
+    raise PretrainedError(
+        f"{folder} has neither {single.name} nor {index.name}{present}.",
+        fix=did_you_mean(single.name, candidates),
     )
-    raise PretrainedError(f"{folder} has neither {single.name} nor {index.name}{found}.", fix=fix)
 
 
 def _open_shards(folder: Path, index: Path) -> WeightFiles:
@@ -284,6 +292,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
     headers: dict[str, dict[str, Tensor]] = {}
     metadata: dict[str, str] = {}
     # a name of the index may be one that no file can have
+    # (too long, or with a NUL), for which a look-up would raise
     present = {path.name for path in folder.iterdir() if path.is_file()}
     for name, users in names.items():
         shown = join_names(map(printable, users), 3)
@@ -301,8 +310,8 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
                 Problem(printable(name, 200), [f"this shard is missing; it has {shown}."], near)
             )
         else:
-            headers[name], found = read_header(folder / name)
-            metadata = metadata or found
+            headers[name], file_metadata = read_header(folder / name)
+            metadata = metadata or file_metadata
     raise_problems(PretrainedError, f"{index} does not fit its folder", problems)
     raise_problems(
         PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers)
@@ -342,7 +351,9 @@ def _index_problems(
                 )
             )
         elif files != [listed]:
-            where = f"it is in {files[0]}." if files else "no shard has it."
+            where = "no shard has it."
+            if files:
+                where = f"it is in {files[0]}."
             problems.append(
                 Problem(
                     printable(name, 200),
@@ -365,13 +376,17 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None if it is nothing. The box of a scalar is ()."""
+    """Return the box that two boxes have in common; None if it is empty. The box of a scalar is
+    ().
+    """
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return None if any(begin >= end for begin, end in both) else both
+    if any(begin >= end for begin, end in both):
+        return None
+    return both
 
 
 def relative(box: Box, to: Box) -> Box:
-    """A box as the box `to`, in which it lies, counts."""
+    """Return a box by its place in the box `to`, in which it lies."""
     return tuple(
         (begin - first, end - first) for (begin, end), (first, _) in zip(box, to, strict=True)
     )
@@ -383,15 +398,16 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def first_full_dim(tensor: Tensor, box: Box) -> int:
-    """The dim from which on a box has all of each dim."""
-    return next(
-        (dim for dim in range(len(box), 0, -1) if box[dim - 1] != (0, tensor.shape[dim - 1])), 0
-    )
+    """Return the dim from which on a box has all of each dim."""
+    for dim in range(len(box), 0, -1):
+        if box[dim - 1] != (0, tensor.shape[dim - 1]):
+            return dim
+    return 0
 
 
 def has_short_runs(tensor: Tensor, box: Box) -> bool:
-    """Whether the contiguous runs of a box are so short that it is better to read what lies between
-    them.
+    """Return True if the contiguous runs of a box are so short that it is better to read the bytes
+    between them, too.
     """
     full = first_full_dim(tensor, box)
     if full < 2:
@@ -422,10 +438,11 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
     ]
     starts = np.zeros(1, np.int64)
     for dim in range(max(full - 1, 0)):
-        starts = np.add.outer(starts, np.arange(*box[dim], dtype=np.int64) * strides[dim]).reshape(
-            -1
-        )
-    first = tensor.offset + (box[full - 1][0] * strides[full - 1] if full else 0)
+        offsets = np.arange(*box[dim], dtype=np.int64) * strides[dim]
+        starts = np.add.outer(starts, offsets).reshape(-1)
+    first = tensor.offset
+    if full:
+        first += box[full - 1][0] * strides[full - 1]
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
         _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)
@@ -435,18 +452,21 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
 def read_ahead(descriptor: int, tensor: Tensor, box: Box) -> None:
     """Ask the system to read a box of a tensor into its cache, if its bytes lie together."""
     full = first_full_dim(tensor, box)
-    if full < 2 and hasattr(os, "posix_fadvise"):
+    if full < 2 and hasattr(os, "posix_fadvise"):  # macOS has none
         inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
-        begin, end = box[0] if full else (0, 1)
+        begin, end = 0, 1
+        if full:
+            begin, end = box[0]
         os.posix_fadvise(
             descriptor, tensor.offset + begin * inner, (end - begin) * inner, os.POSIX_FADV_WILLNEED
         )
 
 
 def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) -> None:
-    """`len(into)` bytes from `offset` on."""
+    """Read `len(into)` bytes from `offset` on."""
     done = 0
     while done < len(into):
+        # 1 GiB at a time: Linux reads at most 2 GiB in one call
         count = os.preadv(descriptor, [into[done : done + (1 << 30)]], offset + done)
         if count == 0:
             raise _damaged(tensor.file, f"it ended while {tensor} was read; has it been changed?")
@@ -456,10 +476,12 @@ def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) ->
 def header_bytes(
     tensors: Iterable[tuple[str, np.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file with these tensors, padded to 8 bytes; and the offset of each in the
-    file.
+    """Return the beginning of a file with these tensors, padded to 8 bytes; and the offset of each
+    in the file.
     """
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    table: dict[str, Any] = {}
+    if metadata:
+        table["__metadata__"] = dict(metadata)
     at, offsets = 0, {}
     for name, dtype, shape in tensors:
         size = math.prod(shape) * dtype.itemsize
@@ -468,16 +490,14 @@ def header_bytes(
         at += size
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, {
-        name: 8 + len(text) + offset for name, offset in offsets.items()
-    }
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
 def write_file(
     file: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write one file of arrays that are on the host; small ones first would not be aligned, so the
-    largest items come first.
+    """Write one file of arrays that are on the host.
 
     Example:
       >>> import tempfile
@@ -486,6 +506,7 @@ def write_file(
       ...     print(read_header(Path(folder) / "a.safetensors")[0]["w"])
       w float32[2, 3]
     """
+    # behind an array of smaller items, one of larger items might not be aligned
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
     header, _ = header_bytes(
         [(name, array.dtype, array.shape) for name, array in ordered.items()],

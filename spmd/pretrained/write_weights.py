@@ -64,11 +64,8 @@ def write_folder(
     Raises:
       PretrainedError: the folder is not empty, or cannot be written; in all processes.
     """
-    working, writes, failure = (
-        folder.with_name(f".{folder.name}.{os.getpid()}.tmp"),
-        jax.process_index() == 0,
-        f"{folder} cannot be written",
-    )
+    working = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    writes, failure = jax.process_index() == 0, f"{folder} cannot be written"
 
     def begin() -> None:
         if writes:
@@ -86,10 +83,13 @@ def write_folder(
             publish(working, folder)
 
     failed: list[Exception] = []
+    shards_folder = None
+    if writes:
+        shards_folder = working
     try:
         raise_everywhere(begin, PretrainedError, failure)
         _write_shards(
-            working if writes else None,
+            shards_folder,
             links,
             arrays,
             dtypes,
@@ -121,16 +121,16 @@ def _write_shards(
     """
     by_tensor: dict[str, list[Link]] = {}
     for link in links:
-        for each in (link, link.twin) if link.twin is not None else (link,):
-            by_tensor.setdefault(each.tensor.name, []).append(each)
+        by_tensor.setdefault(link.tensor.name, []).append(link)
+        if link.twin is not None:
+            by_tensor.setdefault(link.twin.tensor.name, []).append(link.twin)
     shards = split_shards(
         {name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard
     )
-    names = (
-        [f"{stem}{SUFFIX}"]
-        if len(shards) == 1
-        else [f"{stem}-{n:05}-of-{len(shards):05}{SUFFIX}" for n in range(1, len(shards) + 1)]
-    )
+    names = [f"{stem}{SUFFIX}"]
+    if len(shards) > 1:
+        count = len(shards)
+        names = [f"{stem}-{n:05}-of-{count:05}{SUFFIX}" for n in range(1, count + 1)]
     sizes = {
         name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize
         for name, several in by_tensor.items()
@@ -141,16 +141,19 @@ def _write_shards(
         header, _ = header_bytes(
             [(name, dtypes[name], by_tensor[name][0].tensor.shape) for name in tensors], metadata
         )
-        with _opened(None if working is None else working / file, header, failed) as write:
+        path = None
+        if working is not None:
+            path = working / file
+        with _opened(path, header, failed) as write:
             for name in tensors:
                 write(_values(by_tensor[name], dtypes[name], arrays, gather))
                 done += sizes[name]
                 if display.due():
                     display.show(done >> 20, ["MiB", name])
     if working is not None and len(shards) > 1:
-        weight_map = {
-            name: file for file, tensors in zip(names, shards, strict=True) for name in tensors
-        }
+        weight_map: dict[str, str] = {}
+        for file, tensors in zip(names, shards, strict=True):
+            weight_map |= dict.fromkeys(tensors, file)
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": dict(sorted(weight_map.items())),
@@ -223,7 +226,9 @@ def _values(
     for link in links:
         values = gather(arrays[link.path], link.array_box)
         target = tensor[slices(link.tensor_box)]
-        in_file = link.as_tensor(values[0] if link.stacked else values)
+        if link.stacked:
+            values = values[0]
+        in_file = link.as_tensor(values)
         if values.dtype == dtype:
             bits = f"u{dtype.itemsize}"
             copy_into(target.view(bits), in_file.view(bits))
@@ -257,15 +262,14 @@ class _Gather:
             inside = intersection(box, ranges)
             if inside is None:
                 continue
-            for piece in (
-                [inside]
-                if device.process_index == 0
-                else _pieces(inside, PIECE // array.dtype.itemsize)
-            ):
-                starts = [begin for begin, _ in relative(piece, ranges)]
-                part = (
-                    _part_of(local[device], starts, box_shape(piece)) if device in local else None
-                )
+            # a shard of another process is sent, and each piece is in memory once per device
+            pieces = [inside]
+            if device.process_index != 0:
+                pieces = _pieces(inside, PIECE // array.dtype.itemsize)
+            for piece in pieces:
+                starts, part = [begin for begin, _ in relative(piece, ranges)], None
+                if device in local:
+                    part = _part_of(local[device], starts, box_shape(piece))
                 if device.process_index != 0:
                     part = self._send(array, device, part, box_shape(piece))
                 if part is not None:
@@ -284,6 +288,7 @@ class _Gather:
             self._zeros[key] = [
                 jax.device_put(np.zeros((1, *shape), array.dtype), device) for device in here
             ]
+        # a sum of bits: one of floats with zeros would lose the sign of -0
         rows = list(self._zeros[key])
         if part is not None:
             rows[here.index(owner)] = jax.device_put(np.asarray(part)[None], owner)
@@ -295,7 +300,9 @@ class _Gather:
 def _sum_bits(mesh: Mesh) -> Any:
     def add(rows: jax.Array) -> jax.Array:
         bits = to_bits(rows)
-        return bits.sum(0, dtype=bits.dtype) if bits.dtype != bool else bits.any(0)
+        if bits.dtype == bool:
+            return bits.any(0)
+        return bits.sum(0, dtype=bits.dtype)
 
     return jax.jit(add, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -315,10 +322,10 @@ def _pieces(box: Box, most: int) -> list[Box]:
 
 def _part_of(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
     """A part of one device's shard; a CPU's is seen by numpy without a copy."""
+    # a slice on a device would be a copy, and another program for each shape
     if next(iter(shard.devices())).platform == "cpu":
-        return np.asarray(shard)[
-            tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-        ]
+        parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        return np.asarray(shard)[tuple(parts)]
     return np.asarray(_slice(shard, tuple(starts), sizes))
 
 

@@ -26,8 +26,9 @@ from spmd.errors import MissingExtraError, SpmdError
 from spmd.layout.trained import Adapter, Train
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.pretrained.adapter_config import AdapterConfig
-from spmd.pretrained.adapters import load_adapters, modules_of, save_adapters
+from spmd.pretrained.adapters import load_adapters, save_adapters
 from spmd.pretrained.folders import load, save
+from spmd.pretrained.match_adapters import modules_of
 from spmd.pretrained.safetensors_files import open_files, write_file
 from spmd.tree import flatten
 
