@@ -152,10 +152,10 @@ NOTES = """"a layer": its weights in float32. "by layer": a stack's layer or a l
 "`auto`": what the rule picks.
 
 A stack is faster by layer, and holds less: in full, its loop slices each layer's weights from an array of all, and autodiff's loop keeps
-every value that a gradient uses. In a list, XLA sees the passes of all blocks at once: gathered in full, they are computed in fewer kernels
-(about 20 fewer for each block, 0.06 ms on an H100), where block by block barriers lie between them. Block by block hides more of the
-communication instead, and holds less. The first counts where blocks are small, the second where they are large, or links are slow. Nothing
-here was measured on a GPU.
+every value that a gradient uses. A list holds less block by block, and is slower: each block waits for the weights that it gathers, and
+computes with barriers around it, where in full XLA sees the passes of all blocks at once, hides more of the communication and computes them
+in fewer kernels. (Until November 2026 a block gathered the next one's weights while it computed. Those plans, with other figures, are in
+the history of this file.) Nothing here was measured on a GPU.
 """  # noqa: E501
 
 

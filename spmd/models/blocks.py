@@ -22,11 +22,11 @@ RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]
 
 
 class BlockCalls(abc.ABC):
-    """What takes over the calls of some submodules."""
+    """Takes over the calls of some submodules."""
 
     @abc.abstractmethod
     def takes(self, path: str) -> bool:
-        """Whether a call of the submodule with this path, now, is to go through `run`."""
+        """Return whether a call of the submodule with this path, now, is to go through `run`."""
 
     @abc.abstractmethod
     def run(

@@ -43,38 +43,31 @@ class GatheredBlocks(BlockCalls):
         """Return outputs of the block, and what its call keeps. `params` are this worker's
         shards.
         """
-        gather = self._gather
-        leaves = flatten(params)
-        structure = jax.tree.structure(params)
-        paths = {name: f"{path}/{name}" for name in leaves}
-        communication = Communication(
-            functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths)
-        )
-        block = Stack(
-            {name: leaf for name, leaf in leaves.items() if gather.trains(paths[name])},
-            others,
-            {name: self._residuals[name] for name in paths.values() if name in self._residuals},
-            {name: leaf for name, leaf in leaves.items() if not gather.trains(paths[name])},
-        )
-        remat_policy = gather.remat_policy(path)
+        names, structure = [*flatten(params)], jax.tree.structure(params)
+        paths = {name: f"{path}/{name}" for name in names}
+        communication, block = Stack.of(self._gather, paths, params, others, self._residuals)
+        remat_policy = self._gather.remat_policy(path)
 
         def call(full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
-            named = full[0] | full[1]
+            leaves = full[0] | full[1]
             with recomputed_by_caller(remat_policy is not None):
                 return function(
-                    jax.tree.unflatten(structure, [named[name] for name in leaves]), others
+                    jax.tree.unflatten(structure, [leaves[name] for name in names]), others
                 )
 
         full = jax.eval_shape(communication.gather_both, (block.shards, block.frozen))
         program = InnerProgram(call, full, others)
         computed = program.recomputed(gathered_policy(full, remat_policy))
-        return _call(_Block(communication, computed), block, program.constants)
+        unit = _Block(communication, computed, waits=remat_policy is not None)
+        return _call(unit, block, program.constants)
 
 
 class _Block(NamedTuple):
     communication: Communication
     # ((full parameters, frozen ones), others, constants) -> (outputs, kept)
     call: Callable[..., tuple[Tree, Tree]]
+    # whether the backward pass of the block before waits until these gradients are reduced
+    waits: bool
 
     def gather(self, block: Stack, computed: Tree) -> tuple[tuple[Tree, Tree], Tree]:
         """Return full parameters and frozen ones, gathered once the floating arrays of `computed`
@@ -124,6 +117,11 @@ def _backward(
         saved.gradients((full, block.others, constants), cotangents)
     )
     dshards, residuals = unit.communication.reduce(block.shards, dfull, block.residuals)
+    # XLA:GPU (jaxlib 0.10) reduces the gradients of all blocks at the end of the step, and holds
+    # them in full until then, if nothing waits for them. A barrier exposes the communication, so
+    # there is one only where the layout recomputes the block: there memory counts more than time.
+    if unit.waits:
+        dshards, residuals, dothers, dconstants = together(dshards, residuals, dothers, dconstants)
     # none in place of a residual is the one before
     residuals = jax.tree.map(
         lambda old, new: old if new is None else new, block.residuals, residuals

@@ -9,7 +9,7 @@ hides only what the layer itself lets it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from spmd.nn.inner_program import InnerProgram, Saved
-from spmd.tree import Tree
+from spmd.tree import Tree, flatten
 
 
 class Communication(NamedTuple):
-    """How one layer's parameters and gradients are communicated.
+    """Functions that communicate one layer's parameters and gradients.
 
     Attributes:
       gather: full parameters, from this worker's shards, of trained ones and of frozen ones alike.
@@ -43,7 +43,7 @@ class Communication(NamedTuple):
 class Stack(NamedTuple):
     """Leaves [layers, ...]: this worker's shards of parameters, the layers' other variables, and
     residuals of the gradients; and shards of parameters that have no gradients (then both are
-    dicts, of other keys).
+    dicts, of other keys). Those of a block have no dim of layers.
     """
 
     shards: Tree
@@ -51,8 +51,33 @@ class Stack(NamedTuple):
     residuals: Tree
     frozen: Tree = {}  # noqa: RUF012
 
+    @classmethod
+    def of(
+        cls, gather: Any, paths: Mapping[str, str], params: Tree, others: Tree, residuals: Tree
+    ) -> tuple[Communication, "Stack"]:
+        """Return how layers gather parameters, and their arrays.
+
+        Args:
+          gather: `spmd.sync.layer_gather.LayerGather`.
+          paths: of each parameter in the model, by its path in `params`.
+          params: by name, nested.
+          residuals: by path in the model.
+        """
+        communication = Communication(
+            functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths)
+        )
+        leaves = flatten(params)
+        frozen = {name for name, path in paths.items() if not gather.trains(path)}
+        stack = cls(
+            {name: leaf for name, leaf in leaves.items() if name not in frozen},
+            others,
+            {path: residuals[path] for path in paths.values() if path in residuals},
+            {name: leaf for name, leaf in leaves.items() if name in frozen},
+        )
+        return communication, stack
+
     def at(self, number: Any) -> tuple[Tree, Tree]:
-        """What is gathered for a layer."""
+        """Return what is gathered for a layer."""
         return _layer((self.shards, self.frozen), number)
 
 
@@ -253,7 +278,7 @@ def differentiable(grads: Tree) -> Tree:
 
 
 def complete(grads: Tree, like: Tree) -> Tree:
-    """The inverse of `differentiable`."""
+    """Return `grads` with the gradients that `differentiable` left out, as zeros."""
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
     pairs = zip(leaves, jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None), strict=True)
     return jax.tree.unflatten(

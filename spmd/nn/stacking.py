@@ -20,7 +20,7 @@ from spmd.jaxpr.primitives import Kind, known, of_kind
 from spmd.jaxpr.programs import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
-from spmd.nn.gathered_scan import Communication, Stack, scan_gathered
+from spmd.nn.gathered_scan import Stack, scan_gathered
 from spmd.nn.parallel_context import ParallelConfig, named_layers
 from spmd.tree import Tree, describe, flatten
 
@@ -407,38 +407,28 @@ def run_layers(
     if gather is None:
         return named_layers(functools.partial(scan_layers, run_layer, unroll=unroll))(x, xs)
     (params, *others), paths = xs, layers.paths
-    communication = Communication(
-        functools.partial(gather.gather, paths), functools.partial(gather.reduce, paths)
-    )
+    names, structure = [*flatten(params)], jax.tree.structure(params)
+    communication, stack = Stack.of(gather, paths, params, tuple(others), parallel.residuals)
     remat_policy = gather.remat_policy(
         next(path.removesuffix(f"/{name}") for name, path in paths.items())
     )
-    flat, structure = flatten(params), jax.tree.structure(params)
-    trained = {
-        name: leaf for name, leaf in flat.items() if name not in paths or gather.trains(paths[name])
-    }
-    frozen = {name: leaf for name, leaf in flat.items() if name not in trained}
-    full = jax.eval_shape(communication.gather, jax.tree.map(lambda leaf: leaf[0], flat))
 
     def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
         with recomputed_by_caller(remat_policy is not None):
             return _same_shape(
                 run_layer,
                 x,
-                (jax.tree.unflatten(structure, [full[name] for name in flat]), *others),
+                (jax.tree.unflatten(structure, [full[name] for name in names]), *others),
             )
 
-    residuals = {
-        path: parallel.residuals[path] for path in paths.values() if path in parallel.residuals
-    }
+    full = jax.eval_shape(communication.gather_both, stack.at(0))
     policy_of = gathered_policy(full, remat_policy)
-    stack = Stack(trained, tuple(others), residuals, frozen)
     return scan_gathered(communication, run, x, stack, policy_of=policy_of, unroll=unroll)
 
 
 @contextlib.contextmanager
 def recomputed_by_caller(recomputed: bool) -> Iterator[None]:
-    """Whether the module that is called inside is recomputed by what surrounds this."""
+    """Say whether the module that is called inside is recomputed by its caller."""
     token = RECOMPUTED.set(recomputed)
     try:
         yield
@@ -480,9 +470,9 @@ def gathered_policy(
 
 
 def _computes_in_parts(jaxpr: Any) -> bool:
-    """Whether it has loops, or products in a function with a gradient of its own, whose results
-    follow elementwise from many products: to compute them again takes another loop, or all of these
-    products.
+    """Return whether a layer has loops, or products in a function with a gradient of its own, whose
+    results follow elementwise from many products: to compute them again takes another loop, or all
+    of these products.
     """
     for equation in equations(jaxpr):
         name = equation.primitive.name

@@ -60,11 +60,11 @@ class LayerGather:
     only_sums: bool = False
 
     def trains(self, path: str) -> bool:
-        """Whether this parameter has a gradient."""
+        """Return whether this parameter has a gradient."""
         return path in self.sync.resolved.placements
 
     def remat_policy(self, layer: str) -> Callable[..., Any] | None:
-        """What the layout says of a stack's layers, by the path of their module; None: nothing."""
+        """Return the policy of the layout for a layer with this path, or None."""
         return next((policy for pattern, policy in self.remat if matches(pattern, [layer])), None)
 
     def gather(self, paths: Mapping[str, str], shards: Tree) -> Tree:
@@ -180,7 +180,7 @@ def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Arr
 
 
 def _transfer(spec: GradientSpec, stacked: bool) -> Transfer:
-    """How the gradient of one layer is communicated."""
+    """Return how the gradient of one layer is communicated."""
     full = spec.shard_layout
     layout = ShardLayout(full.shape[stacked:], _trimmed(full.spec[stacked:]), full.axes, full.sizes)
     codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[stacked:]) else EXACT
@@ -201,7 +201,7 @@ def full_bytes(sync: GradientSync, path: str) -> int:
 
 
 def block_trace(sync: GradientSync, model: Model, params: Tree, left: int | None) -> BlockTrace:
-    """Records the calls of blocks, while the loss is traced; of none where nothing is gathered by
+    """Return a record of the calls of blocks in a traced loss; of none where nothing is gathered by
     layer. `left`: see `choose_layerwise`.
     """
     sharded = [path for path in flatten(params) if sync.is_sharded(path)] if _by_layer(sync) else []
@@ -216,8 +216,8 @@ def block_trace(sync: GradientSync, model: Model, params: Tree, left: int | None
 
 
 def _too_small(sync: GradientSync, paths: Iterable[str], left: int | None) -> bool:
-    """Whether `gather = "auto"` gathers these parameters in full, on devices that do not say how
-    much memory they have.
+    """Return whether `gather = "auto"` gathers these parameters in full, on devices that do not say
+    how much memory they have.
     """
     automatic = sync.resolved.layout.gradients.gather == "auto" and left is None
     return automatic and sum(full_bytes(sync, path) for path in paths) < AUTO_BYTES
@@ -241,9 +241,9 @@ def choose_layerwise(
     blocks: BlockTrace,
     left: int | None,
 ) -> tuple[GradientSync, list[str]]:
-    """`sync` with the parameters that the traced loss takes to layers alone as `layerwise`, and
-    their blocks, if the layout or the bytes say so; and notes on what is gathered how. Layers are
-    those of a stack, and blocks: equal siblings, each of which is called once.
+    """Return `sync` with the parameters that the traced loss takes to layers alone as `layerwise`,
+    and their blocks, if the layout or the bytes say so; and notes on what is gathered how. Layers
+    are those of a stack, and blocks: equal siblings, each of which is called once.
 
     The choice depends on the model, the layout and the devices alone: all processes, and a run that
     resumes on such devices, choose alike.
@@ -334,11 +334,11 @@ def choose_layerwise(
 def _blocks_one_by_one(
     sync: GradientSync, owners: Mapping[str, str], left: int | None
 ) -> tuple[bool, str]:
-    """Whether blocks, by path of their parameters, are gathered one by one, and why.
+    """Return whether blocks, by path of their parameters, are gathered one by one, and why.
 
-    A stack's loop is always faster so, and holds less. Blocks in full are not: XLA then sees the
-    passes of all blocks at once, and computes them in fewer kernels, which counts where a block is
-    small.
+    By layer, a stack's loop is always faster, and holds less. A list of blocks holds less, and is
+    slower: in full, XLA sees the passes of all blocks at once, hides more of the communication, and
+    computes them in fewer kernels.
     """
     if sync.resolved.layout.gradients.gather == "layer":
         return True, '[gradients] gather = "layer"'
@@ -356,16 +356,15 @@ def _blocks_one_by_one(
         return True, f"a block has {format_bytes(largest)}, {format_bytes(AUTO_BYTES)} or more"
     fits = 2 * total <= ROOM * left
     room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that the state leaves on a device"
-    small = f"a block has {format_bytes(largest)}, less than {format_bytes(AUTO_BYTES)}, and "
-    return (
-        not fits,
-        f"{small if fits else ''}weights and gradients of all blocks "
-        f"{'fit into' if fits else 'exceed'} {room}",
-    )
+    of_all = "weights and gradients of all blocks"
+    if not fits:
+        return True, f"{of_all} exceed {room}"
+    small = f"a block has {format_bytes(largest)}, less than {format_bytes(AUTO_BYTES)}"
+    return False, f"{small}, and {of_all} fit into {room}"
 
 
 def _not_used(sync: GradientSync) -> list[str]:
-    """Why `gather = "layer"` finds no parameter, if the layout asks for it."""
+    """Return why `gather = "layer"` finds no parameter, if the layout asks for it."""
     if sync.resolved.layout.gradients.gather != "layer":
         return []
     data_axes = ", ".join(sync.mesh_axes.data_axes)
@@ -421,8 +420,8 @@ def _problems(
 
 
 def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
-    """What matches these paths: one pattern if they differ in a number at their end, else all of
-    them.
+    """Return patterns for these paths: one if they differ in a number at their end, else all of
+    the paths.
 
     >>> (
     ...     _patterns(("blocks/10", "blocks/11")),
@@ -447,8 +446,8 @@ def _why_block(blocks: BlockTrace, block: str) -> str | None:
 
 
 def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:
-    """Why the parameter of a stack, or of this block, cannot be gathered layer by layer; None if it
-    can.
+    """Return why the parameter of a stack, or of this block, cannot be gathered layer by layer;
+    None if it can.
     """
     resolved, spec, data_axes = sync.resolved, sync.spec(path), sync.mesh_axes.data_axes
     placement, declared = resolved.placement(path), resolved.layout.gradients
