@@ -164,7 +164,7 @@ class NnxModel(Model):
 
     @property
     def _metadata(self) -> dict[str, dict[str, Any]]:
-        """What flax knows of each parameter beside its value, by path."""
+        """Metadata of flax of each parameter, by path."""
         return {path: metadata for path, (metadata, _) in self._parameters.items()}
 
     def shapes(self, run: Callable[[Any], Any]) -> Variables:
@@ -201,8 +201,8 @@ class NnxModel(Model):
 
     @property
     def _parameters(self) -> dict[str, tuple[dict[str, Any], str | None]]:
-        """Of each parameter, by path: what flax knows of it beside its value, and the path of the
-        `nnx.Linear` that it is of, or None.
+        """Metadata of flax of each parameter, by path, and the path of the `nnx.Linear` that it is
+        of, or None.
         """
         self.shapes(lambda model: None)
         return self._layers
@@ -504,7 +504,7 @@ def _in_scope(name: str) -> Around:
 
 
 def _follows_inputs(module: Any) -> bool:
-    """Whether a layer was given no dtype of its own; `nnx.Embed` then takes that of its
+    """Return whether a layer was given no dtype of its own; `nnx.Embed` then takes the dtype of its
     parameter.
     """
     missing = "dtype" in vars(module) and "param_dtype" in vars(module) and module.dtype is None

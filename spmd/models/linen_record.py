@@ -1,5 +1,5 @@
-"""What calls of a Flax linen module draw, write and sow, recorded while they are traced, and what
-traces have shown of the module in all.
+"""Records of a Flax linen module, made while its calls are traced: the random streams that they
+draw from, the variables that they write and sow, and all else that traces have shown.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ NOT_KEPT = ("intermediates", "perturbations")
 
 @dataclasses.dataclass
 class Record:
-    """What calls have done, over all traces.
+    """Random draws and written variables of calls, over all traces.
 
     Attributes:
       draws: random streams that were drawn from, as (path of the module, name of the stream).
@@ -90,7 +90,7 @@ _PATCHES = Patches(
 
 @dataclasses.dataclass
 class Seen:
-    """What traces of a linen module have shown.
+    """Everything that traces of a linen module have shown.
 
     Attributes:
       training: what calls in training do.

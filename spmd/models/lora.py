@@ -119,7 +119,7 @@ def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) 
 def _problems(
     adapters: "Sequence[Adapter]", number: int, modules: dict[str, Any], chosen: dict[str, int]
 ) -> Iterator[Problem]:
-    """What is wrong with an adapter; the layers that it is for are added to `chosen`."""
+    """Yield the problems of an adapter; the layers that it is for are added to `chosen`."""
     adapter = adapters[number]
     where = f'{_name(adapters, number)}, modules "{adapter.modules}"'
     at: Any = {"rule": number + 1, "line": adapter.line}
@@ -190,7 +190,7 @@ def _name(adapters: "Sequence[Adapter]", number: int) -> str:
 
 
 def _no_match(pattern: str, modules: dict[str, Any], layers: list[str]) -> tuple[list[str], str]:
-    """Why a pattern matches no layer, and a fix that does."""
+    """Return why a pattern matches no layer, and a fix that does."""
     known = (
         f"layers that can have one: {join_names(layers)}."
         if layers
@@ -271,7 +271,7 @@ def _blank(entries: Sequence[Any], dim: int) -> tuple[Any, ...]:
 
 
 def _sharding(kernel: Any, without: int | None = None) -> Sharding | None:
-    """Where a kernel lies, if it lies anywhere yet; `without`: a dim that is not sharded."""
+    """Return the sharding of a kernel, if it has one yet; `without`: a dim that is not sharded."""
     if isinstance(kernel, Tracer) or not isinstance(kernel, jax.Array):
         return None
     if without is None or not isinstance(kernel.sharding, NamedSharding):

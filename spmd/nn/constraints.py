@@ -42,7 +42,7 @@ _constrain = jax.lax.with_sharding_constraint
 
 
 def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
-    """As `jax.lax.with_sharding_constraint`."""
+    """Stand for `jax.lax.with_sharding_constraint`."""
     scope = _PATCHES.value
     if scope is None:
         return _constrain(x, shardings)
@@ -99,7 +99,7 @@ def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | Abs
 
 
 def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
-    """As `unbox` of flax's boxes."""
+    """Stand for `unbox` of flax's boxes."""
     return box.value if _PATCHES.value is not None else _UNBOX[type(box)](box, apply_constraint)
 
 

@@ -56,7 +56,9 @@ _REPLACEMENTS = {name: _replacement(name) for name in ORIGINALS}
 
 
 class _AttentionFn:
-    """In place of a module's attribute `attention_fn`: what the module has, or its replacement."""
+    """Stands for a module's attribute `attention_fn`: the module's function, or its
+    replacement.
+    """
 
     def __init__(self, of_class: Any):
         self.of_class = of_class
