@@ -252,7 +252,7 @@ def keep_plan(folder):
         for name, text in PLAN.items():
             (work / name).write_text(text, encoding="utf-8")
 
-    compile.compile_client.compile_request = compile_request
+    compile.compile_server.compile_request = compile_request
     texts = compile.program_files(
         b"request", folder / "plans" / f"{7:032x}", 1, "an H100", 60.0, print
     )

@@ -14,9 +14,10 @@ import pytest
 
 import spmd
 from spmd.errors import OptionError
-from spmd.nn import attention_kernels, chunked_attention, flash_kernel
+from spmd.nn import attention_kernels, chunked_attention
 from spmd.nn.attention_kernels import KERNELS, Attend
 from spmd.nn.chunked_attention import CHUNKED
+from spmd.nn.flash_blocks import Blocks
 from spmd.nn.flash_kernel import INTERPRETED
 from spmd.nn.scoring import (
     Inputs,
@@ -504,9 +505,7 @@ EQUAL_FOR_KEYS = ("bias of queries", "bias of heads")
 )
 def test_blocks_of_flash_kernels(name, monkeypatch):
     monkeypatch.setattr(
-        flash_kernel.Blocks,
-        "of",
-        lambda row_bytes, *, backward: flash_kernel.Blocks(16, 32 if backward else 16),
+        Blocks, "of", lambda row_bytes, *, backward: Blocks(16, 32 if backward else 16)
     )
     options, shape = BLOCKS[name]
     arrays = inputs(**shape)
