@@ -646,5 +646,5 @@ def test_every_family_has_names_for_its_layers():
         assert {module.layer for module in modules} == layers
         stored = {name.removesuffix(".weight") for name in model.pretrained_origin.files.tensors}
         assert names <= stored and any(module.slot for module in modules)
-        refused = {module.name.rpartition(".")[2] for module in modules if module.refused}
+        refused = {module.name.rpartition(".")[2] for module in modules if module.refusal}
         assert refused == ({"c_attn"} if family == "gpt2" else set())
