@@ -18,7 +18,6 @@ from spmd.errors import (
     quoted,
     raise_problems,
 )
-from spmd.run.changed_data import resumed_position
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.config import StartPoint
 from spmd.run.goodput import RESTORING
@@ -29,6 +28,7 @@ from spmd.run.saved_settings import (
     data_changes,
     is_hashed,
     option_changes,
+    resumed_position,
     saved_numbers,
     saved_position,
 )

@@ -1,4 +1,4 @@
-"""Writes checkpoints with Orbax: the state, the position in the data, and the layout, atomically.
+"""Write checkpoints with Orbax: the state, the position in the data, and the layout, atomically.
 
 One folder per step. `state` holds every array under its path; `meta` holds their shapes, so that a
 mismatch with the model is reported in a table before anything is read, the data position, and the
@@ -54,16 +54,18 @@ from spmd.train.state import State
 from spmd.tree import describe, format_bytes
 from spmd.user_paths import as_path, make_folder
 
-PATTERN = "[]*?\\"  # characters with a meaning of their own in a pattern of paths
-MERGED = "manifest.ocdbt"  # of the arrays of all processes
+# Characters with a meaning of their own in a pattern of paths. Orbax (0.12) finds the arrays that
+# it has just written by such a pattern.
+PATTERN = "[]*?\\"
+MERGED = "manifest.ocdbt"  # Orbax's list of the arrays of all processes, once it has merged them
 HEADROOM = 1.2  # times the size of a checkpoint that must be free on disk before it is written
 
 
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where to save checkpoints, how often, and how many to keep. `fit(checkpoint="runs/digits")`
-    is `Checkpoint("runs/digits")`.
+    """The folder of a run's checkpoints, how often to save, and how many to keep.
+    `fit(checkpoint="runs/digits")` is `Checkpoint("runs/digits")`.
 
     Training continues while a checkpoint is written. If each device has room for a second state
     beyond its peak usage, the state is copied there and a thread does the rest; otherwise training
@@ -122,7 +124,7 @@ LOOK_AT_DISK = (
 
 
 def as_checkpoint(value: Any) -> Checkpoint | None:
-    """A `Checkpoint` from the argument of `fit`: a folder, a `Checkpoint`, or None."""
+    """Return a `Checkpoint` from the argument of `fit`: a folder, a `Checkpoint`, or None."""
     if value is None or isinstance(value, Checkpoint):
         return value
     if isinstance(value, str | os.PathLike):
@@ -134,13 +136,14 @@ def as_checkpoint(value: Any) -> Checkpoint | None:
 
 
 class _Failures(logging.Handler):
-    """Ends a process of several whose save fails. Orbax only logs the failure, then waits for the
-    other processes, which wait for it.
+    """A handler of logs that ends a process of several whose save fails. Orbax only logs the
+    failure, then waits for the other processes, which wait for it.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report the error to the other processes, and exit."""
         error = record.exc_info[1] if record.exc_info else None
+        # Orbax's name of the thread that writes.
         if error is not None and record.threadName == "async_save":
             _report_failure(error)
 
@@ -155,17 +158,15 @@ def _report_failure(error: BaseException) -> None:
 
 
 def _handlers() -> Any:
-    """Orbax's handlers of what a checkpoint consists of.
-
-    Orbax (0.12) divides a replicated array among its replicas, by slices on the devices: each
-    process writes a part, and a program for each shape and device is compiled while the first
-    checkpoint is saved. One process would write all parts itself, so it divides nothing.
-    """
+    """Return Orbax's handlers of the parts of a checkpoint."""
     ocp = import_orbax()
     options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
     arrays = ocp.type_handlers.get_type_handler(jax.Array)
     if jax.process_count() == 1:
-        # by default an ArrayHandler has none
+        # Orbax (0.12) divides a replicated array among its replicas, by slices on the devices: each
+        # process writes a part, and a program for each shape and device is compiled while the first
+        # checkpoint is saved. One process would write all parts itself, so it divides nothing.
+        # By default an ArrayHandler has no store of metadata.
         store = getattr(arrays, "_array_metadata_store", None)
         arrays = ocp.type_handlers.ArrayHandler(
             use_replica_parallel=False, array_metadata_store=store
@@ -192,16 +193,18 @@ _nothing_to_write.set_result(None)
 
 
 def _daemon_executor() -> futures.ThreadPoolExecutor:
-    """An executor for saves, with one thread: a daemon, and so are those that Orbax starts in it.
-
-    After a failed save they wait for minutes for one another, and a process ends only when all its
-    other threads have. A save that goes well is waited for: Python waits for what executors do.
+    """Return an executor for saves, with one thread: a daemon, and so are those that Orbax starts
+    in it.
     """
+    # After a failed save Orbax's threads wait for minutes for one another (300 s in 0.12), and a
+    # process ends only when all threads have that are no daemons. A save that goes well is waited
+    # for: Python waits for what executors do.
     executor = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
-    # a thread is a daemon if the one that starts it is
-    starts = threading.Thread(target=executor.submit, args=(int,), daemon=True)
-    starts.start()
-    starts.join()
+    # An executor starts its thread at the first task, and a thread is a daemon if the one that
+    # starts it is.
+    starter = threading.Thread(target=executor.submit, args=(int,), daemon=True)
+    starter.start()
+    starter.join()
     return executor
 
 
@@ -212,19 +215,18 @@ def _check_name(folder: Path) -> None:
     Raises:
       CheckpointError: names the characters, and a path without them.
     """
-    found = [character for character in PATTERN if character in str(folder)]
-    if found:
-        named = next(
-            parent
-            for parent in reversed((folder, *folder.parents))
-            if set(PATTERN) & set(parent.name)
-        )
-        other = named.with_name(named.name.translate(str.maketrans(PATTERN, "-" * len(PATTERN))))
-        why = (
-            f'{folder}: checkpoints in a folder with "{"".join(found)}" in its path could not be '
-            "read again."
-        )
-        raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
+    characters = [character for character in PATTERN if character in str(folder)]
+    if not characters:
+        return
+    outermost_first = reversed((folder, *folder.parents))
+    named = next(path for path in outermost_first if set(PATTERN) & set(path.name))
+    allowed_name = named.name.translate(str.maketrans(PATTERN, "-" * len(PATTERN)))
+    other = named.with_name(allowed_name)
+    why = (
+        f'{folder}: checkpoints in a folder with "{"".join(characters)}" in its path could not be '
+        "read again."
+    )
+    raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
 
 
 class CheckpointStore(CheckpointReader):
@@ -239,17 +241,18 @@ class CheckpointStore(CheckpointReader):
         super().__init__(config.path)
         self.config = config
         _check_name(self.folder)
-        self._take_ownership()
-        self._writing, self._written = 0, _nothing_to_write
-        # decided by the first save: later the copy itself raises the peak usage
+        self._acquire_ownership()
+        self._writing = 0
+        self._written = _nothing_to_write
+        # Decided by the first save: later the copy itself raises the peak usage.
         self._threaded: bool | None = None
         self._copier: StateCopier | None = None
-        # at most one, by step: made, but not handed to the thread yet
+        # At most one, by step: made, but not handed to the thread yet.
         self._copies: dict[int, State] = {}
-        # of the checkpoints on disk, by step, once there is a manager
+        # Of the checkpoints on disk, by step, once there is a manager.
         self._scores: dict[int, float | None] = {}
         self._bytes = 0  # size of a state, once one is saved
-        # how long the last checkpoint took to be written; 0 before the first
+        # Seconds that the last checkpoint took to be written; 0 before the first.
         self.write_seconds = 0.0
         self._thread = _daemon_executor()
         try:
@@ -258,15 +261,15 @@ class CheckpointStore(CheckpointReader):
             self.release()
             raise
 
-    def _take_ownership(self) -> None:
-        """Take ownership of the folder; process 0 does so for all processes of a run."""
+    def _acquire_ownership(self) -> None:
+        """Acquire ownership of the folder; process 0 does so for all processes of a run."""
         self._ownership: FolderOwnership | None = None
         make_folder(self.folder / "checkpoints", CheckpointError)
         error = None
         if jax.process_index() == 0:
             try:
                 self._ownership = FolderOwnership(self.folder)
-                # in case the store is never closed, as after an error in a notebook
+                # In case the store is never closed, as after an error in a notebook.
                 weakref.finalize(self, self._ownership.release)
             except CheckpointError as raised:
                 error = raised
@@ -279,19 +282,22 @@ class CheckpointStore(CheckpointReader):
         """Orbax's manager, which only an owner that saves may create."""
         from orbax.checkpoint import checkpoint_managers as policies
 
-        ocp, config = import_orbax(), self.config
+        ocp = import_orbax()
+        config = self.config
+        # A checkpoint whose metrics cannot be read could not be ranked.
         unreadable = {step: first_nonempty(self._unreadable_metrics(step)) for step in self.steps()}
         self.move_damaged({step: why for step, why in unreadable.items() if why})
         self.remove_leftovers()
-        logging.getLogger("absl").addHandler(_failures)  # once, even with several stores
-        self._scores = {
-            step: self.metrics(step).get(config.best) if config.best else None
-            for step in self.steps()
-        }
+        # Added once: `addHandler` ignores a handler that a logger has, as with several stores.
+        logging.getLogger("absl").addHandler(_failures)
+        self._scores = dict.fromkeys(self.steps())
+        if config.best:
+            for step in self._scores:
+                self._scores[step] = self.metrics(step).get(config.best)
         options = ocp.CheckpointManagerOptions(
-            # all: Orbax would remove an older one before the newest is on disk
+            # All: Orbax would remove an older one before the newest is on disk.
             preservation_policy=policies.LatestN(None),
-            # only with a best_fn does Orbax write metrics to disk, where a resumed run finds them
+            # Only with a best_fn does Orbax write metrics to disk, where a resumed run finds them.
             best_fn=None if config.best is None else lambda metrics: metrics[config.best],
             best_mode=config.mode,
             enable_async_checkpointing=True,
@@ -332,11 +338,8 @@ class CheckpointStore(CheckpointReader):
             if jax.process_index() == 0:
                 folder = self.folder / "damaged"
                 numbered = (folder / f"{step}-{number}" for number in itertools.count(1))
-                target = next(
-                    path
-                    for path in itertools.chain([folder / f"{step}"], numbered)
-                    if not path.exists()
-                )
+                candidates = itertools.chain([folder / f"{step}"], numbered)
+                target = next(path for path in candidates if not path.exists())
                 folder.mkdir(exist_ok=True)
                 self._path(step).rename(target)
                 logging.getLogger("spmd").warning(
@@ -345,7 +348,8 @@ class CheckpointStore(CheckpointReader):
                     why,
                     target,
                 )
-            first_nonempty("")  # a barrier: from here it is gone for all processes
+            # A barrier: from here the step is gone for all processes.
+            first_nonempty("")
         self._saved = self.latest()
 
     def _seal(self) -> None:
@@ -355,13 +359,16 @@ class CheckpointStore(CheckpointReader):
         if jax.process_index() != 0:
             return
         self._check_owner()
-        found = [*(self.folder / "checkpoints").glob(f"{self._writing}.orbax-checkpoint-tmp*")]
-        if not found:
+        # Orbax writes a step into a folder of this name, and renames it at the end.
+        pattern = f"{self._writing}.orbax-checkpoint-tmp*"
+        folders = [*(self.folder / "checkpoints").glob(pattern)]
+        if not folders:
             raise CheckpointError(
                 f"the temporary folder of step {self._writing} is missing in {self.folder}.",
                 fix=LOOK_AT_DISK,
             )
-        folder = found[0]
+        folder = folders[0]
+        # Orbax (0.12) does not fail where it finds no arrays to merge.
         if not (folder / STATE / MERGED).exists():
             raise CheckpointError(
                 f"the arrays of step {self._writing} were written, and not merged: "
@@ -369,7 +376,8 @@ class CheckpointStore(CheckpointReader):
                 fix=LOOK_AT_DISK,
             )
         write_manifest(folder)
-        # before it has its name: after a loss of power, a checkpoint with a name is complete
+        # Before Orbax gives the folder its name: after a loss of power, a checkpoint with a name is
+        # complete.
         sync_tree(folder)
 
     def save(
@@ -378,17 +386,20 @@ class CheckpointStore(CheckpointReader):
         """Start to write a checkpoint; returns False if this step was saved already."""
         if self._saved == step:
             return False
-        # for the previous save: its failure must be raised now, not at the end of the run
+        # For the previous save: its failure must be raised now, not at the end of the run.
         self.wait()
         began = time.monotonic()
         self._check_owner()
         self._check_disk_space(state)
         if self.config.memory_every is None and jax.process_index() == 0:
-            forget_run(self.folder)  # a state in memory is of another course of the run from now on
+            # A state in memory is of another course of the run from now on.
+            forget_run(self.folder)
         if self._threaded is None:
+            # All processes decide the same: a copy is a program on the devices of all.
             self._threaded = not first_nonempty("" if fits_on_devices(state) else "full")
-        self._writing, manager = step, self._manager  # created here, by all processes together
-        del manager
+        # Created here, by all processes together, and not in the thread: it has barriers.
+        _ = self._manager
+        self._writing = step
         if self._threaded:
             self.copy(state, step)
             self._written = self._thread.submit(
@@ -421,7 +432,8 @@ class CheckpointStore(CheckpointReader):
             and self._written.done()
             and not self._written.exception()
         ):
-            self._copies = {}  # drop the copy of a step that was not saved
+            # Drop the copy of a step that was not saved, before there are two.
+            self._copies = {}
             self._copier = self._copier or StateCopier(state)
             self._copies = {step: self._copier(state)}
 
@@ -445,28 +457,31 @@ class CheckpointStore(CheckpointReader):
 
     def _keep_few(self) -> None:
         """Remove the checkpoints that the options do not keep, once the newest is on disk."""
+        # The name that Orbax has given the folder must be on disk, too, before others are removed.
         sync_tree(self._path(self._writing))
-        # without those whose save has failed
+        # Without the steps whose save has failed. The steps of the reader do not wait for the save
+        # that is being written, which is this one.
         self._scores = {step: self._scores.get(step) for step in CheckpointReader.steps(self)}
-        for step in sorted(
-            self._scores.keys() - kept_steps(self._scores, self.config.keep, self.config.mode)
-        ):
+        keeping = kept_steps(self._scores, self.config.keep, self.config.mode)
+        for step in sorted(self._scores.keys() - keeping):
             remove_checkpoint(self._path(step))
 
     def _write(
         self, state: State, step: int, meta: dict[str, Any], metrics: dict[str, float]
     ) -> None:
-        ocp, arrays = import_orbax(), arrays_by_path(state)
-        items = {
-            item: {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item}
-            for item in (STATE, *COMM_STATE)
-        }
-        items = {item: ocp.args.PyTreeSave(leaves) for item, leaves in items.items() if leaves}
+        ocp = import_orbax()
+        arrays = arrays_by_path(state)
+        items = {}
+        for item in (STATE, *COMM_STATE):
+            leaves = {path: leaf for path, leaf in arrays.items() if checkpoint_item(path) == item}
+            if leaves:
+                items[item] = ocp.args.PyTreeSave(leaves)
         shapes = {path: describe(leaf) for path, leaf in arrays.items()}
         best = None if self.config.best is None else [self.config.best, self.config.mode]
         meta = {"format": FORMAT, "step": step, "arrays": shapes, "best": best, **meta}
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
-        with jax.transfer_guard_device_to_host("allow"):  # Orbax copies the state to the host
+        # Orbax copies the state to the host, and the loop has JAX's transfer guard on.
+        with jax.transfer_guard_device_to_host("allow"):
             saved = self._manager.save(step, args=args, metrics=metrics or None, force=True)
         if not saved:
             raise CheckpointError(
@@ -476,7 +491,8 @@ class CheckpointStore(CheckpointReader):
 
     def _check_disk_space(self, state: State) -> None:
         self._bytes = self._bytes or sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        size, free = self._bytes, shutil.disk_usage(self.folder).free
+        size = self._bytes
+        free = shutil.disk_usage(self.folder).free
         if free < HEADROOM * size:
             why = f"{format_bytes(free)} are free, {HEADROOM} times its size is needed"
             fix = f"free some disk space, or lower Checkpoint(keep={self.config.keep})."
@@ -494,9 +510,11 @@ class CheckpointStore(CheckpointReader):
         try:
             self._written.result()
         except Exception as error:
-            self._written = _nothing_to_write  # raised once: a later save may succeed
+            # The error is raised once: a later save may succeed.
+            self._written = _nothing_to_write
+            # Orbax raises it once in each thread: here for this one.
             with contextlib.suppress(Exception):
-                self._manager.wait_until_finished()  # it raises once in each thread
+                self._manager.wait_until_finished()
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
@@ -505,7 +523,8 @@ class CheckpointStore(CheckpointReader):
                 fix=LOOK_AT_DISK,
             ) from error
         if self._saved is not None and not self._path(self._saved).exists():
-            missing, self._saved = self._saved, None
+            missing = self._saved
+            self._saved = None
             raise CheckpointError(
                 f"the checkpoint of step {missing} is not on disk in {self.folder}; there are "
                 f"{self.steps()}.",

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint: where it is, and of which types."""
+"""The metadata of a checkpoint: its file and its types."""
 
 import re
 from collections.abc import Mapping
@@ -38,15 +38,15 @@ def check_meta(meta: Mapping[str, Any]) -> None:
     callbacks = meta.get("callbacks", [])
     if len(best) != 2 or not isinstance(best[0], str) or best[1] not in ("min", "max"):
         wrong.append("best")
-    if not all(
-        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
-        for entry in callbacks
-    ):
+    if not all(_is_callback_entry(entry) for entry in callbacks):
         wrong.append("callbacks")
-    wrong += [
-        f"array {path}"
-        for path, text in meta["arrays"].items()
-        if not re.fullmatch(ARRAY_PATTERN, str(text))
-    ]
+    for path, text in meta["arrays"].items():
+        if not re.fullmatch(ARRAY_PATTERN, str(text)):
+            wrong.append(f"array {path}")
     if wrong:
         raise ValueError(f"{META}: {', '.join(wrong[:5])}")
+
+
+def _is_callback_entry(entry: Any) -> bool:
+    """Return whether a value is [class name, saved value]."""
+    return isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)

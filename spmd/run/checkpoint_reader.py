@@ -1,4 +1,4 @@
-"""Reads a run's checkpoints. It changes nothing in the folder and tolerates a concurrent writer."""
+"""Read a run's checkpoints. Nothing in the folder is changed, and others may write at the time."""
 
 import contextlib
 import functools
@@ -23,7 +23,6 @@ from spmd.errors import (
     short_repr,
 )
 from spmd.models.frozen import join
-from spmd.nn.layer_order import StageOrder
 from spmd.path_match import covering, matches, suggest
 from spmd.ranking import best
 from spmd.run.checkpoint_meta import META, check_meta
@@ -54,6 +53,7 @@ from spmd.user_paths import as_path, blocking_file
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the previous format, which is still read
 STATS = "stats"
+MODEL_KINDS = (PARAMS, STATS, FROZEN)  # the first part of the paths of a model's arrays
 OTHER_MODEL = (
     "the model, and the optimizer, that the run was trained with; or another folder, for a run of "
     "this one."
@@ -77,13 +77,12 @@ class CheckpointReader:
         self.folder = as_path(folder, "folder").absolute()
 
     def steps(self) -> list[int]:
-        """All steps on disk, oldest first. A checkpoint that is still being written has another
-        name.
+        """Return all steps on disk, oldest first. A checkpoint that is still being written has
+        another name.
         """
         try:
-            names = [
-                entry.name for entry in os.scandir(self.folder / "checkpoints") if entry.is_dir()
-            ]
+            entries = os.scandir(self.folder / "checkpoints")
+            names = [entry.name for entry in entries if entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -94,30 +93,30 @@ class CheckpointReader:
         return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
     def latest(self) -> int | None:
-        """The newest of them."""
+        """Return the newest step on disk."""
         return max(self.steps(), default=None)
 
     def find_damage(self, step: int) -> str | None:
-        """What is wrong with the files of a step; None if they are as they were written. Processes
-        share the reading.
+        """Return what is wrong with the files of a step; None if they are as they were written.
+        Processes share the reading.
         """
         why = find_damage(self._path(step), jax.process_index(), jax.process_count())
         try:
             meta = read_json(self._path(step) / META)
-            if (
-                why is not None
-                and not (self._path(step) / MANIFEST_FILE).exists()
-                and meta["format"] == WITHOUT_MANIFEST
-            ):
-                why = None
+            if why is not None:
+                has_manifest = (self._path(step) / MANIFEST_FILE).exists()
+                if not has_manifest and meta["format"] == WITHOUT_MANIFEST:
+                    why = None
+            # A folder that was renamed by hand has an intact manifest.
             if why is None and meta["step"] != step:
                 why = f"{META} is of step {meta['step']!r}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = why or f"{META} cannot be read: {error}"
+        # Each process has read its part of the files: all come to the same result.
         return first_nonempty(why or "") or None
 
     def newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """The newest undamaged step, and what is wrong with each newer one."""
+        """Return the newest undamaged step, and what is wrong with each newer one."""
         damaged = {}
         for step in reversed(self.steps()):
             why = self.find_damage(step)
@@ -131,7 +130,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def naming_errors(self, step: int) -> Iterator[None]:
-        """In the block, errors from reading this step's files name the step.
+        """Name the step in errors from reading its files in the block.
 
         Raises:
           CheckpointError: in place of any exception that is not an `SpmdError`.
@@ -142,25 +141,29 @@ class CheckpointReader:
             raise
         except Exception as error:
             where = f"the checkpoint of step {step} in {self.folder}"
+            # The owner of the run removes old checkpoints while others read.
             if not self._path(step).exists():
                 raise CheckpointError(
                     f"{where} was removed while it was being read.", fix='step="latest".'
                 ) from error
-            why = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
+            lines = str(error).strip().splitlines()
+            line = lines[0] if lines else ""
+            why = f"{type(error).__name__}: {line[:300]}"
             raise CheckpointError(
                 f"{where} cannot be read: {why}",
                 fix="try another step, or another copy of the folder.",
             ) from error
 
     def step(self, which: int | str) -> int:
-        """The step that "latest", "best" or a number refers to; its files are undamaged.
+        """Return the step that "latest", "best" or a number refers to; its files are undamaged.
 
         Raises:
           CheckpointError: there is none, it is damaged, or the run was not configured to rank
             checkpoints.
         """
         chosen = self._chosen(which)
-        if (why := self.find_damage(chosen)) is not None:
+        why = self.find_damage(chosen)
+        if why is not None:
             others = ", ".join(str(other) for other in self.steps() if other != chosen) or "none"
             raise CheckpointError(
                 f"the checkpoint of step {chosen} in {self.folder} is damaged: {why}.",
@@ -191,17 +194,19 @@ class CheckpointReader:
                 fix="fit(checkpoint=Checkpoint(..., best=...)).",
             )
         metric, mode = ranking
-        known = {
-            step: value for step in steps if (value := self.metrics(step).get(metric)) is not None
-        }
-        if not known:
+        scores = {}
+        for step in steps:
+            value = self.metrics(step).get(metric)
+            if value is not None:
+                scores[step] = value
+        if not scores:
             raise CheckpointError(
                 f'no checkpoint in {self.folder} has a value of "{metric}".', fix='step="latest".'
             )
-        return best(known, 1, mode)[0]
+        return best(scores, 1, mode)[0]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The evaluation's metrics at a step; empty if the run does not rank checkpoints."""
+        """Return the evaluation's metrics at a step; empty if the run does not rank checkpoints."""
         path = self._path(step) / "metrics" / "metrics"
         if not path.exists():
             return {}
@@ -209,7 +214,7 @@ class CheckpointReader:
             return {str(name): float(value) for name, value in read_json(path).items()}
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The metadata of a checkpoint.
+        """Return the metadata of a checkpoint.
 
         Raises:
           CheckpointError: it cannot be read, has another format, or is malformed.
@@ -228,13 +233,13 @@ class CheckpointReader:
     def restore(
         self,
         step: int,
-        wanted: State,
+        target: State,
         memory: Callable[[Tree], Tree] = lambda params: {},
         packing: Packing | None = None,
         opening: Callable[[Tree, Collection[str]], dict[str, jax.Array]] = lambda params, paths: {},
     ) -> tuple[State, list[str]]:
-        """The state of a step, every array placed as in `wanted` (shapes, dtypes and shardings; no
-        data).
+        """Return the state of a step, every array placed as in `target` (shapes, dtypes and
+        shardings; no data).
 
         The state of gradient communication depends on the number of workers and on codecs.
         Residuals are redistributed over another number of workers; entries that are no longer used
@@ -246,7 +251,7 @@ class CheckpointReader:
         restored, and that of new ones starts as in `opening(params, paths)`.
 
         Args:
-          packing: how the parameters of `wanted` are packed or ordered; None: not at all.
+          packing: how the parameters of `target` are packed or ordered; None: not at all.
 
         Returns:
           The state, and text about wrappers and communication state that did not fit.
@@ -257,60 +262,58 @@ class CheckpointReader:
         """
         meta = self.meta(step)
         with self.naming_errors(step):
-            arrays, mesh = arrays_by_path(wanted), wanted.step.sharding.mesh
+            arrays = arrays_by_path(target)
+            mesh = target.step.sharding.mesh
             rewrapping = Rewrapping(meta["arrays"], arrays)
             meta = {**meta, "arrays": rewrapping.renamed(meta["arrays"])}
             try:
                 repacking = self._repacking(
-                    step, meta, wanted, packing, of="model and optimizer", without=rewrapping.new
+                    step, meta, target, packing, of="model and optimizer", without=rewrapping.new
                 )
             except CheckpointError as error:
-                fix = (
-                    ""
-                    if packing is not None or meta.get("storage") is not None
-                    else _restore_part(meta["arrays"], arrays)
-                )
-                with contextlib.suppress(CheckpointError):
-                    self._repacking(step, meta, wanted, packing, of="model")
-                    fix = RESTORE_PARAMS
-                raise CheckpointError(
-                    error.message, fix=fix or OTHER_MODEL, problems=error.problems
-                ) from None
-            comm_state, fitting, changes = comm_state_to_read(
+                fix = self._mismatch_fix(step, meta, target, packing)
+                raise CheckpointError(error.message, fix=fix, problems=error.problems) from None
+            comm_state, fitting, comm_changes = comm_state_to_read(
                 meta["arrays"], arrays, mesh, repacked=repacking.moves_params
             )
             state = {rewrapping.names[path]: leaf for path, leaf in repacking.to_read().items()}
-            restored = self._read(step, {**comm_state, STATE: state})
+            restored = self._read_arrays(step, {**comm_state, STATE: state})
             flat = repacking.move(rewrapping.renamed(restored.pop(STATE)))
-            flat |= {
-                path: leaf
-                for leaves in restored.values()
-                for path, leaf in leaves.items()
-                if path in fitting
-            }
-            flat |= {
-                path: resplit_residuals(leaf, arrays[path])
-                for path, leaf in flat.items()
-                if leaf.shape != arrays[path].shape
-            }
+            for leaves in restored.values():
+                flat |= {path: leaf for path, leaf in leaves.items() if path in fitting}
+            for path, leaf in flat.items():
+                if leaf.shape != arrays[path].shape:
+                    flat[path] = resplit_residuals(leaf, arrays[path])
             params = map_paths(
-                lambda path, leaf: take(flat, f"{PARAMS}/{path}", leaf), wanted.params
+                lambda path, leaf: restored_array(flat, f"{PARAMS}/{path}", leaf), target.params
             )
-            flat |= opening(params, rewrapping.new) if rewrapping.new else {}
-            fresh = memory(params) if any(path not in flat for path in arrays) else {}
-            flat = {f"exchange/{path}": leaf for path, leaf in flatten(fresh).items()} | flat
-            changes = [
-                *rewrapping.changes,
-                *([str(repacking)] if repacking.moves_params and changes else []),
-                *changes,
-            ]
-            return map_paths(functools.partial(take, flat), wanted), changes
+            if rewrapping.new:
+                flat |= opening(params, rewrapping.new)
+            if any(path not in flat for path in arrays):
+                new_memory = flatten(memory(params))
+                flat = {f"exchange/{path}": leaf for path, leaf in new_memory.items()} | flat
+            changes = [*rewrapping.changes]
+            if repacking.moves_params and comm_changes:
+                changes.append(str(repacking))
+            changes += comm_changes
+            return map_paths(functools.partial(restored_array, flat), target), changes
+
+    def _mismatch_fix(
+        self, step: int, meta: dict[str, Any], target: State, packing: Packing | None
+    ) -> str:
+        """Return a fix for a checkpoint that does not fit: what of it can be restored."""
+        with contextlib.suppress(CheckpointError):
+            self._repacking(step, meta, target, packing, of="model")
+            return RESTORE_PARAMS
+        if packing is not None or meta.get("storage") is not None:
+            return OTHER_MODEL
+        return _restore_part(meta["arrays"], arrays_by_path(target)) or OTHER_MODEL
 
     def restore_params(
-        self, step: int, wanted: State, packing: Packing | None = None
+        self, step: int, target: State, packing: Packing | None = None
     ) -> tuple[Tree, Tree, Tree]:
-        """Only parameters, batch statistics and frozen parameters, placed as in `wanted`, whatever
-        the optimizer was.
+        """Return only parameters, batch statistics and frozen parameters, placed as in `target`,
+        whatever the optimizer was.
 
         Raises:
           CheckpointError: arrays of the model that are missing, unexpected, or of another shape or
@@ -318,22 +321,28 @@ class CheckpointReader:
         """
         meta = self.meta(step)
         with self.naming_errors(step):
-            repacking = self._repacking(step, meta, wanted, packing, of="model")
-            flat = repacking.move(self._read(step, {STATE: repacking.to_read()})[STATE])
-            trees = ((PARAMS, wanted.params), (STATS, wanted.stats), (FROZEN, wanted.frozen))
-            return tuple(
-                map_paths(lambda path, leaf, of=of: take(flat, f"{of}/{path}", leaf), tree)
-                for of, tree in trees
-            )  # type: ignore[return-value]
+            repacking = self._repacking(step, meta, target, packing, of="model")
+            flat = repacking.move(self._read_arrays(step, {STATE: repacking.to_read()})[STATE])
+
+            def restored_tree(kind: str, tree: Tree) -> Tree:
+                return map_paths(
+                    lambda path, leaf: restored_array(flat, f"{kind}/{path}", leaf), tree
+                )
+
+            return (
+                restored_tree(PARAMS, target.params),
+                restored_tree(STATS, target.stats),
+                restored_tree(FROZEN, target.frozen),
+            )
 
     def restore_matching(
-        self, step: int, wanted: State, pattern: str, *, packed: bool
+        self, step: int, target: State, pattern: str, *, packed: bool
     ) -> dict[str, jax.Array]:
-        """The parameters, batch statistics and frozen parameters whose paths a pattern matches,
-        placed as in `wanted`, by path in a state.
+        """Return the parameters, batch statistics and frozen parameters whose paths a pattern
+        matches, placed as in `target`, by path in a state.
 
         Args:
-          packed: parameters of `wanted` are packed or ordered.
+          packed: parameters of `target` are packed or ordered.
 
         Raises:
           CheckpointError: arrays of these that are missing, unexpected, or of another shape or
@@ -342,92 +351,81 @@ class CheckpointReader:
         """
         meta = self.meta(step)
         with self.naming_errors(step):
-            known, here = (_of_model(arrays) for arrays in (meta["arrays"], arrays_by_path(wanted)))
-            common = [path.partition("/")[2] for path in here if path in known]
+            saved_arrays = _of_model(meta["arrays"])
+            model_arrays = _of_model(arrays_by_path(target))
+            common = [path.partition("/")[2] for path in model_arrays if path in saved_arrays]
             if not matches(pattern, common):
                 near = suggest(pattern, common)
-                fix = (
-                    did_you_mean(pattern, [PARAMS])
-                    if near is None
-                    else f'"{near[0]}", which matches {near[1]}.'
-                )
+                if near is None:
+                    fix = did_you_mean(pattern, [PARAMS])
+                else:
+                    fix = f'"{near[0]}", which matches {near[1]}.'
                 raise OptionError(
                     f"only={pattern!r} matches no parameter that both the checkpoint and this "
                     "model have.",
                     fix=fix,
                 )
             if packed or meta.get("storage") is not None:
+                packed_one = "model" if packed else "checkpoint"
                 why = (
-                    f"only={pattern!r}: parameters of the {'model' if packed else 'checkpoint'} "
-                    "are packed, or in the order of stages"
+                    f"only={pattern!r}: parameters of the {packed_one} are packed, or in the order "
+                    "of stages"
                 )
                 raise CheckpointError(
                     f"{why}.",
                     fix='only="params" and the model as it was; then replace the part in '
                     "trainer.rebuild(state).",
                 )
-            repacking = self._repacking(step, meta, wanted, None, of="model", pattern=pattern)
-            return self._read(step, {STATE: repacking.to_read()})[STATE]
+            repacking = self._repacking(step, meta, target, None, of="model", pattern=pattern)
+            return self._read_arrays(step, {STATE: repacking.to_read()})[STATE]
 
     def _repacking(
         self,
         step: int,
         meta: dict[str, Any],
-        wanted: State,
+        target: State,
         packing: Packing | None,
         of: str,
         without: Collection[str] = (),
         pattern: str = "**",
     ) -> Repacking:
-        """How to read a state without some arrays, or only the model's part, or what of it a
-        pattern matches; raises if it does not fit.
+        """Return how to read a state without some arrays, or only the model's part, or what of it a
+        pattern matches.
+
+        Raises:
+          CheckpointError: the checkpoint does not fit.
         """
 
-        def select(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        def is_selected(path: str) -> bool:
             if of == "model":
-                return {
-                    path: array
-                    for path, array in _of_model(arrays).items()
-                    if matches(pattern, [path.partition("/")[2]])
-                }
-            return {
-                path: array
-                for path, array in arrays.items()
-                if checkpoint_item(path) == STATE and path not in without
-            }
+                kind, _, below = path.partition("/")
+                return kind in MODEL_KINDS and bool(matches(pattern, [below]))
+            return checkpoint_item(path) == STATE and path not in without
 
-        saved, arrays, packed = (
-            select(meta["arrays"]),
-            select(arrays_by_path(wanted)),
-            meta.get("storage"),
-        )
-        # of stacks, which may be frozen
-        in_order = isinstance(packing, StageOrder) or "stages" in (packed or {})
-        new = packing or Unpacked(
-            abstract(join(wanted.params, wanted.frozen) if in_order else wanted.params)
-        )
+        saved = {path: text for path, text in meta["arrays"].items() if is_selected(path)}
+        arrays = {path: leaf for path, leaf in arrays_by_path(target).items() if is_selected(path)}
+        packed = meta.get("storage")
+        if packing is None:
+            params = target.params
+            if "stages" in (packed or {}):
+                # The order of stages is that of stacks, which may be frozen.
+                params = join(target.params, target.frozen)
+            new: Packing = Unpacked(abstract(params))
+        else:
+            new = packing
         old = packing_from_meta(packed, new.like)
-        repacking = Repacking(saved, arrays, old, new, wanted.step.sharding.mesh)
-        headline, problems, is_packed = (
-            f"the checkpoint of step {step} in {self.folder}",
-            [],
-            packed is not None or repacking.is_needed,
-        )
+        repacking = Repacking(saved, arrays, old, new, target.step.sharding.mesh)
+        headline = f"the checkpoint of step {step} in {self.folder}"
+        problems = []
+        is_packed = packed is not None or repacking.is_needed
         if is_packed:
             headline += f", {describe_packing(old)},"
-            problems = find_param_mismatches(saved, packed, old, {*flatten(wanted.frozen)})
-        if problems:  # moments of another model would only repeat what its parameters say
-            described = {path: describe(leaf) for path, leaf in arrays.items()}
-            others = [
-                {
-                    path: tree[path]
-                    for path in tree
-                    if path.split("/")[0] not in (PARAMS, FROZEN, OPT)
-                }
-                for tree in (saved, described)
-            ]
-            problems += find_mismatches(*others)
-        else:
+            problems = find_param_mismatches(saved, packed, old, {*flatten(target.frozen)})
+            if problems:
+                # Moments of another model would only repeat what its parameters say.
+                described = {path: describe(leaf) for path, leaf in arrays.items()}
+                problems += find_mismatches(_without_params(saved), _without_params(described))
+        if not problems:
             problems = repacking.problems()
         note = "" if is_packed else f"{len({*saved, *arrays}) - len(problems)} arrays fit"
         raise_problems(
@@ -435,9 +433,11 @@ class CheckpointReader:
         )
         return repacking
 
-    def _read(self, step: int, wanted: Mapping[str, Tree]) -> dict[str, dict[str, jax.Array]]:
-        """Arrays of a checkpoint, by item and path, placed as in `wanted`; an item may contain
-        more.
+    def _read_arrays(
+        self, step: int, targets: Mapping[str, Tree]
+    ) -> dict[str, dict[str, jax.Array]]:
+        """Return arrays of a checkpoint, by item and path, placed as in `targets`; an item may
+        contain more.
         """
         ocp = import_orbax()
         options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
@@ -447,40 +447,45 @@ class CheckpointReader:
         restore_args = ocp.checkpoint_utils.construct_restore_args
         args = {
             item: ocp.args.PyTreeRestore(leaves, restore_args(leaves), partial_restore=True)
-            for item, leaves in wanted.items()
+            for item, leaves in targets.items()
         }
         with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
             restored = checkpointer.restore(self._path(step), args=ocp.args.Composite(**args))
-        # Orbax returns the request itself for an entry that it does not find
-        for item, leaves in wanted.items():
-            missing = [
-                path for path in leaves if not isinstance(restored[item].get(path), jax.Array)
-            ]
+        # Orbax returns the request itself for an entry that it does not find.
+        for item, leaves in targets.items():
+            entries = restored[item]
+            missing = [path for path in leaves if not isinstance(entries.get(path), jax.Array)]
             if missing:
                 raise ValueError(f"{item}: {', '.join(missing[:5])} is missing")
-        return {item: dict(restored[item]) for item in wanted}
+        return {item: dict(restored[item]) for item in targets}
 
 
-def _restore_part(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """A fix that reads the part of a model that fits, if a pattern describes it."""
-    saved, wanted = _of_model(saved), _of_model(wanted)
-    fitting = [
-        path.partition("/")[2] for path, leaf in wanted.items() if saved.get(path) == describe(leaf)
-    ]
-    pattern = (
-        covering(fitting, {path.partition("/")[2] for path in (*saved, *wanted)})
-        if fitting
-        else None
-    )
-    return "" if pattern is None else RESTORE_PART.format(count=len(fitting), pattern=pattern)
+def _restore_part(saved: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+    """Return a fix that reads the part of a model that fits; "" if no pattern describes it."""
+    saved_arrays = _of_model(saved)
+    model_arrays = _of_model(arrays)
+    fitting = []
+    for path, leaf in model_arrays.items():
+        if saved_arrays.get(path) == describe(leaf):
+            fitting.append(path.partition("/")[2])
+    if not fitting:
+        return ""
+    all_paths = {path.partition("/")[2] for path in (*saved_arrays, *model_arrays)}
+    pattern = covering(fitting, all_paths)
+    if pattern is None:
+        return ""
+    return RESTORE_PART.format(count=len(fitting), pattern=pattern)
 
 
 def _of_model(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        path: array
-        for path, array in arrays.items()
-        if path.partition("/")[0] in (PARAMS, STATS, FROZEN)
-    }
+    """Return the arrays of the model, trained or not, without those of the optimizer."""
+    return {path: arrays[path] for path in arrays if path.partition("/")[0] in MODEL_KINDS}
+
+
+def _without_params(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays that are neither parameters nor the optimizer's, which mirrors them."""
+    mirrored = (PARAMS, FROZEN, OPT)
+    return {path: arrays[path] for path in arrays if path.partition("/")[0] not in mirrored}
 
 
 def check_run_folder(path: str | Path) -> None:
@@ -492,59 +497,60 @@ def check_run_folder(path: str | Path) -> None:
         any.
     """
     here = as_path(path, "checkpoint").absolute()
+    shown = option("checkpoint", short_repr(str(path)))
     if here.is_dir():
-        runs = [
-            parent
-            for parent in here.parents[:2]
-            if here.is_relative_to(parent / "checkpoints") and CheckpointReader(parent).steps()
-        ]
+        runs = []
+        for parent in here.parents[:2]:
+            is_inside = here.is_relative_to(parent / "checkpoints")
+            if is_inside and CheckpointReader(parent).steps():
+                runs.append(parent)
         if runs and not (here / "checkpoints").is_dir():
-            why = (
-                f"{option('checkpoint', short_repr(str(path)))} is inside of the folder of a run, "
-                "and not that folder."
-            )
+            why = f"{shown} is inside of the folder of a run, and not that folder."
             raise CheckpointError(why, fix=f"{runs[0]}, which it is in.")
         return
-    why = blocking_file(here)
-    run = (
-        next((parent for parent in here.parents if (parent / "checkpoints").is_dir()), None)
-        if why
-        else None
-    )
-    headline = f"{option('checkpoint', short_repr(str(path)))}: {why or 'there is no such folder'}"
-    if run:
+    blocked = blocking_file(here)
+    if not blocked:
         raise CheckpointError(
-            f"{headline}, and not the folder of a run.", fix=f"{run}, which it is in."
+            f"{shown}: there is no such folder.",
+            fix="the folder of a run, which fit(checkpoint=...) was given.",
         )
+    for parent in here.parents:
+        if (parent / "checkpoints").is_dir():
+            raise CheckpointError(
+                f"{shown}: {blocked}, and not the folder of a run.",
+                fix=f"{parent}, which it is in.",
+            )
     raise CheckpointError(
-        f"{headline}.", fix="the folder of a run, which fit(checkpoint=...) was given."
+        f"{shown}: {blocked}.", fix="the folder of a run, which fit(checkpoint=...) was given."
     )
 
 
-def take(flat: Mapping[str, Any], path: str, like: Any) -> Any:
-    """An array by path; one without elements is created, since it is not saved."""
-    return (
-        flat[path] if like.size else jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
-    )
+def restored_array(arrays: Mapping[str, Any], path: str, like: Any) -> Any:
+    """Return an array by path; one without elements is created, since it is not saved."""
+    if like.size:
+        return arrays[path]
+    return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
 
 def import_orbax() -> Any:
-    """Orbax, imported only where checkpoints are read or written, since the import takes 0.2
-    seconds.
-    """
+    """Return Orbax, imported only where checkpoints are read or written."""
+    # The import takes 0.2 seconds.
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it reports every save at INFO and WARNING
+    # Orbax reports every save at INFO and WARNING.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     return ocp
 
 
 def arrays_by_path(state: State) -> dict[str, Any]:
-    """All arrays by path, but for those without elements, which Orbax cannot write."""
+    """Return all arrays by path, but for those without elements, which Orbax cannot write."""
     return {path: leaf for path, leaf in flatten(state).items() if leaf.size}
 
 
 def active_processes() -> set[int] | None:
-    """All processes of several. Given explicitly, Orbax synchronizes through JAX's coordination
-    service, not with device programs, which a thread must not start.
-    """
-    return set(range(jax.process_count())) if jax.process_count() > 1 else None
+    """Return the ranks of all processes for Orbax; None if there is one process."""
+    if jax.process_count() == 1:
+        return None
+    # Given explicitly, Orbax synchronizes through JAX's coordination service, not with device
+    # programs, which a thread must not start.
+    return set(range(jax.process_count()))

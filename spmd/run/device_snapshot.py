@@ -12,22 +12,22 @@ HEADROOM = 1.2  # times the size of a copy that must be free on its device
 
 
 def fits_on_devices(state: State, copies: int = 1) -> bool:
-    """Whether each device of this process has room for copies at its peak usage. A device that
-    reports no memory statistics has.
+    """Return whether each device of this process has room for copies at its peak usage. A device
+    that reports no memory statistics has.
     """
     needed: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
             needed[shard.device] += copies * shard.data.nbytes
-    known = [
-        (size, stats)
-        for device, size in needed.items()
-        if "bytes_limit" in (stats := device.memory_stats() or {})
-    ]
-    return all(
-        HEADROOM * size <= stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0)
-        for size, stats in known
-    )
+    for device, size in needed.items():
+        # JAX returns None for a device that has no statistics, as a CPU.
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            continue
+        free = stats["bytes_limit"] - stats.get("peak_bytes_in_use", 0)
+        if HEADROOM * size > free:
+            return False
+    return True
 
 
 class StateCopier:
@@ -43,21 +43,27 @@ class StateCopier:
             device.platform == "cpu" for device in state.step.sharding.device_set
         )
         self._last: State | None = None
+        # The previous copy is donated for its memory only. The function never reads it, so that
+        # jit would drop the argument, and with it the donation, without `keep_unused`.
         self._copy = jax.jit(
             _copy, out_shardings=(shardings, None), donate_argnums=0, keep_unused=True
         )
 
     def __call__(self, state: State) -> State:
         """Copy. The copy of the previous call must not be used any more."""
-        last, self._last = self._last, None  # an interrupted call may have donated it
+        last = self._last
+        # Forgotten before the call: one that is interrupted may have donated it.
+        self._last = None
         copy, _ = self._copy(last, state)
-        self._last = copy if self._reuse_memory else None
+        if self._reuse_memory:
+            self._last = copy
         return copy
 
 
 def _copy(last: State | None, state: State) -> tuple[State, jax.Array]:
-    """Copy into the memory of `last`, if given. `busy` adds work, since XLA:CPU runs short programs
-    in the calling thread.
-    """
+    """Copy into the memory of `last`, if there is one."""
+    del last
+    # XLA:CPU runs short programs in the calling thread. This product makes the program long enough
+    # to run in another.
     busy = jnp.arange(2048)[:, None] * state.step.reshape(-1)
     return jax.tree.map(jnp.copy, state), busy

@@ -1,5 +1,5 @@
-"""Checkpoints of loops that users write: which steps a trainer knows of, so that two runs are never
-mixed in one folder.
+"""Checkpoints of loops that users write. A trainer knows the steps that it has restored and saved,
+so that two runs are never mixed in one folder.
 """
 
 import weakref
@@ -19,7 +19,8 @@ class LoopCheckpoints:
     """
 
     def __init__(self):
-        # by folder: the newest step that is this trainer's, and its state, if that is still there
+        # By folder: the newest step that is this trainer's, and a weak reference to its state,
+        # which must not stay in the devices' memory for this.
         self._newest: dict[Path, tuple[int, Callable[[], State | None]]] = {}
 
     def restored(self, folder: Path, step: int, state: State, newest: int) -> None:
@@ -65,17 +66,18 @@ class LoopCheckpoints:
         meta: dict[str, Any],
         metrics: dict[str, float],
     ) -> bool:
+        """Return whether the folder lacks this step; raise if it is not a later step of its run."""
         newest = store.latest()
         if newest is None:
             return True
-        known, saved = self._newest.get(store.folder.resolve(), (None, lambda: None))
-        if known is None:
+        continued, saved_state = self._newest.get(store.folder.resolve(), (None, lambda: None))
+        if continued is None:
             fix = "trainer.restore(folder) to continue it, or another folder."
             raise CheckpointError(
                 f"{store.folder} already holds a run, up to step {newest}.", fix=fix
             )
-        if known != newest:
-            why = f"{store.folder} holds step {newest}, and this loop continues step {known}"
+        if continued != newest:
+            why = f"{store.folder} holds step {newest}, and this loop continues step {continued}"
             raise CheckpointError(
                 f"{why}: a later restore would mix the two.", fix="another folder."
             )
@@ -91,7 +93,7 @@ class LoopCheckpoints:
                 "rank.",
                 fix=fix,
             )
-        if step < newest or (step == newest and saved() is not state):
+        if step < newest or (step == newest and saved_state() is not state):
             raise CheckpointError(
                 f"step {step} is not after step {newest}, the newest in {store.folder}.",
                 fix="another folder.",
@@ -108,7 +110,7 @@ class LoopCheckpoints:
 
 
 def check_config(config: Checkpoint, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats.
+    """Return metrics as floats.
 
     Raises:
       OptionError: an option that only `fit` has, a missing metric, or one that is no number.
@@ -125,11 +127,9 @@ def check_config(config: Checkpoint, metrics: Mapping[str, Any]) -> dict[str, fl
             f"metrics={short_repr(metrics)} is not a dict.", fix='such as {"eval_loss": 0.5}.'
         )
     if config.best is not None and config.best not in metrics:
-        fix = (
-            did_you_mean(config.best, metrics)
-            if metrics
-            else f'trainer.save(..., metrics={{"{config.best}": ...}}).'
-        )
+        fix = f'trainer.save(..., metrics={{"{config.best}": ...}}).'
+        if metrics:
+            fix = did_you_mean(config.best, metrics)
         raise OptionError(f'Checkpoint: there is no metric "{config.best}".', fix=fix)
     if config.best is None and metrics:
         why = "metrics have no effect: nothing ranks the checkpoints."

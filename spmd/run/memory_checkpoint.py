@@ -42,13 +42,14 @@ from spmd.tree import describe, format_bytes, nbytes
 
 AGREE_SECONDS = 60.0  # for all processes to say whether they are ready to write
 EXTRA_SECONDS = 5.0  # the others wait this much longer than process 0, which collects the votes
-LOOK = 0.02
-BUSY, ALL = "busy", "all"  # a vote, and the name of the list of all votes
+LOOK = 0.02  # seconds between two looks at the votes
+BUSY = "busy"  # a vote
+ALL = "all"  # the name of the list of all votes
 
 
 @dataclasses.dataclass
 class MemoryCounts:
-    """What this process has done for checkpoints in memory.
+    """The work of this process for checkpoints in memory.
 
     Attributes:
       saved: checkpoints that it has written.
@@ -117,7 +118,9 @@ class MemoryCheckpoints:
     """
 
     def __init__(self, folder: MemoryFolder, abstract_state: State, start: str):
-        self.folder, self.abstract_state, self.counts = folder, abstract_state, MemoryCounts()
+        self.folder = folder
+        self.abstract_state = abstract_state
+        self.counts = MemoryCounts()
         self.arrays = arrays_by_path(abstract_state)
         self.described = {path: describe(leaf) for path, leaf in self.arrays.items()}
         self.holders = shard_holders(self.arrays)
@@ -126,7 +129,7 @@ class MemoryCheckpoints:
         self.plan: WritePlan = plan_writes(
             self.holders, self.described, self.job.hosts, self.job.rank
         )
-        # steps that this process has written, or from which it was resumed
+        # Steps that this process has written, or from which it was resumed.
         self.held: set[int] = set()
         self._published: collections.deque[tuple[float, str]] = collections.deque()
         self._publishing = threading.Lock()
@@ -136,27 +139,19 @@ class MemoryCheckpoints:
         self._copy: tuple[int, State] | None = None
         self._last = futures.Future[None]()
         self._last.set_result(None)
-        self._thread, self._closed = (
-            futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory"),
-            threading.Event(),
-        )
+        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd memory")
+        self._closed = threading.Event()
 
     def _find_hosts(self, start: str) -> Job:
         """Find out which processes share a host, and where they receive copies."""
         rank = jax.process_index()
-        texts = [
-            json.loads(text)
-            for text in gather_texts(json.dumps([self.folder.host, socket.gethostname()]))
-        ]
-        hosts, names = (
-            group_hosts([host for host, _ in texts]),
-            [printable(str(name), 100) for _, name in texts],
-        )
-        names = (
-            names
-            if len(set(names)) == len(hosts)
-            else [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
-        )
+        texts = gather_texts(json.dumps([self.folder.host, socket.gethostname()]))
+        pairs = [json.loads(text) for text in texts]
+        hosts = group_hosts([host for host, _ in pairs])
+        names = [printable(str(name), 100) for _, name in pairs]
+        # Containers may share a host name.
+        if len(set(names)) != len(hosts):
+            names = [f"{name} (host {_host_of(hosts, each)})" for each, name in enumerate(names)]
         addresses = [""] * len(texts)
         if len(hosts) > 1 and job_token():
             try:
@@ -167,7 +162,8 @@ class MemoryCheckpoints:
                 logging.getLogger("spmd").warning(
                     "copies of checkpoints in memory cannot be received: %s", error
                 )
-            addresses = gather_texts("" if self._receiver is None else self._receiver.address)
+            address = "" if self._receiver is None else self._receiver.address
+            addresses = gather_texts(address)
         elif len(hosts) > 1 and rank == 0:
             fix = "set a random SPMD_TOKEN everywhere"
             logging.getLogger("spmd").warning(
@@ -183,9 +179,11 @@ class MemoryCheckpoints:
         if not self._last.done():
             return
         if self._threaded is None:
-            self._threaded = fits_on_devices(state, copies=2)  # another one is made for the disk
+            # Two: another copy is made for the disk.
+            self._threaded = fits_on_devices(state, copies=2)
         if self._threaded:
-            self._copy = None  # its memory is used again
+            # The memory of the copy before is used again.
+            self._copy = None
             self._copier = self._copier or StateCopier(state)
             self._copy = (step, self._copier(state))
 
@@ -201,15 +199,18 @@ class MemoryCheckpoints:
             self.copy(state, step)
         source: State | dict[Key, np.ndarray]
         if self._copy is not None:
-            (_, source), self._copy = self._copy, None
-        else:  # no room on the devices: training waits until the host has the shards
+            _, source = self._copy
+            self._copy = None
+        else:
+            # No room on the devices: training waits until the host has the shards.
             source = self._copy_to_host(state)
         meta = {**meta, "step": step, "arrays": self.described}
         self._last = self._thread.submit(self._write, [source], step, meta)
 
     def _copy_to_host(self, state: State) -> dict[Key, np.ndarray]:
-        """The shards that this process writes; all are on their way at once."""
+        """Return the shards that this process writes, on the host."""
         shards = _local_shards(state)
+        # All are on their way before the first is waited for.
         for key in self.plan.write:
             shards[key].copy_to_host_async()
         with jax.transfer_guard_device_to_host("allow"):
@@ -219,6 +220,8 @@ class MemoryCheckpoints:
         """Write the one source in the list; it is emptied, so that the copy of the state is freed
         at once.
         """
+        # An argument is alive until the call returns, also in the executor's list of tasks: so the
+        # source comes in a list, and no name stays for it.
         source = sources.pop()
         shards = source if isinstance(source, dict) else _local_shards(source)
         del source
@@ -233,6 +236,7 @@ class MemoryCheckpoints:
                 step, self.job.start, self.job.rank, meta, dict.fromkeys(self.plan.write, "")
             )
             path = self.folder.piece(step, self.job.rank)
+            # Each shard is freed when it is written.
             with jax.transfer_guard_device_to_host("allow"):
                 piece = write_piece(path, blank, lambda key: np.asarray(shards.pop(key)))
             self.held.add(step)
@@ -252,8 +256,11 @@ class MemoryCheckpoints:
         """Send the next host what no other host has; process 0 also sends the metadata, which a
         resumed run needs.
         """
-        receiver, keys = self.plan.receiver, self.plan.send
-        if receiver is None or not self.job.addresses[receiver] or not (keys or self.job.rank == 0):
+        receiver = self.plan.receiver
+        keys = self.plan.send
+        if receiver is None or not self.job.addresses[receiver]:
+            return
+        if not keys and self.job.rank != 0:
             return
         try:
             self.counts.bytes_sent += self.ship(receiver, piece, path, keys)
@@ -275,7 +282,8 @@ class MemoryCheckpoints:
         """
         selected = piece.select(keys)
         size = len(selected.header()) + selected.data_bytes()
-        # the proof covers it, and it the checksums of all shards
+        # The proof of the message covers the header's checksum, and the header has the checksums of
+        # all shards.
         digest = hashlib.sha256(selected.header()).hexdigest()
         message = {
             "step": piece.step,
@@ -299,14 +307,22 @@ class MemoryCheckpoints:
 
     def _receive(self, message: dict[str, Any], read: Read) -> None:
         """Write what another host sends; raises to refuse it."""
-        step, rank, sender, total = (message[name] for name in ("step", "rank", "sender", "bytes"))
-        for number in (step, rank, *([] if sender is None else [sender])):
+        step = message["step"]
+        rank = message["rank"]
+        sender = message["sender"]
+        total = message["bytes"]
+        # They become the name of a file.
+        numbers = [step, rank]
+        if sender is not None:
+            numbers.append(sender)
+        for number in numbers:
             if type(number) is not int or not 0 <= number < 10**9:
                 raise ValueError("not a step or rank")
         most = sum(map(nbytes, self.arrays.values())) + MOST_HEADER
         if total > most:
             raise ValueError(f"{total} bytes are more than the state has")
-        if why := self.folder.lacks_room(total, {step, *self.held}):
+        why = self.folder.lacks_room(total, {step, *self.held})
+        if why:
             raise ValueError(why)
 
         def check(piece: Piece) -> None:
@@ -318,8 +334,8 @@ class MemoryCheckpoints:
         receive_piece(self.folder.piece(step, rank, sender), total, read, check)
 
     def _agree(self, step: int) -> set[int] | None:
-        """The step to keep until this one is complete, if any; None: some process is not ready, so
-        none writes this step.
+        """Return the step to keep until this one is complete, if any; None: some process is not
+        ready, so none writes this step.
         """
         try:
             self.folder.create()
@@ -330,28 +346,27 @@ class MemoryCheckpoints:
         if votes is None:
             return None
         decoded = [json.loads(vote) for vote in votes]
-        if reason := next((why for _, why in decoded if why), ""):
+        reasons = [why for _, why in decoded if why]
+        if reasons:
             if self.job.rank == 0:
+                reason = printable(reasons[0], 300)
                 self._log_once(
-                    f"training continues without checkpoints in memory: {printable(reason, 300)}",
-                    "room",
+                    f"training continues without checkpoints in memory: {reason}", "room"
                 )
             return None
         common = set.intersection(*(set(held) for held, _ in decoded))
         return {max(common)} if common else set()
 
     def _votes(self, step: int, vote: str) -> list[str] | None:
-        """The votes of all processes, collected by process 0; None if one is busy, or has not voted
-        in time.
+        """Return the votes of all processes, collected by process 0; None if one is busy, or has
+        not voted in time.
         """
         if not coordination.is_initialized():
             return [vote]
         self._publish(step, str(self.job.rank), vote)
-        path, size, until = (
-            f"memory/{self.job.start}/{step}/",
-            len(self.job.names),
-            time.monotonic() + AGREE_SECONDS,
-        )
+        path = f"memory/{self.job.start}/{step}/"
+        size = len(self.job.names)
+        until = time.monotonic() + AGREE_SECONDS
         if self.job.rank == 0:
             votes: dict[str, str] = {}
             while (
@@ -361,9 +376,11 @@ class MemoryCheckpoints:
                 and not self._closed.wait(LOOK)
             ):
                 votes = coordination.read_dir(path)
-            result = (
-                list(votes.values()) if len(votes) == size and BUSY not in votes.values() else None
-            )
+            result = None
+            if len(votes) == size and BUSY not in votes.values():
+                result = list(votes.values())
+            # All processes use what process 0 publishes: a vote that comes too late for it is too
+            # late for all.
             self._publish(step, ALL, json.dumps(result))
             return result
         while time.monotonic() < until + EXTRA_SECONDS and not self._closed.is_set():
@@ -382,11 +399,15 @@ class MemoryCheckpoints:
         """Store a text for all, and remove those for which no process waits any more. A fast run
         votes on the next steps in between.
         """
-        coordination.put(path := f"memory/{self.job.start}/{step}/{name}", text)
-        with self._publishing:  # the thread and the training loop both publish
+        path = f"memory/{self.job.start}/{step}/{name}"
+        coordination.put(path, text)
+        # The thread and the training loop both publish.
+        with self._publishing:
             self._published.append((time.monotonic(), path))
+            # JAX's coordination service keeps a text in memory until it is deleted.
             while self._published[0][0] < time.monotonic() - AGREE_SECONDS - 2 * EXTRA_SECONDS:
-                coordination.delete(self._published.popleft()[1])
+                _, old_path = self._published.popleft()
+                coordination.delete(old_path)
 
     def _log_once(self, text: str, kind: str = "") -> None:
         if (kind or text) not in self._logged and len(self._logged) < 10:
@@ -414,18 +435,19 @@ class MemoryCheckpoints:
         if self._receiver is not None:
             self._receiver.close()
         if remove:
-            first_nonempty("")  # a barrier
+            # A barrier: another process of this host may still read the folder.
+            first_nonempty("")
             self.folder.remove()
         self.folder.close()
 
 
 def _local_shards(state: State) -> dict[Key, Any]:
-    """One copy of each shard that this process's devices hold."""
-    return {
-        (path, shard_bounds(shard.index, leaf.shape)): shard.data
-        for path, leaf in arrays_by_path(state).items()
-        for shard in leaf.addressable_shards
-    }
+    """Return one copy of each shard that this process's devices hold."""
+    shards = {}
+    for path, leaf in arrays_by_path(state).items():
+        for shard in leaf.addressable_shards:
+            shards[path, shard_bounds(shard.index, leaf.shape)] = shard.data
+    return shards
 
 
 def _host_of(hosts: list[list[int]], rank: int) -> int:
@@ -435,8 +457,8 @@ def _host_of(hosts: list[list[int]], rank: int) -> int:
 def open_memory(
     base: str | Path | None, run_folder: Path, abstract_state: State, *, resume: bool
 ) -> MemoryCheckpoints | None:
-    """A run's checkpoints in memory; all processes call it. None, after a warning, if a host's
-    folder cannot be used.
+    """Open a run's checkpoints in memory; all processes call it. Returns None, after a warning, if
+    a host's folder cannot be used.
 
     Raises:
       OptionError: this machine has no /dev/shm, and no other folder is chosen.
@@ -445,23 +467,23 @@ def open_memory(
     chosen = memory_base(base)
 
     def new_start() -> str:
-        return (
-            f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}"
-            if jax.process_index() == 0
-            else ""
-        )
+        if jax.process_index() != 0:
+            return ""
+        return f"{run_id(run_folder, keep=resume)} {secrets.token_hex(8)}"
 
     shared = raise_everywhere(
         new_start, CheckpointError, f"the id of the run in {run_folder} cannot be written"
     )
     identity, start = first_nonempty(shared).split()
-    folder, why = None, ""
+    folder = None
+    why = ""
     try:
         folder = MemoryFolder(chosen, run_folder, identity)
         report_to_launcher(f"memory.{jax.process_index()}", {"folder": str(folder.path)})
     except OSError as error:
         why = f"{socket.gethostname()}: {error}"
-    if problem := first_nonempty(why):
+    problem = first_nonempty(why)
+    if problem:
         if folder is not None:
             folder.close()
         if jax.process_index() == 0:
@@ -469,4 +491,6 @@ def open_memory(
                 "there are no checkpoints in memory: %s", printable(problem, 300)
             )
         return None
-    return None if folder is None else MemoryCheckpoints(folder, abstract_state, start)
+    if folder is None:
+        return None
+    return MemoryCheckpoints(folder, abstract_state, start)

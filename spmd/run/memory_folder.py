@@ -1,5 +1,4 @@
-"""The folder of a run's checkpoints in memory on one host: whose it is, how much room it has, and
-when it is removed.
+"""The folder of a run's checkpoints in memory on one host: its owner, its room and its removal.
 
 It is BASE/spmd-UID/RUN, with /dev/shm as BASE: files there outlive the processes that wrote them,
 but not the machine. RUN names the run's folder and an id in it, so that another run in the same
@@ -19,6 +18,7 @@ import stat
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from spmd.errors import OptionError
 from spmd.output_files import name_errors
@@ -26,26 +26,39 @@ from spmd.tree import format_bytes
 from spmd.user_paths import as_path, run_file
 
 ID_FILE = "memory_id"  # beside the checkpoints on disk
-RUN_FILE, LOCK_FILE = "run.json", "lock"
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
 DEFAULT_BASE = Path("/dev/shm")
 HEADROOM = 1.1  # times the size of a checkpoint that must be free
 CGROUPS = Path("/sys/fs/cgroup")
-# seconds without a write after which a folder that no process uses is removed
+# Seconds without a write after which a folder that no process uses is removed.
 MAX_AGE = 24 * 3600.0
-# step, rank of the writer, and rank of the sender of shards that were lost
+# Step, rank of the writer, and rank of the sender of shards that were lost.
 _PIECE = re.compile(r"(\d{1,15})\.(\d{1,9})(\.\d{1,9})?")
 
 
+class _CgroupFiles(NamedTuple):
+    """The names of files, and of fields in `memory.stat`, in a version of cgroups."""
+
+    limit: str
+    used: str
+    stat_prefix: str
+
+
+CGROUP_1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+CGROUP_2 = _CgroupFiles("memory.max", "memory.current", "")
+
+
 def memory_base(chosen: str | Path | None) -> Path:
-    """Where folders of checkpoints in memory are: as chosen, $SPMD_MEMORY_FOLDER, or /dev/shm.
+    """Return where folders of checkpoints in memory are: as chosen, $SPMD_MEMORY_FOLDER, or
+    /dev/shm.
 
     Raises:
       OptionError: there is no /dev/shm on this machine.
     """
-    given = chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE
-    base = as_path(
-        given, "Checkpoint: memory_folder" if chosen else "$SPMD_MEMORY_FOLDER"
-    ).absolute()
+    path = chosen or os.environ.get("SPMD_MEMORY_FOLDER") or DEFAULT_BASE
+    option_name = "Checkpoint: memory_folder" if chosen else "$SPMD_MEMORY_FOLDER"
+    base = as_path(path, option_name).absolute()
     if base == DEFAULT_BASE and not base.is_dir():
         fix = (
             "Checkpoint(memory_folder=...) or $SPMD_MEMORY_FOLDER, a folder in memory or on a fast "
@@ -59,13 +72,15 @@ def memory_base(chosen: str | Path | None) -> Path:
 
 
 def run_id(run_folder: Path, *, keep: bool) -> str:
-    """The id of the run in a folder: the one in it if `keep`, else a new one, which is written
-    there.
+    """Return the id of the run in a folder: the one in it if `keep`, else a new one, which is
+    written there.
     """
     path = run_folder / "checkpoints" / ID_FILE
-    if keep and (known := _read_id(path)):
-        return known
+    earlier = _read_id(path) if keep else ""
+    if earlier:
+        return earlier
     new = secrets.token_hex(8)
+    # A reader finds the old id or the new one, and no part of one.
     part = run_file(path.parent, f".{ID_FILE}.{os.getpid()}")
     with name_errors(part):
         part.write_text(new, encoding="ascii")
@@ -74,38 +89,36 @@ def run_id(run_folder: Path, *, keep: bool) -> str:
 
 
 def _read_id(path: Path) -> str:
+    """Return the id in a file; "" if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         text = path.read_text(encoding="ascii")
-        return text if re.fullmatch("[0-9a-f]{16}", text) else ""
+        if re.fullmatch("[0-9a-f]{16}", text):
+            return text
     return ""
 
 
 def forget_run(run_folder: Path) -> None:
-    """Let no later start of the run find what is in memory."""
+    """Remove the id of the run, so that no later start of it finds what is in memory."""
     (run_folder / "checkpoints" / ID_FILE).unlink(missing_ok=True)
 
 
 def newest_step(run_folder: Path) -> int:
-    """The newest step of a run, not necessarily complete, of which this host's memory has a piece;
-    -1 if there is none.
+    """Return the newest step of a run, not necessarily complete, of which this host's memory has a
+    piece; -1 if there is none.
     """
     with contextlib.suppress(OptionError, OSError):
-        path = (
-            memory_base(None)
-            / f"spmd-{os.geteuid()}"
-            / _name(run_folder, _read_id(run_folder / "checkpoints" / ID_FILE))
-        )
-        if _is_private(path.parent) and _is_private(path):
-            return max(
-                (int(match[1]) for name in os.listdir(path) if (match := _PIECE.fullmatch(name))),
-                default=-1,
-            )
+        user = memory_base(None) / f"spmd-{os.geteuid()}"
+        path = user / _name(run_folder, _read_id(run_folder / "checkpoints" / ID_FILE))
+        if _is_private(user) and _is_private(path):
+            matches = [_PIECE.fullmatch(name) for name in os.listdir(path)]
+            return max((int(match[1]) for match in matches if match), default=-1)
     return -1
 
 
 def _name(run_folder: Path, identity: str) -> str:
-    """The name of a run's folder of pieces."""
-    return f"{hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()[:16]}-{identity}"
+    """Return the name of a run's folder of pieces."""
+    digest = hashlib.sha256(os.fsencode(run_folder.absolute())).hexdigest()
+    return f"{digest[:16]}-{identity}"
 
 
 class MemoryFolder:
@@ -117,11 +130,9 @@ class MemoryFolder:
 
     def __init__(self, base: Path, run_folder: Path, identity: str):
         user = base / f"spmd-{os.geteuid()}"
-        self.path, self._record, self._lock = (
-            user / _name(run_folder, identity),
-            {"folder": str(run_folder.absolute()), "id": identity},
-            -1,
-        )
+        self.path = user / _name(run_folder, identity)
+        self._record = {"folder": str(run_folder.absolute()), "id": identity}
+        self._lock = -1
         self.create()
         remove_stale(user)
 
@@ -142,43 +153,51 @@ class MemoryFolder:
                 self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600
             )
             _flock(self._lock, exclusive=False)
-            # another process removed the folder before this one had the lock
+            # Another process may have removed the folder before this one had the lock.
             if not self._holds_lock():
                 self.close()
+        # A process that reads finds a complete record: all processes of a host write the same.
         record = self.path / f"{RUN_FILE}.{os.getpid()}"
         with name_errors(record):
             record.write_text(json.dumps(self._record), encoding="utf-8")
         record.replace(self.path / RUN_FILE)
 
     def _holds_lock(self) -> bool:
-        """Whether the lock is that of the folder which is there now."""
+        """Return whether the lock is the one of the folder that exists now."""
+        if self._lock < 0:
+            return False
         with contextlib.suppress(FileNotFoundError):
-            return self._lock >= 0 and os.path.samestat(
-                os.fstat(self._lock), (self.path / LOCK_FILE).lstat()
-            )
+            return os.path.samestat(os.fstat(self._lock), (self.path / LOCK_FILE).lstat())
         return False
 
     @property
     def host(self) -> str:
-        """Identifies the storage: processes with the same text lose their pieces together."""
+        """A text that identifies the storage: processes with the same text lose their pieces
+        together.
+        """
         info = self.path.stat()
+        # Two machines may have equal device and inode numbers, and containers of one machine have
+        # one boot.
         boot = ""
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {info.st_dev} {info.st_ino}"
 
     def pieces(self) -> dict[Path, tuple[int, int]]:
-        """Step and rank of every complete file of a piece."""
-        found = {}
+        """Return step and rank of every complete file of a piece."""
+        pieces = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
-                if match := _PIECE.fullmatch(entry.name):
-                    found[Path(entry.path)] = (int(match[1]), int(match[2]))
-        return found
+                match = _PIECE.fullmatch(entry.name)
+                if match:
+                    pieces[Path(entry.path)] = (int(match[1]), int(match[2]))
+        return pieces
 
     def piece(self, step: int, rank: int, sender: int | None = None) -> Path:
-        """The file of a piece."""
-        return self.path / (f"{step}.{rank}" if sender is None else f"{step}.{rank}.{sender}")
+        """Return the file of a piece."""
+        if sender is None:
+            return self.path / f"{step}.{rank}"
+        return self.path / f"{step}.{rank}.{sender}"
 
     def keep_only(self, steps: Collection[int]) -> None:
         """Remove the pieces of all other steps, also incomplete ones."""
@@ -189,32 +208,35 @@ class MemoryFolder:
                 remove_piece(Path(entry.path))
 
     def lacks_room(self, size: int, keeping: Collection[int]) -> str:
-        """Why a number of bytes does not fit beside the pieces of some steps, as text; "" if it
-        does.
+        """Return the reason for which a number of bytes does not fit beside the pieces of some
+        steps, as text; "" if it fits.
         """
-        freed = sum(
-            path.stat().st_size for path, (step, _) in self.pieces().items() if step not in keeping
-        )
+        freed = 0
+        for path, (step, _) in self.pieces().items():
+            if step not in keeping:
+                freed += path.stat().st_size
         limits: dict[str, int | None] = {"free in its file system": _free(self.path)}
+        # A tmpfs may have a larger limit than the host has memory.
         if in_memory(self.path):
             limits["free in this host's memory"] = available_memory()
-        for what, free in limits.items():
+        for limit, free in limits.items():
             if free is not None and free + freed < HEADROOM * size:
                 return (
-                    f"{format_bytes(free + freed)} are {what} ({self.path}), {HEADROOM} times "
+                    f"{format_bytes(free + freed)} are {limit} ({self.path}), {HEADROOM} times "
                     f"{format_bytes(size)} are needed"
                 )
         return ""
 
     def remove(self) -> None:
-        """Remove it with all pieces."""
+        """Remove the folder with all pieces."""
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
+        # Fails unless this was the user's last folder.
         with contextlib.suppress(OSError):
-            self.path.parent.rmdir()  # if it was the last
+            self.path.parent.rmdir()
 
     def close(self) -> None:
-        """Release it; the pieces stay."""
+        """Release the folder; the pieces stay."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -244,8 +266,8 @@ def remove_stale(user: Path) -> None:
 
 
 def _may_resume(run_folder: Path, identity: str) -> bool:
-    """Whether a run may still need its pieces; a run's folder that is not mounted here, as in
-    another container, may be there elsewhere.
+    """Return whether a run may still need its pieces; a run's folder that is not mounted here, as
+    in another container, may be there elsewhere.
     """
     try:
         return (run_folder / "checkpoints" / ID_FILE).read_text(encoding="ascii") == identity
@@ -256,11 +278,11 @@ def _may_resume(run_folder: Path, identity: str) -> bool:
 
 
 def remove_unused(path: Path) -> bool:
-    """Remove a folder unless a process uses it; whether that was done."""
+    """Remove a folder unless a process uses it; return whether that was done."""
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     try:
         _flock(lock, exclusive=True)
-        # with the lock: a process that waits for it creates the folder again
+        # With the lock: a process that waits for it creates the folder again.
         shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
         return False
@@ -270,25 +292,23 @@ def remove_unused(path: Path) -> bool:
 
 
 def is_memory_folder(path: Path) -> bool:
-    """Whether a path is a folder that `MemoryFolder` has made for this user; a launcher removes no
-    other.
+    """Return whether a path is a folder that `MemoryFolder` has made for this user; a launcher
+    removes no other.
     """
+    if not path.is_absolute() or path.parent.name != f"spmd-{os.geteuid()}":
+        return False
+    if not re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name):
+        return False
     with contextlib.suppress(OSError):
-        name_fits = (
-            path.is_absolute()
-            and path.parent.name == f"spmd-{os.geteuid()}"
-            and re.fullmatch("[0-9a-f]{16}-[0-9a-f]{16}", path.name)
-        )
-        return (
-            bool(name_fits)
-            and _is_private(path.parent)
-            and _is_private(path)
-            and (path / RUN_FILE).is_file()
-        )
+        is_private = _is_private(path.parent) and _is_private(path)
+        return is_private and (path / RUN_FILE).is_file()
     return False
 
 
 def _make_private(path: Path) -> None:
+    """Make a folder for this user only; all users can write to /dev/shm, so that something of
+    another may be in its place.
+    """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_private(path):
@@ -296,86 +316,108 @@ def _make_private(path: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
+    # Not `stat`: a link of another user's may point to a folder of this one's.
     info = path.lstat()
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
 def _flock(descriptor: int, *, exclusive: bool) -> None:
-    import fcntl  # not on Windows
+    # Windows has no fcntl.
+    import fcntl
 
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    if exclusive:
+        # Without waiting: a process that uses the folder may use it for days.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _free(path: Path) -> int:
+    """Return the bytes that this user may still write in the file system of a path."""
     info = os.statvfs(path)
     return info.f_bavail * info.f_frsize
 
 
 def in_memory(path: Path) -> bool:
-    """Whether a path is in a tmpfs, whose files take the host's memory."""
-    best, kind = "", ""
-    for mount, of in _mounts():
+    """Return whether a path is in a tmpfs, whose files take the host's memory."""
+    longest = ""
+    path_kind = ""
+    for mount, kind in _mounts():
         inside = path == Path(mount) or Path(mount) in path.parents
-        if inside and len(mount) >= len(best):
-            best, kind = mount, of
-    return kind in ("tmpfs", "ramfs")
+        # A later mount hides an earlier one in the same place.
+        if inside and len(mount) >= len(longest):
+            longest = mount
+            path_kind = kind
+    return path_kind in ("tmpfs", "ramfs")
 
 
 def _mounts() -> Iterator[tuple[str, str]]:
+    """Yield place and kind of each file system, as far as the system has such a list."""
     with contextlib.suppress(OSError):
-        for line in (
-            Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        text = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             _, mount, kind, *_ = line.split()
+            # The list separates fields by spaces, and writes a space in a path as \040.
             yield mount.replace("\\040", " "), kind
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that processes of this host may still take, within the limits of their
-    cgroups; None where that is not known.
+    """Return the bytes of memory that processes of this host may still take, within the limits of
+    their cgroups; None where that is not known.
     """
-    known = []
+    limits = []
     with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            # In KiB: "MemAvailable:   16384 kB".
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                limits.append(1024 * int(amount.split()[0]))
     with contextlib.suppress(OSError):
-        known += _left_in_cgroups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), CGROUPS)
-    return min(known, default=None)
+        limits += _left_in_cgroups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), CGROUPS)
+    return min(limits, default=None)
 
 
 def _left_in_cgroups(groups: str, root: Path) -> list[int]:
-    """Bytes that each cgroup of this process with a limit has left; what files occupy in the page
-    cache is given back when it is needed.
+    """Return the bytes that each cgroup of this process with a limit has left; what files occupy in
+    the page cache is given back when it is needed.
 
     Args:
       groups: a line "number:controllers:path" for each hierarchy. The path may be one that only the
         host sees, not the container.
       root: where the hierarchies are mounted.
     """
-    known = []
-    for number, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
+    left = []
+    for line in groups.splitlines():
+        number, controllers, path = line.split(":", 2)
         if number == "0":
-            top, limit, used, prefix = root, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):  # the first version of cgroups
-            top, limit, used, prefix = (
-                root / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_",
-            )
+            top = root
+            names = CGROUP_2
+        elif "memory" in controllers.split(","):
+            top = root / "memory"
+            names = CGROUP_1
         else:
             continue
         inside = top / path.lstrip("/")
-        for group in (
-            group for group in (inside, *inside.parents) if group == top or top in group.parents
-        ):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit it is "max"
-                numbers = dict(
-                    line.split()
-                    for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
-                )
-                files = sum(int(numbers[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-                known.append(
-                    int((group / limit).read_text()) - int((group / used).read_text()) + files
-                )
-    return known
+        # Each group above limits this one, too.
+        for group in (inside, *inside.parents):
+            if group != top and top not in group.parents:
+                continue
+            # A group without a limit has the word "max".
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                left.append(_left_in_cgroup(group, names))
+    return left
+
+
+def _left_in_cgroup(group: Path, names: _CgroupFiles) -> int:
+    """Return the bytes that a cgroup has left.
+
+    Raises:
+      OSError, ValueError, KeyError: it has no limit, or does not say.
+    """
+    lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+    numbers = dict(line.split() for line in lines)
+    inactive = int(numbers[f"{names.stat_prefix}inactive_file"])
+    active = int(numbers[f"{names.stat_prefix}active_file"])
+    limit = int((group / names.limit).read_text())
+    used = int((group / names.used).read_text())
+    return limit - used + inactive + active

@@ -27,14 +27,15 @@ from spmd.user_paths import run_file, wrap_os_errors
 
 OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 5.0
-# without a heartbeat, an owner on another machine counts as dead; network file systems may cache
-# for half of it
+# Without a heartbeat for this time, an owner on another machine counts as dead. Network file
+# systems may cache a file for half of it.
 TAKEOVER_SECONDS = 60.0
 MAX_BYTES = 4096  # bytes of the file that are looked at
-# how often a file that cannot be read is tried, and how long it is left alone in between
-READS, READ_SECONDS = 5, 1.0
+# A disk or a network may fail for a moment.
+READS = 5  # attempts to read the file
+READ_SECONDS = 1.0  # between two attempts
 
-# by token: the thread of this process that took ownership
+# By token: the thread of this process that took ownership.
 _owning_threads: dict[str, threading.Thread] = {}
 
 
@@ -83,22 +84,16 @@ class FolderOwnership:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ):
-        self._folder, self._path, self._beats, self._wait = (
-            folder,
-            run_file(folder, OWNER_FILE),
-            0,
-            wait,
-        )
-        since, born = (
-            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            _start_time(os.getpid()) or "",
-        )
+        self._folder = folder
+        self._path = run_file(folder, OWNER_FILE)
+        self._beats = 0
+        self._wait = wait
         self._me = Owner(
-            socket.gethostname(),
-            os.getpid(),
-            since,
-            _machine(),
-            born,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            machine=_machine(),
+            born=_start_time(os.getpid()) or "",
             file=0,
             token=uuid.uuid4().hex,
         )
@@ -113,31 +108,37 @@ class FolderOwnership:
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
 
     def _acquire(self, clock: Callable[[], float]) -> None:
-        watched, since = None, clock()
+        """Write this owner into the file once it has no other that lives."""
+        watched_text = None
+        since = clock()
         while True:
             with self._opened() as file:
-                text, inode = (
-                    self._read(lambda file=file: os.pread(file, MAX_BYTES, 0)),
-                    os.fstat(file).st_ino,
-                )
+                text = self._retry_read(lambda file=file: os.pread(file, MAX_BYTES, 0))
+                inode = os.fstat(file).st_ino
                 owner = _parsed(text)
-                unowned = not text or text.startswith(b"\0")
-                alive = False if unowned else None if owner is None else _is_alive(owner, inode)
-                if alive is False or (text == watched and clock() - since >= TAKEOVER_SECONDS):
+                alive = None
+                if not text or text.startswith(b"\0"):
+                    # A process that was killed while it began has left this.
+                    alive = False
+                elif owner is not None:
+                    alive = _is_alive(owner, inode)
+                if alive is False or (text == watched_text and clock() - since >= TAKEOVER_SECONDS):
                     self._me = dataclasses.replace(self._me, file=inode)
                     self._begin(file)
                     return
-            if alive or (watched is not None and text != watched):
+            if alive or (watched_text is not None and text != watched_text):
                 raise _ownership_error(self._folder, owner)
-            if watched is None:
-                watched, since = text, clock()
-                who = owner or "an unknown process"
+            if watched_text is None:
+                watched_text = text
+                since = clock()
                 message = "%s belonged to %s: waiting up to %.0f s for a heartbeat."
-                logging.getLogger("spmd").warning(message, self._folder, who, TAKEOVER_SECONDS)
+                logging.getLogger("spmd").warning(
+                    message, self._folder, owner or "an unknown process", TAKEOVER_SECONDS
+                )
             self._wait(HEARTBEAT_SECONDS / 2)
 
-    def _read(self, read: Callable[[], bytes]) -> bytes:
-        """What `read` returns; a disk or network that fails for a moment is tried again.
+    def _retry_read(self, read_file: Callable[[], bytes]) -> bytes:
+        """Return what `read_file` returns; try again where a disk or network fails for a moment.
 
         Raises:
           OSError: there is no such file, or each attempt has failed.
@@ -145,7 +146,7 @@ class FolderOwnership:
         failure = OSError()
         for _ in range(READS):
             try:
-                return read()
+                return read_file()
             except FileNotFoundError:
                 raise
             except OSError as error:
@@ -161,7 +162,7 @@ class FolderOwnership:
             gone or cannot be read.
         """
         try:
-            owner = _parsed(self._read(lambda: _content(self._path)))
+            owner = _parsed(self._retry_read(lambda: _content(self._path)))
         except FileNotFoundError:
             owner = None
         except OSError as error:
@@ -199,6 +200,7 @@ class FolderOwnership:
     def beat(self) -> None:
         """Write one heartbeat."""
         with self._opened(create=False) as file:
+            # The file may have been taken over, or removed and made again by another process.
             if self._is_mine(file) and not self._released.is_set():
                 self._beats += 1
                 write_at(file, self._text(), 0, self._path)
@@ -212,13 +214,15 @@ class FolderOwnership:
         begins with a zero, or is empty.
         """
         text = self._text()
-        os.ftruncate(file, 0)  # in place, since other processes wait for the lock of this inode
+        # In place, since other processes wait for the lock of this inode.
+        os.ftruncate(file, 0)
+        # The first byte last: until it is written, the file begins with a zero.
         write_at(file, text[1:], 1, self._path)
         write_at(file, text[:1], 0, self._path)
 
     def _text(self) -> bytes:
-        """This owner as JSON, of one length for all numbers of heartbeats: a part of it over an
-        earlier one is still JSON.
+        """Return this owner as JSON, of one length for all numbers of heartbeats: a part of it over
+        an earlier one is still JSON.
         """
         fields = dataclasses.asdict(self._me)
         del fields["beat"]
@@ -226,19 +230,23 @@ class FolderOwnership:
 
     @contextlib.contextmanager
     def _opened(self, *, create: bool = True) -> Iterator[int]:
-        """The file, locked if the file system supports it, so that two processes on one machine
-        never decide concurrently.
+        """Open the file in the block, locked if the file system supports it, so that two processes
+        on one machine never decide concurrently.
         """
+        # A pipe or a link in the place of the file must neither block nor be followed.
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW
+        if create:
+            flags |= os.O_CREAT
         while True:
-            file = os.open(
-                self._path, os.O_RDWR | os.O_CREAT * create | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644
-            )
+            file = os.open(self._path, flags, 0o644)
             try:
+                # Windows has no fcntl, and some network file systems have no locks.
                 with contextlib.suppress(OSError, ImportError):
-                    import fcntl  # not on Windows
+                    import fcntl
 
                     fcntl.flock(file, fcntl.LOCK_EX)
-                # else it was removed in between
+                # The owner that had the lock may have removed the file: then its name is another
+                # inode's, or nothing's, and the lock is worthless.
                 if self._path.exists() and os.fstat(file).st_ino == self._path.stat().st_ino:
                     yield file
                     return
@@ -252,25 +260,22 @@ def _content(path: Path) -> bytes:
 
 
 def _parsed(text: bytes) -> Owner | None:
+    """Return the owner that the file names; None if it names none that can be read."""
     try:
         owner = Owner(**json.loads(text))
-        return (
-            owner
-            if all(
-                type(getattr(owner, field.name)) is field.type
-                for field in dataclasses.fields(Owner)
-            )
-            else None
-        )
     except (ValueError, TypeError, RecursionError):
         return None
+    for field in dataclasses.fields(Owner):
+        if type(getattr(owner, field.name)) is not field.type:
+            return None
+    return owner
 
 
 def _is_alive(owner: Owner, inode: int) -> bool | None:
-    """Whether an owner's process is still running; None: that cannot be determined here."""
+    """Return whether an owner's process is still running; None: that cannot be determined here."""
     if owner.machine != _machine():
         return None
-    # a thread that has ended, or a fork's parent, may have left it unreleased
+    # A thread that has ended, or the parent of a fork, may have left the folder unreleased.
     if owner.process == os.getpid():
         thread = _owning_threads.get(owner.token)
         return owner.file == inode and thread is not None and thread.is_alive()
@@ -279,7 +284,7 @@ def _is_alive(owner: Owner, inode: int) -> bool | None:
 
 
 def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
-    """The error about a folder that has another owner."""
+    """Return the error about a folder that has another owner."""
     thread = None if owner is None else _owning_threads.get(owner.token)
     if thread is None:
         fix = "use another folder, or resume after that process has ended."
@@ -297,10 +302,11 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
 
 
 def _machine() -> str:
-    """The current boot of this machine, and its process namespace: a host name survives reboots,
-    and containers may share it.
+    """Return an id of this machine's boot and process namespace: a host name survives reboots, and
+    containers may share it.
     """
     try:
+        # Linux only; elsewhere the host name has to do.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -308,20 +314,21 @@ def _machine() -> str:
 
 
 def _start_time(process: int) -> str | None:
-    """When a process started; "" if the system does not say, None if it is not running."""
+    """Return when a process started; "" if the system does not say, None if it is not running."""
+    # Signal 0 is not sent: the call only says whether the process exists.
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
-        pass  # another user's process
+        # It exists, and is another user's.
+        pass
     try:
-        state, *fields = (
-            Path(f"/proc/{process}/stat")
-            .read_text(encoding="ascii", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        line = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except FileNotFoundError:
-        return "" if not Path("/proc/self/stat").exists() else None
-    return None if state in "ZX" else fields[18]  # a zombie writes nothing
+        # Only Linux has such files; there, the process has ended since.
+        return None if Path("/proc/self/stat").exists() else ""
+    # The second field is the name of the program in parentheses, and may contain any character.
+    state, *fields = line.rpartition(")")[2].split()
+    # A zombie writes nothing.
+    return None if state in "ZX" else fields[18]

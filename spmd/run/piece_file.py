@@ -27,9 +27,9 @@ from spmd.run.reshard_checkpoint import parse_dtype, parse_shape
 
 MAGIC = b"spmd-mem"
 PREFIX = 48  # bytes of MAGIC, length and SHA-256
-ALIGN = 64
+ALIGN = 64  # bytes; the header and each shard begin at a multiple
 CHUNK = 1 << 20  # bytes that are hashed while they are in the processor's cache
-MOST_HEADER = 64 << 20
+MOST_HEADER = 64 << 20  # bytes of a header: a damaged length must not allocate more
 
 Bounds = tuple[tuple[int, int], ...]  # first and last + 1 along each dim
 Key = tuple[str, Bounds]  # path of an array, and a shard of it
@@ -37,7 +37,7 @@ Key = tuple[str, Bounds]  # path of an array, and a shard of it
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
       step: updates that the state has made.
@@ -56,30 +56,31 @@ class Piece:
     shards: dict[Key, str]
 
     def nbytes(self, key: Key) -> int:
-        """Bytes of a shard."""
+        """Return the bytes of a shard."""
         return shard_bytes(self.meta["arrays"][key[0]], key[1])
 
     def offsets(self) -> dict[Key, int]:
-        """Where each shard begins, after the header."""
-        offsets, at = {}, 0
+        """Return the first byte of each shard, counted from the end of the header."""
+        offsets = {}
+        offset = 0
         for key in self.shards:
-            offsets[key] = at
-            at += _aligned(self.nbytes(key))
+            offsets[key] = offset
+            offset += _aligned(self.nbytes(key))
         return offsets
 
     def data_bytes(self) -> int:
-        """Bytes after the header."""
+        """Return the bytes after the header."""
         return sum(_aligned(self.nbytes(key)) for key in self.shards)
 
     def select(self, keys: Iterable[Key]) -> "Piece":
-        """The same piece with some of its shards."""
-        wanted = set(keys)
+        """Return the same piece with some of its shards."""
+        selected = set(keys)
         return dataclasses.replace(
-            self, shards={key: digest for key, digest in self.shards.items() if key in wanted}
+            self, shards={key: digest for key, digest in self.shards.items() if key in selected}
         )
 
     def header(self) -> bytes:
-        """The beginning of the file."""
+        """Return the beginning of the file."""
         shards = [[path, bounds, digest] for (path, bounds), digest in self.shards.items()]
         text = json.dumps(
             {
@@ -95,24 +96,22 @@ class Piece:
 
 
 def shard_bytes(described: str, bounds: Bounds) -> int:
-    """Bytes of a shard of an array, from the array's dtype and shape as text.
+    """Return the bytes of a shard of an array, from the array's dtype and shape as text.
 
     >>> shard_bytes("float32[512, 10]", ((0, 256), (0, 10)))
     10240
     """
-    return (
-        math.prod(last - first for first, last in bounds)
-        * jnp.dtype(parse_dtype(described)).itemsize
-    )
+    elements = math.prod(last - first for first, last in bounds)
+    return elements * jnp.dtype(parse_dtype(described)).itemsize
 
 
-def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> Piece:
+def write_piece(path: Path, piece: Piece, read_shard: Callable[[Key], np.ndarray]) -> Piece:
     """Write shards to a file, which appears under its name when it is complete.
 
     Args:
       path: of the file.
       piece: what to write; its digests are not looked at.
-      read: the contents of a shard, which are needed only until the next one is read.
+      read_shard: returns a shard, which is needed only until the next one is read.
 
     Returns:
       The piece with digests.
@@ -120,9 +119,12 @@ def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> 
     blank = dataclasses.replace(piece, shards=dict.fromkeys(piece.shards, "0" * 64))
     digests = {}
     with _new_file(path) as file:
+        # The header has the digests, and all digests have one length: it is written at the end,
+        # into the room that a header of zeros takes.
         file.seek(len(blank.header()))
         for key in piece.shards:
-            digest, content = hashlib.sha256(), read(key)
+            digest = hashlib.sha256()
+            content = read_shard(key)
             view = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
             for start in range(0, len(view), CHUNK):
                 digest.update(view[start : start + CHUNK])
@@ -136,7 +138,7 @@ def write_piece(path: Path, piece: Piece, read: Callable[[Key], np.ndarray]) -> 
 
 
 def read_header(path: Path) -> Piece:
-    """What a file holds, checked without reading the shards.
+    """Return the contents of a file, checked without reading the shards.
 
     Raises:
       DamagedFileError: it is not what `write_piece` wrote.
@@ -151,6 +153,7 @@ def open_piece(path: Path) -> BinaryIO:
     Raises:
       DamagedFileError: it is not a regular file, belongs to another user, or cannot be read.
     """
+    # In a folder that others can write to, a link or a pipe may be in the place of the file.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -163,40 +166,41 @@ def open_piece(path: Path) -> BinaryIO:
 
 
 def read_shards(path: Path, piece: Piece, keys: Iterable[Key]) -> Iterator[tuple[Key, np.ndarray]]:
-    """Shards of a file, each compared with its checksum; the arrays are new.
+    """Yield shards of a file, each compared with its checksum; the arrays are new.
 
     Raises:
       DamagedFileError: a shard is not what was written.
     """
-    offsets, begin = piece.offsets(), len(piece.header())
+    offsets = piece.offsets()
+    data_begin = len(piece.header())
     with open_piece(path) as file:
         for key in keys:
+            array_path, bounds = key
             buffer = np.empty(piece.nbytes(key), np.uint8)
-            file.seek(begin + offsets[key])
+            file.seek(data_begin + offsets[key])
             digest = hashlib.sha256()
             for start in range(0, len(buffer), CHUNK):
                 view = buffer.data[start : start + CHUNK]
                 _fill(file, view)
                 digest.update(view)
-            _check(digest, piece.shards[key], key)
-            described = piece.meta["arrays"][key[0]]
-            yield (
-                key,
-                buffer.view(jnp.dtype(parse_dtype(described))).reshape(
-                    [last - first for first, last in key[1]]
-                ),
-            )
+            _check_digest(digest, piece.shards[key], key)
+            dtype = jnp.dtype(parse_dtype(piece.meta["arrays"][array_path]))
+            shape = [last - first for first, last in bounds]
+            yield key, buffer.view(dtype).reshape(shape)
 
 
 def parts(path: Path, piece: Piece, keys: Sequence[Key]) -> Iterator[bytes]:
-    """The bytes of a file that holds only some shards of this one."""
-    offsets, begin, selected = piece.offsets(), len(piece.header()), piece.select(keys)
+    """Yield the bytes of a file that holds only some shards of this one."""
+    offsets = piece.offsets()
+    data_begin = len(piece.header())
+    selected = piece.select(keys)
     yield selected.header()
     with open_piece(path) as file:
         for key in selected.shards:
-            file.seek(begin + offsets[key])
+            file.seek(data_begin + offsets[key])
             left = _aligned(piece.nbytes(key))
             while left:
+                # The file is not buffered: a read may return less than was asked for.
                 chunk = file.read(min(left, CHUNK))
                 if not chunk:
                     raise OSError(f"{path} has become shorter")
@@ -205,41 +209,45 @@ def parts(path: Path, piece: Piece, keys: Sequence[Key]) -> Iterator[bytes]:
 
 
 def receive_piece(
-    path: Path, total: int, read: Callable[[memoryview], None], check: Callable[[Piece], None]
+    path: Path,
+    total: int,
+    read_into: Callable[[memoryview], None],
+    check: Callable[[Piece], None],
 ) -> Piece:
     """Write a file from a stream, comparing each shard with its checksum.
 
     Args:
       path: of the file.
       total: bytes of the stream.
-      read: fills a buffer with the next bytes.
+      read_into: fills a buffer with the next bytes.
       check: called with the header before anything is written; raises if it is not wanted.
 
     Raises:
       DamagedFileError: the stream is not a piece, or has another size.
     """
 
-    def take(count: int) -> bytes:
+    def next_bytes(count: int) -> bytes:
         buffer = bytearray(count)
-        read(memoryview(buffer))
+        read_into(memoryview(buffer))
         return bytes(buffer)
 
-    piece = _header(take, total)
+    piece = _header(next_bytes, total)
     check(piece)
     with _new_file(path) as file:
         file.write(piece.header())
         buffer = memoryview(bytearray(CHUNK))
         for key, expected in piece.shards.items():
-            digest, left = hashlib.sha256(), piece.nbytes(key)
+            digest = hashlib.sha256()
+            left = piece.nbytes(key)
             padding = _aligned(left) - left
             while left:
                 view = buffer[: min(left, CHUNK)]
-                read(view)
+                read_into(view)
                 digest.update(view)
                 file.write(view)
                 left -= len(view)
-            file.write(take(padding))
-            _check(digest, expected, key)
+            file.write(next_bytes(padding))
+            _check_digest(digest, expected, key)
     return piece
 
 
@@ -247,7 +255,9 @@ class _new_file:
     """A file that appears under its name at the end of the block, unless the block fails."""
 
     def __init__(self, path: Path):
-        self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
+        self._path = path
+        # The process is in the name: another may write the same piece, as a copy for this host.
+        self._part = path.with_name(f"{path.name}.{os.getpid()}.part")
 
     def __enter__(self) -> BinaryIO:
         self._file = open_output(
@@ -256,6 +266,8 @@ class _new_file:
         return self._file
 
     def __exit__(self, kind: Any, *_: object) -> None:
+        # Closed first, since closing writes what is left, and fails where the memory is full. There
+        # is no sync: checkpoints in memory outlive a process, and not the machine.
         try:
             self._file.close()
             if kind is None:
@@ -264,11 +276,11 @@ class _new_file:
             self._part.unlink(missing_ok=True)
 
 
-def _header(read: Callable[[int], bytes], total: int) -> Piece:
-    """The checked header of a file of `total` bytes; nothing is allocated that the file could not
-    hold.
+def _header(next_bytes: Callable[[int], bytes], total: int) -> Piece:
+    """Return the checked header of a file of `total` bytes; nothing is allocated that the file
+    could not hold.
     """
-    prefix = read(PREFIX) if total >= PREFIX else b""
+    prefix = next_bytes(PREFIX) if total >= PREFIX else b""
     if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
         raise DamagedFileError("it does not begin as a piece of a checkpoint")
     length = int.from_bytes(prefix[8:16], "little")
@@ -277,7 +289,7 @@ def _header(read: Callable[[int], bytes], total: int) -> Piece:
     padded = _aligned(PREFIX + length) - PREFIX
     if PREFIX + padded > total:
         raise DamagedFileError("it is truncated")
-    text = read(padded)[:length]
+    text = next_bytes(padded)[:length]
     if hashlib.sha256(text).digest() != prefix[16:48]:
         raise DamagedFileError("its header does not match its checksum")
     try:
@@ -300,51 +312,63 @@ def _header(read: Callable[[int], bytes], total: int) -> Piece:
 
 
 def _parsed(fields: dict[str, Any]) -> Piece:
-    step, start, rank, meta = fields["step"], fields["start"], fields["rank"], fields["meta"]
-    if (
-        type(step) is not int
-        or step < 0
-        or type(rank) is not int
-        or rank < 0
-        or not isinstance(start, str)
-    ):
+    """Return the piece that a header describes; every field is checked, since another host may have
+    sent it.
+    """
+    step = fields["step"]
+    start = fields["start"]
+    rank = fields["rank"]
+    meta = fields["meta"]
+    if not _is_natural(step) or not _is_natural(rank) or not isinstance(start, str):
         raise ValueError("step, start or rank")
-    if (
-        not isinstance(meta, dict)
-        or not isinstance(meta.get("arrays"), dict)
-        or meta.get("step") != step
-    ):
+    if not isinstance(meta, dict) or not isinstance(meta.get("arrays"), dict):
+        raise ValueError("meta")
+    if meta.get("step") != step:
         raise ValueError("meta")
     shards: dict[Key, str] = {}
-    for path, bounds, digest in fields["shards"]:
+    for path, pairs, digest in fields["shards"]:
         described = meta["arrays"][path]
         if not re.fullmatch(ARRAY_PATTERN, described) or not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise ValueError(f"array {path!r}")
         dtype = jnp.dtype(parse_dtype(described))
         if not (jnp.issubdtype(dtype, jnp.number) or dtype.kind == "b"):
             raise ValueError(f"dtype {dtype}")
-        sizes, dims = parse_shape(described), tuple((first, last) for first, last in bounds)
-        valid = len(sizes) == len(dims) and all(type(end) is int for dim in dims for end in dim)
-        if not valid or not all(
-            0 <= first < last <= size for (first, last), size in zip(dims, sizes, strict=True)
-        ):
+        bounds = tuple((first, last) for first, last in pairs)
+        if not _are_bounds(bounds, parse_shape(described)):
             raise ValueError(f"a shard of {path!r}")
-        if (path, dims) in shards:
+        if (path, bounds) in shards:
             raise ValueError(f"{path!r} twice")
-        shards[path, dims] = digest
+        shards[path, bounds] = digest
     return Piece(step, start, rank, meta, shards)
 
 
+def _is_natural(value: Any) -> bool:
+    """Return whether a value is a whole number from 0, and no bool."""
+    return type(value) is int and value >= 0
+
+
+def _are_bounds(bounds: Bounds, shape: tuple[int, ...]) -> bool:
+    """Return whether bounds are those of a shard, with elements, of an array of this shape."""
+    if len(bounds) != len(shape):
+        return False
+    for (first, last), size in zip(bounds, shape, strict=True):
+        if type(first) is not int or type(last) is not int or not 0 <= first < last <= size:
+            return False
+    return True
+
+
 def _aligned(count: int) -> int:
+    """Return the smallest multiple of `ALIGN` from `count` on."""
     return -(-count // ALIGN) * ALIGN
 
 
-def _check(digest: Any, expected: str, key: Key) -> None:
+def _check_digest(digest: Any, expected: str, key: Key) -> None:
     if digest.hexdigest() != expected:
         raise DamagedFileError(f"{key[0]} is not what was written")
 
 
 def _fill(file: BinaryIO, view: memoryview) -> None:
+    """Fill a buffer from a file that is not buffered, and so may read less than was asked for."""
     while len(view):
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:

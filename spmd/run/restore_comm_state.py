@@ -21,7 +21,8 @@ from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import has_pending_sync
 
 STATE = "state"
-COMM_STATE = {  # items of a checkpoint, and how reports name them
+# The items of a checkpoint, and their names in reports.
+COMM_STATE = {
     RESIDUAL: "residuals",
     CODEC: "arrays of codecs",
     HELD: "stale weights of workers",
@@ -32,7 +33,8 @@ COMM_STATE = {  # items of a checkpoint, and how reports name them
     READ: "weights of the last synchronization",
     OUTER: "momenta of the outer optimizer",
 }
-RESET_EFFECTS = {  # what a reset in the middle of a run means
+# The effects of a reset in the middle of a run.
+RESET_EFFECTS = {
     RESIDUAL: "compression errors so far are not compensated",
     HELD: "every worker reads the servers' weights again",
     SUM: "gradients collected for the next update, if any, are dropped",
@@ -41,7 +43,7 @@ RESET_EFFECTS = {  # what a reset in the middle of a run means
 
 
 def checkpoint_item(path: str) -> str:
-    """The item of a checkpoint that an array belongs to.
+    """Return the item of a checkpoint that an array belongs to.
 
     >>> checkpoint_item("params/dense/kernel"), checkpoint_item("exchange/dense/kernel/residual")
     ('state', 'residual')
@@ -53,96 +55,107 @@ def checkpoint_item(path: str) -> str:
 
 
 def comm_state_to_read(
-    saved: dict[str, str], wanted: dict[str, Any], mesh: Mesh, *, repacked: bool = False
+    saved: dict[str, str], targets: dict[str, Any], mesh: Mesh, *, repacked: bool = False
 ) -> tuple[dict[str, dict[str, jax.ShapeDtypeStruct]], set[str], list[str]]:
-    """Plans how to read communication state: arrays to read, the paths that are usable, and text
+    """Plan how to read communication state: arrays to read, the paths that are usable, and text
     about what does not fit.
 
     Args:
       saved: dtype and shape of every array of the checkpoint, by path.
-      wanted: the arrays of the new state (shapes, dtypes, shardings), by path.
+      targets: the arrays of the new state (shapes, dtypes, shardings), by path.
       repacked: parameters are packed differently, which invalidates communication state even where
         shapes are equal.
 
     Returns:
-      Arrays to read, by item and path: Orbax reads an item completely, so unwanted arrays are read
-        with the rest.
+      Arrays to read, by item and path: Orbax reads an item completely, so arrays that the new state
+        does not have are read as well.
     """
     if repacked:
-        return {}, set(), _reset_all(saved, wanted)
-    to_read, fitting, changes = {}, set(), []
+        return {}, set(), _reset_all(saved, targets)
+    to_read: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    fitting: set[str] = set()
+    changes = []
     for item, name in COMM_STATE.items():
-        arrays = {
-            path: _as_saved(wanted.get(path), text, mesh, item)
-            for path, text in saved.items()
-            if checkpoint_item(path) == item
-        }
-        kept = {path for path, (_, fits) in arrays.items() if fits}
-        fitting |= kept
-        if kept:
-            to_read[item] = {path: leaf for path, (leaf, _) in arrays.items()}
-        missing = sum(checkpoint_item(path) == item for path in wanted) - len(kept)
-        changes += (
-            [f"{len(arrays) - len(kept)} {name} were dropped"] if len(arrays) > len(kept) else []
-        )
-        changes += [f"{missing} {name} were reset"] if missing else []
-        workers = [
-            wanted[path].shape[0] for path in kept if arrays[path][0].shape != wanted[path].shape
-        ]
-        changes += [f"{name} were redistributed over {workers[0]} workers"] if workers else []
+        leaves: dict[str, jax.ShapeDtypeStruct] = {}
+        item_fitting = set()
+        for path, text in saved.items():
+            if checkpoint_item(path) == item:
+                leaves[path], fits = _as_saved(targets.get(path), text, mesh, item)
+                if fits:
+                    item_fitting.add(path)
+        fitting |= item_fitting
+        if item_fitting:
+            # Orbax reads an item completely: the arrays that will be dropped are named, too.
+            to_read[item] = leaves
+        dropped = len(leaves) - len(item_fitting)
+        if dropped:
+            changes.append(f"{dropped} {name} were dropped")
+        missing = sum(checkpoint_item(path) == item for path in targets) - len(item_fitting)
+        if missing:
+            changes.append(f"{missing} {name} were reset")
+        resplit = [path for path in item_fitting if leaves[path].shape != targets[path].shape]
+        if resplit:
+            workers = targets[resplit[0]].shape[0]
+            changes.append(f"{name} were redistributed over {workers} workers")
     return to_read, fitting, changes
 
 
-def _reset_all(saved: dict[str, str], wanted: dict[str, Any]) -> list[str]:
+def _reset_all(saved: dict[str, str], targets: dict[str, Any]) -> list[str]:
+    """Return text about communication state of which nothing is restored."""
     changes = []
     for item, name in COMM_STATE.items():
-        before, now = (
-            any(checkpoint_item(path) == item for path in arrays) for arrays in (saved, wanted)
-        )
-        effect = (
-            f": {RESET_EFFECTS[item]}"
-            if item in RESET_EFFECTS and (before or item in (HELD, OWN))
-            else ""
-        )
-        changes += (
-            [f"{name} were reset{effect}"] if now else [f"{name} were dropped"] if before else []
-        )
+        before = any(checkpoint_item(path) == item for path in saved)
+        now = any(checkpoint_item(path) == item for path in targets)
+        effect = ""
+        if item in RESET_EFFECTS and (before or item in (HELD, OWN)):
+            effect = f": {RESET_EFFECTS[item]}"
+        if now:
+            changes.append(f"{name} were reset{effect}")
+        elif before:
+            changes.append(f"{name} were dropped")
     return changes
 
 
-def _as_saved(wanted: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.ShapeDtypeStruct, bool]:
-    """How to read an array saved with this dtype and shape, and whether it fits the wanted one
-    (None: unwanted).
+def _as_saved(target: Any, saved: str, mesh: Mesh, item: str) -> tuple[jax.ShapeDtypeStruct, bool]:
+    """Return how to read an array saved with this dtype and shape, and whether it fits the one of
+    the new state (None: the new state has none).
 
     Only residuals can be redistributed over workers; every dim of a codec's arrays is fixed.
     Residuals of another number of workers are sharded over dim 0 if the workers divide it, else
     over another dim, else replicated.
     """
-    shape, dtype = parse_shape(saved), parse_dtype(saved)
-    if wanted is not None and describe(wanted) == saved:
-        return wanted, True
+    shape = parse_shape(saved)
+    if target is not None and describe(target) == saved:
+        return target, True
     if (
-        wanted is None
+        target is None
         or item != RESIDUAL
-        or dtype != str(wanted.dtype)
-        or shape[1:] != wanted.shape[1:]
+        or parse_dtype(saved) != str(target.dtype)
+        or shape[1:] != target.shape[1:]
     ):
-        return abstract_from_text(saved, mesh), False  # to be dropped
-    spec = (*wanted.sharding.spec, *[None] * (len(shape) - len(wanted.sharding.spec)))
-    over, rest = math.prod(mesh.shape[axis] for axis in spec_axes(spec[:1])), list(spec[1:])
-    free = [dim for dim, entry in enumerate(rest) if entry is None and shape[dim + 1] % over == 0]
-    if shape[0] % over and free:
-        rest[free[0]] = spec[0]
-    spec = PartitionSpec(None if shape[0] % over else spec[0], *rest)
-    return jax.ShapeDtypeStruct(shape, wanted.dtype, sharding=NamedSharding(mesh, spec)), True
+        return abstract_from_text(saved, mesh), False
+    spec = list(target.sharding.spec)
+    # A PartitionSpec may leave out the last dims.
+    spec += [None] * (len(shape) - len(spec))
+    worker_entry, *others = spec
+    workers = math.prod(mesh.shape[axis] for axis in spec_axes((worker_entry,)))
+    # JAX shards a dim only over a number of devices that divides it.
+    if shape[0] % workers:
+        for dim, entry in enumerate(others):
+            if entry is None and shape[dim + 1] % workers == 0:
+                others[dim] = worker_entry
+                break
+        worker_entry = None
+    sharding = NamedSharding(mesh, PartitionSpec(worker_entry, *others))
+    return jax.ShapeDtypeStruct(shape, target.dtype, sharding=sharding), True
 
 
-def resplit_residuals(residual: jax.Array, wanted: Any) -> jax.Array:
-    """Residuals [workers, ...] for another number of workers, with the same mean, which is all that
-    error feedback needs.
+def resplit_residuals(residual: jax.Array, target: Any) -> jax.Array:
+    """Return residuals [workers, ...] for another number of workers, with the same mean, which is
+    all that error feedback needs.
     """
-    return jax.jit(resplit_rows, static_argnums=1, out_shardings=wanted.sharding)(
-        residual, wanted.shape[0]
+    return jax.jit(resplit_rows, static_argnums=1, out_shardings=target.sharding)(
+        residual, target.shape[0]
     )
 
 
@@ -165,7 +178,9 @@ def check_sync_schedule(before: ParameterServer, now: ParameterServer, step: int
     same = before.mode == "local" and schedule(before) == schedule(now)
     if now.mode == "local" and not same and is_pending(step):
         free = next(number for number in itertools.count(step) if not is_pending(number))
-        was = schedule(before) if before.mode == "local" else f'mode = "{before.mode}"'
+        was = f'mode = "{before.mode}"'
+        if before.mode == "local":
+            was = schedule(before)
         why = (
             f"the checkpoint of step {step} lies between a send and its receive, and the schedule "
             "has changed"

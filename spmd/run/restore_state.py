@@ -57,19 +57,17 @@ def restore_matching(
     )
     state = placed.init()
     trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
-    new = [
-        path
-        for name, tree in trees.items()
-        for path in flatten(tree)
-        if f"{name}/{path}" not in restored
-    ]
+    new = []
+    for name, tree in trees.items():
+        new += [path for path in flatten(tree) if f"{name}/{path}" not in restored]
     others = join_names(new, 5) or "none"
     log_info(
         f"restored from step {step}: {len(restored)} arrays of the model that match {pattern}; "
         f"{others} begin as in a new state."
     )
-    mixed = {
-        name: map_paths(lambda path, leaf, of=name: restored.get(f"{of}/{path}", leaf), tree)
-        for name, tree in trees.items()
-    }
+    mixed = {}
+    for name, tree in trees.items():
+        mixed[name] = map_paths(
+            lambda path, leaf, name=name: restored.get(f"{name}/{path}", leaf), tree
+        )
     return placed.restart(dataclasses.replace(state, **mixed))

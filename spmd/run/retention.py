@@ -10,18 +10,22 @@ from pathlib import Path
 
 from spmd.ranking import best
 
-REMOVED = ".removed-"  # before the name of a checkpoint while its files are deleted
+# Before the name of a checkpoint while its files are deleted: a rename is one step for a reader,
+# and deleting a folder is many.
+REMOVED = ".removed-"
 
 
 def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) -> set[int]:
-    """The newest steps, or all if `keep` is None, and the best of those with a score, in the order
-    of `spmd.ranking`.
+    """Return the newest steps, or all if `keep` is None, and the best of those with a score, in the
+    order of `spmd.ranking`.
 
     >>> sorted(kept_steps({10: 1.0, 20: 5.0, 30: float("nan"), 40: None}, 1, "max"))
     [20, 40]
     """
-    known = {step: score for step, score in scores.items() if score is not None}
-    return {*sorted(scores)[-(keep or len(scores)) :], *best(known, 1, mode)}
+    ranked = {step: score for step, score in scores.items() if score is not None}
+    count = keep or len(scores)
+    newest = sorted(scores)[-count:]
+    return {*newest, *best(ranked, 1, mode)}
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -45,5 +49,5 @@ def remove_leftovers(run: Path) -> None:
     for path in (*checkpoints.glob(f"{REMOVED}*"), *checkpoints.glob("*.orbax-checkpoint-tmp*")):
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
-        # earlier versions kept the steps of a run that was started again at step 0
+        # Earlier versions kept the steps of a run that was started again at step 0.
         (run / "history-before-1.bin").unlink()

@@ -43,33 +43,42 @@ class Wrappers:
     inside: str
 
     def split(self, path: str) -> tuple[str, str] | None:
-        """The wrapper, or "", to which an array of the optimizer belongs, and the rest of its path;
-        None of any other array.
+        """Return the wrapper, or "", to which an array of the optimizer belongs, and the path below
+        its prefix; None of any other array.
         """
         if not path.startswith(f"{OPT}/"):
             return None
         if path.startswith(self.inside):
             return "", path.removeprefix(self.inside)
-        name, prefix = max(
-            self.prefixes.items(), key=lambda item: len(item[1]) if path.startswith(item[1]) else -1
-        )
+        # Each wrapper is inside of the one before it, so that the longest prefix is the innermost.
+        above = [item for item in self.prefixes.items() if path.startswith(item[1])]
+        name, prefix = max(above, key=lambda item: len(item[1]))
         return name, path.removeprefix(prefix)
 
 
 def wrappers_of(paths: Iterable[str]) -> Wrappers:
-    """The wrappers whose arrays have these paths."""
-    inside, paths, found = f"{OPT}/", list(paths), dict[str, str]()
+    """Return the wrappers whose arrays have these paths."""
+    paths = list(paths)
+    inside = f"{OPT}/"
+    prefixes: dict[str, str] = {}
     while True:
-        fields = {
-            path.removeprefix(inside).partition("/")[0] for path in paths if path.startswith(inside)
-        }
+        fields = _fields_below(inside, paths)
         for name, (kind, inner) in WRAPPERS.items():
-            known = {*kind._fields}
-            if name not in found and known - {inner, MAY_BE_EMPTY} <= fields <= known:
+            all_fields = {*kind._fields}
+            # A field without arrays has no path in a checkpoint.
+            always_present = all_fields - {inner, MAY_BE_EMPTY}
+            if name not in prefixes and always_present <= fields <= all_fields:
                 break
         else:
-            return Wrappers(found, inside)
-        found[name], inside = inside, f"{inside}{inner}/"
+            return Wrappers(prefixes, inside)
+        prefixes[name] = inside
+        inside = f"{inside}{inner}/"
+
+
+def _fields_below(prefix: str, paths: Iterable[str]) -> set[str]:
+    """Return the first part of each path below a prefix."""
+    below = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
+    return {path.partition("/")[0] for path in below}
 
 
 class Rewrapping:
@@ -77,7 +86,7 @@ class Rewrapping:
     paths alone.
 
     Args:
-      saved, wanted: paths of the arrays of the checkpoint, and of the new state.
+      saved, target: paths of the arrays of the checkpoint, and of the new state.
 
     Attributes:
       names: the path in the checkpoint of each array that is kept, by that in the new state.
@@ -85,21 +94,25 @@ class Rewrapping:
       changes: what has changed, as text.
     """
 
-    def __init__(self, saved: Collection[str], wanted: Collection[str]):
-        before, now = wrappers_of(saved), wrappers_of(wanted)
-        added, removed = (
-            [name for name in one.prefixes if name not in other.prefixes]
-            for one, other in ((now, before), (before, now))
-        )
-        targets = {place: path for path in wanted if (place := now.split(path)) is not None}
+    def __init__(self, saved: Collection[str], target: Collection[str]):
+        before = wrappers_of(saved)
+        now = wrappers_of(target)
+        added = [name for name in now.prefixes if name not in before.prefixes]
+        removed = [name for name in before.prefixes if name not in now.prefixes]
+        targets: dict[tuple[str, str], str] = {}
+        for path in target:
+            place = now.split(path)
+            if place is not None:
+                targets[place] = path
         self.names = dict[str, str]()
         for path in saved:
             place = before.split(path)
             if place is None:
                 self.names[path] = path
             elif place[0] not in removed:
-                prefix = now.prefixes[place[0]] if place[0] else now.inside
-                self.names[targets.get(place, f"{prefix}{place[1]}")] = path
+                wrapper, below = place
+                prefix = now.prefixes[wrapper] if wrapper else now.inside
+                self.names[targets.get(place, f"{prefix}{below}")] = path
         self.new = {path for (name, _), path in targets.items() if name in added}
         self.changes = [
             f"{name} was put around the optimizer, and starts new; the state inside is restored"
@@ -111,7 +124,7 @@ class Rewrapping:
         ]
 
     def renamed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a table of the checkpoint's arrays that are kept, by their paths in the new
-        state.
+        """Return the entries of a table of the checkpoint's arrays that are kept, by their paths in
+        the new state.
         """
         return {path: arrays[saved] for path, saved in self.names.items() if saved in arrays}

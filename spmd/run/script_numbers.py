@@ -1,4 +1,4 @@
-"""Numbers that a script gives its optimizer and the optimizer keeps in its state, such as the
+"""The numbers that a script gives its optimizer and the optimizer keeps in its state, such as the
 learning rate of `optax.inject_hyperparams`.
 
 A checkpoint has such a number twice: in the state, where training may have changed it, and in the
@@ -6,7 +6,7 @@ metadata, as the script gave it. So a run that resumes knows whether the script 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,11 +38,11 @@ class ScriptNumbers:
     injected: frozenset[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The values as a checkpoint's metadata keeps them."""
+        """Return the values as a checkpoint's metadata keeps them."""
         return {path: value.tolist() for path, value in self.values.items()}
 
     def update(self, state: State, saved: Mapping[str, Any] | None) -> tuple[State, list[str]]:
-        """A restored state in which the numbers that the script has changed are those of the
+        """Return a restored state in which the numbers that the script has changed are those of the
         script, and lines that say so.
 
         A number that training has changed, and the script has not, is kept. Of those that the
@@ -53,7 +53,9 @@ class ScriptNumbers:
           saved: what the script gave when the checkpoint was written; None: the checkpoint is of an
             earlier version and does not say.
         """
-        leaves, replaced, lines = flatten(state), dict[str, np.ndarray](), []
+        leaves = flatten(state)
+        replaced: dict[str, np.ndarray] = {}
+        lines = []
         for path, value in self.values.items():
             if saved is None:
                 if path in self.injected and not _holds(leaves[path], value):
@@ -63,43 +65,50 @@ class ScriptNumbers:
                         "value: training may have set it"
                     )
                     lines.append(
-                        f"{self._named(path)} was {_shown(_one(leaves[path], value))}, is "
+                        f"{self._named(path)} was {_shown(_first_worker(leaves[path], value))}, is "
                         f"{_shown(value)}, {why}"
                     )
                 continue
-            if path not in saved or _equal(began := np.asarray(saved[path], value.dtype), value):
+            if path not in saved:
+                continue
+            began = np.asarray(saved[path], value.dtype)
+            if _equal(began, value):
                 continue
             trained = not _holds(leaves[path], began)
             if trained and path not in self.injected:
-                held = _shown(_one(leaves[path], value))
+                held = _shown(_first_worker(leaves[path], value))
                 lines.append(
                     f"{path} began at {_shown(began)} and now begins at {_shown(value)}; it stays "
                     f"{held}, which training made of it"
                 )
                 continue
             replaced[path] = value
-            since = (
-                f", and {_shown(_one(leaves[path], value))} when it was saved" if trained else ""
-            )
+            since = ""
+            if trained:
+                held = _shown(_first_worker(leaves[path], value))
+                since = f", and {held} when it was saved"
             lines.append(f"{self._named(path)} was {_shown(began)}{since}, is {_shown(value)}")
 
         def replace(path: str, leaf: Any) -> Any:
-            return (
-                place_copy(np.broadcast_to(replaced[path], leaf.shape), leaf.sharding)
-                if path in replaced
-                else leaf
-            )
+            if path not in replaced:
+                return leaf
+            return place_copy(np.broadcast_to(replaced[path], leaf.shape), leaf.sharding)
 
-        return (map_paths(replace, state) if replaced else state), lines
+        if not replaced:
+            return state, lines
+        return map_paths(replace, state), lines
 
     def _named(self, path: str) -> str:
-        return f"{path} of optax.inject_hyperparams" if path in self.injected else path
+        """Return the name of a number in a report."""
+        if path in self.injected:
+            return f"{path} of optax.inject_hyperparams"
+        return path
 
 
 def find_script_numbers(
     init: Callable[[Tree], Any], params: Tree, placed: Resolved
 ) -> ScriptNumbers:
-    """The numbers in the state of an optimizer, read from the trace of `init`.
+    """Return the numbers in the state of an optimizer, read from the trace of `init`.
 
     Args:
       params: shapes.
@@ -107,41 +116,49 @@ def find_script_numbers(
     """
     traced, opt = jax.make_jaxpr(init, return_shape=True)(params)
     leaves = {f"{OPT}/{path}": leaf for path, leaf in flatten(opt).items()}
-    injected, known = (
-        injected_paths(opt),
-        dict(zip(traced.jaxpr.constvars, traced.consts, strict=True)),
-    )
-    values, computed = dict[str, np.ndarray](), set[str]()
+    injected = injected_paths(opt)
+    constants = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    values: dict[str, np.ndarray] = {}
+    computed: set[str] = set()
     for (path, leaf), var in zip(leaves.items(), traced.jaxpr.outvars, strict=True):
+        # Random keys are no numbers.
         if not jnp.issubdtype(leaf.dtype, np.number):
-            continue  # such as a random key
-        value = var.val if isinstance(var, Literal) else known.get(var)
+            continue
+        # JAX writes a Python number into a trace as a Literal, and an array as a constant.
+        if isinstance(var, Literal):
+            value = var.val
+        else:
+            value = constants.get(var)
         if value is None:
             computed |= {path} & injected
         elif path in injected or (leaf.size <= MOST and owner_of(path, leaf, placed) is None):
             values[path] = np.asarray(value, leaf.dtype)
-    if computed:  # such as a constant that is converted to the parameters' dtype
+    if computed:
+        # The trace converts a constant to the parameters' dtype, for example.
+        values |= _compute_numbers(init, params, computed)
+    # The skips that are left follow from an option, which is compared as such.
+    skips_left = {_join(path, "left") for path, _ in _states(opt, SpikeSkip)}
+    ordered = [path for path in leaves if path in values and path not in skips_left]
+    return ScriptNumbers({path: values[path] for path in ordered}, frozenset(injected))
 
-        def compute() -> dict[str, Any]:
-            opt = init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params))
-            return {
-                path: leaf
-                for name, leaf in flatten(opt).items()
-                if (path := f"{OPT}/{name}") in computed
-            }
 
-        values |= jax.tree.map(np.asarray, jax.jit(compute)())
-    # it follows from an option, which is compared as such
-    left = {_join(path, "left") for path, _ in _states(opt, SpikeSkip)}
-    return ScriptNumbers(
-        {path: values[path] for path in leaves if path in values and path not in left},
-        frozenset(injected),
-    )
+def _compute_numbers(
+    init: Callable[[Tree], Any], params: Tree, paths: Collection[str]
+) -> dict[str, np.ndarray]:
+    """Return the numbers at some paths of the optimizer's first state, which `init` computes."""
+
+    def compute() -> dict[str, Any]:
+        opt = init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params))
+        leaves = {f"{OPT}/{path}": leaf for path, leaf in flatten(opt).items()}
+        return {path: leaf for path, leaf in leaves.items() if path in paths}
+
+    # Under jit XLA drops all of the state that is not returned.
+    return jax.tree.map(np.asarray, jax.jit(compute)())
 
 
 def injected_paths(opt: Any) -> set[str]:
-    """Paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's value is
-    none, since each step computes it.
+    """Return the paths, in a `State`, of the constants of `optax.inject_hyperparams`; a schedule's
+    value is none, since each step computes it.
 
     Example:
       >>> import optax
@@ -158,12 +175,12 @@ def injected_paths(opt: Any) -> set[str]:
     return paths
 
 
-def _join(path: str, rest: str) -> str:
-    return "/".join(part for part in (OPT, path, rest) if part)
+def _join(path: str, field: str) -> str:
+    return "/".join(part for part in (OPT, path, field) if part)
 
 
 def _states(opt: Any, kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The states of a kind, each with its path."""
+    """Yield the states of a kind, each with its path."""
     if isinstance(opt, kind):
         yield path, opt
     below = jax.tree_util.tree_leaves_with_path(opt, is_leaf=lambda part: part is not opt)
@@ -174,23 +191,24 @@ def _states(opt: Any, kind: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _holds(leaf: jax.Array, value: np.ndarray) -> bool:
     """Return whether all of an array is `value`; all processes agree."""
+    # A program on the devices, since no process may hold all of the array. A NaN equals a NaN.
     return bool(jax.jit(lambda x: ((x == value) | ((x != x) & (value != value))).all())(leaf))
 
 
-def _one(leaf: jax.Array, value: np.ndarray) -> np.ndarray:
-    """The first worker's part of an array."""
+def _first_worker(leaf: jax.Array, value: np.ndarray) -> np.ndarray:
+    """Return the first worker's part of an array."""
     return np.asarray(jax.jit(lambda x: x.reshape(-1)[: value.size].reshape(value.shape))(leaf))
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
+    """Return whether two arrays are equal; a NaN equals a NaN."""
+    if one.shape != other.shape:
+        return False
+    both_nan = (one != one) & (other != other)
+    return bool(((one == other) | both_nan).all())
 
 
 def _shown(value: np.ndarray) -> str:
-    return (
-        ", ".join(f"{number:.7g}" for number in value.reshape(-1).tolist())
-        if value.size <= SHOWN
-        else f"another {describe(value)}"
-    )
+    if value.size > SHOWN:
+        return f"another {describe(value)}"
+    return ", ".join(f"{number:.7g}" for number in value.reshape(-1).tolist())

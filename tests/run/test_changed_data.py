@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd.data.shuffle import RecordOrder
 from spmd.data.work_assignment import Position
-from spmd.run.changed_data import resumed_position
+from spmd.run.saved_settings import resumed_position
 from tests.compare import assert_close
 from tests.run.small import FEATURES, fit, fit_net, numbers
 
