@@ -28,10 +28,11 @@ def facts_of(
 ) -> RunFacts:
     """Return the facts of a run that loggers get; `trainer` is the run's `Trainer`."""
     folder = None if store is None else store.folder
+    chosen_lengths = {name: value for name, value in lengths.items() if value is not None}
     config = {
         "layout": meta["layout"],
         "mesh": meta["mesh"],
-        **{name: value for name, value in lengths.items() if value is not None},
+        **chosen_lengths,
         **meta["options"],
         "seed": trainer.placed.config.seed,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
@@ -78,34 +79,50 @@ def begin_outputs(
         )
         loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
     if store is not None and not resumes:
-        # of an abandoned run, which a tracker that is added later would find
+        # The id is of an abandoned run, which a tracker that is added later would find.
         (store.folder / ID_FILE).unlink(missing_ok=True)
-    line, lines = "", begin_loggers(loggers, functools.partial(describe, follows=began_before))
-    step, changes, source = int(start_point.state.step), start_point.changes, start_point.source
+    lines = begin_loggers(loggers, functools.partial(describe, follows=began_before))
+    step = int(start_point.state.step)
+    beginning = ""
     if step:
-        # earlier records with a later step belong to the interrupted run
-        more = {"changed": changes} if changes else {}
-        write_record(
-            loggers,
-            {"step": step, "event": "resumed", **more, **({"source": source} if source else {})},
-        )
-        text = (
-            f"resumed step {step} from {source}"
-            if source
-            else f"resumed from step {step} of {None if store is None else store.folder}"
-        )
-        line = f"{text}{''.join(f'; {change}' for change in changes)}"
+        beginning = _record_resumption(loggers, store, start_point, step)
     elif began_before and store is not None:
-        # earlier records belong to the interrupted run
+        # A reader of the records sees that those before this one belong to the interrupted run.
         write_record(loggers, {"step": 0, "event": "started again"})
         if resumes:
             logging.getLogger("spmd").warning(
                 "the run in %s has no checkpoint: training starts again at step 0", store.folder
             )
-    elif resumes and store is not None:  # perhaps another folder was meant
-        line = f"{store.folder} holds no run to resume: a new one begins"
-    if line:
-        display.note(line)
-    for line in [*lines, *trainer.notes(), *([room] if room else [])]:
-        (display.note if line.startswith("note:") else display.say)(line)
+    elif resumes and store is not None:
+        # Perhaps another folder was meant.
+        beginning = f"{store.folder} holds no run to resume: a new one begins"
+    if beginning:
+        display.note(beginning)
+    lines = [*lines, *trainer.notes()]
+    if room:
+        lines.append(room)
+    for line in lines:
+        if line.startswith("note:"):
+            display.note(line)
+        else:
+            display.say(line)
     return loggers, display
+
+
+def _record_resumption(
+    loggers: list[Logger], store: CheckpointStore | None, start_point: StartPoint, step: int
+) -> str:
+    """Write the record of a run that resumes; return the line that says so."""
+    # A reader of the records sees that earlier ones of a later step belong to the interrupted run.
+    record: dict[str, Any] = {"step": step, "event": "resumed"}
+    if start_point.changes:
+        record["changed"] = start_point.changes
+    if start_point.source:
+        record["source"] = start_point.source
+    write_record(loggers, record)
+    if start_point.source:
+        text = f"resumed step {step} from {start_point.source}"
+    else:
+        folder = None if store is None else store.folder
+        text = f"resumed from step {step} of {folder}"
+    return "; ".join([text, *start_point.changes])

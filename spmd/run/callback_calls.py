@@ -1,4 +1,4 @@
-"""Calls of callbacks, and what they save in checkpoints."""
+"""Calls of callbacks, and their values in checkpoints."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ from spmd.run.known_callbacks import Each, TerminateOnNaN
 
 
 def as_callbacks(values: Any) -> list[Callback]:
-    """The callbacks of `fit(callbacks=...)`; functions of `info` are wrapped, and `TerminateOnNaN`
-    is added unless present.
+    """Return the callbacks of `fit(callbacks=...)`; functions of `info` are wrapped, and
+    `TerminateOnNaN` is added unless present.
 
     Raises:
       OptionError: one is neither a callback nor a function.
@@ -39,11 +39,9 @@ def as_callbacks(values: Any) -> list[Callback]:
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
     for value in values:
         if isinstance(value, type) or not (isinstance(value, Callback) or callable(value)):
-            fix = (
-                f"{value.__name__}(...), an instance."
-                if isinstance(value, type)
-                else "such as spmd.callbacks.StopAt(step=1000)."
-            )
+            fix = "such as spmd.callbacks.StopAt(step=1000)."
+            if isinstance(value, type):
+                fix = f"{value.__name__}(...), an instance."
             raise OptionError(
                 f"callback {short_repr(value)} is neither an spmd.callbacks.Callback nor a "
                 "function of info.",
@@ -90,7 +88,7 @@ class ReadOnlyMetrics(dict):
 
 
 def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-    """Metrics after the callbacks' `on_eval`, as floats.
+    """Return the metrics after the callbacks' `on_eval`, as floats.
 
     Raises:
       OptionError: one of them is not a number.
@@ -98,6 +96,7 @@ def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
         try:
+            # A callback may add an array of a device, which float() transfers to the host.
             with jax.transfer_guard("allow"):
                 numbers[str(name)] = float(value)
         except (TypeError, ValueError):
@@ -109,7 +108,7 @@ def as_numbers(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
 
 
 def step_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Those that override `on_step`."""
+    """Return the callbacks that override `on_step`."""
     return [callback for callback in callbacks if type(callback).on_step is not Callback.on_step]
 
 
@@ -120,17 +119,18 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
     Raises:
       CallbackError: one of them raises, more often than it may.
     """
-    callback, transfers = None, any(not callback.moves_nothing for callback in callbacks)
+    callback = None
+    transfers = any(not each.moves_nothing for each in callbacks)
     with raise_callback_errors(
         lambda: f"step {info.step}: callback {callback_name(callback)}.{event}"
     ):
         with contextlib.ExitStack() as block:
             if transfers:
                 block.enter_context(jax.transfer_guard("allow"))
-                # so that the watchdog blames this callback if it hangs
+                # With this the watchdog blames the callback if it hangs.
                 block.enter_context(watchdog.current().local_work())
             for callback in callbacks:
-                # at the start, an error says before hours of training that it cannot work
+                # An error at the start says before hours of training that a callback cannot work.
                 if callback.may_fail and event != "on_start":
                     _notify_tolerantly(callback, event, info)
                 else:
@@ -138,7 +138,7 @@ def notify(callbacks: Sequence[Callback], event: str, info: Info) -> None:
 
 
 def _notify_tolerantly(callback: Callback, event: str, info: Info) -> None:
-    """Call a method that may raise so often in a row."""
+    """Call a method that may raise `may_fail` times in a row."""
     failures: dict[str, int] = vars(callback).setdefault("_failures", {})  # by event
     try:
         getattr(callback, event)(info)
@@ -162,12 +162,14 @@ def _notify_tolerantly(callback: Callback, event: str, info: Info) -> None:
 
 
 def callback_name(callback: Any) -> str:
-    """The name a user knows a callback by: its class, or the function it calls."""
-    return short_repr(callback.function) if isinstance(callback, Each) else type(callback).__name__
+    """Return the name a user knows a callback by: its class, or the function it calls."""
+    if isinstance(callback, Each):
+        return short_repr(callback.function)
+    return type(callback).__name__
 
 
 def watched_metrics(callback: Callback) -> tuple[str, ...]:
-    """The metrics that a callback needs.
+    """Return the names of the metrics that a callback needs.
 
     Raises:
       OptionError: they are not a tuple of names.
@@ -183,12 +185,13 @@ def watched_metrics(callback: Callback) -> tuple[str, ...]:
 
 
 def save_callbacks(callbacks: Sequence[Callback], step: int) -> list[list[Any]]:
-    """What each callback stores in a checkpoint: [class name, result of `save`].
+    """Return the entry of each callback in a checkpoint: [class name, result of `save`].
 
     Raises:
       CallbackError: one of them raises, or returns a value that JSON cannot represent.
     """
-    entries, entry = [], None
+    entries = []
+    entry = None
     for callback in callbacks:
         with raise_callback_errors(lambda: f"step {step}: callback {callback_name(callback)}.save"):
             entry = callback.save()

@@ -1,4 +1,4 @@
-"""Callbacks: the base class, and what a callback receives."""
+"""Callbacks: the base class, and the argument that a callback receives."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from spmd.errors import OptionError
 
 
 class Info:
-    """What a callback receives: how far the run is, the metrics, and ways to stop it.
+    """The argument of a callback: the progress of the run, the metrics, and ways to stop it.
 
     Attributes:
       step: updates made when the metrics were measured.
@@ -18,7 +18,7 @@ class Info:
       rows: examples in the step's batch, over all workers.
     """
 
-    # so that info.stop = True, which would do nothing, is an error
+    # Without slots info.stop = True would do nothing; with them it is an error.
     __slots__ = ("_batch", "_control", "_exact", "epoch", "metrics", "rows", "step")
 
     def __init__(
@@ -32,14 +32,13 @@ class Info:
         exact: bool,
         batch: Any = None,
     ):
-        self._control, self.step, self.epoch, self.metrics, self.rows = (
-            control,
-            step,
-            epoch,
-            metrics,
-            rows,
-        )
-        self._exact, self._batch = exact, batch
+        self._control = control
+        self.step = step
+        self.epoch = epoch
+        self.metrics = metrics
+        self.rows = rows
+        self._exact = exact
+        self._batch = batch
 
     @property
     def state(self) -> Any:
@@ -123,7 +122,9 @@ class Info:
         """The first value of this step's batch that is not finite, by key and row; "" if there is
         none, or no batch.
         """
-        return "" if self._batch is None else find_nonfinite(self._batch)
+        if self._batch is None:
+            return ""
+        return find_nonfinite(self._batch)
 
 
 class Callback:
@@ -145,12 +146,12 @@ class Callback:
 
     every: int = 1
     exact: bool | None = None
-    # True: every process must have it, since it runs programs on the devices of all
+    # True: every process must have the callback, since it runs programs on the devices of all.
     together: bool = False
-    # True: transfers no arrays, so the loop keeps its transfer guard on
+    # True: the callback transfers no arrays, so the loop keeps JAX's transfer guard on.
     moves_nothing: bool = False
-    # how often in a row each of its `on_...` methods may raise, but `on_start`: training continues,
-    # with a warning
+    # How often in a row each of the `on_...` methods may raise, but `on_start`: training continues,
+    # with a warning.
     may_fail: int = 0
 
     def on_start(self, info: Info) -> None:
@@ -173,8 +174,8 @@ class Callback:
         return ()
 
     def save(self) -> dict[str, Any]:
-        """What a resumed run needs from this callback, as JSON values; every checkpoint stores
-        it.
+        """Return what a resumed run needs from this callback, as JSON values; every checkpoint
+        stores it.
         """
         return {}
 

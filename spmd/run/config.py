@@ -1,6 +1,4 @@
-"""What a run is made of (`LoopConfig`), where it begins (`StartPoint`), and how far it has come
-(`RunState`).
-"""
+"""The parts of a run (`LoopConfig`), its beginning (`StartPoint`) and its progress (`RunState`)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -63,7 +61,7 @@ class LoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StartPoint:
-    """What a run begins with: new, or from a checkpoint.
+    """The beginning of a run: new, or from a checkpoint.
 
     Attributes:
       position: in the data.
@@ -85,7 +83,7 @@ class StartPoint:
 
 @dataclasses.dataclass
 class RunState:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
       epoch: number of the current epoch, from 0; `position` is in the next one already when an

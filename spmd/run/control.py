@@ -1,5 +1,5 @@
-"""When a run stops: at its planned end, when a callback asks, or after a signal. Callbacks reach it
-through `info`.
+"""The end of a run: as planned, when a callback asks, or after a signal. Callbacks reach it through
+`info`.
 """
 
 import logging
@@ -22,11 +22,15 @@ class RunControl:
     """Stops the run, and notifies callbacks of its events."""
 
     def __init__(self, config: LoopConfig, run: RunState):
-        self.config, self.run, self.watchdog = config, run, watchdog.current()
-        self.last_step, self._notified_stop = config.schedule.steps, False
+        self.config = config
+        self.run = run
+        self.watchdog = watchdog.current()
+        self.last_step = config.schedule.steps
+        self._notified_stop = False
         self._signalled_at: float | None = None
-        self._noted_pictures = False  # that there is no folder for them
-        # the step of the newest, and all names of that step
+        # A warning says once that there is no folder for pictures.
+        self._noted_pictures = False
+        # The step of the newest picture, and the names of all pictures of that step.
         self._pictures: tuple[int, set[str]] = (-1, set())
 
     def stop(self, reason: str) -> None:
@@ -42,54 +46,59 @@ class RunControl:
 
     def stop_at(self, step: int) -> None:
         """Stop after this many updates; immediately if there were more already."""
-        self.last_step = step if self.last_step is None else min(step, self.last_step)
+        if self.last_step is None:
+            self.last_step = step
+        else:
+            self.last_step = min(step, self.last_step)
 
     def should_stop(self) -> bool:
-        """Whether the run stops here, between two steps, before its planned end."""
+        """Return whether the run stops here, between two steps, before its planned end."""
         if self.run.stop_reason is None and self.watchdog.should_stop(self.run.step):
             self.run.stop_reason = self.watchdog.stop_reason
-            # another process has received it
+            # Where another process has received the signal, this one knows of it only now.
             self._signalled_at = self._signalled_at or self.run.account.now()
         return self.run.stop_reason is not None
 
     def seconds_left(self) -> float:
-        """How much is left of the time to save after SIGTERM; infinity if there was none, or the
-        time is not known.
+        """Return the seconds that are left to save after SIGTERM; infinity if there was none, or
+        the time is not known.
         """
         if self.run.stop_reason != SIGTERM_REASON or self._signalled_at is None:
             return math.inf
         return grace_seconds() - (self.run.account.now() - self._signalled_at)
 
     def stopped_by_signal(self) -> bool:
-        """Whether a signal stops the run: then it must hurry, since the sender follows up with one
-        that cannot be handled.
+        """Return whether a signal stops the run: then it must hurry, since the sender follows up
+        with one that cannot be handled.
         """
         return self.should_stop() and self.run.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
 
     def stops_evaluation(self, batch: int) -> bool:
-        """Whether a signal ends an evaluation before this batch, from 1: finishing it could use up
-        the time left to save.
+        """Return whether a signal ends an evaluation before this batch, from 1: finishing it could
+        use up the time left to save.
         """
-        return self.watchdog.should_stop(self.run.step, batch) and self.watchdog.stop_reason in (
-            SIGINT_REASON,
-            SIGTERM_REASON,
-        )
+        if not self.watchdog.should_stop(self.run.step, batch):
+            return False
+        return self.watchdog.stop_reason in (SIGINT_REASON, SIGTERM_REASON)
 
     def steps_done(self) -> bool:
-        """Whether the planned number of steps is reached."""
+        """Return whether the planned number of steps is reached."""
         return self.last_step is not None and self.run.step >= self.last_step
 
     def finished(self) -> bool:
-        """Whether the run is at its planned end, in steps or in epochs."""
+        """Return whether the run is at its planned end, in steps or in epochs."""
         epochs = self.config.schedule.epochs
         return self.steps_done() or (epochs is not None and self.run.position.epoch >= epochs)
 
     def total_steps(self) -> int | None:
-        """Steps of the complete run; None where the length of an epoch is not known."""
-        per_epoch, epochs = self.config.source.steps_per_epoch, self.config.schedule.epochs
+        """Return the steps of the complete run; None where the length of an epoch is not known."""
         if self.last_step is not None:
             return self.last_step
-        return None if per_epoch is None or epochs is None else per_epoch * epochs
+        per_epoch = self.config.source.steps_per_epoch
+        epochs = self.config.schedule.epochs
+        if per_epoch is None or epochs is None:
+            return None
+        return per_epoch * epochs
 
     def log_picture(
         self, step: int, epoch: int, name: str, picture: Any, source: str | None = None
@@ -105,31 +114,33 @@ class RunControl:
                     "logged.\n    fix: fit(checkpoint=...)."
                 )
                 logging.getLogger("spmd").warning(text, name)
-        elif jax.process_index() == 0:
-            if self._pictures[0] != step:
-                self._pictures = (step, set())
-            name = unused_name(name, self._pictures[1])
-            path = write_picture(self.config.store.folder, name, step, picture, source)
-            self._pictures[1].add(name)
-            write_record(
-                self.config.loggers, {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}}
-            )
+            return
+        # All processes call this, and one writes to the folder that they share.
+        if jax.process_index() != 0:
+            return
+        if self._pictures[0] != step:
+            self._pictures = (step, set())
+        names = self._pictures[1]
+        name = unused_name(name, names)
+        path = write_picture(self.config.store.folder, name, step, picture, source)
+        names.add(name)
+        record = {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}}
+        write_record(self.config.loggers, record)
 
     def last_checkpoint(self) -> str:
-        """A sentence that says where the newest checkpoint is."""
+        """Return a sentence that says where the newest checkpoint is."""
         store = self.config.store
-        if store is None or (step := store.latest()) is None:
+        step = None if store is None else store.latest()
+        if store is None or step is None:
             return "There is no checkpoint."
         return f"The last checkpoint is step {step} in {store.folder}."
 
     def notify(self, event: str, metrics: dict[str, float] | None = None) -> None:
         """Call this method of each callback."""
-        metrics = ReadOnlyMetrics() if metrics is None else metrics
-        notify(
-            self.config.callbacks,
-            event,
-            Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True),
-        )
+        if metrics is None:
+            metrics = ReadOnlyMetrics()
+        info = Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True)
+        notify(self.config.callbacks, event, info)
 
     def notify_stop(self) -> None:
         """Call `on_stop`, once however the run ends."""

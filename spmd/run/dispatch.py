@@ -32,82 +32,88 @@ class StepDispatcher:
         metrics: StepMetrics,
         intervals: Intervals,
     ):
-        self._config, self._run, self._control, self._metrics, self._intervals = (
-            config,
-            run,
-            control,
-            metrics,
-            intervals,
-        )
+        self._config = config
+        self._run = run
+        self._control = control
+        self._metrics = metrics
+        self._intervals = intervals
         self._steps_per_call = min([config.steps_per_call, *intervals.all, *_full_steps(config)])
         if config.profiler is not None:
             config.profiler.check(self._steps_per_call)
 
     @contextlib.contextmanager
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:
-        """The calls that dispatch the current epoch, or the rest of it."""
-        config, run = self._config, self._run
-        reading = {
-            "retries": config.data_retries,
-            "stops": lambda: bool(self._control.watchdog.stop_reason),
-        }
+        """Yield the calls that dispatch the current epoch, or what is left of it."""
+        config = self._config
+        run = self._run
         batches = epoch_batches(
             config.source,
             config.program.clock,
             run.position,
             run.step,
             pad=config.program.pad_training,
-            **reading,
+            retries=config.data_retries,
+            stops=lambda: bool(self._control.watchdog.stop_reason),
         )
         if config.device_data is not None:
             yield self._device_calls(list(batches))
             return
-        # an iterable of the user's: read in a thread, and by each process separately
+        stops: Callable[[], bool] = self._control.stopped_by_signal
+        if jax.process_count() > 1:
+            # One of several processes cannot leave here: the others may have their batch.
+            stops = _never
+        # An iterable of the user's is read in a thread, and by each process separately.
         threaded = config.source.threaded
-        batches = allow_transfers(batches) if threaded and not config.prefetch else batches
-        # one of several processes cannot leave here: the others may have their batch
-        stops = self._control.stopped_by_signal if jax.process_count() == 1 else lambda: False
-        with prefetch(batches, config.placer, config.prefetch if threaded else 0, stops) as placed:
-            ready = (
-                uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}")
-                if threaded
-                else placed
-            )
+        ahead = 0
+        if threaded:
+            ahead = config.prefetch
+            if not ahead:
+                # The user's iterable may transfer arrays, and is read in this thread, in which
+                # JAX's transfer guard is on.
+                batches = allow_transfers(batches)
+        with prefetch(batches, config.placer, ahead, stops) as placed:
+            ready = placed
+            if threaded:
+                ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}")
             yield (
                 functools.partial(self._dispatch, batch)
                 for batch in run.account.count_waiting(ready, self._metrics.devices_idle)
             )
 
     def needs_no_more_batches(self) -> bool:
-        """Whether the last step is made, where each process reads its own batches: asking for one
-        more could block those that have none.
+        """Return whether the last step is made, where each process reads its own batches: asking
+        for one more could block those that have none.
         """
         return (
             self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
         )
 
     def may_have_more_batches(self) -> bool:
-        """Whether the epoch may have more batches after the last step, as far as its length is
-        known: a run that resumes looks for them.
+        """Return whether the epoch may have more batches after the last step, as far as its length
+        is known: a run that resumes looks for them.
         """
         return self._run.position.batch != self._config.source.steps_per_epoch
 
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
-        program, placer, run = self._config.program, self._config.placer, self._run
-        watch, counts = self._config.watch, dict[str, Any]()
-        watch = watch if watch is not None and watch.is_due(run.step + 1) else None
+        program = self._config.program
+        placer = self._config.placer
+        run = self._run
+        watch = self._config.watch
+        if watch is not None and not watch.is_due(run.step + 1):
+            watch = None
+        counts: dict[str, Any] = {}
         with self._traced(1):
             with placer.allow_row_transfers():
                 events = placer.replicate_all(program.events(run.step, batch.rows, batch.has_rows))
                 arguments = (run.state, batch.leaves, batch.weights, events)
-                if watch and watch.gradients:
+                if watch is not None and watch.gradients:
                     run.state, packed, counts["gradients"] = program.watched_step(
                         *arguments, split=batch.split
                     )
                 else:
                     run.state, packed = program.step(*arguments, split=batch.split)
-                if watch and watch.parameters:
+                if watch is not None and watch.parameters:
                     counts["parameters"] = program.count_parameters(run.state)
             run.step += 1
         run.position.advance(batch.has_rows)
@@ -115,8 +121,8 @@ class StepDispatcher:
         self._metrics.add(run.step, packed, [batch], counts)
 
     def _device_calls(self, batches: list[HostBatch]) -> Iterator[Callable[[], None]]:
-        """Calls on data that lives on the devices: many steps each; the remaining batches one by
-        one.
+        """Yield calls on data that lives on the devices: many steps each; the remaining batches one
+        by one.
         """
         while batches:
             yield functools.partial(self._dispatch_next, batches)
@@ -125,17 +131,15 @@ class StepDispatcher:
         """Dispatch the next call and remove its batches from the list. Its size is decided now: a
         callback may have moved the last step.
         """
-        count, step, watch = (
-            min(self._steps_per_call, self._steps_until_due(), len(batches)),
-            self._run.step,
-            self._config.watch,
-        )
-        # one of the steps, which is made alone
+        count = min(self._steps_per_call, self._steps_until_due(), len(batches))
+        step = self._run.step
+        watch = self._config.watch
+        # A watched step is another program: none is among the steps of a call.
         watched = watch is not None and step // watch.every < (step + count) // watch.every
-        if (
-            count == self._steps_per_call
-            and not watched
-            and (self._config.placer.pad or batches[count - 1].rows == self._config.program.rows)
+        # Calls have one number of steps, since XLA would compile a program for each.
+        full = count == self._steps_per_call and not watched
+        if full and (
+            self._config.placer.pad or batches[count - 1].rows == self._config.program.rows
         ):
             self._dispatch_many(batches[:count])
         else:
@@ -144,20 +148,24 @@ class StepDispatcher:
         del batches[:count]
 
     def _dispatch_many(self, batches: list[HostBatch]) -> None:
-        """`len(batches)` steps in one call; only row numbers are sent. A short batch is padded with
-        rows of weight 0.
+        """Dispatch `len(batches)` steps in one call; only row numbers are sent. A short batch is
+        padded with rows of weight 0.
         """
-        program, placer, run = self._config.program, self._config.placer, self._run
-        index, weights = row_indices(batches, program.rows)
-        index, weights = placer.replicate(index), placer.replicate(weights)
+        program = self._config.program
+        placer = self._config.placer
+        run = self._run
+        host_index, host_weights = row_indices(batches, program.rows)
+        index = placer.replicate(host_index)
+        weights = placer.replicate(host_weights)
         first = run.step + 1
         step_events = [
             program.events(run.step + offset, batch.rows, batch.has_rows)
             for offset, batch in enumerate(batches)
         ]
-        events = placer.replicate_all(
-            {name: np.stack([events[name] for events in step_events]) for name in step_events[0]}
-        )
+        stacked = {}
+        for name in step_events[0]:
+            stacked[name] = np.stack([events[name] for events in step_events])
+        events = placer.replicate_all(stacked)
         with self._traced(len(batches)):
             run.state, packed = program.scan_steps(
                 run.state, self._config.device_data, index, weights, events
@@ -168,27 +176,35 @@ class StepDispatcher:
         self._metrics.add(first, packed, batches)
 
     def _traced(self, count: int) -> contextlib.AbstractContextManager[None]:
-        """Around a call of `count` steps, which the profiler may trace."""
+        """Return a context around a call of `count` steps, which the profiler may trace."""
         profiler = self._config.profiler
-        return contextlib.nullcontext() if profiler is None else profiler.call(self._run, count)
+        if profiler is None:
+            return contextlib.nullcontext()
+        return profiler.trace_call(self._run, count)
 
     def _steps_until_due(self) -> int:
-        """Steps until something must read the state, or the run ends."""
-        step, last = self._run.step, self._control.last_step
-        return min(
-            self._intervals.steps_left(step) + ([] if last is None else [last - step]),
-            default=self._steps_per_call,
-        )
+        """Return the steps until something must read the state, or the run ends."""
+        step = self._run.step
+        last = self._control.last_step
+        steps = self._intervals.steps_left(step)
+        if last is not None:
+            steps.append(last - step)
+        return min(steps, default=self._steps_per_call)
+
+
+def _never() -> bool:
+    return False
 
 
 def _full_steps(config: LoopConfig) -> list[int]:
-    """How many steps of an epoch fit one call: all but a short last one that cannot be padded;
-    nothing where the length is not known.
+    """Return the number of steps of an epoch that fit one call: all but a short last one that
+    cannot be padded; nothing where the length is not known.
     """
-    steps, program = config.source.steps_per_epoch, config.program
+    steps = config.source.steps_per_epoch
+    program = config.program
     short = getattr(config.source, "examples", 0) % program.rows
-    return (
-        []
-        if steps is None
-        else [max(1, steps - bool(short and (program.drops_remainder or not config.placer.pad)))]
-    )
+    if steps is None:
+        return []
+    if short and (program.drops_remainder or not config.placer.pad):
+        steps -= 1
+    return [max(1, steps)]

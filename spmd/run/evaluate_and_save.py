@@ -26,30 +26,35 @@ class Evaluator:
     def __init__(
         self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics
     ):
-        self._config, self._run, self._control, self._metrics = config, run, control, metrics
+        self._config = config
+        self._run = run
+        self._control = control
+        self._metrics = metrics
         self._reported_perturbed = False
-        # steps of the newest evaluation that was completed, and that was not
-        self.completed_at = self.unfinished_at = -1
+        # The steps of the newest evaluation that was completed, and of the newest that was not.
+        self.completed_at = -1
+        self.unfinished_at = -1
 
     def evaluate(self) -> None:
         """Evaluate the newest state, unless that was done; report the results to callbacks,
         history, loggers and display.
         """
-        config, run = self._config, self._run
+        config = self._config
+        run = self._run
         if config.evaluate is None or self.completed_at == run.step:
             return
         self._metrics.drain()
-        self._reported_perturbed = self._reported_perturbed or report_perturbed(
-            run.state.opt, run.step
-        )
+        if not self._reported_perturbed:
+            self._reported_perturbed = report_perturbed(run.state.opt, run.step)
         self.completed_at = run.step
         self._control.watchdog.record_progress("eval", run.step)
+        draws: dict[str, Callable[[], Any]] = {}
         with (
             config.progress.doing("evaluating"),
             run.account(EVALUATING),
+            # The user's evaluation data may come from anywhere.
             jax.transfer_guard("allow"),
-        ):  # the user's evaluation data may come from anywhere
-            draws: dict[str, Callable[[], Any]] = {}
+        ):
             results = config.evaluate(run.state, self._control.stops_evaluation, draws=draws)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
@@ -58,8 +63,9 @@ class Evaluator:
         run.evaluated = {f"eval_{name}": value for name, value in results.items()}
         extended = dict(run.evaluated)
         try:
+            # Callbacks may add metrics to the dict.
             self._control.notify("on_eval", extended)
-            run.evaluated = as_numbers(extended, run.step)  # with what callbacks have added
+            run.evaluated = as_numbers(extended, run.step)
         finally:
             run.history.add_evaluation(run.step, run.evaluated)
             write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
@@ -72,7 +78,7 @@ class Evaluator:
         """
         if self._config.store is None or jax.process_index() != 0 or not draws:
             return
-        step, epoch = self._run.step, self._run.epoch
+        step = self._run.step
         with (
             self._run.account(EVALUATING),
             jax.transfer_guard("allow"),
@@ -81,16 +87,14 @@ class Evaluator:
             for name, draw in draws.items():
                 source = f'metric "{name}": draw'
                 with raise_callback_errors(lambda source=source: f"step {step}: {source}"):
-                    self._control.log_picture(step, epoch, f"eval_{name}", draw(), source)
+                    self._control.log_picture(step, self._run.epoch, f"eval_{name}", draw(), source)
 
     def _report_unfinished(self) -> None:
         """Report an evaluation that was not completed; the resumed run repeats it."""
         run = self._run
-        self.completed_at, self.unfinished_at, run.stop_reason = (
-            -1,
-            run.step,
-            self._control.watchdog.stop_reason,
-        )
+        self.completed_at = -1
+        self.unfinished_at = run.step
+        run.stop_reason = self._control.watchdog.stop_reason
         run.history.unfinished.append(run.step)
         write_record(
             self._config.loggers,
@@ -107,8 +111,12 @@ class Saver:
     def __init__(
         self, control: RunControl, metrics: StepMetrics, evaluator: Evaluator, intervals: Intervals
     ):
-        self._config, self._run, self._control = control.config, control.run, control
-        self._metrics, self._evaluator, self._intervals = metrics, evaluator, intervals
+        self._config = control.config
+        self._run = control.run
+        self._control = control
+        self._metrics = metrics
+        self._evaluator = evaluator
+        self._intervals = intervals
 
     def copy_early(self) -> None:
         """Copy the state on the devices before the host waits for the step, where no evaluation
@@ -119,12 +127,14 @@ class Saver:
 
     def save(self) -> None:
         """Start to write a checkpoint of the newest state, unless this step was saved."""
-        store, run = self._config.store, self._run
+        store = self._config.store
+        run = self._run
         if store is None:
             return
         best = store.config.best
         if best is not None and not self._control.stopped_by_signal():
-            self._evaluator.evaluate()  # a checkpoint without a value could never be the best
+            # A checkpoint without a value could never be the best.
+            self._evaluator.evaluate()
         self._metrics.drain()
         results = dict(run.evaluated) if run.step == self._evaluator.completed_at else {}
         if best is not None and results and best not in results:
@@ -132,47 +142,54 @@ class Saver:
                 f'Checkpoint: there is no metric "{best}".', fix=did_you_mean(best, results)
             )
         self._control.watchdog.record_progress("save", run.step)
-        if (
-            store.write_seconds > (left := max(self._control.seconds_left(), 0.0))
-            and jax.process_index() == 0
-        ):
-            why = (
-                f"the last checkpoint took {duration(store.write_seconds)} to write, and "
-                f"{duration(left)} are left after SIGTERM"
-            )
-            fix = f"spmd launch --grace {math.ceil(2 * store.write_seconds)}"
-            logging.getLogger("spmd").warning(
-                "step %d may not be saved in time: %s.\n    fix: %s", run.step, why, fix
-            )
+        self._warn_of_late_save(store.write_seconds)
         with run.account(SAVING):
-            # before the save: a run that resumes from it finds all earlier steps
+            # Before the save, so that a run that resumes from it finds all earlier steps.
             run.history.flush()
             saved = store.save(run.state, run.step, self._meta(), results)
         self._control.watchdog.record_progress("step", run.step)
         if saved:
             self._control.notify("on_checkpoint")
 
+    def _warn_of_late_save(self, write_seconds: float) -> None:
+        """Warn if the last checkpoint took longer to write than is left after SIGTERM."""
+        seconds_left = max(self._control.seconds_left(), 0.0)
+        if write_seconds <= seconds_left or jax.process_index() != 0:
+            return
+        why = (
+            f"the last checkpoint took {duration(write_seconds)} to write, and "
+            f"{duration(seconds_left)} are left after SIGTERM"
+        )
+        fix = f"spmd launch --grace {math.ceil(2 * write_seconds)}"
+        logging.getLogger("spmd").warning(
+            "step %d may not be saved in time: %s.\n    fix: %s", self._run.step, why, fix
+        )
+
     def report_interrupt(self) -> None:
         """Say what is kept of a run that Ctrl-C or SIGTERM has stopped, once it is on disk."""
-        store, run = self._config.store, self._run
-        how = {SIGINT_REASON: "interrupted", SIGTERM_REASON: "ended by SIGTERM"}.get(
-            run.stop_reason or ""
-        )
-        if how is None or jax.process_index() != 0:
+        store = self._config.store
+        run = self._run
+        endings = {SIGINT_REASON: "interrupted", SIGTERM_REASON: "ended by SIGTERM"}
+        ending = endings.get(run.stop_reason or "")
+        if ending is None or jax.process_index() != 0:
             return
-        kept = (
+        outcome = (
             "nothing was saved, since there is no checkpoint folder: fit(checkpoint=...) names one"
         )
         if store is not None:
-            kept = f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
-        self._config.progress.note(f"{how} after step {run.step}: {kept}.")
+            outcome = (
+                f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
+            )
+        self._config.progress.note(f"{ending} after step {run.step}: {outcome}.")
 
     def save_in_memory(self) -> None:
         """Start to write a checkpoint of the newest state to the memory of the hosts."""
-        memory, run = self._config.memory, self._run
+        memory = self._config.memory
+        run = self._run
         if memory is None:
             return
-        memory.copy(run.state, run.step)  # first, so that the devices need not wait for the host
+        # Before the host waits for the step, so that the devices need not wait for the host.
+        memory.copy(run.state, run.step)
         self._metrics.drain()
         with run.account(SAVING):
             run.history.flush()
@@ -181,7 +198,7 @@ class Saver:
     def report_memory(self) -> None:
         """Report, at the end of the run, what was written to memory."""
         if (memory := self._config.memory) is not None:
-            # the time that is left is for the checkpoint on disk, which replaces these
+            # The time that is left is for the checkpoint on disk, which replaces those in memory.
             if self._control.stopped_by_signal():
                 memory.stop()
             memory.wait()
@@ -192,8 +209,11 @@ class Saver:
             self._config.progress.say(str(memory.counts))
 
     def save_after_error(self, error: BaseException) -> None:
-        """Save the newest state and wait until it is on disk; a note of the error says where."""
-        store, run = self._config.store, self._run
+        """Save the newest state and wait until it is on disk; add a note to the error that says
+        where.
+        """
+        store = self._config.store
+        run = self._run
         if store is not None:
             with run.account(SAVING):
                 store.save(run.state, run.step, self._meta(), {})
@@ -204,11 +224,11 @@ class Saver:
             error.add_note(f"spmd: the state after step {run.step} was saved in {store.folder}.")
 
     def _meta(self) -> dict[str, Any]:
-        """Everything beside the arrays that a resumed run needs."""
-        run, evaluator = self._run, self._evaluator
-        owes = run.step == evaluator.unfinished_at or (
-            evaluator.completed_at != run.step and self._intervals.evaluates(run.step)
-        )
+        """Return everything beside the arrays that a resumed run needs."""
+        run = self._run
+        evaluator = self._evaluator
+        skipped = evaluator.completed_at != run.step and self._intervals.evaluates(run.step)
+        owes = run.step == evaluator.unfinished_at or skipped
         return {
             **self._config.meta,
             "position": dataclasses.asdict(run.position),

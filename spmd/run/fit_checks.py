@@ -25,30 +25,30 @@ def check_processes_agree(
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
-    facts |= {
-        f"compiler option {name}": str(value) for name, value in program.compiler_options.items()
-    }
+    for name, value in program.compiler_options.items():
+        facts[f"compiler option {name}"] = str(value)
+    # Only callbacks that run programs on the devices of all processes must be equal in all.
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}
-    for name, value in {
-        **options,
-        "callbacks": together,
-        "layout": tomllib.loads(options["layout"]),
-    }.items():
+    layout = tomllib.loads(options["layout"])
+    for name, value in {**options, "callbacks": together, "layout": layout}.items():
         facts |= leaves_by_name(name, value)
     facts |= array_facts(program.placed)
     init_facts, init_text = program.placed.init_facts()
-    program_texts = text_facts(init_text, "the initial values") | text_facts(
-        program.text(), "the step"
-    )
+    init_text_facts = text_facts(init_text, "the initial values")
+    step_text_facts = text_facts(program.text(), "the step")
     with current().in_phase("compile"):
-        check_consistency(facts | init_facts | program_texts)
+        check_consistency(facts | init_facts | init_text_facts | step_text_facts)
 
 
 def warn_of_unsynced_steps(server: ParameterServer | None, steps: int) -> None:
     """Warn of local steps after the last synchronization: they are not in the model."""
-    if server is None or not server.local or not (lost := unsynced_steps(server, steps)):
+    if server is None or not server.local:
         return
-    since, fix = "their last synchronization", "Choose a number of steps that `every` divides."
+    lost = unsynced_steps(server, steps)
+    if not lost:
+        return
+    since = "their last synchronization"
+    fix = "Choose a number of steps that `every` divides."
     if server.fragments > 1:
         since = "the last synchronization of some parameters"
         fix = "Fragments synchronize in turns, so a few steps always do; fewer fragments lose less."

@@ -11,20 +11,16 @@ from typing import Any
 from spmd.render.html import Html, document, framed, table
 from spmd.render.svg import WIDTH, box, caption, legend, svg
 
-TRAINING, REPEATED, WAITING, DOWN, STARTING = (
-    "training",
-    "repeated",
-    "waiting for data",
-    "down",
-    "starting",
-)
-COMPILING, EVALUATING, SAVING, RESTORING, PROFILING = (
-    "compiling",
-    "evaluating",
-    "saving",
-    "restoring",
-    "profiling",
-)
+TRAINING = "training"
+REPEATED = "repeated"
+WAITING = "waiting for data"
+DOWN = "down"
+STARTING = "starting"
+COMPILING = "compiling"
+EVALUATING = "evaluating"
+SAVING = "saving"
+RESTORING = "restoring"
+PROFILING = "profiling"
 PHASES = {  # colour of the style, and meaning
     TRAINING: ("a", "steps that are part of the current state, and callbacks between them"),
     REPEATED: ("b", "steps that were lost, since a restart resumed from an earlier checkpoint"),
@@ -37,11 +33,15 @@ PHASES = {  # colour of the style, and meaning
     STARTING: ("h", "imports, rendezvous, setup"),
     DOWN: ("j", "between a failure and the start of the next attempt"),
 }
-BINS, FINEST = 256, 0.125  # number of bins of the timeline; seconds of a bin in a short run
+BINS = 256  # of the timeline
+FINEST = 0.125  # seconds of a bin in a short run
 PAGE_STYLE = "body { max-width: 62rem; margin: 2.5rem auto; padding: 0 1.2rem }"
-# of the strip in the drawing; and the least room for a label
-LEFT, TOP, HEIGHT, LABEL_WIDTH = 4.0, 30.0, 120.0, 62.0
-# seconds
+# The place of the strip in the drawing, in pixels.
+LEFT = 4.0
+TOP = 30.0
+HEIGHT = 120.0
+LABEL_WIDTH = 62.0  # the least room for a label
+# Seconds between two labels of the axis.
 TICKS = (
     0.5,
     1,
@@ -82,7 +82,8 @@ class Timeline:
 
     def __init__(self, began: float):
         self.began = self.until = began
-        self.width, self.bins = FINEST, list[dict[str, float]]()
+        self.width = FINEST
+        self.bins: list[dict[str, float]] = []
         self.totals: dict[str, float] = {}
         self.attempts: list[float] = []  # when each started
 
@@ -90,60 +91,57 @@ class Timeline:
         """Charge the time since the last charge to a phase; none if a clock went backwards."""
         while until - self.began > BINS * self.width:
             pairs = itertools.zip_longest(self.bins[::2], self.bins[1::2], fillvalue={})
-            self.bins = [
-                {name: early.get(name, 0.0) + late.get(name, 0.0) for name in early | late}
-                for early, late in pairs
-            ]
+            self.bins = [_sum_of(early, late) for early, late in pairs]
             self.width *= 2
         self.totals[phase] = self.totals.get(phase, 0.0) + max(until - self.until, 0.0)
         while self.until < until:
-            at = int((self.until - self.began) / self.width)
-            end = self.began + (at + 1) * self.width
-            while end <= self.until:  # rounding
-                at, end = at + 1, end + self.width
-            self.bins += [{} for _ in range(at + 1 - len(self.bins))]
+            index = int((self.until - self.began) / self.width)
+            end = self.began + (index + 1) * self.width
+            # By rounding, the quotient may be that of the bin before.
+            while end <= self.until:
+                index += 1
+                end += self.width
+            while len(self.bins) <= index:
+                self.bins.append({})
             seconds = min(end, until) - self.until
-            self.bins[at][phase] = self.bins[at].get(phase, 0.0) + seconds
+            self.bins[index][phase] = self.bins[index].get(phase, 0.0) + seconds
             self.until = min(end, until)
 
     def repeat(self, seconds: float) -> None:
-        """The newest `seconds` of training are lost: they become "repeated"."""
-        seconds = lost = min(max(seconds, 0.0), self.totals.get(TRAINING, 0.0))
+        """Charge the newest `seconds` of training, which are lost, to "repeated" instead."""
+        lost = min(max(seconds, 0.0), self.totals.get(TRAINING, 0.0))
+        left = lost
         for each in reversed(self.bins):
-            moved = min(each.get(TRAINING, 0.0), seconds)
+            moved = min(each.get(TRAINING, 0.0), left)
             if moved:
                 each[TRAINING] -= moved
                 each[REPEATED] = each.get(REPEATED, 0.0) + moved
-                seconds -= moved
+                left -= moved
         if lost:
             self.totals[TRAINING] -= lost
             self.totals[REPEATED] = self.totals.get(REPEATED, 0.0) + lost
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the timeline as JSON values."""
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Timeline":
-        """The inverse of `to_json`.
+        """Return the timeline that `to_json` returned as JSON values.
 
         Raises:
           ValueError, TypeError, KeyError: it is not what `to_json` returns.
         """
         self = cls(float(values["began"]))
-        self.width, self.until = float(values["width"]), float(values["until"])
-        self.bins, self.totals = (
-            [_seconds(each) for each in values["bins"]],
-            _seconds(values["totals"]),
-        )
+        self.width = float(values["width"])
+        self.until = float(values["until"])
+        self.bins = [_seconds(each) for each in values["bins"]]
+        self.totals = _seconds(values["totals"])
         self.attempts = [float(start) for start in values["attempts"]]
         numbers = (self.began, self.width, self.until, *self.attempts)
-        if (
-            not all(map(math.isfinite, numbers))
-            or self.width < FINEST
-            or self.until < self.began
-            or len(self.bins) > BINS
-        ):
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("not a timeline")
+        if self.width < FINEST or self.until < self.began or len(self.bins) > BINS:
             raise ValueError("not a timeline")
         elapsed = self.until - self.began
         if not math.isclose(sum(self.totals.values()), elapsed, rel_tol=1e-6, abs_tol=0.1):
@@ -152,13 +150,19 @@ class Timeline:
 
 
 def _seconds(values: Any) -> dict[str, float]:
-    """Seconds by phase, from JSON."""
+    """Return seconds by phase, from JSON."""
     seconds = {name: float(value) for name, value in values.items()}
-    if seconds.keys() - PHASES.keys() or not all(
-        math.isfinite(value) and value >= 0 for value in seconds.values()
-    ):
+    if seconds.keys() - PHASES.keys():
         raise ValueError("not seconds by phase")
+    for value in seconds.values():
+        if not math.isfinite(value) or value < 0:
+            raise ValueError("not seconds by phase")
     return seconds
+
+
+def _sum_of(early: Mapping[str, float], late: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds by phase of two bins together."""
+    return {name: early.get(name, 0.0) + late.get(name, 0.0) for name in {**early, **late}}
 
 
 class Goodput(Mapping[str, float]):
@@ -190,8 +194,10 @@ class Goodput(Mapping[str, float]):
         return self.timeline.until - self.timeline.began
 
     def share(self, phase: str) -> float:
-        """The share of a phase, from 0 to 1."""
-        return self[phase] / self.seconds if self.seconds > 0 else 0.0
+        """Return the share of a phase, from 0 to 1."""
+        if self.seconds <= 0:
+            return 0.0
+        return self[phase] / self.seconds
 
     def __getitem__(self, phase: str) -> float:
         if phase not in PHASES:
@@ -205,142 +211,127 @@ class Goodput(Mapping[str, float]):
         return len(PHASES)
 
     def __repr__(self) -> str:
-        parts = sorted(
-            ((self.share(phase), phase) for phase in PHASES if phase != TRAINING), reverse=True
-        )
-        others = ", ".join(
-            f"{phase} {100 * share:.1f} %" for share, phase in parts if share >= 0.0005
-        )
-        count = len(self.timeline.attempts)
-        attempts = f" in {count} attempts" if count > 1 else ""
-        return (
-            f"goodput {100 * self.share(TRAINING):.1f} % of "
-            f"{duration(self.seconds)}{attempts}{': ' if others else ''}{others}"
-        )
+        shares = [(self.share(phase), phase) for phase in PHASES if phase != TRAINING]
+        parts = []
+        for share, phase in sorted(shares, reverse=True):
+            if share >= 0.0005:
+                parts.append(f"{phase} {100 * share:.1f} %")
+        text = f"goodput {100 * self.share(TRAINING):.1f} % of {duration(self.seconds)}"
+        if len(self.timeline.attempts) > 1:
+            text += f" in {len(self.timeline.attempts)} attempts"
+        if parts:
+            text += f": {', '.join(parts)}"
+        return text
 
     def _repr_html_(self) -> Html:
-        """The timeline and a table, for a notebook."""
-        rows = [
-            (phase, f"{self[phase]:.1f}", f"{100 * self.share(phase):.1f} %", PHASES[phase][1])
-            for phase in PHASES
-            if self[phase]
-        ]
-        rows.append(
-            (
-                "in total",
-                f"{self.seconds:.1f}",
-                "100.0 %",
-                f"attempts: {len(self.timeline.attempts)}",
-            )
-        )
-        return framed(
-            f"{self._drawing()}{table(('phase', 'seconds', 'share', 'what it is'), rows)}"
-        )
+        """Return the timeline and a table, for a notebook."""
+        rows = []
+        for phase, (_, meaning) in PHASES.items():
+            if self[phase]:
+                share = f"{100 * self.share(phase):.1f} %"
+                rows.append((phase, f"{self[phase]:.1f}", share, meaning))
+        attempts = f"attempts: {len(self.timeline.attempts)}"
+        rows.append(("in total", f"{self.seconds:.1f}", "100.0 %", attempts))
+        figures = table(("phase", "seconds", "share", "what it is"), rows)
+        return framed(f"{self._drawing()}{figures}")
 
     def page(self, title: str) -> str:
-        """A self-contained HTML page: the line, the timeline and the table."""
+        """Return a self-contained HTML page: the line, the timeline and the table."""
         lead = f"<h1>{html.escape(title)}</h1><p>{html.escape(repr(self))}</p>"
         return document(title, f"{framed(lead)}{self._repr_html_()}", style=PAGE_STYLE)
 
     def _drawing(self) -> str:
-        """Time from left to right; the colours of a column are the shares of its bin. Vertical
+        """Draw time from left to right; the colours of a column are the shares of its bin. Vertical
         lines are the starts of attempts.
         """
-        timeline, parts = self.timeline, ['<g shape-rendering="crispEdges">']
+        timeline = self.timeline
         scale = (WIDTH - 2 * LEFT) / max(self.seconds, FINEST)
+        parts = ['<g shape-rendering="crispEdges">']
         for first, count, seconds in _columns(timeline.bins):
-            total, top = sum(seconds.values()), TOP + HEIGHT
-            start = first * timeline.width
-            span = min((first + count) * timeline.width, max(self.seconds, FINEST)) - start
-            for phase in PHASES:
-                if seconds.get(phase) and total > 0:
-                    height = HEIGHT * seconds[phase] / total
-                    top -= height
-                    words = (
-                        f"{phase}, {100 * seconds[phase] / total:.0f} % of {duration(start)} to "
-                        f"{duration(start + span)}"
-                    )
-                    parts.append(
-                        box(
-                            LEFT + start * scale,
-                            top,
-                            max(span * scale, 0.5),
-                            height,
-                            PHASES[phase][0],
-                            words,
-                        )
-                    )
+            parts += self._column(first, count, seconds, scale)
         parts.append("</g>")
-        free = -math.inf
+        label_end = -math.inf
         for number, start in enumerate(timeline.attempts, 1):
             x = LEFT + max(start - timeline.began, 0.0) * scale
             parts.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6:.1f}" y2="{TOP + HEIGHT:.1f}" '
                 'stroke="currentColor"/>'
             )
-            if x >= free:
-                last = x > WIDTH - LABEL_WIDTH
-                parts.append(
-                    caption(
-                        x - 4 if last else x + 4,
-                        TOP - 8,
-                        f"attempt {number}",
-                        "end" if last else "start",
-                    )
-                )
-                free = x + LABEL_WIDTH
+            # A label that would cover the one before is left out.
+            if x >= label_end:
+                if x > WIDTH - LABEL_WIDTH:
+                    parts.append(caption(x - 4, TOP - 8, f"attempt {number}", "end"))
+                else:
+                    parts.append(caption(x + 4, TOP - 8, f"attempt {number}", "start"))
+                label_end = x + LABEL_WIDTH
         parts += self._axis(scale)
-        shown = [phase for phase in PHASES if self[phase]]
-        for at, phase in enumerate(shown):
-            words = f"{phase} {100 * self.share(phase):.1f} %"
-            parts.append(
-                legend(
-                    LEFT + at % 5 * 190, TOP + HEIGHT + 48 + at // 5 * 20, PHASES[phase][0], words
-                )
-            )
-        height = TOP + HEIGHT + 58 + (len(shown) - 1) // 5 * 20
+        phases = [phase for phase in PHASES if self[phase]]
+        for number, phase in enumerate(phases):
+            row, column = divmod(number, 5)
+            text = f"{phase} {100 * self.share(phase):.1f} %"
+            colour, _ = PHASES[phase]
+            parts.append(legend(LEFT + column * 190, TOP + HEIGHT + 48 + row * 20, colour, text))
+        height = TOP + HEIGHT + 58 + (len(phases) - 1) // 5 * 20
         return svg(height, parts, f"Phases of the run over time: {self!r}")
 
+    def _column(
+        self, first: int, count: int, seconds: Mapping[str, float], scale: float
+    ) -> Iterator[str]:
+        """Draw the shares of some bins, one above the other."""
+        width = self.timeline.width
+        start = first * width
+        span = min((first + count) * width, max(self.seconds, FINEST)) - start
+        total = sum(seconds.values())
+        top = TOP + HEIGHT
+        for phase, (colour, _) in PHASES.items():
+            if not seconds.get(phase) or total <= 0:
+                continue
+            height = HEIGHT * seconds[phase] / total
+            top -= height
+            share = f"{100 * seconds[phase] / total:.0f} %"
+            text = f"{phase}, {share} of {duration(start)} to {duration(start + span)}"
+            yield box(LEFT + start * scale, top, max(span * scale, 0.5), height, colour, text)
+
     def _axis(self, scale: float) -> Iterator[str]:
-        """Times below the strip."""
+        """Draw times below the strip."""
         every = next((tick for tick in TICKS if tick * scale >= LABEL_WIDTH + 20), TICKS[-1])
         every *= max(1, math.ceil((LABEL_WIDTH + 20) / (every * scale)))
         for number in range(int(self.seconds / every) + 1):
             x = LEFT + number * every * scale
             if number == 0 or x < WIDTH - LABEL_WIDTH / 2:
-                yield caption(
-                    x, TOP + HEIGHT + 18, duration(number * every), "middle" if number else "start"
-                )
+                anchor = "middle" if number else "start"
+                yield caption(x, TOP + HEIGHT + 18, duration(number * every), anchor)
 
 
 def _columns(bins: list[dict[str, float]]) -> Iterator[tuple[int, int, dict[str, float]]]:
-    """Bins to draw: first, number, seconds by phase. Neighbours that have one and the same phase
-    are one column.
+    """Yield bins to draw: first, number, seconds by phase. Neighbours that have one and the same
+    phase are one column.
     """
-    places = enumerate(
-        {phase: value for phase, value in each.items() if value > 0} for each in bins
-    )
-    for phases, group in itertools.groupby(places, key=lambda place: tuple(place[1])):
+    positive = []
+    for seconds in bins:
+        positive.append({phase: value for phase, value in seconds.items() if value > 0})
+    numbered = enumerate(positive)
+    for phases, group in itertools.groupby(numbered, key=lambda pair: tuple(pair[1])):
         columns = list(group)
         if len(phases) == 1:
-            yield columns[0][0], len(columns), {phases[0]: 1.0}
+            first, _ = columns[0]
+            yield first, len(columns), {phases[0]: 1.0}
         else:
-            yield from ((at, 1, seconds) for at, seconds in columns)
+            for number, seconds in columns:
+                yield number, 1, seconds
 
 
 def duration(seconds: float) -> str:
-    """A time span in words.
+    """Return a time span in words.
 
     >>> [duration(seconds) for seconds in (0, 7.25, 90, 3600, 100_000)]
     ['0 s', '7.2 s', '1 min 30 s', '1 h', '27 h 46 min']
     """
     if seconds < 60:
         return f"{round(seconds, 1):g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = (
-        [(hours, "h"), (minutes, "min"), (rest, "s")]
-        if not hours
-        else [(hours, "h"), (minutes, "min")]
-    )
+    all_minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(all_minutes, 60)
+    parts = [(hours, "h"), (minutes, "min")]
+    if not hours:
+        parts.append((seconds_left, "s"))
     return " ".join(f"{value} {unit}" for value, unit in parts if value)

@@ -49,42 +49,47 @@ class History:
         names: tuple[str, ...],
         constants: Callable[[int], dict[str, float]] = lambda before: {},
     ):
-        # constants(n): values that step n + 1 has without measuring
-        self._names, self._constants = names, constants
-        self._known: dict[str, float] | None = None  # constants of the newest step
+        self._names = names
+        # constants(n): values that step n + 1 has without measuring.
+        self._constants = constants
+        self._newest_constants: dict[str, float] | None = None
         self._detail = DETAIL
-        # last step, number of steps, sums and counts, sums of constants
+        # Last step, number of steps, sums and counts, sums of constants.
         self._windows: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-        # blocks of rows; the last one may not be full
+        # Blocks of rows; the last one may not be full.
         self._blocks: collections.deque[np.ndarray] = collections.deque()
-        self._filled, self._length, self._file = BLOCK, 0, None
+        self._filled = BLOCK  # rows of the last block
+        self._length = 0
+        self._file: _File | None = None
         self.evaluations: list[dict[str, Any]] = []
-        # steps of evaluations that a signal ended; `evaluations` does not have them
+        # Steps of evaluations that a signal ended; `evaluations` does not have them.
         self.unfinished: list[int] = []
 
     def add_steps(self, first: int, packed: np.ndarray) -> None:
         """Add steps `first`, `first + 1`, ... as float32[steps, 2, names], sums and counts; the
         array is copied.
         """
-        at, values = 0, []
-        while at < len(packed):
+        offset = 0
+        while offset < len(packed):
+            step = first + offset
             if self._filled == BLOCK:
-                self._begin_block(self._constants(first - 1 + at))
-            count = min(BLOCK - self._filled, len(packed) - at)
+                self._begin_block(self._constants(step - 1))
+            count = min(BLOCK - self._filled, len(packed) - offset)
             rows = self._blocks[-1][self._filled : self._filled + count]
-            rows["step"], rows["packed"] = (
-                range(first + at, first + at + count),
-                packed[at : at + count],
-            )
-            for number in range(first - 1 + at, first - 1 + at + count):
-                self._known = self._constants(number)
-                values.append(tuple(self._known.values()))
-            rows["known"] = values[at:]
-            at, self._filled, self._length = at + count, self._filled + count, self._length + count
+            rows["step"] = range(step, step + count)
+            rows["packed"] = packed[offset : offset + count]
+            values = []
+            for number in range(step - 1, step - 1 + count):
+                self._newest_constants = self._constants(number)
+                values.append(tuple(self._newest_constants.values()))
+            rows["known"] = values
+            offset += count
+            self._filled += count
+            self._length += count
 
-    def _begin_block(self, known: dict[str, float]) -> None:
+    def _begin_block(self, constants: dict[str, float]) -> None:
         self.flush()
-        self._blocks.append(np.zeros(BLOCK, _row(len(self._names), len(known))))
+        self._blocks.append(np.zeros(BLOCK, _row_type(len(self._names), len(constants))))
         self._filled = 0
         if len(self._blocks) > -(-self._detail // BLOCK) + 1:
             self._average(self._blocks.popleft())
@@ -93,14 +98,23 @@ class History:
         """Reduce a block to sums, in float64, so that means are exact to rounding however long the
         run is.
         """
-        sums, known = block["packed"].sum(0, dtype=np.float64), block["known"].sum(0)
-        self._windows.append((int(block["step"][-1]), len(block), sums, known))
+        sums = block["packed"].sum(0, dtype=np.float64)
+        constant_sums = block["known"].sum(0)
+        self._windows.append((int(block["step"][-1]), len(block), sums, constant_sums))
         if len(self._windows) == WINDOWS:
-            pairs = zip(self._windows[::2], self._windows[1::2], strict=True)
-            self._windows = [
-                (late[0], early[1] + late[1], early[2] + late[2], early[3] + late[3])
-                for early, late in pairs
-            ]
+            merged = []
+            for early, late in zip(self._windows[::2], self._windows[1::2], strict=True):
+                _, early_steps, early_sums, early_constants = early
+                step, late_steps, late_sums, late_constants = late
+                merged.append(
+                    (
+                        step,
+                        early_steps + late_steps,
+                        early_sums + late_sums,
+                        early_constants + late_constants,
+                    )
+                )
+            self._windows = merged
 
     def write_to(self, folder: Path, after: int) -> None:
         """Write all steps to a file in the folder. Steps after `after` that the file has are from a
@@ -122,21 +136,19 @@ class History:
 
     @classmethod
     def read(cls, folder: str | Path) -> "History":
-        """Every step of the run whose folder was `fit(checkpoint=...)`, over all calls that resumed
-        it. Evaluations are only in `metrics.jsonl`.
+        """Return every step of the run whose folder was `fit(checkpoint=...)`, over all calls that
+        resumed it. Evaluations are only in `metrics.jsonl`.
 
         Raises:
           OptionError: the folder has no such file, or it is damaged.
         """
-        names, constants, rows = _read(as_path(folder, "folder") / FILE)
+        names, constant_names, rows = _read_rows(as_path(folder, "folder") / FILE)
         history = cls(names)
-        history._known, history._length, history._filled = (
-            dict.fromkeys(constants, 0.0),
-            len(rows),
-            BLOCK,
-        )
+        history._newest_constants = dict.fromkeys(constant_names, 0.0)
+        history._length = len(rows)
         if len(rows):
-            history._known = dict(zip(constants, rows["known"][-1].tolist(), strict=True))
+            newest = rows["known"][-1].tolist()
+            history._newest_constants = dict(zip(constant_names, newest, strict=True))
             history._blocks.append(rows)
             history._filled = len(rows)
         return history
@@ -148,109 +160,116 @@ class History:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all metrics."""
-        seen = dict.fromkeys(name for row in self.evaluations for name in row if name != "step")
-        return (*self._names, *self.known(), *seen)
+        return (*self._names, *self.known(), *self._evaluated_names())
+
+    def _evaluated_names(self) -> list[str]:
+        """Return the names of the metrics of evaluations, in the order of their first results."""
+        names = dict[str, None]()
+        for row in self.evaluations:
+            names |= dict.fromkeys(row)
+        return [name for name in names if name != "step"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling: without the file and without anything that needs devices."""
-        return {**vars(self), "_file": None, "_known": self.known(), "_constants": {}.__getitem__}
+        """Return what is pickled: without the file and without anything that needs devices."""
+        return {
+            **vars(self),
+            "_file": None,
+            "_newest_constants": self.known(),
+            # It is not called: the constants of the newest step are there.
+            "_constants": {}.__getitem__,
+        }
 
     def known(self) -> dict[str, float]:
-        """Values of the newest step that need no measuring."""
-        return self._constants(0) if self._known is None else self._known
+        """Return the values of the newest step that need no measuring."""
+        if self._newest_constants is None:
+            return self._constants(0)
+        return self._newest_constants
 
     def _parts(self) -> Iterator[np.ndarray]:
-        """Rows of the newest steps, block by block."""
+        """Yield the rows of the newest steps, block by block."""
         for number, block in enumerate(self._blocks, 1):
-            yield block[: self._filled] if number == len(self._blocks) else block
+            if number == len(self._blocks):
+                block = block[: self._filled]
+            yield block
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One dict per step: its number and its metrics. In a long run those of windows, which also
-        have "steps", come first.
+        """Yield one dict per step: its number and its metrics. In a long run those of windows,
+        which also have "steps", come first.
         """
-        known = tuple(self.known())
+        constant_names = tuple(self.known())
         for step, steps, (sums, counts), values in self._windows:
-            measured = zip(self._names, means(sums, counts).tolist(), strict=True)
-            yield {
-                "step": step,
-                "steps": steps,
-                **dict(measured),
-                **dict(zip(known, (values / steps).tolist(), strict=True)),
-            }
+            row: dict[str, Any] = {"step": step, "steps": steps}
+            row |= zip(self._names, means(sums, counts).tolist(), strict=True)
+            row |= zip(constant_names, (values / steps).tolist(), strict=True)
+            yield row
         for part in self._parts():
             for step, (sums, counts), values in part:
-                measured = zip(self._names, means(sums, counts).tolist(), strict=True)
-                yield {
-                    "step": int(step),
-                    **dict(measured),
-                    **dict(zip(known, values.tolist(), strict=True)),
-                }
+                row = {"step": int(step)}
+                row |= zip(self._names, means(sums, counts).tolist(), strict=True)
+                row |= zip(constant_names, values.tolist(), strict=True)
+                yield row
 
     def __getitem__(self, name: str) -> list[float]:
         if name in self._names:
             column = self._names.index(name)
-            old = [float(means(sums, counts)[column]) for _, _, (sums, counts), _ in self._windows]
-            newest = (
-                means(part["packed"][:, 0, column], part["packed"][:, 1, column])
-                for part in self._parts()
-            )
-            return old + [value for part in newest for value in part.tolist()]
+            values = [
+                float(means(sums, counts)[column]) for _, _, (sums, counts), _ in self._windows
+            ]
+            for part in self._parts():
+                packed = part["packed"]
+                values += means(packed[:, 0, column], packed[:, 1, column]).tolist()
+            return values
         if name in self.known():
             column = tuple(self.known()).index(name)
-            old = [float(values[column] / steps) for _, steps, _, values in self._windows]
-            return old + [
-                value for part in self._parts() for value in part["known"][:, column].tolist()
-            ]
+            values = [float(sums[column] / steps) for _, steps, _, sums in self._windows]
+            for part in self._parts():
+                values += part["known"][:, column].tolist()
+            return values
         values = [row[name] for row in self.evaluations if name in row]
         if not values:
             raise KeyError(f'no metric "{name}"; there are {", ".join(self.names)}')
         return values
 
     def curves(self) -> dict[str, dict[int, float]]:
-        """Values of each metric by the step, at those where it was counted: limits, say, are of
-        steps alone whose update was skipped.
+        """Return the values of each metric by the step, at those where it was counted: limits, say,
+        are of steps alone whose update was skipped.
         """
-        old = np.array([packed for _, _, packed, _ in self._windows]).reshape(
-            len(self._windows), 2, len(self._names)
-        )
-        steps = np.array(
-            [step for step, *_ in self._windows]
-            + [step for part in self._parts() for step in part["step"].tolist()],
-            int,
-        )
-        sums, counts = np.concatenate([old, *(part["packed"] for part in self._parts())]).swapaxes(
-            0, 1
-        )
-        found = {}
+        windows = np.array([packed for _, _, packed, _ in self._windows])
+        packed = [windows.reshape(len(self._windows), 2, len(self._names))]
+        step_list = [step for step, *_ in self._windows]
+        for part in self._parts():
+            packed.append(part["packed"])
+            step_list += part["step"].tolist()
+        steps = np.array(step_list, int)
+        sums, counts = np.concatenate(packed).swapaxes(0, 1)
+        curves = {}
         for column, name in enumerate(self._names):
             counted = counts[:, column] != 0
             values = means(sums[counted, column], counts[counted, column])
-            found[name] = dict(zip(steps[counted].tolist(), values.tolist(), strict=True))
-        return {name: values for name, values in found.items() if values}
+            if counted.any():
+                curves[name] = dict(zip(steps[counted].tolist(), values.tolist(), strict=True))
+        return curves
 
     def _repr_html_(self) -> str:
-        """A small chart for each metric, for a notebook."""
-        trained, evaluated = (
-            self.curves(),
-            dict.fromkeys(name for row in self.evaluations for name in row if name != "step"),
-        )
+        """Return a small chart for each metric, for a notebook."""
+        trained = self.curves()
+        evaluated = [name.removeprefix("eval_") for name in self._evaluated_names()]
 
         def points(name: str) -> dict[int, float]:
             return {row["step"]: row[name] for row in self.evaluations if name in row}
 
-        names = dict.fromkeys([*trained, *(name.removeprefix("eval_") for name in evaluated)])
+        names = dict.fromkeys([*trained, *evaluated])
         panels = [panel(name, trained.get(name, {}), points(f"eval_{name}")) for name in names]
         return f"<div>{''.join(panels)}</div>"
 
     def __repr__(self) -> str:
-        curves = "  ".join(
-            f"{name} {spark([*values.values()])} {[*values.values()][-1]:.4g}"
-            for name, values in self.curves().items()
-        )
-        ended = f" ({len(self.unfinished)} more not completed)" if self.unfinished else ""
-        return (
-            f"History of {len(self)} steps and {len(self.evaluations)} evaluations{ended}  {curves}"
-        ).rstrip()
+        text = f"History of {len(self)} steps and {len(self.evaluations)} evaluations"
+        if self.unfinished:
+            text += f" ({len(self.unfinished)} more not completed)"
+        for name, curve in self.curves().items():
+            values = [*curve.values()]
+            text += f"  {name} {spark(values)} {values[-1]:.4g}"
+        return text
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -259,9 +278,11 @@ class History:
         return self._length
 
 
-def _row(names: int, known: int) -> np.dtype:
-    """One step, in memory and in the file."""
-    return np.dtype([("step", "<i8"), ("packed", "<f4", (2, names)), ("known", "<f8", (known,))])
+def _row_type(names: int, constants: int) -> np.dtype:
+    """Return the type of one step, in memory and in the file."""
+    return np.dtype(
+        [("step", "<i8"), ("packed", "<f4", (2, names)), ("known", "<f8", (constants,))]
+    )
 
 
 class _File:
@@ -269,23 +290,27 @@ class _File:
     file.
     """
 
-    def __init__(self, path: Path, names: tuple[str, ...], known: tuple[str, ...], after: int):
-        header = json.dumps({"names": names, "known": known}).encode() + b"\n"
-        keep, self._newest = 0, after
+    def __init__(
+        self, path: Path, names: tuple[str, ...], constant_names: tuple[str, ...], after: int
+    ):
+        header = json.dumps({"names": names, "known": constant_names}).encode() + b"\n"
+        end = 0  # bytes of the file that stay
         if path.exists():
             with contextlib.suppress(OptionError):
-                *stored, rows = _read(path)
-                if stored == [names, known]:
-                    keep = len(header) + rows.itemsize * int(
-                        np.searchsorted(rows["step"], after, "right")
-                    )
-            if not keep and after:
+                stored_names, stored_constants, rows = _read_rows(path)
+                if (stored_names, stored_constants) == (names, constant_names):
+                    count = int(np.searchsorted(rows["step"], after, "right"))
+                    end = len(header) + rows.itemsize * count
+            # Steps with other metrics stay in a file of another name.
+            if not end and after:
                 path.rename(path.with_name(f"history-before-{after + 1}.bin"))
-        self._path, self._end = path, keep
+        self._newest = after
+        self._path = path
+        self._end = end
         with wrap_os_errors(path, CheckpointError):
-            self._stream = OutputFile(path, "r+b" if keep else "wb")
-            self._stream.truncate(keep)
-        if not keep:
+            self._stream = OutputFile(path, "r+b" if end else "wb")
+            self._stream.truncate(end)
+        if not end:
             self._append(header)
 
     def write(self, rows: np.ndarray) -> None:
@@ -301,6 +326,8 @@ class _File:
         Raises:
           CheckpointError: they cannot all be written.
         """
+        # At a position of our own: a disk that is full for a moment takes a part, and the file's
+        # own position is then behind it.
         with wrap_os_errors(self._path, CheckpointError):
             write_at(self._stream.fileno(), content, self._end, self._path)
         self._end += len(content)
@@ -311,8 +338,8 @@ class _File:
             self._stream.close()
 
 
-def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
-    """Names of metrics, names of constants, and rows; an incomplete last row is left out.
+def _read_rows(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
+    """Return names of metrics, names of constants, and rows; an incomplete last row is left out.
 
     Raises:
       OptionError: there is no such file, or it is damaged.
@@ -322,20 +349,23 @@ def _read(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
             f"there is no file {path}.", fix="give the folder of a run: fit(checkpoint=folder)."
         )
     content = read_bytes(path)
-    line, _, rest = content.partition(b"\n")
+    line, _, data = content.partition(b"\n")
     try:
         header = json.loads(line)
-        names, known = tuple(map(str, header["names"])), tuple(map(str, header["known"]))
+        names = tuple(map(str, header["names"]))
+        constant_names = tuple(map(str, header["known"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         fix = "read metrics.jsonl in the same folder."
         raise OptionError(
             f"{path} is damaged: it does not begin with names of metrics.", fix=fix
         ) from None
-    row = _row(len(names), len(known))
-    rows = np.frombuffer(rest[: len(rest) // row.itemsize * row.itemsize], row)
+    row_type = _row_type(len(names), len(constant_names))
+    # A killed process, or a full disk, may leave a part of a row.
+    complete = len(data) - len(data) % row_type.itemsize
+    rows = np.frombuffer(data[:complete], row_type)
     if (rows["step"][1:] <= rows["step"][:-1]).any():
         raise OptionError(
             f"{path} is damaged: its steps do not rise from row to row.",
             fix="read metrics.jsonl in the same folder.",
         )
-    return names, known, rows
+    return names, constant_names, rows

@@ -34,7 +34,10 @@ class CheckReplicas(Callback):
 
     def __init__(self, every: int = 1000):
         check_integer(every, "CheckReplicas: every")
-        self.every, self.exact, self.together = every, True, True
+        self.every = every
+        # The check reads the state, with a program on the devices of all processes.
+        self.exact = True
+        self.together = True
 
     def on_step(self, info: Info) -> None:
         """Raise `ClusterError` if replicas differ."""
@@ -55,7 +58,9 @@ class Each(Callback):
     """
 
     def __init__(self, function: Callable[[Info], Any], *, every: int = 1, may_fail: int = 0):
-        self.function, self.every, self.may_fail = function, every, may_fail
+        self.function = function
+        self.every = every
+        self.may_fail = may_fail
 
     def on_step(self, info: Info) -> None:
         """Call the function."""
@@ -103,7 +108,7 @@ class TerminateOnNaN(Callback):
         )
 
     def on_eval(self, info: Info) -> None:
-        """The same for the metrics of an evaluation."""
+        """Raise `DivergedError` on the first value of an evaluation that is not finite."""
         self._check(
             info,
             "eval_",
@@ -112,9 +117,9 @@ class TerminateOnNaN(Callback):
         )
 
     def _check(self, info: Info, prefix: str, fix: str) -> None:
-        for name, value in (
-            (prefix + name, info.metrics.get(prefix + name)) for name in self.metrics
-        ):
+        for metric in self.metrics:
+            name = prefix + metric
+            value = info.metrics.get(name)
             if value is not None and not math.isfinite(value):
                 raise DivergedError(
                     f'step {info.step}: metric "{name}" is {value}. {info.last_checkpoint}', fix=fix
@@ -122,30 +127,27 @@ class TerminateOnNaN(Callback):
 
 
 def look_at(nonfinite: str, otherwise: str) -> str:
-    """A fix that names a value of the batch that is not finite, if there is one, before other
-    advice.
+    """Return a fix that names a value of the batch that is not finite, if there is one, before
+    other advice.
     """
-    return (
-        f"correct the data: {nonfinite}. If that is intended, {otherwise}"
-        if nonfinite
-        else otherwise
-    )
+    if nonfinite:
+        return f"correct the data: {nonfinite}. If that is intended, {otherwise}"
+    return otherwise
 
 
 def check_first_loss(callbacks: Sequence[Callback], loss: float, batch: Any = None) -> None:
     """Raise `DivergedError` if the loss is watched and not finite at the first step: training
     cannot be the cause then.
     """
-    if not math.isfinite(loss) and any(
-        "loss" in each.watches() for each in callbacks if isinstance(each, TerminateOnNaN)
-    ):
-        nonfinite = "" if batch is None else find_nonfinite(batch)
-        data = "" if nonfinite else "a NaN or infinity in the data, "
-        fix = (
-            f"look for {data}a log of 0 or a division by 0 in the loss, or too large initial "
-            "values."
-        )
-        raise DivergedError(f"the loss is {loss} at the first step.", fix=look_at(nonfinite, fix))
+    if math.isfinite(loss):
+        return
+    terminating = [each for each in callbacks if isinstance(each, TerminateOnNaN)]
+    if not any("loss" in each.watches() for each in terminating):
+        return
+    nonfinite = "" if batch is None else find_nonfinite(batch)
+    data = "" if nonfinite else "a NaN or infinity in the data, "
+    fix = f"look for {data}a log of 0 or a division by 0 in the loss, or too large initial values."
+    raise DivergedError(f"the loss is {loss} at the first step.", fix=look_at(nonfinite, fix))
 
 
 class EarlyStopping(Callback):
@@ -180,18 +182,23 @@ class EarlyStopping(Callback):
                 f'EarlyStopping: no mode "{mode}".', fix=did_you_mean(mode, ("min", "max"))
             )
         check_integer(patience, "EarlyStopping: patience")
-        self.metric, self.patience, self.min_delta, self.every = metric, patience, min_delta, every
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.every = every
         self._sign = 1.0 if mode == "min" else -1.0
-        self._best, self._waited = math.inf, 0
+        self._best = math.inf
+        self._waited = 0
 
     def on_start(self, info: Info) -> None:
         """Reset: an instance may serve several runs."""
         del info
-        self._best, self._waited = math.inf, 0
+        self._best = math.inf
+        self._waited = 0
 
     def on_step(self, info: Info) -> None:
         """Check a training metric."""
-        # absent when nothing was counted
+        # A metric is absent at a step where nothing was counted.
         if not self.metric.startswith("eval_") and self.metric in info.metrics:
             self._check(info)
 
@@ -205,15 +212,17 @@ class EarlyStopping(Callback):
         return (self.metric,)
 
     def save(self) -> dict[str, Any]:
-        """The best value so far, and the number of checks since."""
-        return {"best": self._best if math.isfinite(self._best) else None, "waited": self._waited}
+        """Return the best value so far, and the number of checks since."""
+        # JSON has no infinity.
+        best = self._best if math.isfinite(self._best) else None
+        return {"best": best, "waited": self._waited}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue with the saved values."""
-        self._best, self._waited = (
-            math.inf if saved["best"] is None else saved["best"],
-            saved["waited"],
-        )
+        self._best = saved["best"]
+        if self._best is None:
+            self._best = math.inf
+        self._waited = saved["waited"]
 
     def _check(self, info: Info) -> None:
         if self.metric not in info.metrics:
@@ -223,16 +232,15 @@ class EarlyStopping(Callback):
             )
         value = self._sign * info.metrics[self.metric]
         if math.isfinite(value) and value < self._best - self.min_delta:
-            self._best, self._waited = value, 0
+            self._best = value
+            self._waited = 0
             return
         self._waited += 1
         if self._waited >= self.patience:
-            found = (
-                f"the best value is {self._sign * self._best:.6g}"
-                if math.isfinite(self._best)
-                else "none of its values is finite"
-            )
-            info.stop(f"{self.metric} has not improved in {self._waited} checks; {found}")
+            result = "none of its values is finite"
+            if math.isfinite(self._best):
+                result = f"the best value is {self._sign * self._best:.6g}"
+            info.stop(f"{self.metric} has not improved in {self._waited} checks; {result}")
 
 
 class StopAt(Callback):
@@ -258,7 +266,9 @@ class StopAt(Callback):
                 f"StopAt(step={step}, seconds={seconds}).",
                 fix="step from 1, seconds from 0, or both.",
             )
-        self.step, self.seconds, self._started = step, seconds, time.monotonic()
+        self.step = step
+        self.seconds = seconds
+        self._started = time.monotonic()
 
     def on_start(self, info: Info) -> None:
         """Start the clock, and set the last step."""

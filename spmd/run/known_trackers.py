@@ -23,7 +23,9 @@ from spmd.run.wandb_file import offline_rows
 from spmd.train.histograms import Histogram
 
 MODES = ("online", "offline")
-PARAM_LENGTH, TAG_LENGTH = 6000, 5000  # characters that MLflow accepts
+# Characters that MLflow accepts.
+PARAM_LENGTH = 6000
+TAG_LENGTH = 5000
 
 
 class MLflow(Tracker):
@@ -50,10 +52,8 @@ class MLflow(Tracker):
     ):
         super().__init__(**options)
         self._mlflow = import_extra("mlflow", "mlflow")
-        self._experiment, self._uri = (
-            _name("MLflow: experiment", experiment),
-            str(tracking_uri or self._mlflow.get_tracking_uri()),
-        )
+        self._experiment = _name("MLflow: experiment", experiment)
+        self._uri = str(tracking_uri or self._mlflow.get_tracking_uri())
 
     @property
     def place(self) -> Any:
@@ -61,63 +61,59 @@ class MLflow(Tracker):
         return self._experiment, self._uri
 
     def where(self, facts: RunFacts) -> str:
-        """The experiment and the server or file."""
-        place = re.sub(r"//[^/@]*@", "//", self._uri)  # without a password
+        """Return the experiment and the server or file."""
+        # A URI may have a password.
+        place = re.sub(r"//[^/@]*@", "//", self._uri)
         return f"MLflow: run {facts.name} of experiment {self._experiment} in {place}"
 
     def open(self, facts: RunFacts) -> None:
         """Find the run by its tag, or create it; write the configuration."""
         self._client = client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         entities = self._mlflow.entities
-        known = client.get_experiment_by_name(self._experiment)
-        experiment = (
-            client.create_experiment(self._experiment) if known is None else known.experiment_id
-        )
+        experiment = client.get_experiment_by_name(self._experiment)
+        if experiment is None:
+            experiment_id = client.create_experiment(self._experiment)
+        else:
+            experiment_id = experiment.experiment_id
         runs = client.search_runs(
-            [experiment], filter_string=f"tags.`spmd.run` = '{facts.id}'", max_results=1
+            [experiment_id], filter_string=f"tags.`spmd.run` = '{facts.id}'", max_results=1
         )
-        run = (
-            runs[0]
-            if runs
-            else client.create_run(experiment, run_name=facts.name, tags={"spmd.run": facts.id})
-        )
+        if runs:
+            run = runs[0]
+        else:
+            run = client.create_run(experiment_id, run_name=facts.name, tags={"spmd.run": facts.id})
         self._run = run.info.run_id
         client.update_run(self._run, status="RUNNING")
-        config = {name: str(value)[:PARAM_LENGTH] for name, value in facts.config.items()}
-        params = [
-            entities.Param(name, value)
-            for name, value in config.items()
-            if name not in run.data.params
-        ]
-        changed = {
-            name: value
-            for name, value in config.items()
-            if run.data.params.get(name, value) != value
-        }
-        tags = [
-            entities.RunTag(f"resumed.{name}", value[:TAG_LENGTH])
-            for name, value in changed.items()
-        ]
+        params = []
+        tags = []
+        for name, full_value in facts.config.items():
+            value = str(full_value)[:PARAM_LENGTH]
+            if name not in run.data.params:
+                params.append(entities.Param(name, value))
+            elif run.data.params[name] != value:
+                # MLflow refuses to change a parameter.
+                tags.append(entities.RunTag(f"resumed.{name}", value[:TAG_LENGTH]))
         client.log_batch(self._run, params=params, tags=tags, synchronous=True)
 
     def last_steps(self) -> dict[str, int]:
-        """From the histories of all metrics, and the names of artifacts."""
-        names = self._client.get_run(self._run).data.metrics
-        last = {
-            name: max(point.step for point in self._client.get_metric_history(self._run, name))
-            for name in names
-        }
-        for file in sorted(
-            file.path
-            for kind in (HISTOGRAMS, PICTURES)
-            for file in self._client.list_artifacts(self._run, kind)
-        ):
-            name, _, step = file.rpartition(".")[0].rpartition("-")
-            last[HISTOGRAMS if name.startswith(HISTOGRAMS) else name] = int(step)
+        """Return the last steps in the histories of all metrics, and in the names of artifacts."""
+        last = {}
+        for name in self._client.get_run(self._run).data.metrics:
+            points = self._client.get_metric_history(self._run, name)
+            last[name] = max(point.step for point in points)
+        paths = []
+        for kind in (HISTOGRAMS, PICTURES):
+            paths += [file.path for file in self._client.list_artifacts(self._run, kind)]
+        for path in sorted(paths):
+            stem, _, _ = path.rpartition(".")
+            name, _, step = stem.rpartition("-")
+            if name.startswith(HISTOGRAMS):
+                name = HISTOGRAMS
+            last[name] = int(step)
         return last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One batch; it has arrived on return."""
+        """Write one batch; it has arrived on return."""
         now = int(time.time() * 1000)
         points = [
             self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()
@@ -125,7 +121,7 @@ class MLflow(Tracker):
         self._client.log_batch(self._run, metrics=points, synchronous=True)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """As an artifact histograms/histograms-STEP.json: MLflow has no histograms."""
+        """Write an artifact histograms/histograms-STEP.json: MLflow has no histograms."""
         content = {
             name: {"edges": histogram.edges, "counts": histogram.counts}
             for name, histogram in histograms.items()
@@ -133,25 +129,24 @@ class MLflow(Tracker):
         self._client.log_dict(self._run, content, f"{HISTOGRAMS}/{HISTOGRAMS}-{step:08d}.json")
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an artifact pictures/NAME-STEP.png, which a resumed run replaces and does not
+        """Write an artifact pictures/NAME-STEP.png, which a resumed run replaces and does not
         double.
         """
         del step, name
         self._client.log_artifact(self._run, str(path), PICTURES)
 
     def add_file(self, path: Path) -> None:
-        """As an artifact."""
+        """Add an artifact."""
         self._client.log_artifact(self._run, str(path))
 
     def add_checkpoints(self, folder: Path) -> None:
-        """As a tag: MLflow has no artifacts that lie elsewhere."""
+        """Add a tag: MLflow has no artifacts that lie elsewhere."""
         self._client.set_tag(self._run, "checkpoints", str(folder))
 
     def finish(self, *, status: str) -> None:
-        """The run's status says how it ended."""
-        self._client.set_terminated(
-            self._run, {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}[status]
-        )
+        """Close the run with a status that says how it ended."""
+        states = {FINISHED: "FINISHED", FAILED: "FAILED", STOPPED: "KILLED"}
+        self._client.set_terminated(self._run, states[status])
 
 
 class Trackio(Tracker):
@@ -171,18 +166,10 @@ class Trackio(Tracker):
 
     def __init__(self, project: str = "spmd", **options: Any):
         super().__init__(**options)
-        self._trackio, self._project = (
-            import_extra("trackio", "trackio"),
-            _name("Trackio: project", project),
-        )
-        self._space = next(
-            (
-                os.environ[name]
-                for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-                if os.environ.get(name)
-            ),
-            None,
-        )
+        self._trackio = import_extra("trackio", "trackio")
+        self._project = _name("Trackio: project", project)
+        space = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        self._space = space or None
 
     @property
     def place(self) -> Any:
@@ -190,23 +177,30 @@ class Trackio(Tracker):
         return self._project
 
     def where(self, facts: RunFacts) -> str:
-        """The project and the folder or server."""
-        place = (
-            import_extra("trackio.utils", "trackio").TRACKIO_DIR
-            if self._space is None
-            else self._space.partition("?")[0]
-        )
+        """Return the project and the folder or server."""
+        if self._space is None:
+            place = import_extra("trackio.utils", "trackio").TRACKIO_DIR
+        else:
+            # A URL may have a token behind the question mark.
+            place = self._space.partition("?")[0]
         return f"trackio: run {facts.name} of project {self._project} in {place}"
 
     def open(self, facts: RunFacts) -> None:
         """Find the run by its name, or create it."""
-        still = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = self._trackio.init(
-            self._project, name=facts.name, config=dict(facts.config), resume="allow", **still
+            self._project,
+            name=facts.name,
+            config=dict(facts.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def last_steps(self) -> dict[str, int]:
-        """From the local store, by metric; a server says the last step of all."""
+        """Return the last steps in the local store, by metric; a server says the last step of
+        all.
+        """
         if self._space is not None:
             step: int | None = self._run._initial_last_step
             return {} if step is None else {ANY: step}
@@ -217,34 +211,31 @@ class Trackio(Tracker):
         return last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; a thread of trackio writes it within a second."""
+        """Write one row; a thread of trackio writes it within a second."""
         self._run.log(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """As trackio's histograms."""
-        made = {
+        """Write trackio's histograms."""
+        converted = {
             name: self._trackio.Histogram(np_histogram=(each.counts, each.edges))
             for name, each in histograms.items()
         }
-        self._run.log(made, step=step)
+        self._run.log(converted, step=step)
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an image, or a page if it is an SVG file."""
-        self._run.log(
-            {
-                name: self._trackio.Html(path.read_text())
-                if path.suffix == ".svg"
-                else self._trackio.Image(path)
-            },
-            step=step,
-        )
+        """Write an image, or a page if it is an SVG file."""
+        if path.suffix == ".svg":
+            picture = self._trackio.Html(path.read_text())
+        else:
+            picture = self._trackio.Image(path)
+        self._run.log({name: picture}, step=step)
 
     def add_file(self, path: Path) -> None:
-        """As a version of an artifact of the run."""
+        """Add a version of an artifact of the run."""
         self._run.log_artifact(path, name=f"{self._run.name}-{path.name}", type="run")
 
     def add_checkpoints(self, folder: Path) -> None:
-        """As an artifact that refers to the folder's files."""
+        """Add an artifact that refers to the folder's files."""
         artifact = self._trackio.Artifact(f"{self._run.name}-checkpoints", type="checkpoints")
         artifact.add_reference(folder.as_uri(), checksum=False)
         self._run.log_artifact(artifact)
@@ -288,48 +279,48 @@ class Wandb(Tracker):
             raise OptionError(
                 f"Wandb: mode={short_repr(mode)}.", fix=did_you_mean(str(mode), MODES)
             )
-        self._wandb, self._project, self._entity = (
-            import_extra("wandb", "wandb"),
-            _name("Wandb: project", project),
-            entity,
-        )
-        mode = mode or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self._mode = "offline" if mode == "dryrun" else mode  # wandb's older name
+        self._wandb = import_extra("wandb", "wandb")
+        self._project = _name("Wandb: project", project)
+        self._entity = entity
+        mode = mode or os.environ.get("WANDB_MODE")
+        if not mode:
+            # Without a key, wandb would ask for one in the terminal.
+            mode = "online" if _has_wandb_key() else "offline"
+        if mode == "dryrun":  # wandb's older name
+            mode = "offline"
+        self._mode = mode
 
     @property
     def place(self) -> Any:
-        """wandb knows a run by its id alone."""
+        """Nothing: wandb knows a run by its id alone."""
         return ""
 
     def where(self, facts: RunFacts) -> str:
-        """The project and the folder."""
-        place = (
-            f"offline in {self._folder(facts)}/wandb; wandb sync uploads it"
-            if self._mode == "offline"
-            else self._mode
-        )
+        """Return the project and the folder."""
+        place = self._mode
+        if self._mode == "offline":
+            place = f"offline in {self._folder(facts)}/wandb; wandb sync uploads it"
         return f"wandb: run {facts.name} of project {self._project}, {place}"
 
     def _folder(self, facts: RunFacts) -> Path:
-        """A resumed run must find it again."""
+        """Return the folder of offline runs, which a resumed run must find again."""
         return Path(os.environ.get("WANDB_DIR") or facts.folder or ".").resolve()
 
     def open(self, facts: RunFacts) -> None:
-        """wandb finds the run by its id, or creates it."""
+        """Let wandb find the run by its id, or create it."""
         folder = self._folder(facts)
         folder.mkdir(parents=True, exist_ok=True)
-        self._earlier = (
-            sorted(folder.glob(f"wandb/offline-run-*-{facts.id}/*.wandb"))
-            if self._mode == "offline"
-            else []
-        )
+        self._earlier: list[Path] = []
+        if self._mode == "offline":
+            self._earlier = sorted(folder.glob(f"wandb/offline-run-*-{facts.id}/*.wandb"))
         self._run = self._wandb.init(
             project=self._project,
             entity=self._entity,
             id=facts.id,
             name=facts.name,
             resume="allow",
-            reinit="create_new",  # a run of the user's in this process is not ended
+            # A run of the user's in this process is not ended.
+            reinit="create_new",
             mode=self._mode,
             dir=str(folder),
             config=dict(facts.config),
@@ -339,8 +330,8 @@ class Wandb(Tracker):
         )
 
     def last_steps(self) -> dict[str, int]:
-        """Of an offline run from the files of earlier attempts; the server says the last step of
-        all.
+        """Return the last steps of an offline run, from the files of earlier attempts; a server
+        says the last step of all.
         """
         last = {ANY: self._run.step - 1} if self._mode == "online" else {}
         for path in self._earlier:
@@ -349,20 +340,20 @@ class Wandb(Tracker):
         return last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """wandb joins the metrics of a step, and writes them when the next step begins."""
+        """Write metrics. wandb joins those of a step, and writes them when the next step begins."""
         self._run.log(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """As wandb's histograms."""
-        made = {
+        """Write wandb's histograms."""
+        converted = {
             name: self._wandb.Histogram(np_histogram=(each.counts, each.edges))
             for name, each in histograms.items()
         }
-        self._run.log(made, step=step)
+        self._run.log(converted, step=step)
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an image, for which wandb needs Pillow (the extra `images`), or a page if it is an SVG
-        file.
+        """Write an image, for which wandb needs Pillow (the extra `images`), or a page if it is an
+        SVG file.
         """
         if path.suffix == ".svg":
             self._run.log({name: self._wandb.Html(path.read_text())}, step=step)
@@ -371,20 +362,20 @@ class Wandb(Tracker):
         self._run.log({name: self._wandb.Image(str(path))}, step=step)
 
     def add_file(self, path: Path) -> None:
-        """In the folder of the run's files."""
+        """Copy a file into the folder of the run's files."""
         shutil.copy(path, self._run.dir)
 
     def add_checkpoints(self, folder: Path) -> None:
-        """As an artifact that refers to the folder."""
+        """Add an artifact that refers to the folder."""
         artifact = self._wandb.Artifact(f"{self._run.name}-checkpoints", type="checkpoints")
         artifact.add_reference(folder.as_uri(), checksum=False)
         self._run.log_artifact(artifact)
 
     def finish(self, *, status: str) -> None:
-        """Flush; the exit code says how the run ended; 255 is that which wandb gives after
-        Ctrl-C.
-        """
-        self._run.finish(exit_code={FINISHED: 0, FAILED: 1, STOPPED: 255}[status])
+        """Flush, with an exit code that says how the run ended."""
+        # wandb itself gives 255 after Ctrl-C.
+        exit_codes = {FINISHED: 0, FAILED: 1, STOPPED: 255}
+        self._run.finish(exit_code=exit_codes[status])
 
 
 class Comet(Tracker):
@@ -411,20 +402,19 @@ class Comet(Tracker):
         super().__init__(**options)
         if workspace is not None:
             _name("Comet: workspace", workspace)
-        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # which the import reads
-        self._comet, self._project, self._workspace = (
-            import_extra("comet_ml", "comet"),
-            _name("Comet: project", project),
-            workspace,
-        )
+        # Comet reads the variable when it is imported.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        self._comet = import_extra("comet_ml", "comet")
+        self._project = _name("Comet: project", project)
+        self._workspace = workspace
 
     @property
     def place(self) -> Any:
-        """Comet knows a run by its id alone."""
+        """Nothing: Comet knows a run by its id alone."""
         return ""
 
     def where(self, facts: RunFacts) -> str:
-        """The project and the folder."""
+        """Return the project and the folder."""
         return (
             f"Comet: run {facts.name} of project {self._project}, offline in "
             f"{self._folder(facts)}; comet upload sends it"
@@ -439,33 +429,26 @@ class Comet(Tracker):
         folder.mkdir(parents=True, exist_ok=True)
         archives = sorted(folder.glob(f"{facts.id}*.zip"))
         for path in archives:
-            # Comet fills it at the end; what a killed attempt leaves is empty
+            # Comet fills an archive at the end: the one of a killed attempt is empty.
             if not _is_complete(path):
                 path.unlink()
         self._earlier = [path for path in archives if path.exists()]
-        still = dict.fromkeys(
-            (
-                "log_code",
-                "log_graph",
-                "log_git_metadata",
-                "log_git_patch",
-                "log_env_details",
-                "parse_args",
-            ),
-            False,
-        )
-        still |= {
-            "auto_output_logging": False,
-            "auto_param_logging": False,
-            "auto_metric_logging": False,
-            "display_summary_level": 0,
-        }
+        # Comet reports every experiment at INFO.
         logging.getLogger("comet_ml").setLevel(logging.WARNING)
         options = {
             "project_name": self._project,
             "workspace": self._workspace,
             "offline_directory": str(folder),
-            **still,
+            "log_code": False,
+            "log_graph": False,
+            "log_git_metadata": False,
+            "log_git_patch": False,
+            "log_env_details": False,
+            "parse_args": False,
+            "auto_output_logging": False,
+            "auto_param_logging": False,
+            "auto_metric_logging": False,
+            "display_summary_level": 0,
         }
         if self._earlier:
             self._run = self._comet.ExistingOfflineExperiment(
@@ -477,42 +460,45 @@ class Comet(Tracker):
         self._run.log_parameters(dict(facts.config))
 
     def last_steps(self) -> dict[str, int]:
-        """From the archives of earlier attempts."""
+        """Return the last steps in the archives of earlier attempts."""
         last: dict[str, int] = {}
         for path in self._earlier:
             for step, name, kind in archived_rows(path):
-                name = HISTOGRAMS if kind == "histogram3d" else name
-                last[name] = max(step, last.get(name, -1))
+                key = HISTOGRAMS if kind == "histogram3d" else name
+                last[key] = max(step, last.get(key, -1))
         return last
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As metrics."""
+        """Write metrics."""
         self._run.log_metrics(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """As Comet's histograms, whose bins are others: a count goes to the bin of the middle of
+        """Write Comet's histograms, whose bins are others: a count goes to the bin of the middle of
         its own.
         """
-        for name, each in histograms.items():
-            made = importlib.import_module("comet_ml.data_structure").Histogram()
-            middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
-            used = [
-                (middle, count) for middle, count in zip(middles, each.counts, strict=True) if count
-            ]
-            if used:
-                made.add([middle for middle, _ in used], counts=[count for _, count in used])
-                self._run.log_histogram_3d(made, name=name, step=step)
+        for name, histogram in histograms.items():
+            converted = importlib.import_module("comet_ml.data_structure").Histogram()
+            pairs = itertools.pairwise(histogram.edges)
+            middles = []
+            counts = []
+            for (low, high), count in zip(pairs, histogram.counts, strict=True):
+                if count:
+                    middles.append((low + high) / 2)
+                    counts.append(count)
+            if counts:
+                converted.add(middles, counts=counts)
+                self._run.log_histogram_3d(converted, name=name, step=step)
 
     def log_picture(self, step: int, name: str, path: Path) -> None:
-        """As an image."""
+        """Write an image."""
         self._run.log_image(str(path), name=name, step=step)
 
     def add_file(self, path: Path) -> None:
-        """As an asset."""
+        """Add an asset."""
         self._run.log_asset(str(path), file_name=path.name, overwrite=True)
 
     def add_checkpoints(self, folder: Path) -> None:
-        """As a value of the experiment."""
+        """Add a value of the experiment."""
         self._run.log_other("checkpoints", str(folder))
 
     def finish(self, *, status: str) -> None:
@@ -524,7 +510,7 @@ class Comet(Tracker):
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether Comet has written all of an archive."""
+    """Return whether Comet has written all of an archive."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -532,33 +518,31 @@ def _is_complete(path: Path) -> bool:
 
 
 def archived_rows(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Steps, names and kinds ("metric", or "visualization", "histogram3d" and others) of what an
-    archive of Comet has.
+    """Yield step, name and kind ("metric", or "visualization", "histogram3d" and others) of each
+    entry of an archive of Comet.
     """
     with zipfile.ZipFile(path) as archive, archive.open("messages.json") as lines:
-        for message in map(json.loads, lines):
-            if message["type"] == "metric_msg" and message["payload"]["metric"]["step"] is not None:
+        for line in lines:
+            message = json.loads(line)
+            if message["type"] == "metric_msg":
                 metric = message["payload"]["metric"]
-                yield metric["step"], metric["metricName"], "metric"
+                if metric["step"] is not None:
+                    yield metric["step"], metric["metricName"], "metric"
             elif message["type"] == "file_upload":
-                about = message["payload"]["additional_params"]
+                payload = message["payload"]
+                about = payload["additional_params"]
                 if about.get("step") is not None:
-                    yield (
-                        about["step"],
-                        about.get("figName") or about.get("fileName"),
-                        message["payload"]["upload_type"],
-                    )
+                    name = about.get("figName") or about.get("fileName")
+                    yield about["step"], name, payload["upload_type"]
 
 
 def _update(last: dict[str, int], step: int, row: Mapping[str, Any]) -> None:
     """Add a row of a run, in which histograms are dicts, to its last steps."""
     for name, value in row.items():
-        name = (
-            HISTOGRAMS
-            if isinstance(value, dict) and str(value.get("_type")).endswith("histogram")
-            else name
-        )
-        last[name] = max(step, last.get(name, -1))
+        key = name
+        if isinstance(value, dict) and str(value.get("_type")).endswith("histogram"):
+            key = HISTOGRAMS
+        last[key] = max(step, last.get(key, -1))
 
 
 def _name(what: str, name: Any) -> str:
@@ -568,7 +552,7 @@ def _name(what: str, name: Any) -> str:
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb finds an API key without asking."""
+    """Return whether wandb finds an API key without asking."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))

@@ -84,15 +84,17 @@ class JsonLines:
         make_folder(path.parent, OptionError)
         with wrap_os_errors(path, OptionError):
             self._file = OutputFile(path, "ab")
-            # and later what a full disk did not take: it comes before the next line
+            # Later also what a full disk did not take: it comes before the next line.
             self._unwritten = self._end_last_line()
 
     def _end_last_line(self) -> bytes:
-        """Remove a truncated record; returns what a last line without an end lacks."""
+        """Remove a truncated record; return what a last line without an end lacks."""
         last = _last_line(self._path) if self._path.is_file() else b""
-        # zeros are of a machine that lost its power
+        if not last:
+            return b""
+        # A file system leaves zeros on a machine that lost its power.
         if not last.startswith((b"{", b"\0")) or _is_json(last):
-            return b"\n" if last else b""
+            return b"\n"
         self._file.truncate(self._path.stat().st_size - len(last))
         logging.getLogger("spmd").warning(
             "%s: its last record is truncated, and is removed: %s", self._path, short_repr(last)
@@ -103,16 +105,18 @@ class JsonLines:
         """Append one line, which is in the file when this returns: a killed run leaves complete
         lines.
         """
-        valid = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        valid = dict(record)
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                valid[name] = None
         self._unwritten += f"{json.dumps(valid)}\n".encode()
         self._flush()
 
     def _flush(self) -> None:
         with wrap_os_errors(self._path, OptionError):
             while self._unwritten:
+                # The file is not buffered: on a disk that is full for a moment it writes less than
+                # asked, and says so only by what it returns.
                 count = self._file.write(self._unwritten)
                 self._unwritten = self._unwritten[count:]
 
@@ -123,13 +127,16 @@ class JsonLines:
 
 
 def _last_line(path: Path) -> bytes:
-    """What a file has after its last line break."""
-    size, length, last = path.stat().st_size, 4096, b""
+    """Return the bytes of a file after its last line break."""
+    size = path.stat().st_size
+    length = 4096
+    end = b""
     with path.open("rb") as file:
-        while len(last) < size and b"\n" not in last:
+        while len(end) < size and b"\n" not in end:
             file.seek(max(size - length, 0))
-            last, length = file.read(), 2 * length
-    return last.rpartition(b"\n")[2]
+            end = file.read()
+            length *= 2
+    return end.rpartition(b"\n")[2]
 
 
 def _is_json(line: bytes) -> bool:
@@ -160,15 +167,16 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path):
         import_extra("tensorboardX", "tensorboard")
-        self._events_of, self._summaries = (
-            importlib.import_module(f"tensorboardX.proto.{name}_pb2")
-            for name in ("event", "summary")
-        )
-        self._folder, self._run_folder = as_path(folder, "TensorBoard: folder"), Path()
+        self._event_types = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._summary_types = importlib.import_module("tensorboardX.proto.summary_pb2")
+        self._folder = as_path(folder, "TensorBoard: folder")
+        self._run_folder = Path()
         make_folder(self._folder, OptionError)
-        self._file, self._flushed = Path(), 0.0
+        self._file = Path()
+        self._flushed = 0.0
         self._events: Any = None
-        self._noted = False  # that it shows no SVG
+        # A warning says once that TensorBoard shows no SVG.
+        self._noted = False
 
     def begin(self, facts: RunFacts) -> None:
         """Write to a new file; of a run that resumes or starts again, it says from which step on
@@ -176,13 +184,12 @@ class TensorBoard:
         """
         self.close()
         self._run_folder = facts.folder or Path()
-        # not its SummaryWriter, whose thread ends at the first error of the disk: the queue before
-        # it then blocks this process
-        files, session = (
-            importlib.import_module("tensorboardX.event_file_writer"),
-            self._events_of.SessionLog,
-        )
-        number = secrets.token_hex(4)  # two runs may begin in one second
+        # Not tensorboardX's SummaryWriter, whose thread ends at the first error of the disk: the
+        # queue before it then blocks this process.
+        files = importlib.import_module("tensorboardX.event_file_writer")
+        session = self._event_types.SessionLog
+        # The name of a file has a time in seconds, and two runs may begin in one.
+        number = secrets.token_hex(4)
         with wrap_os_errors(self._folder, OptionError):
             self._events = files.EventsWriter(str(self._folder / "events"), f".{number}")
         (self._file,) = self._folder.glob(f"*.{number}")
@@ -194,41 +201,39 @@ class TensorBoard:
         if self._events is None:
             self.begin(RunFacts())
         summary = importlib.import_module("tensorboardX.summary")
-        step, histograms = (
-            record["step"],
-            {name: Histogram(**fields) for name, fields in record.get("histograms", {}).items()},
-        )
+        step = record["step"]
+        histograms = {}
+        for name, fields in record.get("histograms", {}).items():
+            histograms[name] = Histogram(**fields)
         for name, value in {**record, **counts_not_finite(histograms)}.items():
             if name != "step" and isinstance(value, int | float):
                 self._add(step, summary=summary.scalar(name, value))
-        for name, each in histograms.items():
-            # of the elements there are only counts, so sums are of the middles of bins
-            middles = [(low + high) / 2 for low, high in itertools.pairwise(each.edges)]
-            sums = [
-                sum(
-                    count * middle**power
-                    for count, middle in zip(each.counts, middles, strict=True)
-                )
-                for power in (1, 2)
-            ]
-            bounds = {
-                "min": each.edges[0],
-                "max": each.edges[-1],
-                "num": sum(each.counts),
-                "sum": sums[0],
-                "sum_squares": sums[1],
-            }
-            self._add(
-                step,
-                summary=summary.histogram_raw(
-                    name, **bounds, bucket_limits=each.edges[1:], bucket_counts=each.counts
-                ),
-            )
+        for name, histogram in histograms.items():
+            self._write_histogram(name, histogram, step)
         for name, path in record.get(PICTURES, {}).items():
             self._write_picture(f"{PICTURES}/{name}", self._run_folder / path, step)
 
+    def _write_histogram(self, name: str, histogram: Histogram, step: int) -> None:
+        summary = importlib.import_module("tensorboardX.summary")
+        # Of the elements there are only counts, so sums are of the middles of bins.
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(histogram.edges)]
+        pairs = list(zip(histogram.counts, middles, strict=True))
+        self._add(
+            step,
+            summary=summary.histogram_raw(
+                name,
+                min=histogram.edges[0],
+                max=histogram.edges[-1],
+                num=sum(histogram.counts),
+                sum=sum(count * middle for count, middle in pairs),
+                sum_squares=sum(count * middle**2 for count, middle in pairs),
+                bucket_limits=histogram.edges[1:],
+                bucket_counts=histogram.counts,
+            ),
+        )
+
     def _add(self, step: int, **content: Any) -> None:
-        event = self._events_of.Event(step=step, wall_time=time.time(), **content)
+        event = self._event_types.Event(step=step, wall_time=time.time(), **content)
         with wrap_os_errors(self._file, OptionError):
             self._events.write_event(event)
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
@@ -243,7 +248,8 @@ class TensorBoard:
                     "TensorBoard shows no SVG files, such as %s.", path
                 )
             return
-        summary, content = self._summaries.Summary, path.read_bytes()
+        summary = self._summary_types.Summary
+        content = path.read_bytes()
         width, height = size(content)
         image = summary.Image(
             height=height, width=width, colorspace=channels(content), encoded_image_string=content
@@ -252,20 +258,25 @@ class TensorBoard:
 
     def close(self) -> None:
         """Flush and close the event file."""
-        events, self._events = self._events, None
+        events = self._events
+        # Forgotten first: a file that cannot be closed is not tried again.
+        self._events = None
         if events is not None:
             with wrap_os_errors(self._file, OptionError):
                 events.close()
 
 
 def begin_loggers(loggers: Sequence[Logger], make_facts: Callable[[], RunFacts]) -> list[str]:
-    """Call `begin` of the loggers that have it; returns the lines to show.
+    """Call `begin` of the loggers that have it; return the lines to show.
 
     Raises:
       CallbackError: one of them raises.
     """
     having: list[Any] = [logger for logger in loggers if callable(getattr(logger, "begin", None))]
-    facts, lines = make_facts() if having else None, []
+    if not having:
+        return []
+    facts = make_facts()
+    lines = []
     for logger in having:
         with raise_callback_errors(lambda: f"logger {type(logger).__name__}.begin"):
             lines.append(logger.begin(facts))
@@ -284,7 +295,8 @@ def write_record(loggers: Sequence[Logger], record: dict[str, Any]) -> None:
         try:
             with jax.transfer_guard("allow"), raise_callback_errors(lambda where=where: where):
                 logger.write(record)
-        except Exception as error:  # raised below, or a note of the first
+        except Exception as error:
+            # The first is raised below, when all loggers have the record.
             if failure is None:
                 failure = error
             else:
@@ -314,7 +326,7 @@ def close_loggers(loggers: Sequence[Logger]) -> None:
 
 
 def check_loggers(loggers: Any) -> list[Logger]:
-    """The loggers as a list.
+    """Return the loggers as a list.
 
     Raises:
       OptionError: one without `write` and `close`, a class in place of its instance, or two
@@ -332,12 +344,15 @@ def check_loggers(loggers: Any) -> list[Logger]:
             raise OptionError(
                 f"logger {short_repr(logger)} has no write(record) and close().", fix=fix
             )
-    places = [(type(logger), logger.place) for logger in loggers if hasattr(logger, "place")]
-    if twice := next(
-        (kind for number, (kind, place) in enumerate(places) if (kind, place) in places[:number]),
-        None,
-    ):
-        raise OptionError(
-            f"loggers has two of {twice.__name__} that write the same run.", fix="one of them."
-        )
+    places: list[tuple[type, Any]] = []
+    for logger in loggers:
+        if not hasattr(logger, "place"):
+            continue
+        place = (type(logger), logger.place)
+        if place in places:
+            raise OptionError(
+                f"loggers has two of {type(logger).__name__} that write the same run.",
+                fix="one of them.",
+            )
+        places.append(place)
     return list(loggers)

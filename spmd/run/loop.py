@@ -28,12 +28,15 @@ class Loop:
     """
 
     def __init__(self, config: LoopConfig, start: StartPoint, account: TimeAccount):
-        step, program = int(start.state.step), config.program
+        step = int(start.state.step)
+        program = config.program
         history = History(program.names, program.static_metrics.at)
         self.run = run = RunState(
             start.state, step, start.position, start.position.epoch, account, history
         )
-        self._config, self._start, self._first_step = config, start, step
+        self._config = config
+        self._start = start
+        self._first_step = step
         self._control = control = RunControl(config, run)
         self._watchdog = control.watchdog
         self._intervals = Intervals.of(
@@ -57,12 +60,15 @@ class Loop:
             self._train()
 
     def _train(self) -> None:
-        control, run = self._control, self.run
+        control = self._control
+        run = self.run
         try:
             self._watchdog.begin_run(run.step)
             run.began = self._metrics.pace()
             self._config.progress.start(run.step, control.total_steps())
             stop_by(control.ask)
+            # JAX raises at a transfer that nothing asked for: one to the host would wait for the
+            # devices in every step.
             with jax.transfer_guard("disallow"):
                 control.notify("on_start")
                 restore_callbacks(self._config.callbacks, self._start.callbacks)
@@ -79,7 +85,7 @@ class Loop:
                 self._metrics.show(last=True)
                 self._saver.save()
                 self._saver.report_memory()
-                # a request may have come too late to stop anything
+                # A request may have come too late to stop anything.
                 run.stop_reason = run.stop_reason or self._watchdog.requested_stop_reason or None
                 control.notify_stop()
         except BaseException as error:
@@ -87,15 +93,16 @@ class Loop:
             raise
         self._watchdog.record_progress("save", run.step)
         self._close()
-        self._close_memory(remove=True)  # which waits for the other processes
-        # it came while the last checkpoint was written, or since
+        # This waits for the other processes: the state in memory is removed when all have saved.
+        self._close_memory(remove=True)
+        # SIGTERM may have come while the last checkpoint was written, or since.
         if self._watchdog.requested_stop_reason == SIGTERM_REASON:
             run.stop_reason = run.stop_reason or SIGTERM_REASON
         self._saver.report_interrupt()
         self._watchdog.record_progress("script", run.step)
 
     def _epoch(self) -> None:
-        """One epoch, or the rest of one."""
+        """Train for one epoch, or for what is left of one."""
         control = self._control
         self.run.epoch = self.run.position.epoch
         with self._dispatcher.epoch() as calls:
@@ -106,7 +113,7 @@ class Loop:
                 and self.run.position.batch
                 and self.run.step == self._first_step
             ):
-                # the run stopped at the end of this epoch, whose length it did not know
+                # The run stopped at the end of this epoch, whose length it did not know.
                 self.run.position = Position(self.run.epoch + 1)
                 return
             while call is not None:
@@ -116,7 +123,9 @@ class Loop:
                 # 2. the next batch, while the device works; without one this was the last step of
                 #    the epoch
                 unread = self._dispatcher.needs_no_more_batches()
-                call = None if unread else next(calls, None)
+                call = None
+                if not unread:
+                    call = next(calls, None)
                 if call is None and not (unread and self._dispatcher.may_have_more_batches()):
                     break
                 # 3. a run that a signal ends saves first: what is due may take longer than the time
@@ -133,8 +142,10 @@ class Loop:
 
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is ranked by the evaluation of its own step."""
-        step, intervals = self.run.step, self._intervals
-        evaluates, saves = is_due(intervals.evaluate, step), is_due(intervals.save, step)
+        step = self.run.step
+        intervals = self._intervals
+        evaluates = is_due(intervals.evaluate, step)
+        saves = is_due(intervals.save, step)
         if saves and not evaluates:
             self._saver.copy_early()
         if any(is_due(every, step) for every in intervals.callbacks):
@@ -147,8 +158,8 @@ class Loop:
             self._saver.save_in_memory()
 
     def _end_of_epoch(self) -> None:
-        """What is due at this step and once per epoch; a run that resumes from here begins the next
-        epoch.
+        """Do what is due at this step and once per epoch; a run that resumes from here begins the
+        next epoch.
         """
         self.run.position = Position(self.run.epoch + 1)
         if self._intervals.evaluate is None:
@@ -179,7 +190,8 @@ class Loop:
                 self._metrics.log_rest()
             with note_second_error(error, "on_stop failed"):
                 self._control.notify_stop()
-        finally:  # another Ctrl-C may end the save; the folder must be released all the same
+        finally:
+            # Another Ctrl-C may end the save; the folder must be released all the same.
             with contextlib.suppress(Exception):
                 self._close(wait_for_save=not alone)
             with contextlib.suppress(Exception):
@@ -192,8 +204,11 @@ class Loop:
             memory.close(remove=remove)
 
     def _close(self, *, wait_for_save: bool = True) -> None:
-        account, progress = self.run.account, self._config.progress
-        with contextlib.ExitStack() as closing:  # each is closed, though another may fail
+        """Wait for the last checkpoint, and close what a run has opened, in reverse order."""
+        account = self.run.account
+        progress = self._config.progress
+        # Each callback of the stack is called, though another may fail.
+        with contextlib.ExitStack() as closing:
             closing.callback(lambda: progress.say(repr(account.goodput)))
             closing.callback(account.close)
             closing.callback(close_loggers, self._config.loggers)

@@ -18,7 +18,7 @@ from spmd.errors import OptionError, short_repr, type_name
 from spmd.user_paths import as_path, make_folder, run_file, wrap_os_errors
 
 FOLDER = "pictures"  # in the run's folder
-COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # channels of an array -> how PNG calls them
+COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's number of a kind of colour, by channels of an array
 MAGIC = b"\x89PNG\r\n\x1a\n"
 HEADER = 33  # bytes of a PNG file up to the end of its first chunk, IHDR
 LONGEST = 200  # characters of a file's name before its step; file systems allow 255 in all
@@ -52,7 +52,7 @@ def write_picture(
 
 
 def unused_name(name: str, used: Collection[str]) -> str:
-    """The name, with a number from 2 if it is used already.
+    """Return the name, with a number from 2 if it is used already.
 
     Raises:
       OptionError: it is no name.
@@ -62,11 +62,10 @@ def unused_name(name: str, used: Collection[str]) -> str:
       'confusion_3'
     """
     _check_name(name)
-    return (
-        name
-        if name not in used
-        else next(each for n in itertools.count(2) if (each := f"{name}_{n}") not in used)
-    )
+    if name not in used:
+        return name
+    numbered = (f"{name}_{number}" for number in itertools.count(2))
+    return next(candidate for candidate in numbered if candidate not in used)
 
 
 def _check_name(name: Any) -> None:
@@ -77,55 +76,64 @@ def _check_name(name: Any) -> None:
 
 
 def _stem(name: str) -> str:
-    """A name that every file system accepts; other names have other ones."""
+    """Return a name that every file system accepts; other names have other ones."""
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:LONGEST]
-    return stem if stem == name else f"{stem}_{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
+    if stem == name:
+        return stem
+    # Two names that have one stem get two files.
+    return f"{stem}_{zlib.crc32(name.encode(errors='surrogatepass')):08x}"
 
 
 def _as_file(picture: Any, source: str) -> tuple[bytes, str]:
-    """The contents of a file, and its suffix."""
+    """Return the contents of a picture's file, and its suffix."""
     if isinstance(picture, str | os.PathLike):
-        path = as_path(picture, f"{source}: the picture")
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise OptionError(
-                f"{source}: {path} cannot be read: {error.strerror}.", fix="the path of a file."
-            ) from error
-        suffix = (
-            ".png" if content.startswith(MAGIC) else ".svg" if b"<svg" in content[:4096] else None
-        )
-        if suffix is None:
-            raise OptionError(
-                f"{source}: {path} is neither a PNG nor an SVG file.",
-                fix="a file of one of these, or an array.",
-            )
-        if suffix == ".png" and (len(content) < HEADER or content[12:16] != b"IHDR"):
-            raise OptionError(
-                f"{source}: {path} is a damaged PNG file: it has no header.",
-                fix="a file that can be opened, or an array.",
-            )
-        return content, suffix
-    figure = getattr(picture, "figure", picture)  # of a picture of `spmd.viz`
+        return _read_picture(as_path(picture, f"{source}: the picture"), source)
+    # A picture of `spmd.viz` has a figure of matplotlib.
+    figure = getattr(picture, "figure", picture)
     if callable(getattr(figure, "savefig", None)):
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
         return buffer.getvalue(), ".png"
     array = np.asarray(picture) if hasattr(picture, "dtype") else None
-    if (
-        array is None
-        or array.dtype != np.uint8
-        or array.ndim not in (2, 3)
-        or array.size == 0
-        or not 1 <= _channels(array) <= 4
-    ):
-        found = type_name(picture) if array is None else f"{array.dtype}{list(array.shape)}"
+    if array is None or not _is_drawable(array):
+        kind = type_name(picture) if array is None else f"{array.dtype}{list(array.shape)}"
         fix = (
             "a matplotlib figure, a path, or an array of uint8 [height, width] or [height, width, "
             "1 to 4 channels]."
         )
-        raise OptionError(f"{source}: the picture is {found}.", fix=fix)
+        raise OptionError(f"{source}: the picture is {kind}.", fix=fix)
     return png(array), ".png"
+
+
+def _read_picture(path: Path, source: str) -> tuple[bytes, str]:
+    """Return the contents of a PNG or SVG file, and its suffix."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise OptionError(
+            f"{source}: {path} cannot be read: {error.strerror}.", fix="the path of a file."
+        ) from error
+    if content.startswith(MAGIC):
+        # Loggers read the size of a picture from the header, and would fail on a file without one.
+        if len(content) < HEADER or content[12:16] != b"IHDR":
+            raise OptionError(
+                f"{source}: {path} is a damaged PNG file: it has no header.",
+                fix="a file that can be opened, or an array.",
+            )
+        return content, ".png"
+    if b"<svg" in content[:4096]:
+        return content, ".svg"
+    raise OptionError(
+        f"{source}: {path} is neither a PNG nor an SVG file.",
+        fix="a file of one of these, or an array.",
+    )
+
+
+def _is_drawable(array: np.ndarray) -> bool:
+    """Return whether an array is a picture."""
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or array.size == 0:
+        return False
+    return 1 <= _channels(array) <= 4
 
 
 def _channels(array: np.ndarray) -> int:
@@ -133,8 +141,8 @@ def _channels(array: np.ndarray) -> int:
 
 
 def png(array: np.ndarray) -> bytes:
-    """An array of uint8 [height, width] or [height, width, channels] as a PNG file (W3C, Portable
-    Network Graphics, second edition).
+    """Return an array of uint8 [height, width] or [height, width, channels] as a PNG file (W3C,
+    Portable Network Graphics, second edition).
 
     Example:
       >>> size(png(np.zeros((2, 3, 3), np.uint8)))
@@ -143,15 +151,12 @@ def png(array: np.ndarray) -> bytes:
     height, width = array.shape[:2]
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content))
-            + kind
-            + content
-            + struct.pack(">I", zlib.crc32(kind + content))
-        )
+        length = struct.pack(">I", len(content))
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return length + kind + content + checksum
 
     rows = np.ascontiguousarray(array).reshape(height, -1)
-    # a row begins with its filter, 0 for none
+    # In a PNG file each row begins with its filter, 0 for none.
     unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, COLOURS[_channels(array)], 0, 0, 0)
     return (
@@ -163,11 +168,12 @@ def png(array: np.ndarray) -> bytes:
 
 
 def channels(content: bytes) -> int:
-    """How many channels a PNG file has; one with a palette is shown with 3."""
-    return {colour: number for number, colour in COLOURS.items()}.get(content[25], 3)
+    """Return the number of channels of a PNG file; one with a palette is shown with 3."""
+    numbers = {colour: number for number, colour in COLOURS.items()}
+    return numbers.get(content[25], 3)
 
 
 def size(content: bytes) -> tuple[int, int]:
-    """Width and height of a PNG file."""
+    """Return width and height of a PNG file."""
     width, height = struct.unpack(">II", content[16:24])
     return width, height

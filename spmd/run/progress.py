@@ -19,7 +19,7 @@ from spmd.tree import format_bytes
 
 REFRESH_SECONDS = 0.2  # between two redraws
 NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them
-# (minimum width of the console, width of the bar, which is left out if it does not fit)
+# (Minimum width of the console, width of the bar, which is left out if it does not fit.)
 BAR_WIDTHS = ((120, 24), (70, 10), (0, 4))
 TIME_WIDTH = 12  # characters of the remaining time and the gaps between columns
 WAITING_SHOWN = 0.1  # share of time
@@ -33,7 +33,7 @@ PRE = (
 
 
 class Pace(NamedTuple):
-    """How far training has come.
+    """The progress of training.
 
     Attributes:
       samples: examples so far.
@@ -51,7 +51,7 @@ AT_REST = Pace(0, 0.0)
 
 
 class NoProgress:
-    """Shows nothing, and is never due."""
+    """A display that shows nothing, and is never due."""
 
     def _do_nothing(self, *args: Any, **options: Any) -> None:
         """Ignore the call."""
@@ -63,23 +63,26 @@ class NoProgress:
         log_info(line)
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing is shown."""
+        """Return a context in which nothing is shown."""
         del what
         return contextlib.nullcontext()
 
 
 class Progress:
-    """Computes what to show, at most every `period` seconds; subclasses draw it on a `rich`
-    console.
+    """A display that computes what to show, at most every `period` seconds; subclasses draw it on a
+    `rich` console.
     """
 
     def __init__(self, console: Any, period: float):
-        self._console, self._period, self._total = console, period, None
-        # the next redraw; samples per second; share of time spent waiting for data
-        self._next, self._rate, self._waiting = 0.0, 0.0, 0.0
+        self._console = console
+        self._period = period
+        self._total: int | None = None
+        self._next = 0.0  # time of the next redraw
+        self._rate = 0.0  # samples per second
+        self._waiting = 0.0  # share of time spent waiting for data
         self._started: Pace | None = None  # when the run began
         self._measured: Pace | None = None  # when the rate was last measured
-        # at each redraw; every other one is dropped when there are many
+        # At each redraw; every other one is dropped when there are many.
         self._losses: dict[int, float] = {}
         self._doing: list[tuple[str, float]] = []  # what is done and since when, innermost last
 
@@ -99,7 +102,7 @@ class Progress:
         self._rate = 0.0
 
     def due(self) -> bool:
-        """Whether it is time to redraw."""
+        """Return whether it is time to redraw."""
         return time.monotonic() >= self._next
 
     def update(
@@ -116,10 +119,13 @@ class Progress:
         self._next = time.monotonic() + self._period
         self._measure(pace, last)
         numbers = [f"{name} {value:.4g}" for name, value in metrics.items()]
-        self._losses |= {step: metrics["loss"]} if "loss" in metrics else {}
+        if "loss" in metrics:
+            self._losses[step] = metrics["loss"]
         if len(self._losses) > MOST:
             self._losses = dict(list(self._losses.items())[::2])
-        curve = spark(list(self._losses.values())) if len(self._losses) > 1 else ""
+        curve = ""
+        if len(self._losses) > 1:
+            curve = spark(list(self._losses.values()))
         self._draw(step, [f"epoch {epoch + 1}", *numbers, *self._speed(work), *_memory()], curve)
 
     def _measure(self, pace: Pace, last: bool) -> None:
@@ -130,11 +136,13 @@ class Progress:
             self._started = self._measured = pace
         since = self._started if last else self._measured
         seconds = pace.seconds - since.seconds
+        # Many steps may end at once: their number over next to no time is no rate.
         if seconds <= 0 or (seconds < self._period and not last):
-            return  # many steps may end at once: their number over next to no time is no rate
+            return
         rate = (pace.samples - since.samples) / seconds
-        smooth = self._rate > 0 and not last
-        self._rate = 0.7 * self._rate + 0.3 * rate if smooth else rate
+        if self._rate > 0 and not last:
+            rate = 0.7 * self._rate + 0.3 * rate
+        self._rate = rate
         self._waiting = min(max(pace.waited - since.waited, 0.0) / seconds, 1.0)
         self._measured = pace
 
@@ -145,12 +153,13 @@ class Progress:
         """
         self._doing.append((what, time.monotonic()))
         self._show_doing(what, 0.0)
-        done, thread = threading.Event(), None
+        done = threading.Event()
+        thread = None
         if len(self._doing) == 1:
 
             def watch() -> None:
                 while not done.wait(TICK_SECONDS):
-                    # a display that cannot be drawn ends no run
+                    # A display that cannot be drawn ends no run.
                     with contextlib.suppress(Exception):
                         self._tick()
 
@@ -175,28 +184,26 @@ class Progress:
         """Show what is done, and since when; "": nothing any more."""
 
     def _speed(self, work: Work) -> list[str]:
-        """Tokens per second of text, else samples; MFU; HFU if it is more; and the share of waiting
-        for data, if it is worth a look.
+        """Return tokens per second of text, else samples; MFU; HFU if it is more; and the share of
+        waiting for data, if it is worth a look.
 
         Nothing before a rate was measured.
         """
         if not self._rate:
             return []
         rates = work.rates(self._rate)
-        parts = [
-            f"{rates['tokens_per_second']:,.0f} tokens/s"
-            if work.tokens
-            else f"{self._rate:,.0f} samples/s"
-        ]
-        parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
-        parts += (
-            [f"HFU {rates['hfu']:.1%}"] if rates.get("hfu", 0.0) > rates.get("mfu", 0.0) else []
-        )
-        return (
-            [*parts, f"{self._waiting:.0%} waiting for data"]
-            if self._waiting >= WAITING_SHOWN
-            else parts
-        )
+        parts = []
+        if work.tokens:
+            parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
+        else:
+            parts.append(f"{self._rate:,.0f} samples/s")
+        if "mfu" in rates:
+            parts.append(f"MFU {rates['mfu']:.1%}")
+        if rates.get("hfu", 0.0) > rates.get("mfu", 0.0):
+            parts.append(f"HFU {rates['hfu']:.1%}")
+        if self._waiting >= WAITING_SHOWN:
+            parts.append(f"{self._waiting:.0%} waiting for data")
+        return parts
 
     def show(self, step: int, parts: Sequence[str]) -> None:
         """Redraw with other texts than those of a training step."""
@@ -204,8 +211,8 @@ class Progress:
         self._draw(step, parts, "")
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
-        """Each kind of progress draws its own way; the curve is shown where there is room for all
-        the rest.
+        """Draw, as each kind of progress does; the curve is shown where there is room for it beside
+        all others.
         """
         raise NotImplementedError  # abstract: only subclasses are made
 
@@ -229,9 +236,8 @@ class Progress:
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
         """Show the results of an evaluation."""
-        self.say(
-            f"step {step}: " + "  ".join(f"{name} {value:.4f}" for name, value in results.items())
-        )
+        numbers = [f"{name} {value:.4f}" for name, value in results.items()]
+        self.say(f"step {step}: {'  '.join(numbers)}")
 
     def close(self) -> None:
         """Stop drawing."""
@@ -243,18 +249,16 @@ class Lines(Progress):
     _said_at = 0.0  # seconds for which something had taken long when that was last said
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
-        self.say(
-            "  ".join(
-                [
-                    f"step {step}{f'/{self._total}' if self._total else ''}",
-                    *parts,
-                    *filter(None, [curve]),
-                ]
-            )
-        )
+        position = f"step {step}"
+        if self._total:
+            position += f"/{self._total}"
+        texts = [position, *parts]
+        if curve:
+            texts.append(curve)
+        self.say("  ".join(texts))
 
     def _show_doing(self, what: str, seconds: float) -> None:
-        """A line when something has taken long, and again after as long."""
+        """Print a line when something has taken long, and again after as long."""
         self._said_at = min(self._said_at, seconds)
         if what and seconds >= self._said_at + LOG_SECONDS:
             self._said_at = seconds
@@ -281,10 +285,12 @@ class Bar(Progress):
         self._meter = progress.BarColumn(table_column=Column(no_wrap=True))
         left = progress.TimeRemainingColumn(table_column=Column(no_wrap=True))
         text = progress.TextColumn("{task.fields[text]}", markup=False)
-        self._columns, self._without_meter = (step, self._meter, left, text), (step, left, text)
+        self._columns = (step, self._meter, left, text)
+        self._without_meter = (step, left, text)
+        # Without rich's thread: the loop redraws, at most once per period.
         self._bar = progress.Progress(*self._columns, console=console, auto_refresh=False)
         self._task: Any = None
-        self._line = False  # whether a line shows what is done before the bar
+        self._has_line = False  # a line shows what is done before the bar
 
     def start(self, step: int, total: int | None, doing: str = "compiling") -> None:
         """Draw the bar at `step` of `total` (None: unknown)."""
@@ -295,12 +301,17 @@ class Bar(Progress):
         self._begin()
 
     def _set_text(self, step: int, parts: Sequence[str], curve: str) -> None:
-        """The text beside the bar, and the width of the bar, for a terminal of today's width."""
-        step_width = len(f"{step}/?") if self._total is None else 2 * len(str(self._total)) + 1
-        room, width = self._console.width - TIME_WIDTH - step_width, self._console.width
-        self._meter.bar_width = size = next(size for least, size in BAR_WIDTHS if width >= least)
-        self._bar.columns = self._columns if size <= room else self._without_meter
-        text = _join_fitting(parts, room - size, curve)
+        """Set the text beside the bar, and the width of the bar, for the terminal's width now."""
+        if self._total is None:
+            step_width = len(f"{step}/?")
+        else:
+            step_width = 2 * len(str(self._total)) + 1
+        width = self._console.width
+        room = width - TIME_WIDTH - step_width
+        bar_width = next(size for least, size in BAR_WIDTHS if width >= least)
+        self._meter.bar_width = bar_width
+        self._bar.columns = self._columns if bar_width <= room else self._without_meter
+        text = _join_fitting(parts, room - bar_width, curve)
         self._bar.update(self._task, completed=step, text=text)
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
@@ -308,11 +319,13 @@ class Bar(Progress):
         self._refresh()
 
     def _show_doing(self, what: str, seconds: float) -> None:
-        text = f"{what} ({seconds:.0f} s)" if seconds >= TICK_SECONDS else what
+        text = what
+        if seconds >= TICK_SECONDS:
+            text += f" ({seconds:.0f} s)"
         if self._task is None:
-            if text or self._line:
+            if text or self._has_line:
                 self._show_line(text)
-                self._line = bool(text)
+                self._has_line = bool(text)
         elif text:
             self._draw(int(self._bar.tasks[0].completed), [text], "")
 
@@ -329,7 +342,7 @@ class Bar(Progress):
 
     def say(self, text: str) -> None:
         """Print text that stays, wrapped between words."""
-        if self._line:
+        if self._has_line:
             self._show_line("")
         super().say(text)
 
@@ -369,13 +382,10 @@ class NotebookBar(Bar):
         """
         self._console.print(self._bar.get_renderable())
         text = self._console.export_text().strip()
-        # no colours: those of the page are used
+        # No colours: those of the page are used.
         markup = PRE.format(code=html.escape(text.removesuffix(self._curve).strip()))
-        markup += (
-            panel("loss", self._losses, self._evaluated)
-            if len(self._losses) > 1 or self._evaluated
-            else ""
-        )
+        if len(self._losses) > 1 or self._evaluated:
+            markup += panel("loss", self._losses, self._evaluated)
         self._replace({"text/plain": text, "text/html": markup})
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
@@ -387,18 +397,19 @@ class NotebookBar(Bar):
         print(text)
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> None:
-        """A point beside the curve, and the numbers beside the bar."""
-        self._evaluated |= {step: results["eval_loss"]} if "eval_loss" in results else {}
-        shown = [f"{name} {value:.4g}" for name, value in results.items()]
-        self._draw(int(self._bar.tasks[self._task].completed), shown, "")
+        """Show a point beside the curve, and the numbers beside the bar."""
+        if "eval_loss" in results:
+            self._evaluated[step] = results["eval_loss"]
+        numbers = [f"{name} {value:.4g}" for name, value in results.items()]
+        self._draw(int(self._bar.tasks[self._task].completed), numbers, "")
 
     def close(self) -> None:
         """Keep the last state."""
 
 
 def _join_fitting(parts: Sequence[str], width: int, curve: str = "") -> str:
-    """The parts that fit the width, in order, joined; then the curve, if all of them do and it does
-    too.
+    """Return the parts that fit the width, in order, joined; then the curve, if all of them do and
+    it does too.
 
     >>> (
     ...     _join_fitting(["epoch 1", "loss 0.25", "1,000 samples/s"], 20),
@@ -406,28 +417,38 @@ def _join_fitting(parts: Sequence[str], width: int, curve: str = "") -> str:
     ... )
     ('epoch 1  loss 0.25', 'epoch 1  ▃▂▁')
     """
-    shown = list[str]()
+    all_parts = [*parts]
+    if curve:
+        all_parts.append(curve)
+    full = "  ".join(all_parts)
+    if len(full) <= width:
+        return full
+    fitting: list[str] = []
     for part in parts:
-        shown += [part] if len("  ".join([*shown, part])) <= width else []
-    full = "  ".join([*parts, *filter(None, [curve])])
-    return full if len(full) <= width else "  ".join(shown)
+        if len("  ".join([*fitting, part])) <= width:
+            fitting.append(part)
+    return "  ".join(fitting)
 
 
 def _memory() -> list[str]:
-    """The peak memory of this process's devices, as far as they report it."""
+    """Return the peak memory of this process's devices, as far as they report it."""
     peak = peak_memory()
-    return [f"{format_bytes(peak)} per device"] if peak else []
+    if not peak:
+        return []
+    return [f"{format_bytes(peak)} per device"]
 
 
 def _in_kernel() -> bool:
-    """Whether notebook cells run in this process; that IPython was imported is not enough."""
+    """Return whether notebook cells run in this process; that IPython was imported is not
+    enough.
+    """
     ipython = sys.modules.get("IPython")
     return hasattr(ipython and ipython.get_ipython(), "kernel")
 
 
 class _Screen:
-    """A stream whose reader may be gone, such as a closed terminal: what cannot be shown ends no
-    run.
+    """A stream whose reader may be gone, such as a closed terminal: output that cannot be shown
+    ends no run.
     """
 
     def __init__(self, stream: TextIO):
@@ -437,12 +458,12 @@ class _Screen:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        """Write, and show it."""
+        """Write text, unless the reader is gone."""
         with _reader_may_be_gone():
             self._stream.write(text)
 
     def flush(self) -> None:
-        """Show what is written."""
+        """Show what is written, unless the reader is gone."""
         with _reader_may_be_gone():
             self._stream.flush()
 
@@ -452,19 +473,23 @@ def _reader_may_be_gone() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE):  # of a closed terminal, and of a pipe
+        # Linux reports EIO for a closed terminal, and EPIPE for a pipe.
+        if error.errno not in (errno.EIO, errno.EPIPE):
             raise
 
 
-def make_progress(wanted: bool | str) -> NoProgress | Progress:
-    """`True` shows progress anywhere, `False` nowhere, `"auto"` in a terminal or a notebook."""
-    if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
-        raise OptionError(f"progress={short_repr(wanted)}.", fix='True, False or "auto".')
-    if wanted is False:
+def make_progress(choice: bool | str) -> NoProgress | Progress:
+    """Return a display: with `True` anywhere, with `False` nowhere, with `"auto"` in a terminal or
+    a notebook.
+    """
+    if not isinstance(choice, bool) and not (isinstance(choice, str) and choice == "auto"):
+        raise OptionError(f"progress={short_repr(choice)}.", fix='True, False or "auto".')
+    if choice is False:
         return NoProgress()
     from rich.console import Console
 
     if _in_kernel():
+        # The console records into memory; the bar gives its text to the notebook.
         console = Console(
             file=io.StringIO(),
             record=True,
@@ -476,4 +501,6 @@ def make_progress(wanted: bool | str) -> NoProgress | Progress:
     console = Console(file=cast(TextIO, _Screen(sys.stderr)))
     if console.is_terminal:
         return Bar(console, REFRESH_SECONDS)
-    return NoProgress() if wanted == "auto" else Lines(console, LOG_SECONDS)
+    if choice == "auto":
+        return NoProgress()
+    return Lines(console, LOG_SECONDS)

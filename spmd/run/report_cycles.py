@@ -22,27 +22,31 @@ def report_unfinished(opt: Any, step: int, *, saved: bool) -> None:
     """
     if jax.process_index() != 0:
         return
-    if left := _left(opt, optax.MultiStepsState, "mini_step"):
+    uncounted = _steps_since_update(opt, optax.MultiStepsState, "mini_step")
+    if uncounted:
         resumed = "; a run that resumes uses them" if saved else ""
         why = (
             "the gradients of %s came after the last update of optax.MultiSteps: they are not in "
             "the model%s.\n    fix: %s"
         )
-        logging.getLogger("spmd").warning(why, _last(left), resumed, _fix(step, left))
-    if left := _left(opt, optax.contrib.SAMState, "steps_since_sync"):
+        logging.getLogger("spmd").warning(
+            why, _last_steps(uncounted), resumed, _fix(step, uncounted)
+        )
+    perturbing = _steps_since_update(opt, optax.contrib.SAMState, "steps_since_sync")
+    if perturbing:
         why = (
             "the run ends within an update of optax.contrib.sam: %s moved the weights to perturbed "
             "ones.\n    fix: %s"
         )
-        logging.getLogger("spmd").warning(why, _last(left), _fix(step, left))
+        logging.getLogger("spmd").warning(why, _last_steps(perturbing), _fix(step, perturbing))
 
 
 def report_perturbed(opt: Any, step: int) -> bool:
     """Warn of an evaluation of weights that `optax.contrib.sam` has perturbed; process 0 does.
-    Returns whether it was one.
+    Returns whether the weights are perturbed.
     """
-    left = _left(opt, optax.contrib.SAMState, "steps_since_sync")
-    if left and jax.process_index() == 0:
+    perturbing = _steps_since_update(opt, optax.contrib.SAMState, "steps_since_sync")
+    if perturbing and jax.process_index() == 0:
         why = (
             "step %d: perturbed weights are evaluated, of %s within an update of "
             "optax.contrib.sam; later ones are not reported."
@@ -51,8 +55,8 @@ def report_perturbed(opt: Any, step: int) -> bool:
             f"{option('eval_every', '...')}, a multiple of its sync_period, and as many steps in "
             "an epoch."
         )
-        logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, _last(left))
-    return bool(left)
+        logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, _last_steps(perturbing))
+    return bool(perturbing)
 
 
 def averages_batches(opt: Any) -> bool:
@@ -78,20 +82,23 @@ def report_short_batch(step: int, rows: int, full: int) -> None:
         logging.getLogger("spmd").warning(f"{why}\n    fix: {fix}", step, rows, full, full / rows)
 
 
-def _left(opt: Any, kind: Any, field: str) -> int:
-    """How many steps came after the last update."""
-    counts = [getattr(node, field) for node in nodes(opt) if isinstance(node, kind)]
-    return max((int(np.max(np.asarray(count.addressable_data(0)))) for count in counts), default=0)
+def _steps_since_update(opt: Any, kind: Any, field: str) -> int:
+    """Return the number of steps after the last update, as the states of a kind count them."""
+    most = 0
+    for node in nodes(opt):
+        if isinstance(node, kind):
+            # One shard is read: an array of several processes cannot be fetched as one.
+            count = np.asarray(getattr(node, field).addressable_data(0))
+            most = max(most, int(np.max(count)))
+    return most
 
 
-def _last(left: int) -> str:
-    return "the last step" if left == 1 else f"the last {left} steps"
+def _last_steps(count: int) -> str:
+    return "the last step" if count == 1 else f"the last {count} steps"
 
 
-def _fix(step: int, left: int) -> str:
-    """A length of the run that ends with an update."""
-    return (
-        f"{option('steps', step - left)}, which ends with an update."
-        if step > left
-        else "more steps: none has made an update."
-    )
+def _fix(step: int, uncounted: int) -> str:
+    """Return a length of the run that ends with an update."""
+    if step > uncounted:
+        return f"{option('steps', step - uncounted)}, which ends with an update."
+    return "more steps: none has made an update."

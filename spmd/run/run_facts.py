@@ -1,4 +1,4 @@
-"""What a logger may know about a run: its id, its configuration, its folder, and where it
+"""The facts about a run that loggers get: its id, its configuration, its folder, and where it
 starts.
 """
 
@@ -53,14 +53,15 @@ class RunFacts:
         >>> RunFacts(folder=Path("runs/digits"), id="3f29c1d2e8").name
         'digits-3f29c1d2'
         """
-        return f"{'run' if self.folder is None else self.folder.resolve().name}-{self.id[:8]}"
+        folder_name = "run" if self.folder is None else self.folder.resolve().name
+        return f"{folder_name}-{self.id[:8]}"
 
 
 def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
-    """The id of the run in a folder, and where its records begin in `metrics.jsonl`, in bytes:
-    earlier ones are of an abandoned run.
+    """Return the id of the run in a folder, and where its records begin in `metrics.jsonl`, in
+    bytes: earlier ones are of an abandoned run.
 
-    They are those of the run that is resumed, else new, and written to the folder. A folder that
+    Both are those of the run that is resumed, else new, and written to the folder. A folder that
     was copied is a new run, too.
 
     Example:
@@ -73,11 +74,16 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
     new = uuid.uuid4().hex
     if folder is None:
         return new, 0
-    records, here = folder / "metrics.jsonl", str(folder.resolve())
-    begins = 0 if resumes or not records.exists() else records.stat().st_size
+    records = folder / "metrics.jsonl"
+    here = str(folder.resolve())
+    begins = 0
+    if not resumes and records.exists():
+        begins = records.stat().st_size
     try:
-        if resumes and (content := checksummed_files.read(folder / ID_FILE)) is not None:
+        content = checksummed_files.read(folder / ID_FILE) if resumes else None
+        if content is not None:
             saved = json.loads(content)
+            # A folder that was moved is the same run: there is none in its former place.
             if saved["folder"] == here or not (Path(saved["folder"]) / ID_FILE).exists():
                 return saved["id"], saved["metrics_begin"]
             text = (
@@ -85,10 +91,8 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
             )
             logging.getLogger("spmd").warning(text, folder, saved["folder"])
             begins = saved["metrics_begin"]
-        checksummed_files.write(
-            folder / ID_FILE,
-            json.dumps({"id": new, "metrics_begin": begins, "folder": here}).encode(),
-        )
+        facts = {"id": new, "metrics_begin": begins, "folder": here}
+        checksummed_files.write(folder / ID_FILE, json.dumps(facts).encode())
     except (OSError, checksummed_files.DamagedFileError) as error:
         logging.getLogger("spmd").warning(
             "%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error
@@ -97,7 +101,7 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
 
 
 def environment() -> dict[str, str | int | float | bool]:
-    """Devices, versions and git state of this process.
+    """Return devices, versions and git state of this process.
 
     >>> environment()["jax_version"] == jax.__version__
     True
@@ -116,8 +120,8 @@ def environment() -> dict[str, str | int | float | bool]:
 
 
 def git_state(folder: Path) -> dict[str, str | int | float | bool]:
-    """The commit of the git repository that a folder is in, and whether tracked files differ from
-    it; {} if there is none.
+    """Return the commit of the git repository that a folder is in, and whether tracked files differ
+    from it; {} if there is none.
 
     >>> git_state(Path("/"))
     {}
@@ -125,10 +129,12 @@ def git_state(folder: Path) -> dict[str, str | int | float | bool]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
-        environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # it only reads
-        return subprocess.run(
+        # `git status` would lock the index to refresh it, and another git fails while it is locked.
+        environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        ended = subprocess.run(
             command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True, env=environ
-        ).stdout.strip()
+        )
+        return ended.stdout.strip()
 
     try:
         return {

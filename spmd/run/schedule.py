@@ -1,4 +1,4 @@
-"""When a run ends, and how often it evaluates, logs and saves."""
+"""The length of a run, and how often it evaluates, logs and saves."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from spmd.run.checkpoint import Checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class RunSchedule:
-    """When to stop, in epochs or steps, and the steps between evaluations (None: once per epoch)
-    and between log records.
+    """The planned end of a run, in epochs or steps, and the steps between evaluations (None: once
+    per epoch) and between log records.
     """
 
     epochs: int | None
@@ -38,8 +38,8 @@ def check_length(epochs: int | None, steps: int | None) -> None:
 
 
 def is_due(every: int | None, step: int) -> bool:
-    """Whether something that happens every `every` steps happens after this one; None: only at the
-    end of an epoch.
+    """Return whether something that happens every `every` steps happens after this one; None: only
+    at the end of an epoch.
 
     >>> is_due(3, 6), is_due(3, 7), is_due(None, 6)
     (True, False, False)
@@ -66,23 +66,24 @@ class Intervals:
     def of(
         cls, schedule: RunSchedule, checkpoint: Checkpoint | None, callbacks: Sequence[Callback]
     ) -> "Intervals":
-        """Collected from the options of `fit`."""
-        exact = tuple(
-            c.every
-            for c in step_callbacks(callbacks)
-            if (c.exact if c.exact is not None else c.every > 1)
-        )
-        save, best = (None, None) if checkpoint is None else (checkpoint.every, checkpoint.best)
+        """Collect the intervals from the options of `fit`."""
+        exact = []
+        for callback in step_callbacks(callbacks):
+            reads_state = callback.every > 1 if callback.exact is None else callback.exact
+            if reads_state:
+                exact.append(callback.every)
+        if checkpoint is None:
+            return cls(schedule.eval_every, None, keeps_best=False, callbacks=tuple(exact))
         return cls(
             schedule.eval_every,
-            save,
-            best is not None,
-            exact,
-            None if checkpoint is None else checkpoint.memory_every,
+            checkpoint.every,
+            keeps_best=checkpoint.best is not None,
+            callbacks=tuple(exact),
+            memory=checkpoint.memory_every,
         )
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due at this step of an epoch, scheduled or to rank a
+        """Return whether an evaluation is due at this step of an epoch, scheduled or to rank a
         checkpoint.
         """
         return is_due(self.evaluate, step) or (self.keeps_best and is_due(self.save, step))
@@ -90,12 +91,9 @@ class Intervals:
     @property
     def all(self) -> list[int]:
         """All intervals that count steps."""
-        return [
-            every
-            for every in (self.evaluate, self.save, self.memory, *self.callbacks)
-            if every is not None
-        ]
+        intervals = (self.evaluate, self.save, self.memory, *self.callbacks)
+        return [every for every in intervals if every is not None]
 
     def steps_left(self, step: int) -> list[int]:
-        """Steps until each happens next."""
+        """Return the steps until each happens next."""
         return [every - step % every for every in self.all]

@@ -21,7 +21,8 @@ from spmd.distributed.watchdog import SIGTERM_REASON, write_to_stderr
 SIGINT_REASON = "interrupted"  # why a run stopped
 EXIT_SECONDS = 2.0  # for Python to leave `fit` after SIGTERM, which it cannot while XLA compiles
 
-_handling: "_Signals | None" = None  # in this process, not in a fork of it
+# The signals that this process handles; None in a fork of it.
+_handling: "_Signals | None" = None
 
 
 class _Signals:
@@ -29,43 +30,50 @@ class _Signals:
 
     def __init__(self) -> None:
         self.request: Callable[[str], None] | None = None
-        self._left, self._announced = False, set[int]()
-        # a handler may interrupt the handler of another signal
+        self._left = False
+        self._announced = set[int]()
+        # Reentrant, since a handler may interrupt the handler of another signal.
         self._announcing = threading.RLock()
-        self._ended, self._taken = threading.Event(), list[signal.Signals]()
-        self._read, self._written = os.pipe()
-        os.set_blocking(self._written, False)
+        self._ended = threading.Event()
+        self._handled = list[signal.Signals]()
+        self._pipe_output, self._pipe_input = os.pipe()
+        # Python writes to it from a signal handler, where a full pipe must not block.
+        os.set_blocking(self._pipe_input, False)
 
     def start(self) -> None:
         """Handle signals from now on."""
-        # inside another run they stop that one, as SIGTERM does
+        # Inside another run the chosen signals stop that one, as SIGTERM does.
         chosen = [] if _handling else chosen_stop_signals()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *chosen)
         self._before = {number: signal.getsignal(number) for number in numbers}
-        # others only where the default is in place: nohup ignores SIGHUP
+        # Others only where the default is in place: nohup ignores SIGHUP.
         always = (signal.SIGINT, *chosen)
-        self._taken = [
+        self._handled = [
             number
             for number, handler in self._before.items()
             if number in always or handler == signal.SIG_DFL
         ]
-        self._next_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
-        for number in self._taken:
+        # Python writes the number of a signal to the pipe as soon as it arrives, and calls handlers
+        # only when the main thread is between two of Python's instructions, which it is not while
+        # XLA compiles.
+        self._next_fd = signal.set_wakeup_fd(self._pipe_input, warn_on_full_buffer=False)
+        for number in self._handled:
             signal.signal(number, self._handle)
         self._thread = threading.Thread(target=self._watch, name="spmd signals", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Handle them as before."""
+        """Handle signals as before `start`."""
         self._ended.set()
-        for number in self._taken:
+        for number in self._handled:
             signal.signal(number, self._before[number])
         signal.set_wakeup_fd(self._next_fd)
-        os.write(self._written, b"\0")  # ends the thread, which closes the pipe
+        # The zero ends the thread, which closes the pipe.
+        os.write(self._pipe_input, b"\0")
         self._thread.join(timeout=EXIT_SECONDS)
 
     def _handle(self, number: int, frame: object) -> None:
-        """The handler, which Python calls in the main thread, between two of its own
+        """Act on a signal. Python calls this in the main thread, between two of its own
         instructions.
         """
         del frame
@@ -75,7 +83,8 @@ class _Signals:
         elif self.request is None:
             signal.default_int_handler(number, None)
         else:
-            # a second one interrupts; the previous handler may not
+            # Python's own handler: a second Ctrl-C interrupts, and the handler that was in place
+            # before the run may not.
             signal.signal(number, signal.default_int_handler)
             self.request(SIGINT_REASON)
 
@@ -84,11 +93,11 @@ class _Signals:
         process has to exit now, alone.
         """
         watch = watchdog.current()
-        # both threads come here, and the second one must not be ahead of the first one's line
+        # The main thread and this object's both come here, and the second must not write its lines
+        # before the first has written this one. Later lines name SIGTERM.
         with self._announcing:
             if number != signal.SIGTERM and number not in self._announced:
                 self._announced.add(number)
-                # which later lines name
                 write_to_stderr(f"spmd: {signal.Signals(number).name} acts as SIGTERM\n")
         if self.request is not None and watch.has_trained:
             self.request(SIGTERM_REASON)
@@ -99,28 +108,30 @@ class _Signals:
         return not watch.leaves_together
 
     def _watch(self) -> None:
-        """See signals as soon as they arrive: the main thread may be in XLA, which compiles for
+        """Act on signals as soon as they arrive: the main thread may be in XLA, which compiles for
         minutes.
         """
-        while (number := os.read(self._read, 1)) not in (b"", b"\0"):
+        while (number := os.read(self._pipe_output, 1)) not in (b"", b"\0"):
+            # Python has one such pipe: what was installed before gets each number from here.
             if self._next_fd != -1:
                 with contextlib.suppress(OSError):
                     os.write(self._next_fd, number)
-            if number[0] != signal.SIGINT and number[0] in self._taken:
+            if number[0] != signal.SIGINT and number[0] in self._handled:
                 if self._terminate(number[0]) and not self._ended.wait(EXIT_SECONDS):
                     coordination.exit_now(TERMINATED)
-        os.close(self._read)
-        os.close(self._written)
+        os.close(self._pipe_output)
+        os.close(self._pipe_input)
 
 
 def _reset_in_fork() -> None:
-    """A fork, such as a worker of a data loader, ends on SIGTERM as any process, and not the
-    run.
+    """Restore the handlers in a fork, such as a worker of a data loader: it ends on SIGTERM as any
+    process, and does not end the run.
     """
     global _handling
     if _handling is not None:
+        # The pipe is shared with the process that forked, whose thread reads it.
         signal.set_wakeup_fd(-1)
-        for number in _handling._taken:
+        for number in _handling._handled:
             signal.signal(number, _handling._before[number])
         _handling = None
 
@@ -130,17 +141,19 @@ os.register_at_fork(after_in_child=_reset_in_fork)
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """In the block SIGINT raises KeyboardInterrupt, and SIGTERM ends all processes with code 143,
-    until `stop_by`.
+    """Handle signals in the block: SIGINT raises KeyboardInterrupt, and SIGTERM ends all processes
+    with code 143, until `stop_by`.
 
     A handler of the user's for SIGTERM or SIGHUP stays in place. Signals reach only the main
     thread; elsewhere this does nothing.
     """
     global _handling
+    # Python installs handlers from the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    outer, signals = _handling, _Signals()
+    outer = _handling
+    signals = _Signals()
     signals.start()
     _handling = signals
     try:
@@ -151,7 +164,7 @@ def interruptible() -> Iterator[None]:
 
 
 def stop_by(request: Callable[[str], None]) -> None:
-    """Inside `interruptible`: from now on SIGINT calls `request`, and SIGTERM too, once there is a
+    """Call `request` on SIGINT from now on, inside `interruptible`; and on SIGTERM, once there is a
     step to save.
 
     A second SIGINT interrupts immediately, as usual; SIGTERM may repeat, since a launcher and a

@@ -2,13 +2,16 @@
 
 import collections
 import contextlib
+import logging
+import math
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from spmd.data.batches import Batch, HostBatch
+from spmd.errors import DivergedError, option, quoted
 from spmd.run.callback_calls import ReadOnlyMetrics, notify, step_callbacks
 from spmd.run.callbacks import Info
 from spmd.run.config import LoopConfig, RunState
@@ -17,14 +20,13 @@ from spmd.run.known_callbacks import check_first_loss
 from spmd.run.loggers import write_record
 from spmd.run.progress import Pace
 from spmd.run.report_cycles import averages_batches, report_short_batch
-from spmd.run.report_skips import report_skip
 from spmd.run.watch import Counts, histogram_record
 from spmd.run.work import peak_memory
 from spmd.train.metrics import IN_FLIGHT, fetch, means
-from spmd.train.skipped_updates import LEFT
+from spmd.train.skipped_updates import GRAD_NORM, LEFT, LOSS_LIMIT, LOSS_SCALE, NORM_LIMIT
 
 Batches = Sequence[Batch | HostBatch]
-NOTHING: Counts = types.MappingProxyType({})  # was counted
+NO_COUNTS: Counts = types.MappingProxyType({})
 
 
 class StepMetrics:
@@ -33,28 +35,33 @@ class StepMetrics:
     """
 
     def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
-        self._config, self._run, self._control = config, run, control
+        self._config = config
+        self._run = run
+        self._control = control
         self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = (
             collections.deque()
         )
         self._calls = 0
-        self._read = 0  # calls
-        # how far the first two calls came, of which one was compiled, once they are read
+        self._read_calls = 0
+        # The pace after the first two calls, of which one was compiled, once they are read.
         self._compiled: Pace | None = None
-        # in the history, and in no record yet: (step, epoch, sums and counts), or (step, epoch,
-        # what a watched step has counted)
+        # In the history, and in no record yet: (step, epoch, sums and counts), or (step, epoch,
+        # what a watched step has counted).
         self._unlogged: collections.deque[tuple[int, int, np.ndarray | Counts]] = (
             collections.deque()
         )
         self._window = np.zeros((2, len(config.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
-        self._callbacks, self._fetch = step_callbacks(config.callbacks), fetch()
+        self._callbacks = step_callbacks(config.callbacks)
+        self._fetch = fetch()
         self._reports_short = averages_batches(run.state.opt)
-        self._left = config.program.names.index(LEFT) if LEFT in config.program.names else None
+        self._skips_index: int | None = None
+        if LEFT in config.program.names:
+            self._skips_index = config.program.names.index(LEFT)
 
     def add(
-        self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NOTHING
+        self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NO_COUNTS
     ) -> None:
         """Add the metrics of a call that was dispatched on some batches, and what a watched step
         has counted; read those of earlier calls.
@@ -65,31 +72,40 @@ class StepMetrics:
         self._unread.append(
             (first_step, self._run.position.epoch, packed, batches, self._run.account.now(), counts)
         )
-        self._calls, self._control.watchdog.has_trained = self._calls + 1, True
-        if self._calls == 2:  # the first one after compiling: how long a call takes
+        self._calls += 1
+        self._control.watchdog.has_trained = True
+        if self._calls == 2:
+            # The first call includes compiling; the second one shows how long a call takes.
             packed.block_until_ready()
-            self._run.account.call_done(self._unread[-1][4], seen=True)
+            dispatched = self._unread[-1][4]
+            self._run.account.call_done(dispatched, awaited=True)
         while len(self._unread) >= IN_FLIGHT:
             self.read_oldest()
 
     def drain(self) -> None:
-        """Read all that are unread: waits for every dispatched step."""
+        """Read all unread metrics, which waits for every dispatched step."""
         while self._unread:
             self.read_oldest()
 
     def give_up(self, *, recorded: bool) -> None:
-        """Forget those that are unread, after an error; `recorded`: the history has them, since the
-        state after them is saved.
+        """Forget the unread metrics, after an error.
+
+        Args:
+          recorded: the history gets them first, since the state after their steps is saved.
         """
-        unread, self._unread = self._unread, collections.deque()
-        for first, epoch, packed, _, _, counts in unread if recorded else ():
+        unread = self._unread
+        self._unread = collections.deque()
+        if not recorded:
+            return
+        for first, epoch, packed, _, _, counts in unread:
             self._add_to_history(first, epoch, self._fetch(packed), counts)
 
     def log_rest(self) -> None:
         """Log, after an error, the steps that the history has and no record: a run that resumes may
         not train them again.
         """
-        # an error of one keeps no other from being written; the last callback is called first
+        # An error of one record keeps no other from being written. The stack calls the last
+        # callback first: the steps that are not logged, then the record of the window.
         with contextlib.ExitStack() as records:
             records.callback(self.log, rates=False)
             for _ in self._unlogged:
@@ -101,7 +117,8 @@ class StepMetrics:
         """Add the fetched metrics of a call to the history, and to what is to be logged; returns
         them as float32[steps, 2, names].
         """
-        packed = packed if packed.ndim == 3 else packed[None]
+        if packed.ndim != 3:
+            packed = packed[None]
         self._run.history.add_steps(first, packed)
         if counts and self._config.loggers:
             self._unlogged.append((first, epoch, counts))
@@ -125,28 +142,30 @@ class StepMetrics:
             self.log(rates=rates)
 
     def devices_idle(self) -> bool:
-        """Whether all dispatched steps are done."""
+        """Return whether all dispatched steps are done."""
         return all(_is_done(packed) for _, _, packed, *_ in self._unread)
 
     def read_oldest(self) -> None:
         """Fetch the metrics of the oldest unread call; record them and call the callbacks that are
         due.
         """
-        run, program = self._run, self._config.program
+        run = self._run
+        program = self._config.program
         first, epoch, packed, batches, dispatched, counts = self._unread.popleft()
         rows = [batch.rows for batch in batches]
         was_done = _is_done(packed)
         packed = self._fetch(packed)
-        run.account.call_done(dispatched, seen=not was_done)
+        run.account.call_done(dispatched, awaited=not was_done)
         packed = self._add_to_history(first, epoch, packed, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
-        # before callbacks: one may end the run because of what they show
+        # Histograms are logged before callbacks are called: one may end the run because of them.
         if counts and self._config.loggers:
             self._log_oldest()
         run.samples += sum(rows)
-        # calls that can be measured without them
+        # There are calls now that can be measured without the first two.
         if self._compiled is not None and run.samples > self._compiled.samples:
-            run.began, self._compiled = self._compiled, None
+            run.began = self._compiled
+            self._compiled = None
             self._config.progress.begin(run.began)
         short = next(
             (first + offset for offset, count in enumerate(rows) if count < program.rows), None
@@ -165,28 +184,27 @@ class StepMetrics:
                 report_skip(step, self._means(sums), self._control.last_checkpoint())
             due = [callback for callback in self._callbacks if step % callback.every == 0]
             if due:
-                metrics = ReadOnlyMetrics(
-                    {**self._means(sums), **program.static_metrics.at(step - 1)}
-                )
+                values = {**self._means(sums), **program.static_metrics.at(step - 1)}
                 info = Info(
                     self._control,
                     step,
                     epoch,
-                    metrics,
+                    ReadOnlyMetrics(values),
                     rows[offset],
                     exact=newest and step == run.step,
                     batch=batches[offset],
                 )
                 notify(due, "on_step", info)
             self._log_oldest()
-        self._newest, self._read = packed[-1], self._read + 1
-        if self._read == 2:
+        self._newest = packed[-1]
+        self._read_calls += 1
+        if self._read_calls == 2:
             self._compiled = self.pace()
         if self._config.progress.due():
             self.show()
 
     def pace(self) -> Pace:
-        """How far training has come, for the rate that is shown."""
+        """Return the progress of training, for the rate that is shown."""
         account = self._run.account
         return Pace(self._run.samples, account.training_seconds, account.waited)
 
@@ -223,15 +241,87 @@ class StepMetrics:
             write_record(self._config.loggers, record)
 
     def _skipped(self, sums: np.ndarray) -> bool:
-        """Whether the update of a step was skipped."""
-        return self._left is not None and bool(sums[1, self._left])
+        """Return whether the update of a step was skipped."""
+        return self._skips_index is not None and bool(sums[1, self._skips_index])
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
-        """Means by name. One over nothing is left out: it is no number, and no NaN to stop for."""
+        """Return means by name, but for means over nothing: one is no number, and no NaN to stop
+        for.
+        """
         named_means = zip(self._config.program.names, means(*sums).tolist(), sums[1], strict=True)
         return {name: value for name, value, count in named_means if count}
 
 
 def _is_done(array: jax.Array) -> bool:
-    """Whether the devices have computed an array."""
+    """Return whether the devices have computed an array."""
+    # Arrays have this method, and the type jax.Array lacks it.
     return array.is_ready()  # type: ignore[attr-defined]
+
+
+def report_skip(step: int, means: Mapping[str, float], last_checkpoint: str) -> None:
+    """Log that a step's update was skipped; process 0 does.
+
+    Args:
+      means: of the step, by name; `skips_left` is among them.
+      last_checkpoint: a sentence that says where it is.
+
+    Raises:
+      DivergedError: as many in a row were skipped as the optimizer allows.
+    """
+    cause = skip_cause(means)
+    skips_left = int(means[LEFT])
+    if skips_left == 0:
+        fix = (
+            "a lower learning rate or a clip (optax.clip_by_global_norm); a look at the data of "
+            "these steps; or "
+        )
+        if GRAD_NORM in means or LOSS_SCALE not in means:
+            fix += "larger sigmas or max_in_a_row."
+        else:
+            fix += f'{option("precision", quoted("bfloat16"))} or "float32".'
+        why = (
+            f"step {step}: {cause}. The update was skipped, and so were those before it, as many "
+            "in a row as the optimizer allows."
+        )
+        raise DivergedError(f"{why} {last_checkpoint}", fix=fix)
+    if jax.process_index() == 0:
+        logging.getLogger("spmd").warning(
+            "step %d: the update was skipped: %s. %d more may be, in a row.",
+            step,
+            cause,
+            skips_left,
+        )
+
+
+def skip_cause(means: Mapping[str, float]) -> str:
+    """Return the reason for which a step's update was skipped.
+
+    >>> skip_cause(
+    ...     {
+    ...         "loss": 2.0,
+    ...         "grad_norm": 90.0,
+    ...         "loss_limit": 3.0,
+    ...         "grad_norm_limit": 4.5,
+    ...         "skips_left": 9.0,
+    ...     }
+    ... )
+    'the norm of the gradients is 90, and the limit 4.5'
+    """
+    if LOSS_SCALE in means and GRAD_NORM not in means:
+        subject = "the loss itself, and so gradients in float16, are"
+        if math.isfinite(means.get("loss", 0.0)):
+            subject = "gradients in float16 are"
+        return f"{subject} not finite; the loss is now scaled by {means[LOSS_SCALE]:g}"
+    loss = means.get("loss", math.nan)
+    norm = means.get(GRAD_NORM, math.inf)
+    limits = (
+        ("loss", loss, means.get(LOSS_LIMIT)),
+        ("norm of the gradients", norm, means.get(NORM_LIMIT)),
+    )
+    causes = []
+    for name, value, limit in limits:
+        if not math.isfinite(value):
+            causes.append(f"the {name} is not finite")
+        elif limit is not None and value > limit:
+            causes.append(f"the {name} is {value:.4g}, and the limit {limit:.4g}")
+    return "; ".join(causes) or f"the loss is {loss:.6g}, and the norm of the gradients {norm:.6g}"

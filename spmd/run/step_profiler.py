@@ -34,14 +34,15 @@ from spmd.user_paths import (
 )
 
 MOST = 100  # steps: a trace has every operation of every device
-FOLDER, PAGE = "profile", "profile.html"
+FOLDER = "profile"
+PAGE = "profile.html"
 BEFORE, TRACING, DONE = "before", "tracing", "done"
 
 
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Which steps `fit` traces, and what for.
+    """The steps that `fit` traces, and the devices that they are compared with.
 
     Args:
       steps: such as "10:15": from the update after the 10th to the 15th, counted from the start of
@@ -68,19 +69,20 @@ class Profile:
     seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = (
-            re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip())
-            if isinstance(self.steps, str)
-            else None
-        )
+        numbers = None
+        if isinstance(self.steps, str):
+            numbers = re.fullmatch(r"([0-9]+):([0-9]+)", self.steps.strip())
         if numbers is None:
             raise OptionError(
                 f"Profile: {option('steps', short_repr(self.steps))}.",
                 fix='two numbers of steps, such as "10:15".',
             )
-        begin, end = int(numbers[1]), int(numbers[2])
+        begin = int(numbers[1])
+        end = int(numbers[2])
         if begin >= end:
-            other = f"{end}:{begin}" if begin > end else f"{begin}:{begin + 5}"
+            other = f"{end}:{begin}"
+            if begin == end:
+                other = f"{begin}:{begin + 5}"
             raise OptionError(
                 f"Profile: {option('steps', quoted(self.steps))} has no step.",
                 fix=f'the smaller number first, such as "{other}".',
@@ -107,25 +109,23 @@ class Profile:
 
     @property
     def begin(self) -> int:
-        """How many updates were made before the first that is traced."""
+        """The number of updates made before the first that is traced."""
         return self._range[0]  # type: ignore[attr-defined]
 
     @property
     def end(self) -> int:
-        """How many were made after the last one."""
+        """The number of updates made once the last that is traced is done."""
         return self._range[1]  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
-        return (
-            f"step {self.end}"
-            if self.end == self.begin + 1
-            else f"steps {self.begin + 1} to {self.end}"
-        )
+        if self.end == self.begin + 1:
+            return f"step {self.end}"
+        return f"steps {self.begin + 1} to {self.end}"
 
 
 def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
-    """The option `profile` of `fit`, whose folder is made; that in the run's folder is only looked
-    at, as the run may be refused.
+    """Return the option `profile` of `fit`, and make its folder; a folder in the run's is not made
+    yet, since the run may be refused.
 
     Raises:
       OptionError: it is neither None, nor a text such as "10:15", nor a `Profile`; or the folder
@@ -135,16 +135,19 @@ def as_profile(value: Any, run_folder: Path | None = None) -> Profile | None:
     if value is None:
         return None
     profile = value if isinstance(value, Profile) else Profile(value)
-    folder = None if profile.folder is None else Path(profile.folder)
-    if folder is not None:
+    if profile.folder is not None:
+        folder = Path(profile.folder)
         make_folder(folder, OptionError)
+        # A folder may exist, and not be writable.
         with wrap_os_errors(folder, OptionError, "folder"), tempfile.TemporaryFile(dir=folder):
             pass
-    elif run_folder is not None and (why := blocking_file(run_folder / FOLDER)) is not None:
-        raise OptionError(
-            f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.",
-            fix="Profile(steps, folder=...).",
-        )
+    elif run_folder is not None:
+        why = blocking_file(run_folder / FOLDER)
+        if why is not None:
+            raise OptionError(
+                f"Profile: the folder {run_folder / FOLDER} cannot be created: {why}.",
+                fix="Profile(steps, folder=...).",
+            )
     if run_folder is not None:
         run_file(run_folder, PAGE)
     return profile
@@ -171,18 +174,20 @@ class StepProfiler:
         progress: NoProgress | Progress,
         summarize: Callable[..., Any],
     ):
-        self._options, self._run_folder, self._progress, self._summarize = (
-            options,
-            run_folder,
-            progress,
-            summarize,
-        )
-        self._state, self._calls, self._first, self._waited = BEFORE, list[int](), 0, 0.0
-        self._began_at: int | None = None  # the run's first step here
+        self._options = options
+        self._run_folder = run_folder
+        self._progress = progress
+        self._summarize = summarize
+        self._state = BEFORE
+        self._calls: list[int] = []
+        self._first = 0
+        self._waited = 0.0
+        self._began_at: int | None = None  # the run's first step in this process
         self._given_up = threading.Event()
-        self._folder, self._earlier = Path(), dict[Path, int]()
-        # to the folder: JAX asks for it when a trace starts, and it may have to be another when it
-        # stops
+        self._folder = Path()
+        self._earlier: dict[Path, int] = {}
+        # JAX gets a link to the folder when a trace starts: if the folder cannot be written to when
+        # the trace stops, the name can be that of another.
         self._link = Path()
         self.profile: Any = None
 
@@ -200,10 +205,11 @@ class StepProfiler:
             raise OptionError(why, fix=f"spmd.data.resident(data, steps_per_call={MOST // 2}).")
 
     @contextlib.contextmanager
-    def call(self, run: RunState, count: int) -> Iterator[None]:
-        """Around a call that dispatches `count` steps."""
+    def trace_call(self, run: RunState, count: int) -> Iterator[None]:
+        """Trace the call in the block, which dispatches `count` steps, if one of them is due."""
         options = self._options
-        self._began_at = run.step if self._began_at is None else self._began_at
+        if self._began_at is None:
+            self._began_at = run.step
         if self._state == BEFORE and run.step < options.end and run.step + count > options.begin:
             if self._began_at > options.begin:
                 self._warn(f"not all of {options}, because the run began at step {self._began_at}")
@@ -215,7 +221,7 @@ class StepProfiler:
                 self._finish(run)
 
     def end(self, run: RunState) -> None:
-        """After the run's last step: stop a trace that is not complete, or say that there is
+        """Stop a trace that is not complete after the run's last step, or say that there is
         none.
         """
         if self._state == TRACING:
@@ -231,16 +237,17 @@ class StepProfiler:
         if self._state == TRACING:
             self._state = DONE
             with account(PROFILING):
-                self._bounded("stopped", self._stop_trace)
+                self._within_limit("stopped", self._stop_trace)
 
     def _stop_trace(self) -> None:
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)  # it may have been removed
+            # The folder may have been removed since the trace started.
+            self._folder.mkdir(parents=True, exist_ok=True)
         try:
             jax.profiler.stop_trace()
         except Exception:
-            # JAX starts no other trace before it has written this one, so it is written to where it
-            # can be, and removed
+            # JAX starts no other trace before it has written this one: it is written to a folder
+            # of its own in place of the link, and removed.
             with contextlib.suppress(Exception):
                 self._link.unlink()
                 self._link.mkdir()
@@ -250,19 +257,24 @@ class StepProfiler:
             shutil.rmtree(self._link.parent, ignore_errors=True)
 
     def _start(self, run: RunState) -> None:
-        self._state, self._first = DONE, run.step + 1
-        jax.block_until_ready(run.state)  # so that the trace has no earlier step
+        # DONE until the trace has started: one that fails is not tried again.
+        self._state = DONE
+        self._first = run.step + 1
+        # The devices may be one step behind, and the trace must not have an earlier step.
+        jax.block_until_ready(run.state)
         with run.account(PROFILING):
             started = self._start_trace()
         if started:
-            self._state, self._waited = TRACING, run.account.goodput[WAITING]
+            self._state = TRACING
+            self._waited = run.account.goodput[WAITING]
 
     def _start_trace(self) -> bool:
         self._folder = self._make_folder()
         self._earlier = self._traces()
         options = jax.profiler.ProfileOptions()
-        # operations, and not each call of Python
-        options.python_tracer_level, options.host_tracer_level = 0, 1
+        # The trace has operations of the devices. Each call of Python would fill it.
+        options.python_tracer_level = 0
+        options.host_tracer_level = 1
 
         def start() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -273,43 +285,44 @@ class StepProfiler:
             except Exception:
                 shutil.rmtree(self._link.parent, ignore_errors=True)
                 raise
+            # It has started too late, and nothing else would stop it.
             if self._given_up.is_set():
-                self._stop_trace()  # nothing else would
+                self._stop_trace()
 
-        return self._bounded("started", start)
+        return self._within_limit("started", start)
 
     def _finish(self, run: RunState) -> None:
         self._state = DONE
         waited = run.account.goodput[WAITING] - self._waited
         jax.block_until_ready(run.state)
         with run.account(PROFILING):
-            if self._bounded("stopped", self._stop_trace) and jax.process_index() == 0:
+            stopped = self._within_limit("stopped", self._stop_trace)
+            if stopped and jax.process_index() == 0:
                 with watchdog.current().local_work():
-                    self._summarise(run, waited)
+                    self._write_summary(run, waited)
 
-    def _summarise(self, run: RunState, waited: float) -> None:
+    def _write_summary(self, run: RunState, waited: float) -> None:
+        """Summarise the trace, and write the page of the summary."""
         try:
-            traces = [
-                path
-                for path, written in self._traces().items()
-                if self._earlier.get(path) != written
-            ]
+            traces = []
+            for path, written in self._traces().items():
+                if self._earlier.get(path) != written:
+                    traces.append(path)
             if not traces:
                 raise ValueError("the profiler has written no file")
-            found = {
-                "trace": traces[0],
-                "first": self._first,
-                "last": run.step,
-                "calls": tuple(self._calls),
-                "waited": waited,
-            }
-            self.profile = self._summarize(**found)
-            page = (self._folder if self._run_folder is None else self._run_folder) / PAGE
-            replace_text(
-                page, document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE)
+            self.profile = self._summarize(
+                trace=traces[0],
+                first=self._first,
+                last=run.step,
+                calls=tuple(self._calls),
+                waited=waited,
             )
+            page_folder = self._folder if self._run_folder is None else self._run_folder
+            page = page_folder / PAGE
+            text = document(repr(self.profile), self.profile._repr_html_(), style=PAGE_STYLE)
+            replace_text(page, text)
         except Exception as error:
-            # whatever a trace has that is not expected; training does not depend on it
+            # A trace may have anything that is not expected, and training does not depend on it.
             self._warn(
                 f"the trace in {self._folder} has no summary: {_cause(error)}. Training continues"
             )
@@ -319,40 +332,42 @@ class StepProfiler:
         self._progress.say(str(self.profile))
 
     def _make_folder(self) -> Path:
+        """Return the folder of this process's trace."""
         if self._options.folder is not None:
             folder = Path(self._options.folder)
+        elif self._run_folder is not None:
+            folder = self._run_folder / FOLDER
         else:
-            folder = (
-                self._run_folder / FOLDER
-                if self._run_folder is not None
-                else Path(tempfile.mkdtemp(prefix="spmd-profile-"))
-            )
-        return folder / f"process-{jax.process_index()}" if jax.process_count() > 1 else folder
+            folder = Path(tempfile.mkdtemp(prefix="spmd-profile-"))
+        if jax.process_count() > 1:
+            # The name of a trace is a time, which several processes may share.
+            folder /= f"process-{jax.process_index()}"
+        return folder
 
     def _traces(self) -> dict[Path, int]:
-        """The traces in the folder, and when each was written; those that begin in the same second
-        have one name.
+        """Return the traces in the folder, and when each was written; traces that begin in the same
+        second have one name.
         """
-        return {
-            path: path.stat().st_mtime_ns
-            for path in self._folder.glob("plugins/profile/*/*.xplane.pb")
-        }
+        paths = self._folder.glob("plugins/profile/*/*.xplane.pb")
+        return {path: path.stat().st_mtime_ns for path in paths}
 
-    def _bounded(self, done: str, call: Callable[[], None]) -> bool:
-        """Call the profiler in a thread, and wait until it returns, but not forever; whether it
-        did, without an error.
+    def _within_limit(self, done: str, call_profiler: Callable[[], None]) -> bool:
+        """Call the profiler in a thread, and wait until it returns, but not forever; return whether
+        it did, without an error.
         """
-        errors, returned = list[BaseException](), threading.Event()
+        errors: list[BaseException] = []
+        returned = threading.Event()
 
-        def run() -> None:
+        def call_and_note() -> None:
             try:
-                call()
+                call_profiler()
             except BaseException as error:
                 errors.append(error)
             finally:
                 returned.set()
 
-        threading.Thread(target=run, name="spmd profiler", daemon=True).start()
+        # A daemon: the profiler may hang, and the process must be able to end.
+        threading.Thread(target=call_and_note, name="spmd profiler", daemon=True).start()
         with watchdog.current().local_work():
             in_time = returned.wait(self._options.seconds)
         if not in_time:
@@ -369,5 +384,5 @@ class StepProfiler:
 
 
 def _cause(error: BaseException) -> str:
-    """An error's first line, inside of a sentence."""
+    """Return an error's first line, as part of a sentence."""
     return first_line(error).rstrip(".")

@@ -31,11 +31,14 @@ from spmd.train.histograms import Histogram, counts_not_finite
 
 MOST_QUEUED = 10_000  # records that a tracker may be behind
 ARTIFACTS = ("layout.toml", "metrics.jsonl", "*.html", "*.svg", "*.png")  # in the run's folder
-ANY = ""  # in the result of `last_steps`: what is not listed
-# there: those of parameters and gradients, which a step has all or none of
+ANY = ""  # in the result of `last_steps`: all metrics that are not listed
+# In the result of `last_steps`: histograms of parameters and gradients, of which a step has all or
+# none.
 HISTOGRAMS = "histograms"
-# how a run ended; the last by Ctrl-C or SIGTERM
-FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+# The status of a run that has ended; STOPPED is by Ctrl-C or SIGTERM.
+FINISHED = "finished"
+FAILED = "failed"
+STOPPED = "stopped"
 
 
 class Tracker:
@@ -77,19 +80,9 @@ class Tracker:
     """
 
     def __init__(self, *, checkpoints: bool = False, seconds: float = 60.0, **unknown: Any):
-        for name in unknown:  # which a subclass has passed on
-            inits = [
-                inspect.signature(kind.__init__)
-                for kind in type(self).__mro__
-                if "__init__" in vars(kind)
-            ][:-1]
-            known = [
-                each.name
-                for init in inits
-                for each in init.parameters.values()
-                if each.kind is not each.VAR_KEYWORD
-            ]
-            fix = did_you_mean(name, dict.fromkeys(option for option in known if option != "self"))
+        # A subclass passes on the options that it does not know.
+        for name in unknown:
+            fix = did_you_mean(name, _option_names(type(self)))
             raise OptionError(f'{type(self).__name__}: there is no option "{name}".', fix=fix)
         if (
             isinstance(seconds, bool)
@@ -105,16 +98,20 @@ class Tracker:
                 f"{type(self).__name__}: checkpoints={short_repr(checkpoints)}.",
                 fix="True or False.",
             )
-        self._checkpoints, self._seconds = checkpoints, float(seconds)
-        self._jobs: queue.Queue[Callable[[], None] | None] | None = None  # None: no run is open
+        self._checkpoints = checkpoints
+        self._seconds = float(seconds)
+        # None: no run is open.
+        self._jobs: queue.Queue[Callable[[], None] | None] | None = None
 
     @property
     def place(self) -> Any:
-        """What no two trackers of a class may share: a run there, whose steps both would write."""
+        """The place that no two trackers of a class may share: a run there, whose steps both would
+        write.
+        """
         return id(self)
 
     def where(self, facts: RunFacts) -> str:
-        """Where the run is recorded, as one line."""
+        """Return where the run is recorded, as one line."""
         raise NotImplementedError  # abstract: a subclass says how
 
     def open(self, facts: RunFacts) -> None:
@@ -122,8 +119,8 @@ class Tracker:
         raise NotImplementedError  # abstract: a subclass says how
 
     def last_steps(self) -> Mapping[str, int]:
-        """The last step of each metric that the run had when it was opened, by name; `ANY` stands
-        for all others.
+        """Return the last step of each metric that the run had when it was opened, by name; `ANY`
+        stands for all others.
 
         Histograms are `HISTOGRAMS`, and a picture is "pictures/NAME".
         """
@@ -160,11 +157,17 @@ class Tracker:
         raise NotImplementedError  # abstract: a subclass says how
 
     def begin(self, facts: RunFacts) -> str | None:
-        """Start to record a run; returns a line that says where, or None if that failed."""
-        self.close()  # of a run that failed before its first step
-        self._off, self._opened = False, False
-        self._facts, self._error_before = facts, sys.exc_info()[1]
-        self._last, self._names, self._noted = dict[str, int](), dict[str, str](), set[str]()
+        """Start to record a run; return a line that says where, or None if that failed."""
+        # A run that failed before its first step has not closed its loggers.
+        self.close()
+        self._off = False
+        self._opened = False
+        self._facts = facts
+        # A user may call `fit` where an error is handled, which is none of the run.
+        self._error_before = sys.exc_info()[1]
+        self._last: dict[str, int] = {}
+        self._names: dict[str, str] = {}
+        self._noted: set[str] = set()
         self._deadline: float | None = None  # of `close`, once it has begun
         self._jobs = queue.Queue(MOST_QUEUED)
         self._thread = threading.Thread(
@@ -192,26 +195,22 @@ class Tracker:
         """
         if self._jobs is None or self._deadline is not None:
             return
-        # `fit` closes loggers while it handles what has ended the run
-        failed = sys.exc_info()[1] is not self._error_before
-        # of an earlier run
-        reason = (
-            watchdog.current().requested_stop_reason if watchdog.current().phase != "script" else ""
-        )
-        status = (
-            FAILED
-            if failed
-            else STOPPED
-            if reason in (SIGINT_REASON, watchdog.SIGTERM_REASON)
-            else FINISHED
-        )
+        # In the phase "script" no run is under way, and a reason is of an earlier one.
+        reason = ""
+        if watchdog.current().phase != "script":
+            reason = watchdog.current().requested_stop_reason
+        # `fit` closes loggers while it handles the error that has ended the run.
+        if sys.exc_info()[1] is not self._error_before:
+            status = FAILED
+        elif reason in (SIGINT_REASON, watchdog.SIGTERM_REASON):
+            status = STOPPED
+        else:
+            status = FINISHED
         self._put(functools.partial(self._end, status=status))
         self._put(None)
-        self._wait = (
-            min(self._seconds, grace_seconds() / 4)
-            if reason == watchdog.SIGTERM_REASON
-            else self._seconds
-        )
+        self._wait = self._seconds
+        if reason == watchdog.SIGTERM_REASON:
+            self._wait = min(self._seconds, grace_seconds() / 4)
         self._deadline = time.monotonic() + self._wait
 
     def close(self) -> None:
@@ -239,7 +238,8 @@ class Tracker:
         try:
             while (job := jobs.get()) is not None and not self._off:
                 job()
-        except BaseException as error:  # SystemExit, too: a library may raise it
+        except BaseException as error:
+            # SystemExit, too: a library may raise it.
             self._switch_off(error)
             if self._opened:
                 with contextlib.suppress(BaseException):
@@ -247,7 +247,8 @@ class Tracker:
 
     def _switch_off(self, error: BaseException) -> None:
         """Stop recording, with one warning."""
-        jobs = self._jobs  # first: another thread's `close` drops the queue once the tracker is off
+        # Before `_off` is set: another thread's `close` drops the queue once the tracker is off.
+        jobs = self._jobs
         if not self._off and jobs is not None:
             self._off = True
             why = "the tracker %s is switched off: %s. Training continues without it."
@@ -263,42 +264,42 @@ class Tracker:
             self._write(record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write what of a record the run does not have yet."""
-        step, histograms = (
-            record["step"],
-            {name: Histogram(**fields) for name, fields in record.get(HISTOGRAMS, {}).items()},
-        )
-        numbers = {
-            name: float(value) for name, value in record.items() if _is_number(name, value)
-        } | counts_not_finite(histograms)
-        new = {
-            name: value
-            for name, value in ((self._name(name), value) for name, value in numbers.items())
-            if self._is_new(name, step)
-        }
-        histograms = {self._name(name): histogram for name, histogram in histograms.items()}
-        if histograms and self._is_new(HISTOGRAMS, step):
-            self.log_histograms(step, histograms)
+        """Write the part of a record that the run does not have yet."""
+        step = record["step"]
+        histograms = {}
+        for name, fields in record.get(HISTOGRAMS, {}).items():
+            histograms[name] = Histogram(**fields)
+        numbers = {name: float(value) for name, value in record.items() if _is_number(name, value)}
+        numbers |= counts_not_finite(histograms)
+        new = {}
+        for name, value in numbers.items():
+            accepted = self._name(name)
+            if self._is_new(accepted, step):
+                new[accepted] = value
+        named_histograms = {self._name(name): each for name, each in histograms.items()}
+        if named_histograms and self._is_new(HISTOGRAMS, step):
+            self.log_histograms(step, named_histograms)
             self._last[HISTOGRAMS] = step
         if new:
             self.log(step, new)
             self._last.update((name, step) for name in new)
         for name, path in record.get(PICTURES, {}).items():
-            name = self._name(f"{PICTURES}/{name}")
-            if self._is_new(name, step):
-                self._last[name] = step
-                try:
-                    self.log_picture(step, name, (self._facts.folder or Path()) / path)
-                except Exception as error:
-                    # such as a package that is missing; metrics are still written
-                    self._note(f"does not show {name}: {first_line(error)}")
+            accepted = self._name(f"{PICTURES}/{name}")
+            if not self._is_new(accepted, step):
+                continue
+            self._last[accepted] = step
+            try:
+                self.log_picture(step, accepted, (self._facts.folder or Path()) / path)
+            except Exception as error:
+                # A package may be missing, for example; metrics are still written.
+                self._note(f"does not show {accepted}: {first_line(error)}")
 
     def _is_new(self, name: str, step: int) -> bool:
         return step > self._last.get(name, self._last.get(ANY, -1))
 
     def _name(self, name: str) -> str:
-        """A name that every tracker accepts; of names that then are equal, all but the first get a
-        checksum.
+        """Return a name that every tracker accepts; of names that then are equal, all but the first
+        get a checksum.
         """
         if name not in self._names:
             accepted = re.sub(r"[^\w\-./ ]", "_", name)
@@ -318,19 +319,32 @@ class Tracker:
             logging.getLogger("spmd").warning("the tracker %s %s.", type(self).__name__, text)
 
     def _end(self, *, status: str) -> None:
+        """Add the run's files, and close the run."""
         folder = self._facts.folder
         try:
-            for path in (
-                sorted(path for pattern in ARTIFACTS for path in folder.glob(pattern))
-                if folder is not None
-                else ()
-            ):
-                self.add_file(path)
-            if folder is not None and self._checkpoints:
-                self.add_checkpoints(folder.resolve() / "checkpoints")
+            if folder is not None:
+                paths: list[Path] = []
+                for pattern in ARTIFACTS:
+                    paths += folder.glob(pattern)
+                for path in sorted(paths):
+                    self.add_file(path)
+                if self._checkpoints:
+                    self.add_checkpoints(folder.resolve() / "checkpoints")
         finally:
             self._opened = False
             self.finish(status=status)
+
+
+def _option_names(tracker: type[Tracker]) -> dict[str, None]:
+    """Return the options of a class of trackers, and of the classes that it inherits from."""
+    names = []
+    for kind in tracker.__mro__:
+        if kind is object or "__init__" not in vars(kind):
+            continue
+        for parameter in inspect.signature(kind.__init__).parameters.values():
+            if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "self":
+                names.append(parameter.name)
+    return dict.fromkeys(names)
 
 
 def _is_number(name: str, value: Any) -> bool:
@@ -338,23 +352,22 @@ def _is_number(name: str, value: Any) -> bool:
 
 
 def _earlier_records(facts: RunFacts) -> Iterator[dict[str, Any]]:
-    """Records of the run up to the step that it resumes from."""
-    if (
-        not facts.resumes
-        or facts.folder is None
-        or not (path := facts.folder / "metrics.jsonl").exists()
-    ):
+    """Yield the records of the run up to the step that it resumes from."""
+    if not facts.resumes or facts.folder is None:
+        return
+    path = facts.folder / "metrics.jsonl"
+    if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:
         lines.seek(facts.metrics_begin)
         for line in lines:
-            with contextlib.suppress(ValueError):  # the last line of a machine that lost its power
+            # A machine that lost its power leaves a last line that is no JSON.
+            try:
                 record = json.loads(line)
-                if (
-                    isinstance(record, dict)
-                    and isinstance(record.get("step"), int)
-                    and record["step"] <= facts.step
-                ):
-                    yield {
-                        name: math.nan if value is None else value for name, value in record.items()
-                    }
+            except ValueError:
+                continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
+            if record["step"] <= facts.step:
+                # `JsonLines` writes null for a number that is not finite.
+                yield {name: math.nan if value is None else value for name, value in record.items()}

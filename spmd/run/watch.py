@@ -1,4 +1,4 @@
-"""Which steps of a run have histograms of parameters and gradients, and of what."""
+"""The choice of the steps of a run that have histograms, of parameters or of gradients."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Counts = Mapping[str, Mapping[str, Any]]
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Which steps have histograms, of each parameter and of its gradient.
+    """The choice of steps that have histograms, of each parameter and of its gradient.
 
     Gradients are those that the optimizer gets: means over all workers, after a lossy codec,
     without the scale of a loss in float16, and before the optimizer clips them. Parameters are
@@ -56,22 +56,21 @@ class Watch:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether the update with this number has histograms."""
+        """Return whether the update with this number has histograms."""
         return step % self.every == 0
 
     def __str__(self) -> str:
         kinds = " and ".join(name for name in ("parameters", "gradients") if getattr(self, name))
         text = f"histograms of {kinds} every {self.every} steps"
-        return (
-            f"{text}; a step that counts gradients is another program, compiled when it is first "
-            "due"
-            if self.gradients
-            else text
-        )
+        if self.gradients:
+            text += (
+                "; a step that counts gradients is another program, compiled when it is first due"
+            )
+        return text
 
 
 def as_watch(value: Any) -> Watch | None:
-    """The option `watch` of `fit`.
+    """Return the option `watch` of `fit` as a `Watch`.
 
     Raises:
       OptionError: it is neither None, nor a number of steps, nor a `Watch`.
@@ -113,24 +112,22 @@ def check_watch(watch: Watch | None, program: Program, traced: range, *, recorde
             "update, and there is no mean to count."
         )
         raise OptionError(why, fix=f"spmd.Watch(every={watch.every}, gradients=False).")
-    if watch.gradients and (both := [step for step in traced if watch.is_due(step)]):
+    traced_and_due = [step for step in traced if watch.is_due(step)]
+    if watch.gradients and traced_and_due:
         why = (
-            f"watch: step {both[0]} counts gradients in another program than that which profile "
-            "traces."
+            f"watch: step {traced_and_due[0]} counts gradients in another program than that which "
+            "profile traces."
         )
         raise OptionError(why, fix="other steps for one of them; or spmd.Watch(gradients=False).")
     check_countable(program.placed.abstract_variables.params, program.placed.given.stacks())
 
 
 def histogram_record(counts: Counts, stacks: Mapping[str, int]) -> dict[str, Any]:
-    """The part of a log record that holds histograms, as JSON values: the fields of
+    """Return the part of a log record that holds histograms, as JSON values: the fields of
     `spmd.loggers.Histogram` by name.
     """
-    found = [read_counts(kind, of_kind, stacks) for kind, of_kind in counts.items()]
-    return {
-        "histograms": {
-            name: dataclasses.asdict(histogram)
-            for each in found
-            for name, histogram in each.items()
-        }
-    }
+    fields: dict[str, Any] = {}
+    for kind, kind_counts in counts.items():
+        for name, histogram in read_counts(kind, kind_counts, stacks).items():
+            fields[name] = dataclasses.asdict(histogram)
+    return {"histograms": fields}

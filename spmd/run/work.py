@@ -1,5 +1,5 @@
-"""What a row of a batch is for the devices, from which a run's rates follow: tokens per second, MFU
-and HFU.
+"""The work of a row of a batch for the devices, from which a run's rates follow: tokens per second,
+MFU and HFU.
 """
 
 import dataclasses
@@ -49,24 +49,25 @@ class Work:
 
     @functools.cached_property
     def seconds(self) -> PeakSeconds:
-        """Of a row, at the peak."""
+        """The time of a row at the peak."""
         return self.measure() if self.measure else PeakSeconds()
 
     def rates(self, rows: float) -> dict[str, float]:
-        """What this number of rows per second is; only what is known."""
-        found = {"tokens_per_second": round(rows * self.tokens, 1)} if self.tokens else {}
-        return found | {
-            name: round(rows * time, 4)
-            for name, time in zip(("mfu", "hfu"), self.seconds, strict=True)
-            if time
-        }
+        """Return the rates of this number of rows per second, without those that are not known."""
+        rates = {}
+        if self.tokens:
+            rates["tokens_per_second"] = round(rows * self.tokens, 1)
+        for name, time in zip(("mfu", "hfu"), self.seconds, strict=True):
+            if time:
+                rates[name] = round(rows * time, 4)
+        return rates
 
 
 UNKNOWN = Work()
 
 
 def tokens_per_row(program: Program) -> int:
-    """Length of the rows of a batch of text, 0 for others.
+    """Return the length of the rows of a batch of text, 0 for others.
 
     A batch is text if it has an integer array [rows, length] under "tokens" or "input_ids", at any
     depth, or if a shipped loss's inputs and targets are integer arrays of one shape [rows, length].
@@ -88,13 +89,12 @@ def _is_text(leaf: Any) -> bool:
 
 
 def peak_memory() -> int:
-    """Bytes that the fullest device of this process has used at once; 0 where devices do not report
-    it, as CPUs do not.
+    """Return the bytes that the fullest device of this process has used at once; 0 where devices do
+    not report it, as CPUs do not.
     """
-    return max(
-        (
-            (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-            for device in jax.local_devices()
-        ),
-        default=0,
-    )
+    peak = 0
+    for device in jax.local_devices():
+        # JAX returns None for a device that has no statistics, as a CPU.
+        stats = device.memory_stats() or {}
+        peak = max(peak, stats.get("peak_bytes_in_use", 0))
+    return peak

@@ -135,7 +135,7 @@ def test_waiting_for_data_counts_as_far_as_devices_had_nothing_to_do(clock):
     account = TimeAccount.open(None)
     with account("training"):
         clock.now += 4.0
-        account.call_done(1000.0, seen=True)  # a call takes 4 s
+        account.call_done(1000.0, awaited=True)  # a call takes 4 s
         waits(account, clock, 3.0, busy=[True, True])
         assert "waiting for data" not in spent(account)
         waits(account, clock, 16.0, busy=[True, False])
@@ -149,11 +149,11 @@ def test_time_of_a_call_is_measured_where_the_host_waited_for_it(clock):
     account = TimeAccount.open(None)
     with account("training"):
         clock.now += 8.0
-        account.call_done(1000.0, seen=True)
+        account.call_done(1000.0, awaited=True)
         clock.now += 2.0
-        account.call_done(1000.0, seen=True)  # dispatched while the first one ran
+        account.call_done(1000.0, awaited=True)  # dispatched while the first one ran
         clock.now += 1.0
-        account.call_done(1000.0, seen=False)
+        account.call_done(1000.0, awaited=False)
         waits(account, clock, 5.0, busy=[True, False])
     assert account.goodput["waiting for data"] == 3.0
 

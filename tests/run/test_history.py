@@ -118,7 +118,7 @@ def test_history_file_is_continued_by_a_resumed_run(tmp_path):
     path = tmp_path / module.FILE
     # steps that a killed attempt had made after its last checkpoint, and a half-written one
     with path.open("ab") as stream:
-        lost = np.ones(3, module._row(1, 1))
+        lost = np.ones(3, module._row_type(1, 1))
         lost["step"] = 8, 9, 10
         stream.write(lost.tobytes() + b"half")
     rest = fit(epochs=4, checkpoint=tmp_path, resume=True, progress=False)
@@ -197,7 +197,7 @@ def test_rows_that_are_not_in_the_order_of_steps_are_refused(tmp_path):
     history.add_steps(1, np.ones((10, 2, 1), np.float32))
     history.close()
     path = tmp_path / module.FILE
-    size = module._row(1, 0).itemsize
+    size = module._row_type(1, 0).itemsize
     content = path.read_bytes()
     path.write_bytes(content[: -4 * size] + content[-4 * size + 3 :])  # as after a short write
     with pytest.raises(OptionError, match="is damaged: its steps do not rise"):
