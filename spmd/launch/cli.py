@@ -42,10 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `launch` returns that of the job.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    separator = argv.index("--") if "--" in argv else len(argv)
-    parser = _parser(argv[:1])
-    options = parser.parse_args(argv[:separator] or ["--help"])
-    options.rest = argv[separator + 1 :]  # for a script that the command runs
+    words, script_arguments = argv, []
+    if "--" in argv:
+        separator = argv.index("--")
+        words, script_arguments = argv[:separator], argv[separator + 1 :]
+    options = _parser(argv[:1]).parse_args(words or ["--help"])
+    options.script_arguments = script_arguments
     try:
         with options_of_command(options.flags):
             result = options.run(options)
@@ -54,10 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if isinstance(result, int):
         return result
-    text, code = result if isinstance(result, tuple) else (result, 0)
+    if not isinstance(result, tuple):
+        result = result, 0
+    text, code = result
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has exited
+    except BrokenPipeError:
+        # the reader, such as `head`, has exited: else Python's flush at exit fails once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -66,7 +71,9 @@ def _line_of(error: SpmdError) -> str:
     """The line in the user's files where the cause of an error was raised, since no traceback is
     shown.
     """
-    place = user_line(error.__cause__) if error.__cause__ else ""
+    if error.__cause__ is None:
+        return ""
+    place = user_line(error.__cause__)
     return "" if place in str(error) else place
 
 
@@ -76,10 +83,10 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, rest = super().parse_known_args(args, namespace)
+        parsed, unparsed = super().parse_known_args(args, namespace)
         flags = {action.dest for action in self._actions if action.option_strings}
         parsed.flags = flags | getattr(parsed, "flags", set())  # of the command below
-        return parsed, rest
+        return parsed, unparsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, dict) and value not in action.choices:
@@ -171,12 +178,12 @@ def _list(options: argparse.Namespace) -> str:
 def _show(options: argparse.Namespace) -> str:
     from spmd.layout.toml_reader import shipped, shipped_layout_hint
 
-    known = shipped()
-    if options.name not in known:
+    paths = shipped()
+    if options.name not in paths:
         raise LayoutError(
             f'no layout "{options.name}" is shipped.', fix=shipped_layout_hint(options.name)
         )
-    return known[options.name].read_text(encoding="utf-8").rstrip()
+    return paths[options.name].read_text(encoding="utf-8").rstrip()
 
 
 def _check(options: argparse.Namespace) -> str:
@@ -198,8 +205,8 @@ def _check(options: argparse.Namespace) -> str:
     batch = None if options.batch is None else _batch(options.batch)
     model = with_adapters(model, layout, 0)
     variables, names = _shapes(model, batch)
-    kept = choose_frozen(layout, model, flatten(variables.params)).arrays(variables.params)
-    resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks(), kept)
+    frozen = choose_frozen(layout, model, flatten(variables.params)).arrays(variables.params)
+    resolved = fit_layout(layout, flatten(variables.params), names, mesh, model.stacks(), frozen)
     if batch is not None:
         check_batch(batch, layout, mesh, 1)
     mesh_axes = MeshAxes(
@@ -214,9 +221,10 @@ def _mesh(text: str | None, layout: Any) -> Any:
 
     if text is None and not layout.mesh:
         raise OptionError(f"{layout.source} names no mesh.", fix="--mesh data=4,model=2.")
-    mesh = MeshSpec.parse(text if text is not None else dict(layout.mesh))
+    mesh = MeshSpec.parse(dict(layout.mesh) if text is None else text)
     if -1 in mesh.sizes.values():
-        example = ",".join(f"{name}={8 if size == -1 else size}" for name, size in mesh.axes)
+        sizes = [(name, size if size != -1 else 8) for name, size in mesh.axes]
+        example = ",".join(f"{name}={size}" for name, size in sizes)
         raise OptionError(
             f"mesh {mesh}: -1 stands for the remaining devices, and a check uses none.",
             fix=f"--mesh {example}.",
@@ -290,11 +298,11 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
     names: dict[str, tuple] = {}
 
     def build(key: Any, inputs: Any) -> Any:
-        def run(module: Any) -> Any:
+        def call_with_inputs(module: Any) -> Any:
             return module(inputs)
 
-        names.update(model.names(key, run))
-        return model.init(key, run)
+        names.update(model.names(key, call_with_inputs))
+        return model.init(key, call_with_inputs)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     return trace_abstractly(build, "the model", key, inputs), names
@@ -309,8 +317,9 @@ def _inputs(batch: dict[str, Any] | None) -> Any:
             "the shapes of a linen module depend on its input.",
             fix='--batch "x=float32[8,28,28,1]", the arrays of a batch.',
         )
-    known = [name for name in INPUTS if name in batch]
-    inputs = known if len(known) == 1 else list(batch)
+    inputs = [name for name in INPUTS if name in batch]
+    if len(inputs) != 1:
+        inputs = list(batch)
     if len(inputs) != 1:
         raise OptionError(
             f"--batch: the model's input may be any of {', '.join(batch)}.",

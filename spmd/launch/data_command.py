@@ -1,5 +1,5 @@
-"""`spmd data bench FILES`: how fast files are read as batches, and whether a device would wait for
-them.
+"""`spmd data bench FILES`: measure how fast files are read as batches, and tell whether a device
+would wait for them.
 """
 
 import argparse
@@ -89,37 +89,43 @@ def _bench(options: argparse.Namespace) -> str:
     scan_seconds = time.perf_counter() - began
     batches = iter(data)
     began = time.perf_counter()
-    rows = len(next(iter(next(batches).values())))
-    first, waits, records, last = time.perf_counter() - began, [], 0, time.perf_counter()
-    for batch in itertools.islice(
-        batches, None if options.batches is None else options.batches - 1
-    ):
+    rows = _rows(next(batches))
+    last = time.perf_counter()
+    first_seconds = last - began
+    waits = []
+    records = 0
+    most = None if options.batches is None else options.batches - 1
+    for batch in itertools.islice(batches, most):
         now = time.perf_counter()
         waits.append(now - last)
-        last, records = now, records + len(next(iter(batch.values())))
+        last = now
+        records += _rows(batch)
     batches.close()
     if not waits:
         raise OptionError(
             f"there is only one batch, of {rows} records.", fix="a smaller --batch-size."
         )
-    seconds, batch_ms = sum(waits), 1000 * sum(waits) / len(waits)
+    seconds = sum(waits)
     record_bytes = sum(data.format.sizes) / data.examples
     lines = [
         repr(data),
-        f"found in {scan_seconds:.2f} s; the first batch after {1000 * first:.1f} ms",
+        f"found in {scan_seconds:.2f} s; the first batch after {1000 * first_seconds:.1f} ms",
         f"{records / seconds:,.0f} records/s, {records / seconds * record_bytes / 1e6:,.1f} MB/s "
         "of files, "
         f"{len(waits) / seconds:,.1f} batches/s ({len(waits)} batches, {options.workers} workers)",
     ]
-    return "\n".join(
-        lines
-        if options.step_ms is None
-        else [*lines, _compare_with_step(batch_ms, options.step_ms, options.workers)]
-    )
+    if options.step_ms is not None:
+        batch_ms = 1000 * seconds / len(waits)
+        lines.append(_compare_with_step(batch_ms, options.step_ms, options.workers))
+    return "\n".join(lines)
+
+
+def _rows(batch: dict[str, Any]) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
-    """Whether a step of this duration would wait for its data.
+    """Tell whether a step of this duration would wait for its data.
 
     >>> _compare_with_step(2.0, 10.0, 0)
     'a step of 10 ms: the device does not wait; a batch takes 2.00 ms, 20 % of a step'
@@ -128,12 +134,13 @@ def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
     the device waits 50 % of the time, since a batch takes 20.00 ms:
     raise --workers 1, or use larger steps
     """
-    share = batch_ms / step_ms if batch_ms <= step_ms else 1 - step_ms / batch_ms
-    part, each = f"{100 * share:.0f} %", f"a batch takes {batch_ms:.2f} ms"
+    each = f"a batch takes {batch_ms:.2f} ms"
     if batch_ms <= step_ms:
-        return f"a step of {step_ms:g} ms: the device does not wait; {each}, {part} of a step"
+        share = f"{100 * batch_ms / step_ms:.0f} %"
+        return f"a step of {step_ms:g} ms: the device does not wait; {each}, {share} of a step"
+    share = f"{100 * (1 - step_ms / batch_ms):.0f} %"
     return (
-        f"a step of {step_ms:g} ms: the device waits {part} of the time, since {each}: raise "
+        f"a step of {step_ms:g} ms: the device waits {share} of the time, since {each}: raise "
         f"--workers {workers}, or use larger steps"
     )
 
@@ -143,10 +150,14 @@ def _records(options: argparse.Namespace) -> Any:
     from spmd.data.features import fixed
     from spmd.data.record_index import find_files
 
-    values = {"true": True, "false": False}
-    if options.shuffle not in values and not options.shuffle.isdigit():
+    words = {"true": True, "false": False}
+    if options.shuffle in words:
+        shuffle = words[options.shuffle]
+    elif options.shuffle.isdigit():
+        shuffle = int(options.shuffle)
+    else:
         raise OptionError(f'--shuffle "{options.shuffle}".', fix="true, false or a number.")
-    shuffle = values[options.shuffle] if options.shuffle in values else int(options.shuffle)
+    common = {"batch_size": options.batch_size, "shuffle": shuffle, "workers": options.workers}
     paths = find_files(options.files)
     suffixes = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if options.tokenizer is not None or options.length is not None:
@@ -155,36 +166,27 @@ def _records(options: argparse.Namespace) -> Any:
                 "text needs both --tokenizer and --length.",
                 fix="such as --tokenizer FOLDER --length 2048.",
             )
-        how = {"batch_size": options.batch_size, "shuffle": shuffle, "workers": options.workers}
         return data.text(
             paths,
             tokenizer=options.tokenizer,
             length=options.length,
             field=options.field,
             chat=options.chat,
-            **how,
+            **common,
         )
     if suffixes == {"csv"}:
         if options.features is not None:
             raise OptionError(
                 "--features is for tf.train.Example; CSV files have columns.", fix="leave it out."
             )
-        return data.csv(
-            paths, batch_size=options.batch_size, shuffle=shuffle, workers=options.workers
-        )
-    if suffixes == {"tfrecord"} or suffixes == {"array_record"}:
-        kind = data.tfrecord if suffixes == {"tfrecord"} else data.array_record
+        return data.csv(paths, **common)
+    read_records = {"tfrecord": data.tfrecord, "array_record": data.array_record}
+    if len(suffixes) == 1 and suffixes <= read_records.keys():
+        suffix = next(iter(suffixes))
         declared = declared_arrays("--features", options.features or "", "x=float32[784]")
-        features = {name: fixed(shape, dtype) for name, dtype, shape in declared} or _first(
-            paths, *suffixes
-        )
-        return kind(
-            paths,
-            features=features,
-            batch_size=options.batch_size,
-            shuffle=shuffle,
-            workers=options.workers,
-        )
+        features = {name: fixed(shape, dtype) for name, dtype, shape in declared}
+        features = features or _first_features(paths, suffix)
+        return read_records[suffix](paths, features=features, **common)
     raise OptionError(
         f"files that end in {', '.join(sorted(suffixes))}.",
         fix="files of one kind: .csv, .tfrecord or .array_record; or text with --tokenizer and "
@@ -214,7 +216,7 @@ def declared_arrays(
         start = match.end()
 
 
-def _first(paths: tuple[str, ...], kind: str) -> dict[str, Any]:
+def _first_features(paths: tuple[str, ...], kind: str) -> dict[str, Any]:
     """The features of the first record, with their lengths in it."""
     from spmd.data.features import declared_by
 
@@ -241,7 +243,7 @@ def _first_record(path: str, kind: str) -> bytes:
             return import_extra("grain", "data").sources.ArrayRecordDataSource(path)[0]
         except (RuntimeError, ValueError, IndexError) as error:
             # raised for files of other kinds, damaged and empty files
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            why = next(iter(str(error).splitlines()), type(error).__name__)
             raise DataError(
                 f"its first record cannot be read: {why}.", fix="the file as it was written."
             ) from error

@@ -1,4 +1,4 @@
-"""What `spmd doctor` looks at. Nothing here imports jax, so that an installation whose jax does not
+"""Checks of `spmd doctor`. Nothing here imports jax, so that an installation whose jax does not
 import can be examined too.
 """
 
@@ -65,7 +65,7 @@ print(json.dumps(cache))
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a command wrote, and why it has failed: "" if it has not."""
+    """The text that a command wrote, and why it has failed: "" if it has not."""
 
     text: str
     failure: str = ""
@@ -118,54 +118,54 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of this package with its state in git, and of what it requires; None: not
-    installed.
+    """The versions of Python, of this package with its state in git, and of the packages that it
+    requires; None: not installed.
     """
-    found: dict[str, str | None] = {
+    installed: dict[str, str | None] = {
         "python": platform.python_version(),
         "spmd": spmd_version() + _checkout(),
     }
-    return found | {
-        _name(requirement): _version(_name(requirement)) for requirement in requirements()[""]
-    }
+    for requirement in requirements()[""]:
+        name = _name(requirement)
+        installed[name] = _version(name)
+    return installed
 
 
 def spmd_version() -> str:
     """This package's version: of the checkout, or of what is installed."""
-    return (
-        tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
-        if PROJECT.exists()
-        else importlib.metadata.version("spmd")
-    )
+    if PROJECT.exists():
+        return tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["version"]
+    return importlib.metadata.version("spmd")
 
 
 def _checkout() -> str:
-    """What git says of a checkout; "" if this is none."""
+    """The commit of a checkout and the number of changed files; "" if this is none."""
     if not (PACKAGE.parent / ".git").exists():
         return ""
     commit = run_bounded(["git", "rev-parse", "--short", "HEAD"], COMMAND_SECONDS, PACKAGE.parent)
     changed = run_bounded(["git", "status", "--porcelain"], COMMAND_SECONDS, PACKAGE.parent)
     if commit.failure or changed.failure:
         return ", a checkout that git cannot read"
-    count = len(changed.text.splitlines())
-    return f", a checkout at {commit.text.strip()}" + (
-        f", {count} file{'s' * (count != 1)} changed" if count else ""
-    )
+    text = f", a checkout at {commit.text.strip()}"
+    if count := len(changed.text.splitlines()):
+        text += f", {count} file{'s' * (count != 1)} changed"
+    return text
 
 
 def requirements() -> dict[str, list[str]]:
-    """What this package requires by extra, "" for what it always does: of the checkout, or of what
-    is installed.
+    """The requirements of this package by extra, under "" those without one: of the checkout, or of
+    what is installed.
     """
     if PROJECT.exists():
         declared = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
         return {"": declared["dependencies"], **declared["optional-dependencies"]}
-    found: dict[str, list[str]] = {"": []}
+    by_extra: dict[str, list[str]] = {"": []}
     for line in importlib.metadata.requires("spmd") or ():
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
-        found.setdefault(extra[1] if extra else "", []).append(requirement.strip())
-    return found
+        name = "" if extra is None else extra[1]
+        by_extra.setdefault(name, []).append(requirement.strip())
+    return by_extra
 
 
 def _name(requirement: str) -> str:
@@ -185,48 +185,43 @@ def _version(package: str) -> str | None:
 
 
 def extras() -> dict[str, dict[str, Any]]:
-    """Each extra: what it brings, and which of that is missing here."""
+    """Each extra: the packages that it brings, and those of them that are missing here."""
     declared = requirements()
-    return {
-        extra: {
-            "packages": [
-                _name(requirement)
-                for requirement in declared[extra]
-                if _name(requirement) != "spmd"
-            ],
-            "missing": sorted(
-                {name for name in _brought(declared[extra], declared) if _version(name) is None}
-            ),
+    by_extra = {}
+    for extra in filter(None, declared):
+        names = map(_name, declared[extra])
+        brought = set(_brought_packages(declared[extra], declared))
+        by_extra[extra] = {
+            "packages": [name for name in names if name != "spmd"],
+            "missing": sorted(name for name in brought if _version(name) is None),
             "install": pip_install(extra),
         }
-        for extra in declared
-        if extra
-    }
+    return by_extra
 
 
-def _brought(listed: Sequence[str], declared: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _brought_packages(
+    listed: Sequence[str], declared: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     """The packages that requirements name, those of extras that they name included."""
     for requirement in listed:
-        name, inner = _name(requirement), re.search(r"\[(.*?)\]", requirement)
+        name = _name(requirement)
         if name != "spmd":
             yield name
-        for extra in inner[1].split(",") if inner else ():
+        brackets = re.search(r"\[(.*?)\]", requirement)
+        if brackets is None:
+            continue
+        for extra in brackets[1].split(","):
             if name == "spmd":
-                yield from _brought(declared[extra], declared)
+                yield from _brought_packages(declared[extra], declared)
             elif _version(name) is not None:
+                marker = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
                 lines = importlib.metadata.requires(name) or ()
-                yield from _brought(
-                    [
-                        line
-                        for line in lines
-                        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", line)
-                    ],
-                    declared,
-                )
+                yield from _brought_packages(list(filter(marker.search, lines)), declared)
 
 
 def is_allowed(version: str, requirement: str) -> bool:
-    """Whether a version is in the range of a requirement; parts that are no numbers do not count.
+    """Tell whether a version is in the range of a requirement; parts that are no numbers do not
+    count.
 
     >>> [is_allowed(version, "jax>=0.10,<0.12") for version in ("0.9.1", "0.10.2", "0.12.0")]
     [False, True, False]
@@ -257,8 +252,8 @@ def devices_and_cache(limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _folder_state(folder: str) -> dict[str, Any]:
-    """How much is in a folder, and whether it, or the first of its parents that exists, can be
-    written to.
+    """The number and bytes of the files in a folder, and whether it, or the first of its parents
+    that exists, can be written to.
     """
     if not folder:
         return {}
@@ -269,13 +264,12 @@ def _folder_state(folder: str) -> dict[str, Any]:
                 sizes.append(os.stat(os.path.join(root, name)).st_size)
             except OSError:  # another process has removed it
                 continue
-    there = next(
-        parent for parent in (Path(folder), *Path(folder).absolute().parents) if parent.exists()
-    )
+    paths = (Path(folder), *Path(folder).absolute().parents)
+    nearest = next(path for path in paths if path.exists())
     return {
         "entries": len(sizes),
         "bytes": sum(sizes),
-        "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
     }
 
 
@@ -287,15 +281,14 @@ def drivers() -> dict[str, Any]:
         ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
         COMMAND_SECONDS,
     )
-    return {
-        "gpus": [] if output.failure else output.text.strip().splitlines(),
-        "failure": output.failure,
-    }
+    if output.failure:
+        return {"gpus": [], "failure": output.failure}
+    return {"gpus": output.text.strip().splitlines(), "failure": ""}
 
 
 def network() -> dict[str, str]:
-    """Whether processes of this machine can connect, and whether its name resolves; "" or what is
-    wrong.
+    """Try to connect two sockets of this machine, and to resolve its name; "" or what is wrong with
+    each.
     """
     failures = {"loopback": "", "host_name": f"no answer within {COMMAND_SECONDS:g} s"}
     try:
@@ -311,20 +304,25 @@ def network() -> dict[str, str]:
         except OSError as error:
             failures["host_name"] = error.strerror or str(error)
 
-    thread = threading.Thread(target=resolve, daemon=True)  # the resolver takes no limit
+    # in a thread, since getaddrinfo takes no timeout, and waits for each name server in turn
+    thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(COMMAND_SECONDS)
     return dict(failures)
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """How fast a file is written to a folder and reaches the disk, and the space that is left."""
+    """Measure how fast a file is written to a folder and reaches the disk, and the space that is
+    left.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            started, part = time.perf_counter(), os.urandom(1 << 20)
+            started = time.perf_counter()
+            part = os.urandom(1 << 20)
             for _ in range(WRITTEN // len(part)):
                 file.write(part)
             file.flush()
+            # else only the page cache of the operating system would be measured
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     except OSError as error:
@@ -352,17 +350,21 @@ def examine(folder: Path, limit: float) -> dict[str, Any]:
     }
 
 
-def problems(found: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with an examined installation, each with a fix."""
+def problems(facts: Mapping[str, Any]) -> list[Problem]:
+    """The problems of an examined installation, each with a fix.
+
+    Args:
+      facts: what `examine` returned.
+    """
     return [
-        *_of_packages(found["versions"]),
-        *_of_devices(found),
-        *_of_network(found["network"]),
-        *_of_folders(found),
+        *_package_problems(facts["versions"]),
+        *_device_problems(facts),
+        *_network_problems(facts["network"]),
+        *_folder_problems(facts["disk"], facts["cache"]),
     ]
 
 
-def _of_packages(installed: Mapping[str, str | None]) -> Iterator[Problem]:
+def _package_problems(installed: Mapping[str, str | None]) -> Iterator[Problem]:
     for requirement in requirements()[""]:
         name = _name(requirement)
         version = installed.get(name)
@@ -378,35 +380,30 @@ def _of_packages(installed: Mapping[str, str | None]) -> Iterator[Problem]:
             )
 
 
-def _of_devices(found: Mapping[str, Any]) -> Iterator[Problem]:
-    devices, gpus, platforms = (
-        found["devices"],
-        found["drivers"]["gpus"],
-        found["environment"].get("JAX_PLATFORMS", ""),
-    )
-    if why := found["drivers"].get("failure"):
+def _device_problems(facts: Mapping[str, Any]) -> Iterator[Problem]:
+    devices = facts["devices"]
+    gpus = facts["drivers"]["gpus"]
+    if why := facts["drivers"].get("failure"):
         yield Problem(
             "nvidia-smi",
             [why],
             "the driver does not work: restart the machine, or install the driver again.",
         )
     if why := devices.get("failure"):
-        if found["versions"]["jax"] is not None:
+        if facts["versions"]["jax"] is not None:
             yield Problem("JAX finds no devices", [why], WAYS_OUT)
     elif gpus and not any(device["platform"] in ("gpu", "cuda") for device in devices["devices"]):
         why = (
             f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses "
             f"{devices['devices'][0]['platform']}."
         )
-        fix = (
-            f"unset JAX_PLATFORMS, which is {platforms}."
-            if platforms
-            else f"{how_to_install('cuda')}."
-        )
+        fix = f"{how_to_install('cuda')}."
+        if platforms := facts["environment"].get("JAX_PLATFORMS", ""):
+            fix = f"unset JAX_PLATFORMS, which is {platforms}."
         yield Problem("JAX uses no GPU", [why], fix)
 
 
-def _of_network(failures: Mapping[str, str]) -> Iterator[Problem]:
+def _network_problems(failures: Mapping[str, str]) -> Iterator[Problem]:
     if failures["loopback"]:
         fix = "a sandbox or a firewall is in the way: allow connections to 127.0.0.1."
         yield Problem("processes of this machine cannot connect", [failures["loopback"]], fix)
@@ -415,8 +412,7 @@ def _of_network(failures: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("the name of this machine does not resolve", [failures["host_name"]], fix)
 
 
-def _of_folders(found: Mapping[str, Any]) -> Iterator[Problem]:
-    disk, cache = found["disk"], found["cache"]
+def _folder_problems(disk: Mapping[str, Any], cache: Mapping[str, Any]) -> Iterator[Problem]:
     if why := disk.get("failure"):
         yield Problem(
             f"{disk['folder']} cannot be written to",
@@ -431,12 +427,12 @@ def _of_folders(found: Mapping[str, Any]) -> Iterator[Problem]:
             "remove what is not needed, or use another folder; --folder examines it.",
         )
     if cache.get("enabled") and cache["unsafe"]:
-        fix = (
-            "none is needed: results are right, and only starts take longer; jaxlib before 0.11.2 "
-            "loads programs."
-            if cache["version"]
-            else "SPMD_CACHE names another folder."
-        )
+        fix = "SPMD_CACHE names another folder."
+        if cache["version"]:
+            fix = (
+                "none is needed: results are right, and only starts take longer; jaxlib before "
+                "0.11.2 loads programs."
+            )
         yield Problem("no compiled programs are kept or loaded", [f"{cache['unsafe']}."], fix)
     elif cache.get("enabled") and not cache["writable"]:
         yield Problem(
@@ -453,4 +449,6 @@ def gib(count: float) -> str:
     >>> gib(3 << 30), gib(5 << 20)
     ('3.0 GiB', '5.0 MiB')
     """
-    return f"{count / 2**30:,.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.1f} MiB"
+    if count < 1 << 30:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:,.1f} GiB"

@@ -51,53 +51,45 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> tuple[str, int]:
     show_progress(f"looking for devices, {options.timeout:g} s at most")
-    found = json.loads(
-        without_home(
-            json.dumps(
-                examine(as_path(options.folder, "folder"), options.timeout), ensure_ascii=False
-            )
-        )
-    )
+    facts = examine(as_path(options.folder, "folder"), options.timeout)
+    facts = json.loads(without_home(json.dumps(facts, ensure_ascii=False)))
     show_progress("")
-    wrong = problems(found)
+    wrong = problems(facts)
+    code = PROBLEMS if wrong else 0
+    if not options.json:
+        return report(facts, wrong), code
     listed = [{"where": one.where, "why": list(one.why), "fix": one.fix} for one in wrong]
-    text = (
-        json.dumps(found | {"problems": listed}, indent=1) if options.json else report(found, wrong)
-    )
-    return text, PROBLEMS if wrong else 0
+    return json.dumps(facts | {"problems": listed}, indent=1), code
 
 
 def without_home(text: str) -> str:
     """A text without the path of the user's home folder."""
     home = os.path.expanduser("~").rstrip("/")
-    return re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text) if home else text
+    if not home:
+        return text
+    return re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
 
 
-def report(found: Mapping[str, Any], wrong: Sequence[Problem]) -> str:
-    """What was found, section by section, and the problems at the end."""
-    missing = "not installed"
-    machine, cache, disk = found["machine"], found["cache"], found["disk"]
+def report(facts: Mapping[str, Any], wrong: Sequence[Problem]) -> str:
+    """The facts about an installation, section by section, and the problems at the end.
+
+    Args:
+      facts: what `examine` returned.
+      wrong: its problems.
+    """
+    machine, cache, disk = facts["machine"], facts["cache"], facts["disk"]
     system = f"{machine['system']}, {machine['cpus']} CPUs, {gib(machine['bytes'])} of memory"
+    versions = [(name, version or "not installed") for name, version in facts["versions"].items()]
+    extras = [(name, *_extra(extra)) for name, extra in facts["extras"].items()]
     sections = {
-        "VERSIONS": aligned(
-            [
-                *((name, version or missing) for name, version in found["versions"].items()),
-                ("system", system),
-            ]
-        ),
-        "ENVIRONMENT": [f"{name}={value}" for name, value in found["environment"].items()],
-        "DEVICES": _devices(found["devices"], found["drivers"]),
-        "EXTRAS": [
-            *aligned(
-                [EXTRAS, *((name, *_extra(extra)) for name, extra in found["extras"].items())],
-                ruled=True,
-            ),
-            INSTALL,
-        ],
+        "VERSIONS": aligned([*versions, ("system", system)]),
+        "ENVIRONMENT": [f"{name}={value}" for name, value in facts["environment"].items()],
+        "DEVICES": _devices(facts["devices"], facts["drivers"]),
+        "EXTRAS": [*aligned([EXTRAS, *extras], ruled=True), INSTALL],
         "NETWORK": aligned(
             [
-                ("ports on this machine", found["network"]["loopback"] or "can be opened"),
-                ("name of this machine", found["network"]["host_name"] or "resolves"),
+                ("ports on this machine", facts["network"]["loopback"] or "can be opened"),
+                ("name of this machine", facts["network"]["host_name"] or "resolves"),
             ]
         ),
         "FOLDERS": aligned(
@@ -107,34 +99,34 @@ def report(found: Mapping[str, Any], wrong: Sequence[Problem]) -> str:
             ]
         ),
     }
-    count = f"{len(wrong)} problem{'s' * (len(wrong) != 1)}" if wrong else "no problem found"
+    last = "no problem found."
+    if wrong:
+        last = f"{len(wrong)} problem{'s' * (len(wrong) != 1)}:"
     shown = [filled("\n".join([title, *lines])) for title, lines in sections.items() if lines]
-    return "\n\n".join(
-        [*shown, filled("\n".join([f"{count}{':' if wrong else '.'}", *map(str, wrong)]))]
-    )
+    return "\n\n".join([*shown, filled("\n".join([last, *map(str, wrong)]))])
 
 
 def _devices(devices: Mapping[str, Any], drivers: Mapping[str, Any]) -> list[str]:
     """Equal devices in one line, then what the driver says."""
+    lines = []
     if why := devices.get("failure"):
-        lines = [f"JAX: {why}"]
+        lines.append(f"JAX: {why}")
     else:
         counts = Counter((one["platform"], one["kind"], one["bytes"]) for one in devices["devices"])
-        lines = [
-            f"JAX: {count} x {kind} ({platform}{f', {gib(size)}' if size else ''})"
-            for (platform, kind, size), count in counts.items()
-        ]
-    known = [f"driver: {count} x {gpu}" for gpu, count in Counter(drivers["gpus"]).items()]
-    return [*lines, *(known or [f"nvidia-smi: {drivers.get('failure') or 'not here'}"])]
+        for (platform, kind, size), count in counts.items():
+            memory = f", {gib(size)}" if size else ""
+            lines.append(f"JAX: {count} x {kind} ({platform}{memory})")
+    gpus = [f"driver: {count} x {gpu}" for gpu, count in Counter(drivers["gpus"]).items()]
+    return [*lines, *(gpus or [f"nvidia-smi: {drivers.get('failure') or 'not here'}"])]
 
 
 def _extra(extra: Mapping[str, Any]) -> tuple[str, str]:
-    """Whether it is installed, and what it brings or would bring."""
-    return (
-        ("no", ", ".join(extra["missing"]))
-        if extra["missing"]
-        else ("yes", ", ".join(extra["packages"]))
-    )
+    """The cells of an extra: "yes" or "no", as it is installed or not, and the packages that it
+    brings or would bring.
+    """
+    if extra["missing"]:
+        return "no", ", ".join(extra["missing"])
+    return "yes", ", ".join(extra["packages"])
 
 
 def _speed(disk: Mapping[str, Any]) -> str:
@@ -147,12 +139,12 @@ def _speed(disk: Mapping[str, Any]) -> str:
 def _cache(cache: Mapping[str, Any]) -> str:
     if "enabled" not in cache:
         return cache["failure"]
-    if not cache["enabled"] or cache["unsafe"]:
-        return "off" if not cache["enabled"] else "not used"
-    count = f"{cache['entries']:,} files, {gib(cache['bytes'])}"
-    note = (
-        "; not used by several CPU devices with this jaxlib: each start compiles"
-        if cache.get("one_cpu_device")
-        else ""
-    )
-    return f"{count}, {'writable' if cache['writable'] else 'not writable'}{note}"
+    if not cache["enabled"]:
+        return "off"
+    if cache["unsafe"]:
+        return "not used"
+    access = "writable" if cache["writable"] else "not writable"
+    text = f"{cache['entries']:,} files, {gib(cache['bytes'])}, {access}"
+    if cache.get("one_cpu_device"):
+        text += "; not used by several CPU devices with this jaxlib: each start compiles"
+    return text

@@ -54,29 +54,23 @@ def failures(records: Iterable[Mapping[str, Any]]) -> list[Failure]:
     """
     reported = []
     for record in records:
+        # records of other kinds, and those that a killed process has written in part
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            details = (
-                int(record["step"]),
-                str(record.get("phase", "")),
-                str(record.get("kind", ERROR)),
-                str(record["error"]),
-            )
             reported.append(
                 Failure(
-                    float(record["at"]),
-                    int(record["name"]),
-                    *details,
-                    int(record.get("code", FAILED)),
+                    at=float(record["at"]),
+                    rank=int(record["name"]),
+                    step=int(record["step"]),
+                    phase=str(record.get("phase", "")),
+                    kind=str(record.get("kind", ERROR)),
+                    text=str(record["error"]),
+                    code=int(record.get("code", FAILED)),
                 )
             )
-    order = (ERROR, STALL, WAIT)
+    order = {ERROR: 0, STALL: 1, WAIT: 2}
     return sorted(
         reported,
-        key=lambda failure: (
-            order.index(failure.kind) if failure.kind in order else 0,
-            failure.at,
-            failure.rank,
-        ),
+        key=lambda failure: (order.get(failure.kind, 0), failure.at, failure.rank),
     )
 
 
@@ -86,15 +80,17 @@ def heartbeats(records: Iterable[Mapping[str, Any]]) -> dict[int, Heartbeat]:
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if str(record["name"]).startswith("life."):
-                at, rank = float(record["at"]), int(record["name"].removeprefix("life."))
-                step, phase, since = (
-                    int(record["step"]),
-                    str(record["phase"]),
-                    at - float(record["since"]),
-                )
-                stopped = None if record["stopped"] is None else str(record["stopped"])
+                at = float(record["at"])
+                rank = int(record["name"].removeprefix("life."))
                 last[rank] = Heartbeat(
-                    at, rank, step, phase, since, bool(record["busy"]), stopped, str(record["end"])
+                    at=at,
+                    rank=rank,
+                    step=int(record["step"]),
+                    phase=str(record["phase"]),
+                    since=at - float(record["since"]),
+                    busy=bool(record["busy"]),
+                    stopped=None if record["stopped"] is None else str(record["stopped"]),
+                    end=str(record["end"]),
                 )
     return last
 
@@ -116,12 +112,11 @@ def unreported_cause(
     by_signal = {
         rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL
     }
-    unfinished = [beat for beat in last_heartbeats.values() if beat.end != "done"]
-    # later reports follow from that
-    late = {
-        beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done" and unfinished
-    }
-    primary = [failure for failure in failed if failure.at < late.get(failure.rank, math.inf)]
+    done = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done"}
+    if len(done) == len(last_heartbeats):
+        done = {}
+    # reports that come after the end of a process's script follow from that end: others waited
+    primary = [failure for failure in failed if failure.at < done.get(failure.rank, math.inf)]
     reported = {failure.rank for failure in primary}
     others = [
         beat
@@ -141,13 +136,15 @@ def unreported_cause(
         silent = {rank for _, rank, _ in signs}
         signs += _left([beat for beat in others if beat.rank not in silent], primary, began)
     killed_at = [last_heartbeats[rank].at for rank in by_signal if rank in last_heartbeats]
-    killed = min(killed_at, default=-math.inf if by_signal else math.inf)
-    if not signs or min(signs)[0] > killed:
+    if by_signal and not killed_at:
+        killed_at = [-math.inf]
+    if not signs or min(signs)[0] > min(killed_at, default=math.inf):
         return None
     at, rank, text = min(signs)
-    return rank, f"process {rank} {text}" + (
-        f", {began - at:.0f} s before another failed" if began - at >= 1 else ""
-    )
+    description = f"process {rank} {text}"
+    if began - at >= 1:
+        description += f", {began - at:.0f} s before another failed"
+    return rank, description
 
 
 def _silent(
@@ -160,10 +157,11 @@ def _silent(
         if beat.end:
             continue
         heard = f"last heartbeat in {beat.phase} after step {beat.step}"
+        # srun does not say which of its processes ended, so any heartbeat before the failure counts
+        silence = 0 if ALL in first else QUIET
         if first.get(beat.rank) == 0:
             yield beat.at, beat.rank, f"ended with code 0 before the end of its script, {heard}"
-        elif beat.at + (0 if ALL in first else QUIET) < began:
-            # srun does not say how its processes ended
+        elif beat.at + silence < began:
             yield (
                 beat.at,
                 beat.rank,

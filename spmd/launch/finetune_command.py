@@ -225,9 +225,13 @@ def _finetune(options: argparse.Namespace) -> str | int:
     if options.learning_rate is None:
         options.learning_rate = ADAPTER_RATE if layout.adapters else RATE
     length = _check_folder(options, layout)
-    data, eval_data = _data(options, options.data, length, shuffle=True), None
+    data = _data(options, options.data, length, shuffle=True)
+    eval_data = None
     if options.eval_data is not None:
         eval_data = _data(options, options.eval_data, length, shuffle=False)
+    checkpoint = None
+    if options.checkpoint is not None:
+        checkpoint = Checkpoint(options.checkpoint, every=options.save_every)
     steps = options.steps or data.steps_per_epoch * (options.epochs or 1)
     if options.warmup is not None and options.warmup >= steps:
         raise OptionError(
@@ -253,13 +257,11 @@ def _finetune(options: argparse.Namespace) -> str | int:
         accumulate=options.accumulate,
         seed=options.seed,
         callbacks=samples,
-        checkpoint=None
-        if options.checkpoint is None
-        else Checkpoint(options.checkpoint, every=options.save_every),
-        resume=options.checkpoint is not None,
+        checkpoint=checkpoint,
+        resume=checkpoint is not None,
     )
     if result.stop_reason is not None:
-        again = "nothing was saved" if options.checkpoint is None else "the same command resumes"
+        again = "nothing was saved" if checkpoint is None else "the same command resumes"
         print(
             f"stopped at step {int(result.state.step)}: {result.stop_reason}; {out} is not "
             f"written, {again}",
@@ -272,7 +274,9 @@ def _finetune(options: argparse.Namespace) -> str | int:
         )
     else:
         pretrained.save(result, out, merged=options.merge)
-    return f"{out}: {_ended(result)}" if jax.process_index() == 0 else 0
+    if jax.process_index() != 0:
+        return 0
+    return f"{out}: {_summary(result)}"
 
 
 def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
@@ -286,16 +290,19 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
 
     if options.adapters is not None:
         path = as_path(options.adapters, "adapters")
-        given = Layout.load(path)
-        alone = Layout(
-            given.description, train=given.train, adapters=given.adapters, use_when=given.use_when
+        tables = Layout.load(path)
+        two_tables = Layout(
+            tables.description,
+            train=tables.train,
+            adapters=tables.adapters,
+            use_when=tables.use_when,
         )
-        if given != alone or not given.adapters:
-            why = (
-                "it has no [[adapters]]."
-                if not given.adapters
-                else "it has other tables than [train] and [[adapters]]."
-            )
+        why = ""
+        if not tables.adapters:
+            why = "it has no [[adapters]]."
+        elif tables != two_tables:
+            why = "it has other tables than [train] and [[adapters]]."
+        if why:
             raise OptionError(
                 f"--adapters {path}: {why}",
                 fix="[[adapters]] and [train] here, and all other tables in that of --layout.",
@@ -305,29 +312,30 @@ def _with_adapters(options: argparse.Namespace, layout: Any) -> Any:
                 f"--adapters {path}: {layout.source} has [train] or [[adapters]] as well.",
                 fix="one of the two files.",
             )
-        source = f"{layout.source} with {given.source}"
+        source = f"{layout.source} with {tables.source}"
         layout = dataclasses.replace(
-            layout, train=given.train, adapters=given.adapters, source=source
+            layout, train=tables.train, adapters=tables.adapters, source=source
         )
     if options.merge and not layout.adapters:
         raise OptionError("--merge without adapters.", fix="--adapters FILE, or leave it out.")
     return layout
 
 
-def _ended(result: Any) -> str:
-    losses, evaluated = (
-        result.history["loss"] if len(result.history) else [],
-        result.history.evaluations,
-    )
-    shown = [
-        f"{name} {value:.4g}"
-        for name, value in (evaluated[-1].items() if evaluated else ())
-        if name.startswith("eval_")
-    ]
-    trained = [f"loss {losses[0]:.4g} to {losses[-1]:.4g}"] if losses else []
+def _summary(result: Any) -> str:
     step = int(result.state.step)
-    resumed = [f"resumed from step {step - len(losses)}"] if len(losses) < step else []
-    return ", ".join([f"step {step}", *resumed, *trained, *shown])
+    parts = [f"step {step}"]
+    losses = []
+    if len(result.history):
+        losses = result.history["loss"]
+    if len(losses) < step:
+        parts.append(f"resumed from step {step - len(losses)}")
+    if losses:
+        parts.append(f"loss {losses[0]:.4g} to {losses[-1]:.4g}")
+    for evaluation in result.history.evaluations[-1:]:
+        for name, value in evaluation.items():
+            if name.startswith("eval_"):
+                parts.append(f"{name} {value:.4g}")
+    return ", ".join(parts)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -370,17 +378,22 @@ def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
     """Folders to be written that are in the model's folder, or a file that is read; and a
     checkpoint in --out.
     """
-    folder, out = as_path(options.folder, "FOLDER").resolve(), as_path(options.out, "out").resolve()
-    read = {
+    folder = as_path(options.folder, "FOLDER").resolve()
+    out = as_path(options.out, "out").resolve()
+    inputs = {
         "data": options.data,
         "eval_data": options.eval_data or [],
-        "adapters": [options.adapters] if options.adapters else [],
+        "adapters": filter(None, [options.adapters]),
     }
-    files = {
-        as_path(text, name).resolve(): _flag(name) for name, texts in read.items() for text in texts
-    }
+    files = {}
+    for name, texts in inputs.items():
+        for text in texts:
+            files[as_path(text, name).resolve()] = _flag(name)
     for name, text in (("out", options.out), ("checkpoint", options.checkpoint)):
-        path, flag = out if text is None else as_path(text, name).resolve(), _flag(name)
+        if text is None:
+            continue
+        path = as_path(text, name).resolve()
+        flag = _flag(name)
         if folder in (path, *path.parents):
             yield Problem(
                 f"{flag} {text}",
@@ -389,7 +402,7 @@ def _overlaps(options: argparse.Namespace) -> Iterator[Problem]:
             )
         elif path in files:
             yield Problem(f"{flag} {text}", [f"it is a file of {files[path]}."], "another folder.")
-        elif flag == "--checkpoint" and text is not None and out in (path, *path.parents):
+        elif flag == "--checkpoint" and out in (path, *path.parents):
             yield Problem(
                 f"{flag} {text}",
                 ["it is in --out, which is empty until the model is written."],
@@ -434,18 +447,24 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     check_numbers(options.precision, options.accumulate, options.seed)
     path = as_path(options.folder, "FOLDER")
     if has_adapters_alone(path):
-        named = printable(AdapterConfig(read_config(path, ADAPTER_CONFIG)).base_model, 200)
+        base_model = printable(AdapterConfig(read_config(path, ADAPTER_CONFIG)).base_model, 200)
+        of_model = base_model and f", {base_model}"
         fix = (
-            f"spmd finetune MODEL, with the model that they are for{named and f', {named}'}; "
+            f"spmd finetune MODEL, with the model that they are for{of_model}; "
             "load_adapters in Python trains them on."
         )
         raise PretrainedError(f"{path} has adapters and no model.", fix=fix)
-    mesh = make_mesh(options.mesh if options.mesh is not None else dict(layout.mesh) or None)
+    mesh_sizes = options.mesh
+    if mesh_sizes is None:
+        mesh_sizes = dict(layout.mesh) or None
+    mesh = make_mesh(mesh_sizes)
     outline = Outline.of(path, mesh=mesh, layout=layout)
     config = read_config(path)
     decoder = DecoderConfig.from_config(config, str(path / CONFIG))
     positions = decoder.learned_positions or decoder.max_positions
-    length = options.length if options.length is not None else min(LENGTH, positions or LENGTH)
+    length = options.length
+    if length is None:
+        length = min(LENGTH, positions or LENGTH)
     if positions is not None and length > positions:
         why = f"--length {length}: {path / CONFIG} says that the model has {positions} positions."
         raise OptionError(why, fix=f"--length {positions}; longer texts continue in other rows.")
@@ -465,14 +484,14 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
         options.accumulate,
     )
     outline.match(open_files(path))
-    run = TrainConfig(
+    config_of_training = TrainConfig(
         outline.model,
         next_token,
         _optimizer(options, 100),
         precision=options.precision,
         seed=options.seed,
     )
-    placed = PlacedModel(run, mesh, layout)
+    placed = PlacedModel(config_of_training, mesh, layout)
     placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
     if layout.adapters and not options.merge:
         check_only_adapters(
@@ -512,24 +531,21 @@ def _optimizer(options: argparse.Namespace, steps: int) -> Any:
     """
     import optax
 
-    warmup = (
-        options.warmup
-        if options.warmup is not None
-        else math.ceil(WARMUP * steps)
-        if steps > 1
-        else 0
-    )
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else options.learning_rate, options.learning_rate, warmup, steps
-    )
-    adamw = optax.adamw(
-        rate, weight_decay=options.weight_decay, mask=_matrices if options.weight_decay else None
-    )
+    warmup = options.warmup
+    if warmup is None:
+        # one step must learn
+        warmup = math.ceil(WARMUP * steps) if steps > 1 else 0
+    first_rate = 0.0 if warmup else options.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(first_rate, options.learning_rate, warmup, steps)
+    decays = _decays if options.weight_decay else None
+    adamw = optax.adamw(rate, weight_decay=options.weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 
 
-def _matrices(params: Any) -> Any:
-    """Which parameters decay: kernels, embeddings and adapters."""
+def _decays(params: Any) -> Any:
+    """A tree of booleans: True for the parameters that decay, which are kernels, embeddings and
+    adapters.
+    """
     from spmd.tree import map_paths
 
     return map_paths(

@@ -134,33 +134,34 @@ def _generate(options: argparse.Namespace) -> str | int:
             fix=f"spmd generate MODEL --adapters {folder}, with the model they are for.",
         )
     find(read_config(folder), folder)
-    sampled = _sampled(options, folder)
-    coder = None if options.tokens else Prompts(folder, options.chat)
-    texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
-    prompts = (
-        [_ids(text) for text in options.tokens]
-        if coder is None
-        else [coder.encode(text) for text in texts]
-    )
+    sampling = _sampling(options, folder)
+    if options.tokens:
+        coder = None
+        texts = options.tokens
+        prompts = [_ids(text) for text in texts]
+    else:
+        coder = Prompts(folder, options.chat)
+        texts = [*(options.prompt or []), *(_text(path) for path in options.prompt_file or [])]
+        prompts = [coder.encode(text) for text in texts]
     stop = _stop(options, folder, coder)
-    layout = (
-        options.layout if options.layout is not None or options.mesh is None else "data_parallel"
-    )
+    layout = options.layout
+    if layout is None and options.mesh is not None:
+        layout = "data_parallel"
     model = pretrained.load(folder, mesh=options.mesh, layout=layout, dtype=options.dtype)
     if options.adapters is not None:
         pretrained.load_adapters(model, options.adapters)
     limits = {"max_new_tokens": options.max_new_tokens, "stop": stop, "seed": options.seed}
-    written = generate(model, prompts, layout=layout, **limits, **sampled)
+    written = generate(model, prompts, layout=layout, **limits, **sampling)
     if jax.process_index() != 0:
         return 0
-    lines = [
-        ",".join(map(str, tokens)) if coder is None else coder.decode(tokens) for tokens in written
-    ]
+    if coder is None:
+        lines = [",".join(map(str, tokens)) for tokens in written]
+    else:
+        lines = [coder.decode(tokens) for tokens in written]
     if len(lines) == 1:
         return lines[0]
-    return "\n\n".join(
-        f"> {prompt}\n{line}" for prompt, line in zip(options.tokens or texts, lines, strict=True)
-    )
+    pairs = zip(texts, lines, strict=True)
+    return "\n\n".join(f"> {prompt}\n{line}" for prompt, line in pairs)
 
 
 def _text(path: str) -> str:
@@ -192,32 +193,34 @@ def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
     ids = []
     for word in options.stop:
         token = None if coder is None else coder.tokenizer.id_of(word)
-        if token is None and not word.isdecimal():
+        if token is None and word.isdecimal():
+            token = int(word)
+        if token is None:
             raise OptionError(
                 f'--stop "{word}" is no token of this model.',
                 fix="a token as its tokenizer.json writes it, or its id.",
             )
-        ids.append(int(word) if token is None else token)
+        ids.append(token)
     return ids
 
 
-def _sampled(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """How tokens are chosen: as the options say, else as the folder asks."""
+def _sampling(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The arguments of `generate` that choose tokens: as the options say, else as the folder
+    asks.
+    """
     from spmd.data.generation_config import asked_sampling
     from spmd.inference.generation import Sampling
 
     asked = asked_sampling(folder)
-    given = {name: getattr(options, name) for name in CHOICE if getattr(options, name) is not None}
-    unread = ("top_k", "top_p") if given.get("temperature") == 0 else ()
-    taken = {
-        name: value
-        for name, value in asked.options.items()
-        if name not in given and name not in unread
-    }
-    if taken:
-        shown = ", ".join(f"{name}={value}" for name, value in taken.items())
+    chosen = {name: getattr(options, name) for name in CHOICE if getattr(options, name) is not None}
+    excluded = set(chosen)
+    if chosen.get("temperature") == 0:
+        excluded |= {"top_k", "top_p"}
+    defaults = {name: value for name, value in asked.options.items() if name not in excluded}
+    if defaults:
+        shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logging.getLogger("spmd").warning(
             "%s, as %s says; options say otherwise.", shown, asked.where
         )
-    Sampling(**taken | given)  # for its errors, before weights are read
-    return taken | given
+    Sampling(**defaults | chosen)  # for its errors, before weights are read
+    return defaults | chosen

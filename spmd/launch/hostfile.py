@@ -72,10 +72,12 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 def _lines(path: Path, text: str) -> tuple[Host, ...]:
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words, where = line.partition("#")[0].split(), f"{path}, line {number}"
+        where = f"{path}, line {number}"
+        words = line.partition("#")[0].split()
         if not words:
             continue
-        name, values = _name(words[0], where), {}
+        name = _name(words[0], where)
+        values = {}
         for word in words[1:]:
             key, equals, value = word.partition("=")
             if key not in KEYS or not equals:
@@ -121,9 +123,8 @@ def _jobs(path: Path, text: str) -> tuple[Host, ...]:
                 raise OptionError(
                     f"{path}: task {index} of {job} is {name!r}.", fix="the name of a host."
                 )
-            tasks.setdefault(_name(name, f"{path}: task {index} of {job}"), []).append(
-                f"{job}:{index}"
-            )
+            host = _name(name, f"{path}: task {index} of {job}")
+            tasks.setdefault(host, []).append(f"{job}:{index}")
     for name in addresses:
         if name not in tasks:
             raise OptionError(

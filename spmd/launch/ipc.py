@@ -23,7 +23,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 def receive(connection: socket.socket) -> bytes | None:
     """Wait for a message; None if the other side is closed."""
-    return _Incoming(connection).read() or None
+    return _Incoming(connection).receive_more() or None
 
 
 def _frame(message: bytes) -> bytes:
@@ -34,26 +34,32 @@ class _Incoming:
     """The received part of one message; the other side sends the next one only after an answer."""
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._received = connection, bytearray()
+        self._connection = connection
+        self._received = bytearray()
 
-    def read(self) -> bytes | None:
-        """The message, once it is complete; None before, if the socket does not block; b"" if the
-        other side is closed before that.
+    def receive_more(self) -> bytes | None:
+        """Receive what has arrived, and return the message once it is complete; None before, if the
+        socket does not block; b"" if the other side is closed before that.
         """
         while True:
             try:
                 chunk = self._connection.recv(CHUNK)
             except BlockingIOError:
                 return None
-            except ConnectionError:  # closed before it had read everything
+            except ConnectionError:
+                # Linux resets a socket that was closed before its owner had read everything
                 return b""
             self._received += chunk
-            if len(self._received) >= LENGTH and len(self._received) - LENGTH >= int.from_bytes(
-                self._received[:LENGTH], "big"
-            ):
+            if self._is_complete():
                 return bytes(self._received[LENGTH:])
             if not chunk:
                 return b""
+
+    def _is_complete(self) -> bool:
+        header = self._received[:LENGTH]
+        if len(header) < LENGTH:
+            return False
+        return len(self._received) - LENGTH >= int.from_bytes(header, "big")
 
 
 def broadcast_and_collect(
@@ -73,23 +79,26 @@ def broadcast_and_collect(
       waited for.
     """
     answers: dict[int, bytes] = {}
-    unsent = dict.fromkeys(connections, memoryview(b"" if message is None else _frame(message)))
+    events_at_first = selectors.EVENT_READ
+    frame = b""
+    if message is not None:
+        events_at_first |= selectors.EVENT_WRITE
+        frame = _frame(message)
+    unsent = dict.fromkeys(connections, memoryview(frame))
     incoming = {rank: _Incoming(connection) for rank, connection in connections.items()}
     with selectors.DefaultSelector() as selector:
         for rank, connection in connections.items():
-            selector.register(
-                connection,
-                selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent[rank] else 0),
-                rank,
-            )
+            selector.register(connection, events_at_first, rank)
         while selector.get_map() and keep_waiting(answers):
             for key, events in selector.select(LOOK):
-                rank, connection = key.data, connections[key.data]
+                rank = key.data
+                connection = connections[rank]
                 if events & selectors.EVENT_WRITE:
                     unsent[rank] = _write_more(connection, unsent[rank])
                     if not unsent[rank]:
                         selector.modify(connection, selectors.EVENT_READ, rank)
-                if events & selectors.EVENT_READ and (answer := incoming[rank].read()) is not None:
+                answer = incoming[rank].receive_more() if events & selectors.EVENT_READ else None
+                if answer is not None:
                     selector.unregister(connection)
                     if answer:
                         answers[rank] = answer

@@ -129,20 +129,18 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}
     }
     job = {"spec": _job(argv, config, name)}
-    namespace = {"namespace": config.namespace} if config.namespace else {}
-    documents = [
-        {
-            "apiVersion": version,
-            "kind": kind,
-            "metadata": {"name": name, **namespace, "labels": _labels(name)},
-            **content,
-        }
-        for version, kind, content in (
-            ("v1", "Secret", secret),
-            ("v1", "Service", service),
-            ("batch/v1", "Job", job),
-        )
-    ]
+    metadata: dict[str, Any] = {"name": name}
+    if config.namespace:
+        metadata["namespace"] = config.namespace
+    documents = []
+    for version, kind, content in (
+        ("v1", "Secret", secret),
+        ("v1", "Service", service),
+        ("batch/v1", "Job", job),
+    ):
+        # labels made anew: PyYAML writes an object that it meets again as a reference to the first
+        labels = {"metadata": {**metadata, "labels": _labels(name)}}
+        documents.append({"apiVersion": version, "kind": kind, **labels, **content})
     yaml = import_extra("yaml", "kubernetes")
     return yaml.safe_dump_all(
         documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True
@@ -151,11 +149,9 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
 
 def _name(argv: Sequence[str], config: KubernetesJob) -> str:
     """The job's name: the given one, or the script's in lower case."""
-    name = (
-        config.name
-        if config.name is not None
-        else re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
-    )
+    name = config.name
+    if name is None:
+        name = re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
     most = LONGEST - len(f"-{config.nodes - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
@@ -252,12 +248,15 @@ def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
 
 def _resources(config: KubernetesJob) -> dict[str, Any]:
     """Requests and limits: memory and GPUs are limited, idle CPUs of the node may be used."""
-    memory = {"memory": config.memory} if config.memory else {}
-    requests = ({"cpu": str(config.cpus)} if config.cpus else {}) | memory
-    limits = memory | (
-        {"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {}
-    )
-    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+    resources: dict[str, dict[str, str]] = {"requests": {}, "limits": {}}
+    if config.cpus:
+        resources["requests"]["cpu"] = str(config.cpus)
+    if config.memory:
+        resources["requests"]["memory"] = config.memory
+        resources["limits"]["memory"] = config.memory
+    if config.gpus_per_node:
+        resources["limits"]["nvidia.com/gpu"] = str(config.gpus_per_node)
+    return {key: value for key, value in resources.items() if value}
 
 
 def _literal(text: str) -> str:

@@ -12,13 +12,11 @@ from spmd.errors import OptionError
 from spmd.launch.settings import Settings
 from spmd.user_paths import as_path
 
-HERE, HOSTS, SLURM, SRUN, KUBERNETES = (
-    "on one machine",
-    "--hosts",
-    "--slurm",
-    "--srun",
-    "--kubernetes",
-)
+HERE = "on one machine"
+HOSTS = "--hosts"
+SLURM = "--slurm"
+SRUN = "--srun"
+KUBERNETES = "--kubernetes"
 # by the modes that they apply to; all others apply to every mode
 OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
     (HERE,): {
@@ -203,7 +201,8 @@ def _launch(options: argparse.Namespace) -> int | str:
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
     )
     argv = [*options.argv] if options.module is None else ["-m", *options.module]
-    argv = [*argv, *(["--", *options.rest] if options.rest else [])]
+    if options.script_arguments:
+        argv += ["--", *options.script_arguments]
     if mode == SRUN:
         from spmd.launch import srun
 
@@ -229,14 +228,14 @@ def _mode(options: argparse.Namespace) -> str:
     }
     mode = next((name for name, is_selected in selected.items() if is_selected), HERE)
     for applies_to, flags in OPTIONS.items():
-        for flag in flags if mode not in applies_to else ():
+        if mode in applies_to:
+            continue
+        modes = [name for name in applies_to if name != HERE]
+        for flag in flags:
             value = getattr(options, flag.removeprefix("--").replace("-", "_"))
             if value is not None and value is not False:
-                alternative = ALTERNATIVES.get(
-                    (flag, mode),
-                    " or ".join(["leave it out", *(name for name in applies_to if name != HERE)]),
-                )
-                raise OptionError(f"{flag} has no effect {_with(mode)}.", fix=f"{alternative}.")
+                fix = ALTERNATIVES.get((flag, mode), " or ".join(["leave it out", *modes]))
+                raise OptionError(f"{flag} has no effect {_with(mode)}.", fix=f"{fix}.")
     return mode
 
 
@@ -247,25 +246,17 @@ def _with(mode: str) -> str:
 def _config(kind: Any, options: argparse.Namespace, **others: Any) -> Any:
     """A config whose fields are the given options of the same names, and others."""
     names = {field.name for field in dataclasses.fields(kind)} - set(others)
-    return kind(
-        **{
-            name: value
-            for name, value in vars(options).items()
-            if name in names and value is not None
-        },
-        **others,
-    )
+    values = {name: getattr(options, name, None) for name in names}
+    return kind(**{name: value for name, value in values.items() if value is not None}, **others)
 
 
 def _launch_here(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> int:
     from spmd.launch.local_launcher import LocalConfig, launch
 
+    devices = None
     try:
-        devices = (
-            None
-            if options.devices is None
-            else tuple(int(word) for word in options.devices.split(","))
-        )
+        if options.devices is not None:
+            devices = tuple(int(word) for word in options.devices.split(","))
     except ValueError:
         raise OptionError(
             f'--devices "{options.devices}".', fix="GPU numbers, such as 0,1."
@@ -294,10 +285,8 @@ def _launch_slurm(
 ) -> int | str:
     from spmd.launch.slurm import SlurmJob, script, submit
 
-    extra = tuple(
-        option if option.startswith("-") else f"--{option}" for option in options.sbatch or ()
-    )
-    job = _config(SlurmJob, options, env=_variables(options), extra=extra, settings=settings)
+    extra = [option if option.startswith("-") else f"--{option}" for option in options.sbatch or ()]
+    job = _config(SlurmJob, options, env=_variables(options), extra=tuple(extra), settings=settings)
     return script(argv, job) if options.dry_run else submit(argv, job)
 
 
@@ -313,15 +302,16 @@ def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, setting
 
 def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """The pairs of --env."""
+    pairs = []
     for text in options.env or ():
-        if "=" not in text:
+        name, equals, value = text.partition("=")
+        if not equals:
             raise OptionError(f"--env {text!r} has no value.", fix="--env NAME=VALUE.")
-    return tuple(
-        (name, value) for name, _, value in (text.partition("=") for text in options.env or ())
-    )
+        pairs.append((name, value))
+    return tuple(pairs)
 
 
 def _log(text: str) -> None:
-    # at once, so that it is not mixed with what processes print
+    # in one write: print writes the text and the line end apart, and a process may print between
     sys.stderr.write(f"spmd launch: {text}\n")
     sys.stderr.flush()

@@ -48,9 +48,9 @@ class LocalConfig:
                 or min(self.devices) < 0
                 or len(set(self.devices)) < len(self.devices)
             ):
-                given = in_python(str(list(self.devices)), ",".join(map(str, self.devices)))
+                devices = in_python(str(list(self.devices)), ",".join(map(str, self.devices)))
                 raise OptionError(
-                    f"{option('devices', given)}.",
+                    f"{option('devices', devices)}.",
                     fix="distinct GPU numbers from 0.",
                 )
             self.settings.refuse_with_simulate("devices")
@@ -67,18 +67,20 @@ class LocalConfig:
         """
         if self.settings.simulate:
             return []
-        return visible_gpus() if self.devices is None else [str(number) for number in self.devices]
+        if self.devices is None:
+            return visible_gpus()
+        return [str(number) for number in self.devices]
 
     @property
     def count(self) -> int:
-        """How many processes.
+        """The number of processes.
 
         Raises:
           OptionError: there is no GPU, and no number of processes; or the GPUs cannot be shared
             equally.
         """
         gpus = self.gpus
-        count = self.processes if self.processes is not None else len(gpus)
+        count = len(gpus) if self.processes is None else self.processes
         if not count:
             fix = (
                 f"{option('processes', 2)} and {option('simulate', 4)}, for 4 CPU devices in each."
@@ -130,7 +132,7 @@ def _attempt(
         }
         group = ProcessGroup({})
         started = start_processes(
-            commands, rank_prefix(config.count), group=group, take=spares.take
+            commands, rank_prefix(config.count), group=group, pop_spare=spares.pop_ready
         )
         with forward_signals(group, group.signal), started, spares.replace(commands, folder):
             codes = group.wait(config.settings.grace)
@@ -206,12 +208,11 @@ def rank_environment(
         "SPMD_LOCAL_PROCESS": str(local_rank),
         "SPMD_LOCAL_PROCESSES": str(local_size),
     }
-    share = len(gpus) // local_size
-    return variables | (
-        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[local_rank * share : (local_rank + 1) * share])}
-        if gpus
-        else {}
-    )
+    if gpus:
+        share = len(gpus) // local_size
+        shared_gpus = gpus[local_rank * share : (local_rank + 1) * share]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(shared_gpus)
+    return variables
 
 
 def rank_prefix(count: int) -> Callable[[int], str]:
@@ -250,10 +251,10 @@ def check_script(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator[None]:
-    """In the block, forward SIGTERM, SIGHUP and the signals of $SPMD_STOP_SIGNALS (all as SIGTERM)
-    and Ctrl-C to all processes, once.
+    """Forward SIGTERM, SIGHUP and the signals of $SPMD_STOP_SIGNALS (all as SIGTERM) and Ctrl-C to
+    all processes, once, while the block runs.
 
-    A second Ctrl-C kills them.
+    A second Ctrl-C kills the processes.
 
     Args:
       group: the processes.
@@ -262,8 +263,9 @@ def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator
 
     def forward(number: int, frame: object) -> None:
         del frame
-        # closing a terminal must not lose a run
-        number = number if number == signal.SIGINT else signal.SIGTERM
+        # SIGHUP too, which a terminal sends when it is closed: that must not lose a run
+        if number != signal.SIGINT:
+            number = signal.SIGTERM
         if group.stop_signal is None:
             group.stop_signal = number
             send(number)
@@ -271,7 +273,9 @@ def forward_signals(group: Stoppable, send: Callable[[int], object]) -> Iterator
             send(signal.SIGKILL)
 
     signals = [signal.SIGTERM, signal.SIGINT, *chosen_stop_signals()]
-    signals += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    # nohup ignores SIGHUP, and so must a launcher that was started with it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     previous = {number: signal.signal(number, forward) for number in signals}
     try:
         yield

@@ -166,7 +166,7 @@ class Processes:
         self._abandoned = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._running.start(config)
-            answers = self._running.call(None, START)
+            answers = self._running.exchange(None, START)
             if len(answers) < self.count:
                 raise self._failed(answers, "the processes could not start: ")
         except BaseException:
@@ -175,10 +175,8 @@ class Processes:
         self.devices = int(pickle.loads(answers[0][len(READY) :])[1])
 
     def __repr__(self) -> str:
-        return (
-            f"<{self.count} processes, {self.devices} "
-            f"devices{', ' + self._down if self._down else ''}>"
-        )
+        end = f", {self._down}" if self._down else ""
+        return f"<{self.count} processes, {self.devices} devices{end}>"
 
     def __enter__(self) -> "Processes":
         self._check()
@@ -228,13 +226,17 @@ class Processes:
         with self._exclusive():
             self._check()
             try:
-                return self._call(call)
+                return self._send_call(call)
             except ProcessError:
                 raise
-            except BaseException as error:  # the state of the sockets is unknown now
-                stopped = isinstance(error, KeyboardInterrupt)
-                self._down = self._down or ("interrupted" if stopped else type(error).__name__)
-                self._running.end(self._grace if stopped else 0.0, interrupt=stopped)
+            # the sockets may have parts of messages now, so the processes cannot be used again
+            except KeyboardInterrupt:
+                self._down = self._down or "interrupted"
+                self._running.end(self._grace, interrupt=True)
+                raise
+            except BaseException as error:
+                self._down = self._down or type(error).__name__
+                self._running.end(0.0)
                 raise
 
     @contextlib.contextmanager
@@ -252,25 +254,22 @@ class Processes:
         finally:
             self._lock.release()
 
-    def _call(self, call: bytes) -> Any:
-        answers = self._running.call(
-            pickle.dumps({**_environment(), "call": call, "mark": self._running.lines.next_mark()})
-        )
-        if len(answers) < self.count or any(
-            answer.startswith(FAILED) for answer in answers.values()
-        ):
+    def _send_call(self, call: bytes) -> Any:
+        mark = self._running.lines.next_mark()
+        message = pickle.dumps({**_environment(), "call": call, "mark": mark})
+        answers = self._running.exchange(message)
+        failed = [rank for rank, answer in answers.items() if answer.startswith(FAILED)]
+        if failed or len(answers) < self.count:
             raise self._failed(answers)
         self._running.lines.until(self.count)
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
-        parts = {
-            rank: pickle.loads(answer[len(DONE) :])
-            for rank, answer in answers.items()
-            if answer.startswith(DONE)
-        }
-        return serialization.deserialize_result(
-            parts[0][0], {rank: pieces for rank, (_, pieces) in parts.items()}
-        )
+        values = {}
+        pieces = {}
+        for rank, answer in answers.items():
+            if answer.startswith(DONE):
+                values[rank], pieces[rank] = pickle.loads(answer[len(DONE) :])
+        return serialization.deserialize_result(values[0], pieces)
 
     def _check(self) -> None:
         """Raise ProcessError if any of the processes is gone."""
@@ -293,7 +292,9 @@ class Processes:
         self._running.end(self._running.remaining_grace())
         process, why, trace = self._running.why(answers)
         self._down = why.splitlines()[0]
-        return ProcessError(prefix + why + (f"\n\n{trace.rstrip()}" if trace else ""), process)
+        if trace:
+            why += f"\n\n{trace.rstrip()}"
+        return ProcessError(prefix + why, process)
 
 
 def _environment() -> dict[str, Any]:

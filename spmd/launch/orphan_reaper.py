@@ -22,35 +22,36 @@ ROUNDS = 40  # searches for processes, since one may be starting another meanwhi
 
 @contextlib.contextmanager
 def reap_orphans(cookie: str) -> Iterator[None]:
-    """In the block, whose processes get the cookie, a reaper waits for the end of this process."""
-    command = [sys.executable, "-I", "-S", __file__, cookie, str(os.getpid())]
-    is_linux, owner = Path("/proc/self/environ").exists(), os.getpid()
-    reaper = (
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        if is_linux
-        else None
-    )
+    """Keep a reaper while the block runs, whose processes get the cookie: it waits for the end of
+    this process.
+    """
+    owner = os.getpid()
+    reaper = None
+    if Path("/proc/self/environ").exists():
+        command = [sys.executable, "-I", "-S", __file__, cookie, str(owner)]
+        reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
     finally:
-        if reaper is not None and os.getpid() == owner:  # not in a fork
+        # a fork of this process, as of a data loader, may leave the block too
+        if reaper is not None and os.getpid() == owner:
             reaper.kill()
             reaper.wait()
 
 
 def processes_with_cookie(cookie: str) -> list[int]:
     """Processes of this user whose environment contains the cookie."""
-    pids, encoded = [], cookie.encode()
+    pids = []
+    prefix = f"{NAME}=".encode()
     for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                variables = dict(
-                    line.split(b"=", 1)
-                    for line in Path(entry.path, "environ").read_bytes().split(b"\0")
-                    if b"=" in line
-                )
-                if encoded in variables.get(NAME.encode(), b"").split(b","):
-                    pids.append(int(entry.name))
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for line in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                if line.startswith(prefix):
+                    cookies = line.removeprefix(prefix).split(b",")
+                    if cookie.encode() in cookies:
+                        pids.append(int(entry.name))
     return pids
 
 

@@ -22,6 +22,18 @@ from spmd.render.colour import paint
 from spmd.user_paths import output_path
 
 FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
+# the arguments of `fit` that are also arguments of `spmd.plan`
+PLANNED = (
+    "model",
+    "metrics",
+    "seed",
+    "loss",
+    "optimizer",
+    "layout",
+    "mesh",
+    "precision",
+    "accumulate",
+)
 
 
 def add_to(commands: Any) -> None:
@@ -193,23 +205,29 @@ def _plan(options: argparse.Namespace) -> str:
             fix="one of the two.",
         )
     # before the script runs
-    path = output_path(options.save, *REPORT, overwrite=True) if options.save else None
+    path = None
+    if options.save:
+        path = output_path(options.save, *REPORT, overwrite=True)
     step, script_steps = _step_arguments(options)
     result = plan(**step, timeout=options.timeout, say=show_progress)
     show_progress("")
     if not any(length.values()) and not others:
         length["steps"] = script_steps
-    cost = result.cost(**length) if any(length.values()) else None
-    sections = {"Cost of a run": str(cost)} if cost else {}
+    sections = {}
+    figures = {}
+    if any(length.values()):
+        cost = result.cost(**length)
+        sections["Cost of a run"] = str(cost)
+        figures["cost"] = cost.figures
     if options.fixes:
         fixes = result.fixes(timeout=options.timeout, say=show_progress)
-        each = "each planned with those before it that help:"
-        none = (
-            "the step fits: there is nothing to fix."
-            if result.fits
-            else "no change is known that would make it fit."
-        )
-        sections["Fixes"] = "\n".join([each, *map(str, fixes)]) if fixes else none
+        if fixes:
+            first_line = "each planned with those before it that help:"
+        elif result.fits:
+            first_line = "the step fits: there is nothing to fix."
+        else:
+            first_line = "no change is known that would make it fit."
+        sections["Fixes"] = "\n".join([first_line, *map(str, fixes)])
         show_progress("")
     if options.changes:
         sections["Changes"] = str(
@@ -223,7 +241,7 @@ def _plan(options: argparse.Namespace) -> str:
     if options.placements:
         return result.placements()
     if options.json:
-        return result.to_json(**({"cost": cost.figures} if cost else {}))
+        return result.to_json(**figures)
     colour = {"fits": "green", "tight": "yellow", "DOES NOT FIT": "red"}[result.memory.word]
     return paint(with_sections(str(result), sections), {result.memory.word: colour}, sys.stdout)
 
@@ -235,22 +253,20 @@ def _search(options: argparse.Namespace) -> str | tuple[str, int]:
     names = [name.strip() for name in options.candidates.split(",")]
     candidates = names[0] if names in (["exact"], ["all"]) else names
     chosen_layouts(candidates)  # before the script runs
-    path = (
-        output_path(options.save, "a layout file", (".toml",), overwrite=options.overwrite)
-        if options.save
-        else None
-    )
-    searched = ("layout", "mesh", "accumulate")
-    step = {
-        name: value for name, value in _step_arguments(options)[0].items() if name not in searched
-    }
-    chosen = {
-        "compiles": options.compiles,
-        "max_seconds": options.max_seconds,
-        "compiler_options": options.compiler_options,
-    }
+    path = None
+    if options.save:
+        path = output_path(options.save, "a layout file", (".toml",), overwrite=options.overwrite)
+    step, _ = _step_arguments(options)
+    for name in ("layout", "mesh", "accumulate"):  # which are searched
+        step.pop(name, None)
     result = search(
-        **step, candidates=candidates, **chosen, timeout=options.timeout, say=show_lines
+        **step,
+        candidates=candidates,
+        compiles=options.compiles,
+        max_seconds=options.max_seconds,
+        compiler_options=options.compiler_options,
+        timeout=options.timeout,
+        say=show_lines,
     )
     show_lines("")
     text = f"{result}\n\n{result.conclusion()}"
@@ -277,15 +293,16 @@ def _step_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], int | 
     from spmd.train.model_setup import check_numbers
 
     cluster = Cluster.parse(options.target)
-    names = ("layout", "mesh", "precision", "accumulate", "batch_size")
-    overrides = {
-        name: value for name, value in vars(options).items() if name in names and value is not None
-    }
+    overrides = {}
+    for name in ("layout", "mesh", "precision", "accumulate", "batch_size"):
+        value = getattr(options, name, None)
+        if value is not None:
+            overrides[name] = value
     check_numbers(overrides.get("precision", "float32"), overrides.get("accumulate", 1))
     if not os.environ.get("JAX_PLATFORMS"):
         # no accelerator is used, and the GPU plugin logs errors if there is none
         jax.config.update("jax_platforms", "cpu")
-    script = functools.partial(call_at_fit, options.script, options.rest, _arguments)
+    script = functools.partial(call_at_fit, options.script, options.script_arguments, _arguments)
     if "layout" in overrides:
         overrides["layout"], arguments = load_registered(overrides["layout"], script)
     else:
@@ -293,36 +310,22 @@ def _step_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], int | 
     if "layout" in overrides and "mesh" not in overrides:
         arguments.pop("mesh", None)  # it belongs to the script's layout
     arguments |= overrides
-    data = (
-        arguments["data"].arrays if isinstance(arguments["data"], Resident) else arguments["data"]
+    data = arguments["data"]
+    if isinstance(data, Resident):
+        data = data.arrays
+    reader = as_source(
+        data,
+        batch_size=arguments.get("batch_size"),
+        shuffle=arguments.get("shuffle"),
+        seed=arguments.get("seed", 0),
+        short_ok=True,  # a plan needs only shapes
     )
-    # a plan needs only shapes
-    reading = {
-        "shuffle": arguments.get("shuffle"),
-        "seed": arguments.get("seed", 0),
-        "short_ok": True,
-    }
-    reader = as_source(data, batch_size=arguments.get("batch_size"), **reading)
-    planned = (
-        "model",
-        "metrics",
-        "seed",
-        "loss",
-        "optimizer",
-        "layout",
-        "mesh",
-        "precision",
-        "accumulate",
-    )
-    step = {
-        "batch": reader.sample(),
-        "target": cluster,
-        **{name: arguments[name] for name in planned if name in arguments},
-    }
-    epochs = arguments.get("epochs") or 1
-    return step, arguments.get("steps") or (
-        epochs * reader.steps_per_epoch if reader.steps_per_epoch else None
-    )
+    step = {name: arguments[name] for name in PLANNED if name in arguments}
+    step |= {"batch": reader.sample(), "target": cluster}
+    steps = arguments.get("steps")
+    if not steps and reader.steps_per_epoch:
+        steps = (arguments.get("epochs") or 1) * reader.steps_per_epoch
+    return step, steps or None
 
 
 def _arguments(fit: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class ProcessGroup:
             return
         for process in self.processes.values():
             if process.returncode is None:
-                # raised on macOS for a group of zombies
+                # PermissionError: macOS, for a group of processes that ended and were not reaped
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
@@ -73,9 +73,8 @@ class ProcessGroup:
         for rank, process in self.processes.items():
             status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
-                codes[rank] = (
-                    status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-                )
+                exited = status.si_code == os.CLD_EXITED
+                codes[rank] = status.si_status if exited else -status.si_status
         return codes
 
     def wait(self, grace: float, send: Callable[[int], None] | None = None) -> dict[int, int]:
@@ -89,21 +88,21 @@ class ProcessGroup:
         Returns:
           Exit codes by rank; negative ones are signals.
         """
+        send = send or self.signal
         deadline: float | None = None
-        first, killed = dict[int, int](), False
+        first: dict[int, int] = {}
         while len(codes := self.ended()) < len(self.processes):
             if deadline is None and self.stop_signal == signal.SIGTERM:
                 deadline = time.monotonic() + grace
             elif deadline is None and self.stop_signal is None and any(codes.values()):
+                first = codes
                 failed = {code for code in codes.values() if code}
-                deadline, first = (
-                    time.monotonic() + (KILLED if failed == {-signal.SIGKILL} else SETTLE),
-                    codes,
-                )
+                settle = KILLED if failed == {-signal.SIGKILL} else SETTLE
+                deadline = time.monotonic() + settle
                 self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline:
-                (self.signal if send is None or killed else send)(signal.SIGKILL)
-                killed = True
+                send(signal.SIGKILL)
+                send = self.signal  # what `send` reaches is ending: kill what is here itself
             time.sleep(LOOK)
         self.first = first or codes
         return codes
@@ -125,12 +124,11 @@ def escape_control_characters(line: str) -> str:
     '\x1b[31mred\\x1b[2J\\x07\x1b[0m\n'
     """
     text = line.rstrip("\n")
+    end_of_line = line[len(text) :]
     shown = CONTROL.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text)
-    return (
-        shown
-        + (RESET if COLOUR.search(text) and not text.endswith(RESET) else "")
-        + line[len(text) :]
-    )
+    if COLOUR.search(text) and not text.endswith(RESET):
+        shown += RESET
+    return shown + end_of_line
 
 
 @contextlib.contextmanager
@@ -141,7 +139,7 @@ def start_processes(
     write: Callable[[str], None] = to_stdout,
     inherited: Mapping[int, Sequence[int]] | None = None,
     group: ProcessGroup | None = None,
-    take: Callable[[Mapping[str, str]], subprocess.Popen | None] = lambda environment: None,
+    pop_spare: Callable[[Mapping[str, str]], subprocess.Popen | None] = lambda environment: None,
 ) -> Iterator[ProcessGroup]:
     """Start a command with an environment for each rank; at the end of the block all of them are
     ended in any case.
@@ -153,21 +151,19 @@ def start_processes(
       inherited: additional file descriptors that a process inherits, by rank.
       group: an empty group that takes signals already; they are passed on once the processes are
         started.
-      take: returns a process that has been started before, and continues with an environment; None:
-        start one (`spmd.launch.spares`).
+      pop_spare: returns a process that has been started before, and continues with an environment;
+        None: start one (`spmd.launch.spares`).
     """
-    group, readers, reaper, cookie = (
-        group or ProcessGroup({}),
-        [],
-        contextlib.ExitStack(),
-        secrets.token_hex(16),
-    )
+    group = group or ProcessGroup({})
+    readers = []
+    reaper = contextlib.ExitStack()
+    cookie = secrets.token_hex(16)
     try:
         reaper.enter_context(orphan_reaper.reap_orphans(cookie))
         for rank, (command, environment) in commands.items():
             cookies = ",".join(filter(None, (environment.get(orphan_reaper.NAME), cookie)))
             variables = {**environment, orphan_reaper.NAME: cookies}
-            process = take(variables) or subprocess.Popen(
+            process = pop_spare(variables) or subprocess.Popen(
                 command,
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -202,6 +198,8 @@ def start_processes(
 
 def _copy(lines: IO[str] | None, prefix: str, write: Callable[[str], None]) -> None:
     for line in lines or ():
-        # stdout is closed; processes must not block on their output
+        if not line.endswith("\n"):
+            line += "\n"
+        # even if stdout is closed, read on: a process blocks once its pipe is full
         with contextlib.suppress(OSError, ValueError):
-            write(f"{prefix}{line}" if line.endswith("\n") else f"{prefix}{line}\n")
+            write(f"{prefix}{line}")

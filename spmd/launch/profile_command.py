@@ -62,17 +62,15 @@ def _profile(options: argparse.Namespace) -> str | int:
     if options.target is not None:
         Cluster.parse(options.target)
 
-    def traced(fit: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        kept = {name: value for name, value in arguments.items() if name not in LEFT_OUT}
-        hooks = as_callbacks(arguments.get("callbacks", ()))
-        kept["callbacks"] = [
-            hook
-            for hook in hooks
-            if not any(name.startswith("eval_") for name in watched_metrics(hook))
-        ]
-        return fit(
-            **kept | {"steps": profile.end, "loggers": (), "progress": False, "profile": profile}
-        ).profile
+    def needs_evaluation(hook: Any) -> bool:
+        return any(name.startswith("eval_") for name in watched_metrics(hook))
 
-    result = call_at_fit(options.script, options.rest, traced, to="profile")
+    def fit_traced_steps(fit: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        hooks = as_callbacks(arguments.get("callbacks", ()))
+        options = {name: value for name, value in arguments.items() if name not in LEFT_OUT}
+        options["callbacks"] = [hook for hook in hooks if not needs_evaluation(hook)]
+        options |= {"steps": profile.end, "loggers": (), "progress": False, "profile": profile}
+        return fit(**options).profile
+
+    result = call_at_fit(options.script, options.script_arguments, fit_traced_steps, to="profile")
     return NO_PROFILE if result is None else str(result)

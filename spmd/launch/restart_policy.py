@@ -1,8 +1,7 @@
-"""Whether and when failed processes are restarted, from the outcomes of all attempts."""
+"""Decide whether and when failed processes are restarted, from the outcomes of all attempts."""
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import signal
 import time
@@ -57,28 +56,23 @@ class Attempt:
             f"process {rank} at step {step}: {' '.join(text.split())[:400]}"
             for rank, (step, text) in self.failures.items()
         ]
-        ended = [
-            (rank, code)
-            for rank, code in (*self.first.items(), *sorted(self.codes.items()))
-            if code
-        ]
+        exits = (*self.first.items(), *sorted(self.codes.items()))
+        ended = [(rank, code) for rank, code in exits if code]
         primary = [(rank, code) for rank, code in ended if code != PEER] or ended
-        unreported = [
-            _ended(rank, code, self.saved)
-            for rank, code in primary[:1]
-            if code < 0 or code == LOST or not reported
-        ]
-        asked = sum(code == TERMINATED for code in self.codes.values())
-        # it reached one of them or all; the exit codes do not say which
-        if asked > 1 and unreported and primary[0][1] == TERMINATED:
-            unreported = [
-                f"{asked} processes ended with code {TERMINATED} after "
-                f"SIGTERM{_saved(self.saved, 'have')}"
-            ]
-        causes = ([] if self.unreported_cause is None else [self.unreported_cause[1]]) + [
-            *unreported,
-            *reported[:1],
-        ]
+        causes = []
+        if self.unreported_cause is not None:
+            causes.append(self.unreported_cause[1])
+        for rank, code in primary[:1]:
+            asked = sum(code == TERMINATED for code in self.codes.values())
+            if code == TERMINATED and asked > 1 and not reported:
+                # SIGTERM reached one of them or all; the exit codes do not say which
+                causes.append(
+                    f"{asked} processes ended with code {TERMINATED} after "
+                    f"SIGTERM{_saved(self.saved, 'have')}"
+                )
+            elif code < 0 or code == LOST or not reported:
+                causes.append(_describe_end(rank, code, self.saved))
+        causes += reported[:1]
         return printable("; consequence: ".join(causes[:2]))
 
     @property
@@ -89,24 +83,22 @@ class Attempt:
         return next(iter(self.failures.values()), None)
 
 
-def _ended(rank: int, code: int, saved: int | None = None) -> str:
+def _describe_end(rank: int, code: int, saved: int | None = None) -> str:
     """A description of an exit code.
 
-    >>> _ended(1, -9)
+    >>> _describe_end(1, -9)
     'process 1 ended with signal 9'
-    >>> _ended(0, 143, 20)
+    >>> _describe_end(0, 143, 20)
     'process 0 ended with code 143: it received SIGTERM, and has saved step 20'
     """
     if code == LOST:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
-    if code < 0:
-        return f"{who} ended with signal {-code}" + (
-            f": it received SIGTERM{_saved(saved)}" if code == -signal.SIGTERM else ""
-        )
-    return f"{who} ended with code {code}" + (
-        f": it received SIGTERM{_saved(saved)}" if code == TERMINATED else ""
-    )
+    how = f"signal {-code}" if code < 0 else f"code {code}"
+    text = f"{who} ended with {how}"
+    if code in (TERMINATED, -signal.SIGTERM):
+        text += f": it received SIGTERM{_saved(saved)}"
+    return text
 
 
 def _saved(step: int | None, has: str = "has") -> str:
@@ -137,11 +129,9 @@ def summarize_attempt(
     precedence.
     """
     records = list(records)
-    failed, last_heartbeats, steps = (
-        failure_cause.failures(records),
-        failure_cause.heartbeats(records),
-        dict[str, int](),
-    )
+    failed = failure_cause.failures(records)
+    last_heartbeats = failure_cause.heartbeats(records)
+    steps: dict[str, int] = {}
     for record in records:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             steps[record["name"]] = int(record["step"])
@@ -149,27 +139,25 @@ def summarize_attempt(
     def last(rank: int) -> float:
         return last_heartbeats[rank].at if rank in last_heartbeats else 0.0
 
+    # JAX aborts processes when process 0, with the coordination service, is gone: a consequence
     by_others = {
         rank
         for rank, code in first.items()
         if code == ABORTED and failed and last(rank) > failed[0].at
     }
     first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
-    unreported_cause = failure_cause.unreported_cause(failed, last_heartbeats, first)
-    reported_codes = {failure.rank: failure.code for failure in failed}
-    errors = {failure.rank: (failure.step, failure.text) for failure in failed}
+    times = [failure.at for failure in failed]
+    if failed_at is not None:
+        times.append(failed_at)
     return Attempt(
-        {**codes, **reported_codes},
-        steps.get("began"),
-        errors,
-        first,
-        stop_signal,
-        unreported_cause=unreported_cause,
+        codes={**codes, **{failure.rank: failure.code for failure in failed}},
+        first_step=steps.get("began"),
+        failures={failure.rank: (failure.step, failure.text) for failure in failed},
+        first=first,
+        stop_signal=stop_signal,
+        unreported_cause=failure_cause.unreported_cause(failed, last_heartbeats, first),
         saved=steps.get("saved"),
-        failed_at=min(
-            (at for at in (failed_at, *(failure.at for failure in failed)) if at is not None),
-            default=None,
-        ),
+        failed_at=min(times, default=None),
     )
 
 
@@ -187,33 +175,30 @@ def run_with_restarts(
     Returns:
       0, or the exit code of the process that failed first.
     """
-    attempts, times = list[Attempt](), [time.time()]
+    attempts: list[Attempt] = []
+    times = [time.time()]
     while True:
         times.append(time.time())
         last = attempt(times)
-        times.append(
-            time.time()
-            if last.failed_at is None
-            else max(times[-1], min(last.failed_at, time.time()))
-        )
+        ended_at = time.time()
+        if last.failed_at is not None:
+            # clocks of hosts differ, and an attempt cannot end before it began, or later than now
+            ended_at = max(times[-1], min(last.failed_at, ended_at))
+        times.append(ended_at)
         if not any(last.codes.values()):
             return 0
         attempts.append(last)
         log(last.cause)
-        cause = (
-            f"it was stopped by signal {last.stop_signal}"
-            if last.stop_signal is not None
-            else no_restart_reason(attempts, most)
-        )
-        if cause is not None:
+        reason = no_restart_reason(attempts, most)
+        if last.stop_signal is not None:
+            reason = f"it was stopped by signal {last.stop_signal}"
+        if reason is not None:
             if most:
-                log(f"no restart: {cause}.")
+                log(f"no restart: {reason}.")
             return exit_code(last)
         seconds = restart_delay(attempts)
-        log(
-            f"restart {len(attempts)} of at most {most}"
-            + (f", in {seconds:.0f} s" if seconds else "")
-        )
+        delay = f", in {seconds:.0f} s" if seconds else ""
+        log(f"restart {len(attempts)} of at most {most}{delay}")
         try:
             time.sleep(seconds)
         except KeyboardInterrupt:
@@ -222,7 +207,7 @@ def run_with_restarts(
 
 
 def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
-    """Why there is no restart; None: there is one.
+    """The reason why there is no restart; None: there is one.
 
     Args:
       attempts: all so far, all of which failed.
@@ -262,13 +247,11 @@ def restart_delay(attempts: Sequence[Attempt]) -> float:
     ... ]
     [0.0, 1.0, 2.0, 0.0]
     """
-    same = len(
-        list(
-            itertools.takewhile(
-                lambda attempt: attempt.first_step == attempts[-1].first_step, reversed(attempts)
-            )
-        )
-    )
+    same = 0
+    for attempt in reversed(attempts):
+        if attempt.first_step != attempts[-1].first_step:
+            break
+        same += 1
     return 0.0 if same == 1 else min(2.0 ** (same - 2), MAX_DELAY)
 
 
@@ -276,8 +259,7 @@ def exit_code(attempt: Attempt) -> int:
     """The launcher's exit code after its last attempt: that of a process that failed first; 128 +
     the signal, as in shells.
     """
-    reported = [attempt.codes[rank] for rank in attempt.failures if attempt.codes.get(rank)]
-    code = next(
-        (code for code in (*reported, *attempt.first.values(), *attempt.codes.values()) if code), 0
-    )
+    reported = [attempt.codes.get(rank, 0) for rank in attempt.failures]
+    codes = (*reported, *attempt.first.values(), *attempt.codes.values())
+    code = next(filter(None, codes), 0)
     return code if code >= 0 else 128 - code

@@ -37,14 +37,14 @@ def main(argv: Sequence[str]) -> None:
                 {"id": f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"},
             )
         join()
-        module = argv[0] == "-m"
-        name, sys.argv = argv[module], list(argv[module:])
-        if module:
+        if argv[0] == "-m":
+            sys.argv = list(argv[1:])
             sys.path.insert(0, os.getcwd())
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(name).resolve().parent))
-            runpy.run_path(name, run_name="__main__")
+            sys.argv = list(argv)
+            sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+            runpy.run_path(argv[0], run_name="__main__")
         watchdog.current().script_finished()
     except BaseException as error:
         code = watchdog.exit_code(error)

@@ -1,4 +1,4 @@
-"""Runs a script up to its first call of `spmd.fit`, in whose place something else is done."""
+"""Run a script up to its first call of `spmd.fit`, in whose place something else is done."""
 
 import contextlib
 import inspect
@@ -27,8 +27,8 @@ def call_at_fit(
     *,
     to: str = "plan",
 ) -> T:
-    """What `call(fit, arguments)` returns, at a script's first call of `spmd.fit`: the real one,
-    and its arguments by name.
+    """Return the result of `call(fit, arguments)`, at a script's first call of `spmd.fit`: the real
+    one, and its arguments by name.
 
     The script ends there. Its output goes to standard error.
 
@@ -42,22 +42,27 @@ def call_at_fit(
     from spmd import api
     from spmd.trainer import Trainer
 
-    path, public, outcome = Path(script), sys.modules["spmd"], list[Callable[[], T]]()
+    path = Path(script)
+    if path.is_dir():
+        raise OptionError(f'"{script}" is a folder.', fix="a Python script that calls spmd.fit.")
     if not path.is_file():
-        why = f'"{script}" is a folder' if path.is_dir() else f'there is no file "{script}"'
-        raise OptionError(f"{why}.", fix="a Python script that calls spmd.fit.")
-    argv, paths, folder, real, steps = (
-        sys.argv,
-        sys.path[:],
-        Path.cwd(),
-        api.fit,
-        contextlib.ExitStack(),
-    )
-    fix = "call spmd.plan(...) from Python, for a custom training loop." if to == "plan" else ""
+        raise OptionError(
+            f'there is no file "{script}".', fix="a Python script that calls spmd.fit."
+        )
+    public = sys.modules["spmd"]
+    real = api.fit
+    argv = sys.argv
+    paths = sys.path[:]
+    folder = Path.cwd()
+    steps = contextlib.ExitStack()
+    outcome: list[Callable[[], T]] = []
+    fix = ""
+    if to == "plan":
+        fix = "call spmd.plan(...) from Python, for a custom training loop."
 
     def fit(*args: Any, **options: Any) -> Any:
         try:
-            given = dict(inspect.signature(real).bind(*args, **options).arguments)
+            fit_arguments = dict(inspect.signature(real).bind(*args, **options).arguments)
         except TypeError as error:
             raise OptionError(
                 f"{script} calls spmd.fit with invalid arguments: {error}.",
@@ -65,7 +70,7 @@ def call_at_fit(
             ) from error
         steps.close()  # the real fit may need them
         try:
-            result = call(real, given)
+            result = call(real, fit_arguments)
         except BaseException as error:  # which the script's error handlers must not catch either
             outcome.append(_raising(error))
         else:
@@ -100,11 +105,9 @@ def call_at_fit(
         raise
     except (Exception, SystemExit) as error:
         if not outcome:  # otherwise, the code after the call does not matter
-            why = (
-                f"ended ({error.code})"
-                if isinstance(error, SystemExit)
-                else f"fails, {type(error).__name__}: {error},"
-            )
+            why = f"fails, {type(error).__name__}: {error},"
+            if isinstance(error, SystemExit):
+                why = f"ended ({error.code})"
             raise OptionError(
                 f"{script} {why} before it called spmd.fit.", fix=f"python {script} shows where."
             ) from error

@@ -63,10 +63,9 @@ def serialize_call(
     try:
         return _dumps((function, tuple(args), dict(options)))
     except Exception as error:
-        named = {"the function": function} | {f"argument {at}": arg for at, arg in enumerate(args)}
-        part = _first_unserializable(
-            named | {f"argument {name}": arg for name, arg in options.items()}, _dumps
-        )
+        named = {"the function": function}
+        named |= {f"argument {name}": arg for name, arg in (*enumerate(args), *options.items())}
+        part = _first_unserializable(named, _dumps)
         fix = (
             "create what cannot be sent, such as open files, locks and meshes, inside the function."
         )
@@ -82,10 +81,11 @@ def _dumps(value: Any) -> bytes:
 
 
 def _pickler() -> Any:
-    """cloudpickle's, which forgets (3.1.3) in which file or cell a function was written: tracebacks
-    would lack its lines.
+    """A subclass of cloudpickle's pickler that sends with a function the name of its file or cell,
+    so that tracebacks have its lines.
     """
     base = import_extra("cloudpickle", "notebooks").Pickler
+    # cloudpickle 3.1.3 makes a code object again without its `co_filename`
 
     def reduce_code(code: types.CodeType) -> tuple:
         return _make_code, (base.dispatch_table[types.CodeType](code)[1], code.co_filename)
@@ -113,8 +113,9 @@ def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, 
       ProcessError: a part of it cannot be sent; names the part.
     """
     file = io.BytesIO()
+    sink = file if with_value else _Sink()
     try:
-        pieces = _dump(value, file if with_value else _Sink(), with_value)
+        pieces = _dump(value, sink, with_value)
     except Exception as error:
         part = _first_unserializable({"the result": value}, lambda part: _dump(part, _Sink(), True))
         raise ProcessError(
@@ -141,20 +142,21 @@ class _Arrays:
     def __init__(self, with_value: bool):
         self.pieces: dict[int, ShardedResult] = {}
         self._with_value = with_value
-        # by id: the array, kept alive so that its id stays unique
-        self._known: dict[int, tuple[Any, Any]] = {}
+        # by id: the array, kept alive so that its id stays unique, and its replacement
+        self._replacements: dict[int, tuple[Any, Any]] = {}
 
     def replacement(self, obj: Any) -> Any:
-        """What is pickled instead of an object; None if it is not a jax array."""
+        """The tuple that is pickled instead of an object; None if it is not a jax array."""
         if not isinstance(obj, jax.Array):
             return None
-        if id(obj) not in self._known:
-            self._known[id(obj)] = (obj, self._replacement(len(self._known), obj))
-        return self._known[id(obj)][1]
+        if id(obj) not in self._replacements:
+            replacement = self._make_replacement(len(self._replacements), obj)
+            self._replacements[id(obj)] = (obj, replacement)
+        return self._replacements[id(obj)][1]
 
-    def _replacement(self, number: int, array: jax.Array) -> tuple:
-        """Numbers follow the order of the arrays, so they agree between processes that return the
-        same.
+    def _make_replacement(self, number: int, array: jax.Array) -> tuple:
+        """Make the tuple that replaces an array. Numbers follow the order of the arrays, so they
+        agree between processes that return the same.
         """
         here = array.is_fully_addressable or (
             array.is_fully_replicated and bool(array.addressable_shards)
@@ -164,10 +166,12 @@ class _Arrays:
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             if not here:
                 raise TypeError("random keys that are sharded over processes cannot be sent")
+            # key_data of a global array would be a computation of all processes
             local = array if array.is_fully_addressable else array.addressable_data(0)
             return ("key", str(jax.random.key_impl(local)), np.asarray(jax.random.key_data(local)))
         if here:
-            return ("array", np.array(array))  # a copy, since a view of a jax array is read-only
+            # a copy, since numpy's view of a jax array is read-only
+            return ("array", np.array(array))
         shards = [
             (shard.index, np.asarray(shard.data))
             for shard in array.addressable_shards
@@ -190,8 +194,11 @@ def deserialize_result(data: bytes, pieces: Mapping[int, Mapping[int, ShardedRes
             kind, *parts = pid
             if kind == "key":
                 return jax.random.wrap_key_data(parts[1], impl=parts[0])
-            return parts[0] if kind == "array" else assemble(parts[0])
+            if kind == "array":
+                return parts[0]
+            return assemble(parts[0])
 
+    # cached, so that an array that occurs twice in the result is one array here too
     assemble = functools.cache(functools.partial(_assemble, pieces=pieces))
     try:
         return Unpickler(io.BytesIO(data)).load()
@@ -206,40 +213,37 @@ def deserialize_result(data: bytes, pieces: Mapping[int, Mapping[int, ShardedRes
 def _assemble(number: int, pieces: Mapping[int, Mapping[int, ShardedResult]]) -> np.ndarray:
     """The array of that number, from all processes' shards of it."""
     first = pieces[0][number]
-    array, filled = np.empty(first.shape, first.dtype), 0
-    for part in (
-        parts[number]
-        for parts in pieces.values()
-        if number in parts and parts[number].text == first.text
-    ):
+    array = np.empty(first.shape, first.dtype)
+    filled = 0
+    without: list[int] = []  # processes that have not returned this array
+    for rank, parts in pieces.items():
+        part = parts.get(number)
+        if part is None or part.text != first.text:
+            without.append(rank)
+            continue
         for index, shard in part.shards:
             array[index] = shard
             filled += shard.size
-    if filled != array.size:
-        others = [
-            rank
-            for rank, parts in pieces.items()
-            if number not in parts or parts[number].text != first.text
-        ]
-        who = f"process {others[0]} has" if others else "the others have"
-        raise ProcessError(
-            f"process 0 has returned an array {first.text}, of which {filled} of {array.size} "
-            f"elements arrived: {who} not returned it.",
-            others[0] if others else None,
-            fix="return the same from every process: no `if jax.process_index() == 0` before it.",
-        )
-    return array
+    if filled == array.size:
+        return array
+    who, rank = "the others have", None
+    if without:
+        who, rank = f"process {without[0]} has", without[0]
+    raise ProcessError(
+        f"process 0 has returned an array {first.text}, of which {filled} of {array.size} "
+        f"elements arrived: {who} not returned it.",
+        rank,
+        fix="return the same from every process: no `if jax.process_index() == 0` before it.",
+    )
 
 
 def _first_unserializable(named: Mapping[str, Any], dump: Callable[[Any], Any]) -> str:
     """A description of the first leaf that cannot be pickled."""
     for name, value in named.items():
-        leaves = jax.tree_util.tree_leaves_with_path(value)
-        for path, part in [
-            (f"{name}, {path_of(keys)}" if keys else name, leaf) for keys, leaf in leaves
-        ]:
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(value):
             try:
-                dump(part)
+                dump(leaf)
             except Exception:
-                return f"{path} ({type_name(part)})"
+                where = f"{name}, {path_of(keys)}" if keys else name
+                return f"{where} ({type_name(leaf)})"
     return next(iter(named))

@@ -8,7 +8,7 @@ from spmd.errors import OptionError, option
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How processes are started, watched, and restarted.
+    """Options of processes: for their start, for watching them, and for restarts.
 
     Args:
       simulate: number of CPU devices to simulate in each process; None: use the real devices.
@@ -61,18 +61,19 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """The environment variables."""
-        variables = {"SPMD_GRACE": f"{self.grace:g}"} | (
-            {"SPMD_STALL": self.stall} if self.stall else {}
-        )
-        variables |= (
-            {"SPMD_SIMULATE": str(self.simulate), "JAX_PLATFORMS": "cpu"} if self.simulate else {}
-        )
-        variables |= (
-            {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(self.memory_fraction)}
-            if self.memory_fraction is not None
-            else {}
-        )
-        return variables | ({} if self.preallocate else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+        variables = {"SPMD_GRACE": f"{self.grace:g}"}
+        if self.stall:
+            variables["SPMD_STALL"] = self.stall
+        if self.simulate:
+            variables["SPMD_SIMULATE"] = str(self.simulate)
+            # else JAX would choose GPUs that are there
+            variables["JAX_PLATFORMS"] = "cpu"
+        # JAX reads both when it first uses a GPU
+        if self.memory_fraction is not None:
+            variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(self.memory_fraction)
+        if not self.preallocate:
+            variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        return variables
 
 
 def check_integer(name: str, value: int | None, most: int, *, least: int = 1) -> None:

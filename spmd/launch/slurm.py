@@ -126,13 +126,10 @@ class SlurmJob:
                 fix="a longer time limit.",
             )
         check_pattern("output", self.output, PATH, "a path of letters, digits and ./%+@=,:-")
-        for name in ("partition", "account", "name"):
-            check_pattern(
-                name,
-                getattr(self, name),
-                NAME + r"(,[\w.+-]+)*" if name == "partition" else NAME,
-                "letters, digits and _.+-",
-            )
+        # sbatch accepts a list of partitions, and chooses the one that starts the job first
+        names = {"partition": NAME + r"(,[\w.+-]+)*", "account": NAME, "name": NAME}
+        for name, pattern in names.items():
+            check_pattern(name, getattr(self, name), pattern, "letters, digits and _.+-")
         if self.python is not None:
             check_printable("python", self.python)
         check_environment_variables(self.env, self.settings.environment())
@@ -170,7 +167,9 @@ class SlurmJob:
         """Seconds before the time limit at which SLURM sends SIGTERM, so that processes save and
         exit.
         """
-        return math.ceil(self.settings.grace) if math.isfinite(self.settings.grace) else 0
+        if not math.isfinite(self.settings.grace):
+            return 0
+        return math.ceil(self.settings.grace)
 
 
 def _seconds(time: str) -> int:
@@ -185,13 +184,12 @@ def _seconds(time: str) -> int:
     ... )
     (1800, 90, 7200, 129600, 88205)
     """
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(part) for part in rest.split(":")]
+    days, dash, clock = time.rpartition("-")
+    numbers = [int(part) for part in clock.split(":")]
     # after days, or of three numbers, the first is hours; else minutes
-    first = 3600 if dash or len(numbers) == 3 else 60
-    return int(days or 0) * 86400 + sum(
-        number * unit for number, unit in zip(numbers, (first, first // 60, 1), strict=False)
-    )
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
+    seconds = sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return int(days or 0) * 86400 + seconds
 
 
 def script(argv: Sequence[str], config: SlurmJob) -> str:
@@ -207,25 +205,19 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     check_script_args(argv, "--slurm --nodes 2")
     name = config.name or re.sub(r"[^\w.+-]", "-", script_name(argv), flags=re.ASCII)
     options = {"--job-name": name, "--nodes": config.nodes, "--ntasks-per-node": config.tasks}
-    options |= {option: getattr(config, field) for option, field in FIELDS.items()} | {
-        "--signal": f"TERM@{config.grace}"
-    }
+    options |= {option: getattr(config, field) for option, field in FIELDS.items()}
+    options["--signal"] = f"TERM@{config.grace}"
     lines = [f"#SBATCH {option}={value}" for option, value in options.items() if value is not None]
-    lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if config.requeue else []
+    python = config.python or sys.executable
+    words = [python, "-m", "spmd", "launch", "--srun", *_launch_options(config.settings), *argv]
+    launch = shlex.join(words)
+    ending = f"exec {launch}"
+    if config.requeue:
+        # append: SLURM otherwise truncates the output of a job that it starts again
+        lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+        ending = _REQUEUE.format(launch=launch, code=TERMINATED)
     lines += [f"#SBATCH {option}" for option in config.extra]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]
-    launch = shlex.join(
-        [
-            config.python or sys.executable,
-            "-m",
-            "spmd",
-            "launch",
-            "--srun",
-            *_launch_options(config.settings),
-            *argv,
-        ]
-    )
-    ending = _REQUEUE.format(launch=launch, code=TERMINATED) if config.requeue else f"exec {launch}"
     return "\n".join(["#!/bin/bash", *lines, "", *exports, ending])
 
 
@@ -242,22 +234,16 @@ exit "$code\""""
 
 def _launch_options(settings: Settings) -> list[str]:
     """Settings as options of `spmd launch`, without those that have their default."""
-    values = [
-        (field.name, getattr(settings, field.name))
-        for field in dataclasses.fields(settings)
-        if field.name != "preallocate"
-    ]
-    options = [
-        (f"--{name.replace('_', '-')}", value)
-        for name, value in values
-        if value != getattr(Settings, name)
-    ]
-    argv = [
-        word
-        for flag, value in options
-        for word in (flag, f"{value:g}" if isinstance(value, float) else str(value))
-    ]
-    return argv if settings.preallocate else [*argv, "--no-preallocate"]
+    argv = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value == field.default or field.name == "preallocate":
+            continue
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        argv += [f"--{field.name.replace('_', '-')}", text]
+    if not settings.preallocate:
+        argv.append("--no-preallocate")
+    return argv
 
 
 def submit(argv: Sequence[str], config: SlurmJob) -> int:

@@ -47,20 +47,29 @@ class Spare:
     is_ready: bool = False
 
     def check(self) -> bool:
-        """Whether it still runs; updates `is_ready`."""
+        """Update `is_ready`, and tell whether the process still runs."""
         with contextlib.suppress(OSError):  # nothing to read, or it has ended
             self.is_ready = self.connection.recv(1) == READY or self.is_ready
         return self.process.poll() is None
 
     def describe_end(self) -> str:
-        """How it ended, with the last line that it printed."""
-        printed, code = b"", self.process.returncode
-        with contextlib.suppress(OSError):  # a descendant has its output open, and nothing is there
-            os.set_blocking(number := self.process.stdout.fileno(), False)  # type: ignore[union-attr]
-            printed = os.read(number, 1 << 20)
-        last = printable(printed.decode(errors="replace").strip().rpartition("\n")[2].strip(), 300)
+        """A description of the end of the process, with the last line that it printed."""
+        code = self.process.returncode
         how = f"signal {-code}" if code < 0 else f"code {code}"
-        return f"spare process {self.process.pid} ended with {how}" + (f": {last}" if last else "")
+        text = f"spare process {self.process.pid} ended with {how}"
+        if last := printable(self._last_line(), 300):
+            text += f": {last}"
+        return text
+
+    def _last_line(self) -> str:
+        output = self.process.stdout.fileno()  # type: ignore[union-attr]
+        try:
+            # not to wait for the end of the output, which a descendant may have open
+            os.set_blocking(output, False)
+            printed = os.read(output, 1 << 20).decode(errors="replace")
+        except OSError:  # nothing is there
+            return ""
+        return printed.strip().rpartition("\n")[2].strip()
 
     def end(self) -> None:
         """End it, with its descendants."""
@@ -82,18 +91,17 @@ class Spares:
     """
 
     def __init__(self, count: int, log: Callable[[str], None]):
-        self.count, self._log, self._spares, self._used, self._attempts = (
-            count,
-            log,
-            list[Spare](),
-            0,
-            0,
-        )
-        self._open, self._cookie = contextlib.ExitStack(), secrets.token_hex(16)
+        self.count = count
+        self._log = log
+        self._spares: list[Spare] = []
+        self._attempts = 0
+        self._used = 0  # by the current attempt
+        self._open = contextlib.ExitStack()
+        self._cookie = secrets.token_hex(16)
 
     def __enter__(self) -> "Spares":
-        # not those of an attempt: the environment of a process, as the system shows it, stays what
-        # it was at its start
+        # not with the cookie of an attempt: Linux shows the environment of a process as it was at
+        # its start, and a spare process may join any attempt
         if self.count:
             self._open.enter_context(orphan_reaper.reap_orphans(self._cookie))
         return self
@@ -103,9 +111,9 @@ class Spares:
             for spare in self._spares:
                 spare.end()
 
-    def take(self, environment: Mapping[str, str]) -> subprocess.Popen | None:
-        """A spare process that continues as a worker with this environment; None if none is
-        ready.
+    def pop_ready(self, environment: Mapping[str, str]) -> subprocess.Popen | None:
+        """Let a ready spare process continue as a worker with this environment, and return it; None
+        if none is ready.
         """
         self._remove_ended()
         for spare in [spare for spare in self._spares if spare.is_ready]:
@@ -125,34 +133,34 @@ class Spares:
     def replace(
         self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], folder: Path
     ) -> Iterator[None]:
-        """In the block, in which an attempt runs: once it trains, start the missing ones.
+        """Start the missing spare processes while the block runs, which is an attempt: once it
+        trains.
 
         Args:
           commands: command and environment of each process of the attempt.
           folder: of its records.
         """
-        if self._attempts and self.count:
-            others = (
-                ""
-                if self._used == len(commands)
-                else "; no more were ready, so Python starts again"
-            )
-            self._log(f"restarted in {self._used} of {len(commands)} spare processes{others}")
-        self._attempts, self._used = self._attempts + 1, 0
+        if not self.count:
+            yield
+            return
+        if self._attempts:
+            text = f"restarted in {self._used} of {len(commands)} spare processes"
+            if self._used != len(commands):
+                text += "; no more were ready, so Python starts again"
+            self._log(text)
+        self._attempts += 1
+        self._used = 0
         ended = threading.Event()
+        command, environment = next(iter(commands.values()))
         thread = threading.Thread(
-            target=self._start_missing,
-            args=(*next(iter(commands.values())), folder, ended),
-            daemon=True,
+            target=self._start_missing, args=(command, environment, folder, ended), daemon=True
         )
-        if self.count:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if self.count:
-                thread.join()
+            thread.join()
 
     def _start_missing(
         self,
@@ -165,46 +173,43 @@ class Spares:
         machine with no more than one.
         """
         until = time.monotonic() + BEGIN
-        while (
-            not any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values())
-            and time.monotonic() < until
-        ):
+        while not _trains(folder) and time.monotonic() < until:
             if ended.wait(LOOK):
                 return
         self._remove_ended()
         for number in range(self.count):
             try:
-                self._spares += (
-                    [] if number < len(self._spares) else [self._start(command, environment)]
-                )
+                if number >= len(self._spares):
+                    self._spares.append(self._start(command, environment))
             except OSError as error:  # no more processes are allowed, for example
                 self._log(f"a spare process cannot be started: {error}")
                 break
-            spare, until = self._spares[number], time.monotonic() + PATIENCE
+            spare = self._spares[number]
+            until = time.monotonic() + PATIENCE
             while spare.check() and not spare.is_ready and time.monotonic() < until:
                 if ended.wait(LOOK):
                     return
             if not spare.is_ready:
                 break  # the next would not get further
         self._remove_ended()
-        self._log(
-            f"{sum(spare.is_ready for spare in self._spares)} of {self.count} spare processes are "
-            "ready"
-        )
+        ready = sum(spare.is_ready for spare in self._spares)
+        self._log(f"{ready} of {self.count} spare processes are ready")
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Spare:
         ours, theirs = socket.socketpair()
-        variables = {
-            name: value
-            for name, value in environment.items()
-            if name not in {f"SPMD_{name}" for name in RESERVED}
-        }
-        variables |= {NAME: str(theirs.fileno()), "SPMD_LAUNCHER": str(os.getpid())}
+        variables = dict(environment)
+        for name in RESERVED:  # rank and token of an attempt, which a spare process gets later
+            variables.pop(f"SPMD_{name}", None)
         cookies = ",".join(filter(None, (variables.get(orphan_reaper.NAME), self._cookie)))
+        variables |= {
+            NAME: str(theirs.fileno()),
+            "SPMD_LAUNCHER": str(os.getpid()),
+            orphan_reaper.NAME: cookies,
+        }
         with theirs:
             process = subprocess.Popen(
                 command,
-                env={**variables, orphan_reaper.NAME: cookies},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -225,6 +230,11 @@ class Spares:
                 spare.end()
 
 
+def _trains(folder: Path) -> bool:
+    """Tell whether a process of an attempt trains, from the records in the attempt's folder."""
+    return any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values())
+
+
 def check_spares(spares: bool, settings: Settings) -> None:
     """Raise OptionError for spare processes that no restart would use."""
     if spares and not settings.max_restarts:
@@ -232,8 +242,8 @@ def check_spares(spares: bool, settings: Settings) -> None:
 
 
 def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
-    """In a process that was started as a spare one: import, wait, and take the environment of an
-    attempt. In another, do nothing.
+    """Import, wait, and take over the environment of an attempt, in a process that was started as a
+    spare one. In another, do nothing.
 
     Args:
       imports: modules.
@@ -248,11 +258,14 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
 
     with socket.socket(fileno=int(number)) as launcher:
         launcher.set_inheritable(False)
-        handlers, level = list(logging.root.handlers), logging.root.level
+        handlers = list(logging.root.handlers)
+        level = logging.root.level
         for name in imports:
             importlib.import_module(name)
-        # orbax adds one; the script may set up its own
-        logging.root.handlers[:], logging.root.level = handlers, level
+        # orbax adds a handler when it is imported, and logging.basicConfig of a script does nothing
+        # if there is one
+        logging.root.handlers[:] = handlers
+        logging.root.level = level
         if coordination.backends_initialized():
             raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
         launcher.sendall(READY)

@@ -116,15 +116,11 @@ def _attempt(
 
 
 def command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The `srun` command. SLURM does not pass on the --cpus-per-task of `sbatch` automatically."""
-    cpus = environ.get("SLURM_CPUS_PER_TASK")
-    options = [
-        "--label",
-        "--export=ALL",
-        "--kill-on-bad-exit=0",
-        f"--wait={WAIT}",
-        *([f"--cpus-per-task={cpus}"] if cpus else []),
-    ]
+    """The `srun` command, with the CPUs of each task in this allocation."""
+    options = ["--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}"]
+    if cpus := environ.get("SLURM_CPUS_PER_TASK"):
+        # since SLURM 22.05 srun does not take it over from the allocation
+        options.append(f"--cpus-per-task={cpus}")
     return ["srun", *options, *worker_command(argv)]
 
 
@@ -132,7 +128,9 @@ def _exit_code(code: int) -> int:
     """An exit code in Python's form, negative for signals. TERMINATED stays: it may be a signal, or
     the code of a process that saved.
     """
-    return -(code - 128) if 128 < code < 128 + signal.NSIG and code != TERMINATED else code
+    if 128 < code < 128 + signal.NSIG and code != TERMINATED:
+        return -(code - 128)
+    return code
 
 
 def _step(folder: Path, job: str) -> str | None:
@@ -146,19 +144,20 @@ def _signal(group: ProcessGroup, number: int, step: str | None, log: Callable[[s
     signal only if none has started.
     """
     if step is None:
-        group.signal(signal.SIGTERM if number != signal.SIGKILL else number)
+        group.signal(signal.SIGKILL if number == signal.SIGKILL else signal.SIGTERM)
         return
     name = signal.Signals(number).name.removeprefix("SIG")
+    command = ["scancel", f"--signal={name}", step]
     try:
-        code = subprocess.run(
-            ["scancel", f"--signal={name}", step], stdin=subprocess.DEVNULL, timeout=30, check=False
-        ).returncode
-        problem = f"exit code {code}" if code else ""
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, check=False).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
-    if problem:
-        log(
-            f"scancel --signal={name} {step}: {problem}; signalling srun instead, which ends all "
-            "processes immediately"
-        )
-        group.signal(signal.SIGTERM)
+    else:
+        if code == 0:
+            return
+        problem = f"exit code {code}"
+    log(
+        f"{' '.join(command)}: {problem}; signalling srun instead, which ends all processes "
+        "immediately"
+    )
+    group.signal(signal.SIGTERM)

@@ -36,7 +36,7 @@ def main(address: str) -> None:
     exit codes, until it is gone.
     """
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_read, args=(messages,), daemon=True).start()
+    threading.Thread(target=_queue_messages, args=(messages,), daemon=True).start()
     spares: Spares | None = None
     with contextlib.ExitStack() as ending:
         while (request := _next(messages)) is not None:
@@ -44,12 +44,9 @@ def main(address: str) -> None:
             if "hello" in request:
                 _say("hello", {"host": socket.gethostname(), **_resources(address)})
             if "start" in request:
-                log = functools.partial(_log, address)
-                spares = (
-                    ending.enter_context(Spares(request["start"]["spares"], log))
-                    if spares is None
-                    else spares
-                )
+                if spares is None:
+                    log = functools.partial(_log, address)
+                    spares = ending.enter_context(Spares(request["start"]["spares"], log))
                 _say("ended", _attempt(request["start"], messages, spares))
 
 
@@ -70,7 +67,7 @@ def _attempt(start: dict[str, Any], messages: queue.Queue, spares: Spares) -> di
         prefixes = {int(rank): text for rank, text in start["prefixes"].items()}
         with (
             start_processes(
-                commands, prefixes.__getitem__, write=_print, take=spares.take
+                commands, prefixes.__getitem__, write=_print, pop_spare=spares.pop_ready
             ) as group,
             spares.replace(commands, folder),
         ):
@@ -95,7 +92,7 @@ def _resources(address: str) -> dict[str, Any]:
         return {"problem": str(error)}
 
 
-def _read(messages: queue.Queue) -> None:
+def _queue_messages(messages: queue.Queue) -> None:
     for line in sys.stdin:
         messages.put(json.loads(line))
     messages.put(None)

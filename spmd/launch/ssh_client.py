@@ -34,11 +34,10 @@ class AgentConnection:
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], python: str, folder: str):
-        path = (
-            f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} "
-            if "PYTHONPATH" in os.environ
-            else ""
-        )
+        path = ""
+        if "PYTHONPATH" in os.environ:
+            path = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} "
+        # exec, so that no shell stays between sshd and the agent
         command = (
             f"cd {shlex.quote(folder)} && exec {path}{shlex.quote(python)} -m "
             f"spmd.launch.ssh_agent {shlex.quote(host.reached)}"
@@ -62,7 +61,7 @@ class AgentConnection:
         )
         self.threads = [
             threading.Thread(target=target, daemon=True)
-            for target in (self._read, self._read_errors, self._keep_alive)
+            for target in (self._read_messages, self._read_errors, self._keep_alive)
         ]
         for thread in self.threads:
             thread.start()
@@ -103,7 +102,7 @@ class AgentConnection:
             if stream is not None and not thread.is_alive():
                 stream.close()
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         """Print output lines, and queue other messages; text that is not from an agent ends the
         connection, like its end.
         """

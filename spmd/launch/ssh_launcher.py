@@ -115,17 +115,19 @@ class SshConfig:
                     f"variable {word!r}: the launcher divides the GPUs.",
                     fix="set it on the host, for ssh commands.",
                 )
-        pairs = [
-            (name, value if equals else os.environ[name])
-            for name, equals, value in (word.partition("=") for word in self.variables)
-        ]
+        pairs = []
+        for word in self.variables:
+            name, equals, value = word.partition("=")
+            pairs.append((name, value if equals else os.environ[name]))
         return check_environment_variables(pairs, self.settings.environment())
 
     @property
     def command(self) -> list[str]:
         """The ssh command with options: it never prompts, and detects a lost host."""
         words = shlex.split(self.ssh)
-        return [*words, *(OPTIONS if Path(words[0]).name == "ssh" else ())]
+        if Path(words[0]).name == "ssh":
+            words += OPTIONS
+        return words
 
     def environment(self) -> dict[str, str]:
         """The variables that all processes get."""
@@ -146,8 +148,8 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
     in_memory: dict[Host, set[str]] = {}
     agents: dict[Host, AgentConnection] = {}  # connections that attempts have left to the next
     try:
-        run = functools.partial(_attempt, argv, config, full_size, in_memory, agents, log)
-        code = run_with_restarts(run, config.settings.max_restarts, log)
+        attempt = functools.partial(_attempt, argv, config, full_size, in_memory, agents, log)
+        code = run_with_restarts(attempt, config.settings.max_restarts, log)
         if code and in_memory:
             _remove_memory(config, in_memory, agents)
     finally:
@@ -182,18 +184,20 @@ def _attempt(
     """
     with _connected(config, agents), forward_signals(group := RemoteProcessGroup(log), group.wish):
         ready = _ready_connections(agents, group, config, log, first=not full_size)
-        # at first all, since a name may be wrong
-        required = len(config.hosts) if config.least is None or not full_size else config.least
+        required = len(config.hosts)
+        note = ""
+        if config.least is not None:
+            # at first all, since a name may be wrong
+            if full_size:
+                required = config.least
+            else:
+                note = "; the first attempt needs all"
         if group.stop_signal is not None or len(ready) < required:
-            log(
-                f"{len(ready)} of {len(agents)} hosts are "
-                f"ready{'; the first attempt needs all' if config.least and not full_size else ''}"
-            )
-            return Attempt(
-                {ALL: LOST if group.stop_signal is None else -group.stop_signal},
-                stop_signal=group.stop_signal,
-            )
-        processes, hello = _processes(ready, config), ready[0].hello
+            log(f"{len(ready)} of {len(agents)} hosts are ready{note}")
+            code = LOST if group.stop_signal is None else -group.stop_signal
+            return Attempt({ALL: code}, stop_signal=group.stop_signal)
+        processes = _processes(ready, config)
+        hello = ready[0].hello
         full_size[:] = full_size or [len(processes)]
         if len(ready) < len(agents):
             log(
@@ -209,19 +213,19 @@ def _attempt(
         }
         for agent in ready:
             environments = {rank: processes[rank] for rank in agent.ranks}
-            names = {
-                rank: (each.get("SPMD_JOB", agent.host.name), each.get("SPMD_TASK", rank))
-                for rank, each in environments.items()
-            }
-            prefixes = {rank: f"[{job}:{task}] " for rank, (job, task) in names.items()}
+            prefixes = {}
+            for rank, variables in environments.items():
+                job = variables.get("SPMD_JOB", agent.host.name)
+                prefixes[rank] = f"[{job}:{variables.get('SPMD_TASK', rank)}] "
             start = {
                 "words": argv,
                 "shared": shared,
                 "environments": environments,
                 "prefixes": prefixes,
                 "grace": config.settings.grace,
+                "spares": len(agent.ranks) if config.spares else 0,
             }
-            agent.send({"start": {**start, "spares": len(agent.ranks) if config.spares else 0}})
+            agent.send({"start": start})
             agent.is_idle = False
         group.agents = ready
         codes = group.wait(config.settings.grace)
@@ -282,7 +286,9 @@ def _ready_connections(
       OptionError: at the first attempt, a host cannot run its processes; later attempts leave it
         out.
     """
-    deadline, pending, logged_at = time.monotonic() + HELLO, list(config.hosts), time.monotonic()
+    logged_at = time.monotonic()
+    deadline = logged_at + HELLO
+    pending = list(config.hosts)
     while pending and group.stop_signal is None and time.monotonic() < deadline:
         pending = [host for host in pending if agents[host].hear(0.1 / len(pending)) is None]
         lost = [
@@ -299,25 +305,27 @@ def _ready_connections(
                 f"waiting for {', '.join(host.name for host in pending[:8])} "
                 f"({HELLO - (deadline - logged_at):.0f} s of {HELLO:g})"
             )
+    if group.stop_signal is not None:
+        return []
     ready = []
-    for agent in [agents[host] for host in config.hosts] if group.stop_signal is None else ():
+    for host in config.hosts:
+        agent = agents[host]
         answer = agent.unhandled or {}
         agent.is_idle = "hello" in answer  # another answer, or a late one, is of no use
-        why = (
-            ""
-            if agent.is_idle
-            else str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
-        )
-        if not why:
-            agent.hello, agent.unhandled = answer["hello"], None
+        why = ""
+        if agent.is_idle:
+            agent.hello = answer["hello"]
+            agent.unhandled = None
             try:
                 _check(agent, config)
             except OptionError as error:
                 if first:
                     raise
                 why = str(error)
+        else:
+            why = str(answer.get("gone") or agent.last_error or f"no answer in {HELLO:g} s")
         if why:
-            log(f"{agent.host.name}: {printable(why, 300)}")
+            log(f"{host.name}: {printable(why, 300)}")
         else:
             ready.append(agent)
     return ready
@@ -356,7 +364,8 @@ def _check(agent: AgentConnection, config: SshConfig) -> None:
 def _gpus_and_count(agent: AgentConnection, config: SshConfig) -> tuple[list[str], int]:
     """The GPUs of a host to divide among its processes, and how many processes."""
     gpus = [] if config.settings.simulate else agent.hello["gpus"]
-    return gpus, agent.host.processes if agent.host.processes is not None else len(gpus)
+    count = len(gpus) if agent.host.processes is None else agent.host.processes
+    return gpus, count
 
 
 def _processes(agents: Sequence[AgentConnection], config: SshConfig) -> dict[int, dict[str, str]]:
@@ -373,9 +382,8 @@ def _processes(agents: Sequence[AgentConnection], config: SshConfig) -> dict[int
         for local_rank, rank in enumerate(agent.ranks):
             processes[rank] = rank_environment(rank, local_rank, count, gpus)
             if agent.host.tasks:
-                processes[rank]["SPMD_JOB"], _, processes[rank]["SPMD_TASK"] = agent.host.tasks[
-                    local_rank
-                ].rpartition(":")
+                job, _, task = agent.host.tasks[local_rank].rpartition(":")
+                processes[rank] |= {"SPMD_JOB": job, "SPMD_TASK": task}
     if config.settings.stall and len(processes) == 1 and len(agents) == len(config.hosts):
         raise OptionError(
             "stall has no effect on a single process.", fix="leave it out, or use 2 processes."
@@ -396,7 +404,8 @@ class RemoteProcessGroup:
     """
 
     def __init__(self, log: Callable[[str], None]):
-        self.agents, self._log = list[AgentConnection](), log
+        self.agents: list[AgentConnection] = []
+        self._log = log
         self.stop_signal: int | None = None
         self.first: dict[int, int] = {}
         self.failed_at: float | None = None
@@ -424,7 +433,8 @@ class RemoteProcessGroup:
         """
         codes: dict[int, int] = {}
         deadline: float | None = None
-        killed, pending = False, list(self.agents)
+        killed = False
+        pending = list(self.agents)
         while pending:
             while self._wishes:
                 self.signal(self._wishes.popleft())
@@ -437,9 +447,8 @@ class RemoteProcessGroup:
             elif deadline is None and self.stop_signal is None and any(codes.values()):
                 # one that was killed, or its host, published no error
                 failed = {code for code in codes.values() if code}
-                deadline = time.monotonic() + (
-                    KILLED if failed <= {LOST, -signal.SIGKILL} else 2 * SETTLE
-                )
+                settle = KILLED if failed <= {LOST, -signal.SIGKILL} else 2 * SETTLE
+                deadline = time.monotonic() + settle
                 self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline and not killed:
                 self.signal(signal.SIGKILL)
@@ -455,18 +464,21 @@ class RemoteProcessGroup:
         """The exit codes of the processes of a host."""
         message = agent.unhandled or {}
         if "ended" not in message:
-            why = message["gone"] or agent.last_error
-            self._log(f"{agent.host.name}: the connection is lost{f': {why}' if why else ''}")
+            text = f"{agent.host.name}: the connection is lost"
+            if why := message["gone"] or agent.last_error:
+                text += f": {why}"
+            self._log(text)
             lost = dict.fromkeys(agent.ranks, LOST)
-            self.first |= {} if by_us else lost
+            if not by_us:
+                self.first |= lost
             return lost
-        agent.unhandled, agent.is_idle = None, True
-        self.records += message["ended"]["records"]
-        if folders := memory_folders(message["ended"]["records"]):
+        agent.unhandled = None
+        agent.is_idle = True
+        outcome = message["ended"]
+        self.records += outcome["records"]
+        if folders := memory_folders(outcome["records"]):
             self.in_memory[agent.host] = folders
-        self.first |= (
-            {}
-            if by_us
-            else {int(rank): code for rank, code in message["ended"]["first"].items() if code}
-        )
-        return {int(rank): code for rank, code in message["ended"]["codes"].items()}
+        # the keys of a JSON object are strings
+        if not by_us:
+            self.first |= {int(rank): code for rank, code in outcome["first"].items() if code}
+        return {int(rank): code for rank, code in outcome["codes"].items()}

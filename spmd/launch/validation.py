@@ -51,13 +51,13 @@ def check_script_args(words: Sequence[str], options: str) -> None:
 
 
 def check_environment_variables(
-    pairs: Iterable[tuple[str, str]], taken: Mapping[str, str]
+    pairs: Iterable[tuple[str, str]], set_by_options: Mapping[str, str]
 ) -> dict[str, str]:
     """Validate environment variables, and return them by name.
 
     Args:
       pairs: names and values.
-      taken: variables that other options set.
+      set_by_options: variables that other options set.
 
     Raises:
       OptionError: an invalid name, a duplicate, a variable that the launcher sets, or a control
@@ -76,7 +76,7 @@ def check_environment_variables(
             raise OptionError(
                 f"env {name} is set by the launcher in each process.", fix="leave it out."
             )
-        if name in taken or name in BY_OPTION:
+        if name in set_by_options or name in BY_OPTION:
             raise OptionError(
                 f"env {name} is set by an option.",
                 fix=f"{BY_OPTION.get(name, 'use the option or the variable, not both')}.",
@@ -92,5 +92,7 @@ def script_name(words: Iterable[str]) -> str:
     >>> script_name(["runs/train.py", "--x"]), script_name(["-m", "my.train"])
     ('train', 'train')
     """
-    first, *rest = words
-    return rest[0].rpartition(".")[2] if first == "-m" else Path(first).stem
+    first, *others = words
+    if first == "-m":
+        return others[0].rpartition(".")[2]
+    return Path(first).stem

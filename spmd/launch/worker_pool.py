@@ -40,11 +40,13 @@ class OutputBuffer:
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
         self.next_mark()
-        self._read, self._lost = False, 0
+        self._is_shown = False
+        self._lost = 0
 
     def next_mark(self) -> str:
         """A unique mark for the next call, which each process prints at its end."""
-        self._mark, self._marked = f"\x1e{secrets.token_hex(8)}", 0  # how many have printed it
+        self._mark = f"\x1e{secrets.token_hex(8)}"
+        self._marked = 0  # the number of processes that have printed it
         return self._mark
 
     def add(self, line: str) -> None:
@@ -58,20 +60,22 @@ class OutputBuffer:
                 self.add(text + "\n")
             return
         while len(self._lines) >= MAX_BUFFERED:
-            if not self._read:
+            if not self._is_shown:
                 self._lost += 1
                 return
             time.sleep(LOOK / 10)
         self._lines.append(line)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[None]:
-        """In the block, the caller prints lines regularly; at its end the rest is printed."""
-        self._read = True
+    def keep_all(self) -> Iterator[None]:
+        """Keep all lines while the block runs, which prints them regularly with `show`; then print
+        the last ones.
+        """
+        self._is_shown = True
         try:
             yield
         finally:
-            self._read = False
+            self._is_shown = False
             self.show()
 
     def show(self) -> None:
@@ -87,7 +91,7 @@ class OutputBuffer:
         its standard output.
         """
         deadline = time.monotonic() + MARK_TIMEOUT
-        with self.read():
+        with self.keep_all():
             while self._marked < count and time.monotonic() < deadline:
                 self.show()
                 time.sleep(LOOK / 10)
@@ -103,31 +107,29 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self.lines = OutputBuffer()
-        self.owner, self._open, self._ending = os.getpid(), contextlib.ExitStack(), threading.Lock()
-        self._group, self._connections, self._late = (
-            ProcessGroup({}),
-            dict[int, socket.socket](),
-            False,
-        )
+        self.owner = os.getpid()
+        self._open = contextlib.ExitStack()
+        self._ending = threading.Lock()
+        self._group = ProcessGroup({})
+        self._connections: dict[int, socket.socket] = {}
+        self._late = False  # an answer has not come in time, though none has failed
         self._first: dict[int, int] = {}  # exit codes of those that ended first
         self._attempt = Attempt({})  # the outcome, from the processes' records, once all have ended
         self._folder: Path | None = None
         self._settled = math.inf  # the deadline of the others after one has failed
 
     def start(self, config: LocalConfig) -> None:
-        """Start the processes; `call` waits for them."""
+        """Start the processes; `exchange` waits for them."""
         self._folder = self._open.enter_context(report_folder())
         child_ends: dict[int, socket.socket] = {}
         try:
             commands = {}
+            path = os.pathsep.join(filter(None, map(str, sys.path)))
             for rank, environment in process_environments(config, (), self._folder).items():
                 self._connections[rank], child_ends[rank] = socket.socketpair()
                 self._connections[rank].setblocking(False)
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
-                commands[rank] = (
-                    worker_command(words),
-                    environment | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-                )
+                commands[rank] = worker_command(words), environment | {"PYTHONPATH": path}
             inherited = {rank: (end.fileno(),) for rank, end in child_ends.items()}
             started = start_processes(
                 commands, rank_prefix(config.count), write=self.lines.add, inherited=inherited
@@ -145,7 +147,7 @@ class WorkerPool:
         self._first = self._first or codes
         return codes
 
-    def call(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
+    def exchange(self, message: bytes | None, seconds: float | None = None) -> dict[int, bytes]:
         """Send all processes a message and receive an answer from each, printing their output
         meanwhile.
 
@@ -163,16 +165,16 @@ class WorkerPool:
         def keep_waiting(answers: Mapping[int, bytes]) -> bool:
             nonlocal until, failing
             self.lines.show()
+            failed = [answer for answer in answers.values() if answer.startswith(ipc.FAILED)]
             ended = self.ended()
-            if not failing and (
-                ended or any(answer.startswith(ipc.FAILED) for answer in answers.values())
-            ):
-                failing, until = True, time.monotonic() + SETTLE
+            if not failing and (ended or failed):
+                failing = True
+                until = time.monotonic() + SETTLE
                 self._settled = until
             self._late = not failing and until is not None and time.monotonic() > until
             return until is None or time.monotonic() < until
 
-        with self.lines.read():
+        with self.lines.keep_all():
             return ipc.broadcast_and_collect(self._connections, message, keep_waiting)
 
     def remaining_grace(self) -> float:
@@ -190,7 +192,7 @@ class WorkerPool:
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return  # a fork has nothing to end
         try:
-            with self._open, self.lines.read():
+            with self._open, self.lines.keep_all():
                 if interrupt:
                     self._group.signal(signal.SIGINT)
                 for connection in self._connections.values():
@@ -210,22 +212,22 @@ class WorkerPool:
         """The process that failed first, how, and its traceback, given these answers; after
         `end`.
         """
+        if self._attempt.unreported_cause is not None:
+            return *self._attempt.unreported_cause, ""
         failures = {
             rank: pickle.loads(text[1:])
             for rank, text in answers.items()
             if text.startswith(ipc.FAILED)
         }
-        if self._attempt.unreported_cause is not None:
-            return *self._attempt.unreported_cause, ""
         stalled = {rank for rank, code in self._attempt.codes.items() if code == STALLED}
         reason = failure_reason(
             failures, self._first, self._attempt.failures, answered=set(answers), stalled=stalled
         )
-        return reason or (
-            None,
-            "some did not start in time" if self._late else "they have closed their sockets",
-            "",
-        )
+        if reason is not None:
+            return reason
+        if self._late:
+            return None, "some did not start in time", ""
+        return None, "they have closed their sockets", ""
 
 
 def failure_reason(
@@ -269,10 +271,10 @@ def describe_exit(rank: int, code: int) -> str:
     >>> describe_exit(1, -9)
     'process 1 has ended with signal 9, sent by the system when memory runs out, or by a user'
     """
-    killed = ", sent by the system when memory runs out, or by a user"
-    reason = {
-        -signal.SIGKILL: killed,
+    reasons = {
+        -signal.SIGKILL: ", sent by the system when memory runs out, or by a user",
         PEER: " (another process failed)",
         STALLED: " (no progress)",
-    }.get(code, "")
-    return f"process {rank} has ended with {'signal' if code < 0 else 'code'} {abs(code)}{reason}"
+    }
+    how = f"signal {-code}" if code < 0 else f"code {code}"
+    return f"process {rank} has ended with {how}{reasons.get(code, '')}"

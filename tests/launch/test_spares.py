@@ -82,7 +82,9 @@ def write_heartbeat(folder, phase):
 def attempt(pool, commands):
     """What the processes of an attempt print."""
     lines = []
-    with start_processes(commands, lambda rank: "", write=lines.append, take=pool.take) as group:
+    with start_processes(
+        commands, lambda rank: "", write=lines.append, pop_spare=pool.pop_ready
+    ) as group:
         assert group.wait(5.0) == {0: 0}
     return "".join(lines)
 
