@@ -1,5 +1,5 @@
-"""Before anything is compiled, all processes check that they are about to run the same program with
-the same options.
+"""Check, before anything is compiled, that all processes are about to run the same program with the
+same options.
 """
 
 import base64
@@ -79,7 +79,8 @@ def gather_texts(text: str, timeout: float = 1800.0) -> list[str]:
     """
     if not coordination.is_initialized():
         return [text]
-    path, (rank, size, _) = f"gather/{next(_call_numbers)}", coordination.process_info()
+    path = f"gather/{next(_call_numbers)}"
+    rank, size, _ = coordination.process_info()
     coordination.put(f"{path}/{rank}", text)
     try:
         return [coordination.get(f"{path}/{other}", timeout) for other in range(size)]
@@ -104,18 +105,15 @@ def raise_everywhere(action: Callable[[], Result], error: type[SpmdError], failu
     """Call a function in all processes; if it fails in one, raise an `error` in all: its text, or
     `failure` and the system's message.
     """
-    result, raised = None, None
+    result, raised, text = None, None, ""
     try:
         result = action()
-    except (SpmdError, OSError) as cause:
+    except SpmdError as cause:
         raised = cause
-    text = (
-        ""
-        if raised is None
-        else str(raised)
-        if isinstance(raised, SpmdError)
-        else f"{failure}: {raised}"
-    )
+        text = str(cause)
+    except OSError as cause:
+        raised = cause
+        text = f"{failure}: {cause}"
     first_error = first_nonempty(text)
     if isinstance(raised, error) and str(raised) == first_error:
         raise raised
@@ -141,8 +139,10 @@ def from_first_process(
     """
     if not coordination.is_initialized():
         return action(lambda: None)
-    path, (rank, _, _) = f"first/{next(_call_numbers)}", coordination.process_info()
-    watch, advances = current(), itertools.count(1)
+    path = f"first/{next(_call_numbers)}"
+    rank, _, _ = coordination.process_info()
+    watch = current()
+    advances = itertools.count(1)
 
     def advance() -> None:
         watch.record_progress(watch.phase, watch.step)
@@ -157,13 +157,16 @@ def from_first_process(
         coordination.put(f"{path}/end", json.dumps(["", text]))
         return text
     sys.stderr.write(f"spmd {rank}: waits for process 0: {doing}\n")
-    deadline, seen = time.monotonic() + timeout, ""
+    deadline = time.monotonic() + timeout
+    last_advance = ""
     while True:
         with contextlib.suppress(TimeoutError):
             kind, text = json.loads(coordination.get(f"{path}/end", 1.0))
             break
-        if (advanced := coordination.read_dir(f"{path}/").get("advance", "")) != seen:
-            seen, deadline = advanced, time.monotonic() + timeout
+        advanced = coordination.read_dir(f"{path}/").get("advance", "")
+        if advanced != last_advance:
+            last_advance = advanced
+            deadline = time.monotonic() + timeout
             watch.record_progress(watch.phase, watch.step)
         if time.monotonic() > deadline:
             why = f"{doing}: process 0 has not advanced for {timeout:g} s."
@@ -174,15 +177,15 @@ def from_first_process(
 
 
 def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> tuple[bool, str]:
-    """In process 0: whether a process is missing; and which one, or what differs ("" if nothing
-    does).
+    """Compare hashes in process 0; returns whether a process is missing, and which one, or the
+    facts that differ ("" if none does).
     """
-    hashes, deadline = {}, time.monotonic() + timeout
+    hashes = {}
+    deadline = time.monotonic() + timeout
     for rank in range(size):
+        remaining = max(0.0, deadline - time.monotonic())
         try:
-            hashes[rank] = coordination.get(
-                f"{path}/hash/{rank}", max(0.0, deadline - time.monotonic())
-            )
+            hashes[rank] = coordination.get(f"{path}/hash/{rank}", remaining)
         except TimeoutError:
             return True, f"process {rank} did not arrive within {timeout:g} s"
     others = [rank for rank in range(size) if hashes[rank] != hashes[0]]
@@ -200,8 +203,9 @@ def _verdict(path: str, size: int, facts: Mapping[str, str], timeout: float) -> 
         for name in dict.fromkeys([*facts, *other_facts])
         if facts.get(name) != other_facts.get(name)
     ]
-    also = (
-        f"\n    {len(others) - 1} more processes differ from process 0" if len(others) > 1 else ""
-    )
-    more = f"\n    and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
-    return False, "".join(lines[:MAX_SHOWN]) + more + also
+    text = "".join(lines[:MAX_SHOWN])
+    if len(lines) > MAX_SHOWN:
+        text += f"\n    and {len(lines) - MAX_SHOWN} more"
+    if len(others) > 1:
+        text += f"\n    {len(others) - 1} more processes differ from process 0"
+    return False, text

@@ -25,12 +25,12 @@ HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300
 
 
 def is_initialized() -> bool:
-    """Whether JAX runs as one of several processes."""
+    """Tell whether JAX runs as one of several processes."""
     return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
 
 
 def backends_initialized() -> bool:
-    """Whether JAX has looked for devices already; it never sees those of processes that join
+    """Tell whether JAX has looked for devices already; it never sees those of processes that join
     later.
     """
     return xla_bridge.backends_are_initialized()
@@ -42,7 +42,8 @@ def initialize(world: World, address: str, timeout: float, local_address: str) -
 
     Gloo, by which CPUs communicate, listens at `local_address`.
     """
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    # JAX's preemption service would swallow SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)
     _listen_at(local_address)
     _use_no_proxy(address.rpartition(":")[0].strip("[]"))
     jax.distributed.initialize(
@@ -62,7 +63,8 @@ class _Jaxlib:
     """JAX's compiled module, as the maker of the CPU's client sees it."""
 
     def __init__(self, address: str):
-        self._module, self._address = _jax, address
+        self._module = _jax
+        self._address = address
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -78,6 +80,7 @@ def _listen_at(address: str) -> None:
     Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other
     names do not resolve.
     """
+    # make_cpu_client has no option for Gloo's address, and takes the function from this module
     xla_bridge._jax = _Jaxlib(address)  # type: ignore[attr-defined]
 
 
@@ -85,9 +88,11 @@ def _use_no_proxy(host: str) -> None:
     """Let gRPC connect to the service directly: it uses the proxy of $https_proxy even for
     127.0.0.1, and hangs silently.
     """
-    hosts = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # as gRPC reads them
+    # gRPC reads no_grpc_proxy first, and no_proxy only if there is none
+    hosts = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [hosts, host]))
-    jax.config.update("jax_check_proxy_envs", False)  # no warning that the proxy may make it hang
+    # JAX would warn that the proxy may make it hang, which it no longer can
+    jax.config.update("jax_check_proxy_envs", False)
 
 
 def process_info() -> tuple[int, int, str]:
@@ -128,11 +133,11 @@ def get(path: str, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     while True:
         remaining = deadline - time.monotonic()
+        milliseconds = max(1, min(MAX_WAIT_MS, int(1000 * remaining)))
         try:
-            return _client().blocking_key_value_get(
-                ROOT + path, max(1, min(MAX_WAIT_MS, int(1000 * remaining)))
-            )
+            return _client().blocking_key_value_get(ROOT + path, milliseconds)
         except jax.errors.JaxRuntimeError as error:
+            # XLA's status is only in the text of the error
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             if remaining <= 0:
@@ -140,7 +145,7 @@ def get(path: str, timeout: float) -> str:
 
 
 def read_dir(path: str) -> dict[str, str]:
-    """All texts under a path that ends in "/", by the rest of their paths."""
+    """All texts under a path that ends in "/", by their paths below it."""
     root = ROOT + path
     return {key.removeprefix(root): text for key, text in _client().key_value_dir_get(root)}
 

@@ -1,5 +1,5 @@
-"""This process's rank, the number of processes and the address of process 0, from the environment
-that launchers set.
+"""Detect this process's rank, the number of processes and the address of process 0, from the
+environment that launchers set.
 """
 
 import dataclasses
@@ -62,15 +62,10 @@ class World:
         return int(self.address.rpartition(":")[2])
 
     def __str__(self) -> str:
-        devices = (
-            ""
-            if self.local_devices is None
-            else f", devices {', '.join(map(str, self.local_devices))} of this host"
-        )
-        return (
-            f"process {self.rank} of {self.size} ({self.source}), process 0 at "
-            f"{self.address}{devices}"
-        )
+        text = f"process {self.rank} of {self.size} ({self.source}), process 0 at {self.address}"
+        if self.local_devices is not None:
+            text += f", devices {', '.join(map(str, self.local_devices))} of this host"
+        return text
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World | None:
@@ -102,17 +97,16 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
 def _spmd(environ: Mapping[str, str]) -> World | None:
     if "SPMD_PROCESSES" not in environ:
         return None
-    is_pod = "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ
-    source, rank_name = (
-        ("Kubernetes", "JOB_COMPLETION_INDEX") if is_pod else ("spmd launch", "SPMD_PROCESS")
-    )
-    local_rank, local_size = (
-        _optional_number(environ, name, source)
-        for name in ("SPMD_LOCAL_PROCESS", "SPMD_LOCAL_PROCESSES")
-    )
-    rank, size = _number(environ, rank_name, source), _number(environ, "SPMD_PROCESSES", source)
+    source, rank_name = "spmd launch", "SPMD_PROCESS"
+    if "SPMD_PROCESS" not in environ and "JOB_COMPLETION_INDEX" in environ:
+        source, rank_name = "Kubernetes", "JOB_COMPLETION_INDEX"
     return World(
-        rank, size, _required(environ, "SPMD_COORDINATOR", source), source, local_rank, local_size
+        local_rank=_optional_number(environ, "SPMD_LOCAL_PROCESS", source),
+        local_size=_optional_number(environ, "SPMD_LOCAL_PROCESSES", source),
+        rank=_number(environ, rank_name, source),
+        size=_number(environ, "SPMD_PROCESSES", source),
+        address=_required(environ, "SPMD_COORDINATOR", source),
+        source=source,
     )
 
 
@@ -143,38 +137,35 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
             fix="a job of one component; or SPMD_PROCESSES, SPMD_PROCESS and "
             "SPMD_COORDINATOR=HOST:PORT in each task.",
         )
-    job, step = _number(environ, "SLURM_JOB_ID", source), _number(environ, "SLURM_STEP_ID", source)
-    rank, size = (
-        _number(environ, "SLURM_PROCID", source),
-        _number(environ, "SLURM_STEP_NUM_TASKS", source),
-    )
-    local_rank, node = (
-        _number(environ, "SLURM_LOCALID", source),
-        _number(environ, "SLURM_NODEID", source),
-    )
+    job = _number(environ, "SLURM_JOB_ID", source)
+    step = _number(environ, "SLURM_STEP_ID", source)
+    rank = _number(environ, "SLURM_PROCID", source)
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", source)
+    local_rank = _number(environ, "SLURM_LOCALID", source)
+    node = _number(environ, "SLURM_NODEID", source)
     per_node = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-    local_size = per_node[node] if node < len(per_node) else per_node[-1]
-    host = (
-        "127.0.0.1"
-        if local_size == size
-        else environ.get("SPMD_BIND") or _first_node(environ["SLURM_STEP_NODELIST"])
-    )
-    devices = None if _has_own_gpus(environ) else _share(environ, local_rank, local_size)
+    local_size = per_node[min(node, len(per_node) - 1)]
+    host = "127.0.0.1"
+    if local_size != size:
+        host = environ.get("SPMD_BIND") or _first_node(environ["SLURM_STEP_NODELIST"])
+    local_devices = None
+    if not _has_own_gpus(environ):
+        local_devices = _share(environ, local_rank, local_size)
     return World(
-        rank,
-        size,
-        f"{host}:{FIRST_PORT + (job + step) % PORTS}",
-        source,
-        local_rank,
-        local_size,
-        devices,
-        f"{job}.{step}",
+        rank=rank,
+        size=size,
+        address=f"{host}:{FIRST_PORT + (job + step) % PORTS}",
+        source=source,
+        local_rank=local_rank,
+        local_size=local_size,
+        local_devices=local_devices,
+        token=f"{job}.{step}",
     )
 
 
 def _has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether SLURM has bound GPUs to each task; other resources of a task say nothing about its
-    GPUs.
+    """Tell whether SLURM has bound GPUs to each task; other resources of a task say nothing about
+    its GPUs.
     """
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return per_task or environ.get("SLURM_GPU_BIND", "none").rpartition(",")[2] != "none"
@@ -183,13 +174,13 @@ def _has_own_gpus(environ: Mapping[str, str]) -> bool:
 def _open_mpi(environ: Mapping[str, str]) -> World | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    source, mpi = "Open MPI", "OMPI_COMM_WORLD"
-    rank, size = _number(environ, f"{mpi}_RANK", source), _number(environ, f"{mpi}_SIZE", source)
-    local_rank, local_size = (
-        _number(environ, f"{mpi}_LOCAL_RANK", source),
-        _number(environ, f"{mpi}_LOCAL_SIZE", source),
-    )
+    source = "Open MPI"
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", source)
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", source)
+    local_rank = _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", source)
+    local_size = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", source)
     address = environ.get("SPMD_COORDINATOR")
+    # the name of the job: Open MPI 5 sets the first, Open MPI 4 the second
     name = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "").split(".")[0]
     if address is None and local_size != size:
         raise ClusterError(
@@ -198,42 +189,40 @@ def _open_mpi(environ: Mapping[str, str]) -> World | None:
         )
     port = FIRST_PORT + sum(name.encode()) % PORTS
     return World(
-        rank,
-        size,
-        address or f"127.0.0.1:{port}",
-        source,
-        local_rank,
-        local_size,
-        _share(environ, local_rank, local_size),
-        name,
+        rank=rank,
+        size=size,
+        address=address or f"127.0.0.1:{port}",
+        source=source,
+        local_rank=local_rank,
+        local_size=local_size,
+        local_devices=_share(environ, local_rank, local_size),
+        token=name,
     )
 
 
 def _torchrun(environ: Mapping[str, str]) -> World | None:
-    return _torch(environ) if "TORCHELASTIC_RUN_ID" in environ else None
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    return _torch(environ)
 
 
 def _torch(environ: Mapping[str, str]) -> World | None:
     if not all(name in environ for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
         return None
     source = "WORLD_SIZE and RANK"
-    local_rank, local_size = (
-        _optional_number(environ, name, source) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-    devices = (
-        None
-        if local_rank is None or local_size is None
-        else _share(environ, local_rank, local_size)
-    )
-    address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    local_rank = _optional_number(environ, "LOCAL_RANK", source)
+    local_size = _optional_number(environ, "LOCAL_WORLD_SIZE", source)
+    local_devices = None
+    if local_rank is not None and local_size is not None:
+        local_devices = _share(environ, local_rank, local_size)
     return World(
-        _number(environ, "RANK", source),
-        _number(environ, "WORLD_SIZE", source),
-        address,
-        source,
-        local_rank,
-        local_size,
-        devices,
+        rank=_number(environ, "RANK", source),
+        size=_number(environ, "WORLD_SIZE", source),
+        address=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        source=source,
+        local_rank=local_rank,
+        local_size=local_size,
+        local_devices=local_devices,
     )
 
 
@@ -241,7 +230,9 @@ def _share(environ: Mapping[str, str], local_rank: int, local_size: int) -> tupl
     """This process's equal share of the GPUs that all processes of a host see; None if each sees
     only its own, or none are visible.
     """
-    visible = 0 if local_size == 1 else len(visible_gpus(environ))
+    if local_size == 1:
+        return None
+    visible = len(visible_gpus(environ))
     if visible < local_size:
         return None
     if visible % local_size:
@@ -261,36 +252,33 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
       ClusterError: nvidia-smi exists but fails.
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
-        names = [
-            name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()
-        ]
+        names = map(str.strip, environ["CUDA_VISIBLE_DEVICES"].split(","))
         # for CUDA, -1 ends the list
-        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))
+        listed = itertools.takewhile(lambda name: not name.startswith("-"), names)
+        return list(filter(None, listed))
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         return [str(number) for number in range(int(environ["SLURM_GPUS_ON_NODE"]))]
     tool = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     if tool is None:
         return []
     try:
-        listed = subprocess.run(
+        output = subprocess.run(
             [tool, "-L"], capture_output=True, text=True, timeout=60, check=True
-        ).stdout.splitlines()
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
         raise ClusterError(
             f"nvidia-smi -L fails: {printable(str(output).strip(), 300)}",
             fix="set CUDA_VISIBLE_DEVICES to the GPUs to use.",
         ) from None
-    return [
-        str(number) for number, _ in enumerate(line for line in listed if line.startswith("GPU "))
-    ]
+    count = sum(line.startswith("GPU ") for line in output.splitlines())
+    return [str(number) for number in range(count)]
 
 
 def free_port(address: str) -> int:
     """A port of this host that no process listens on."""
-    with socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
-    ) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
@@ -308,7 +296,9 @@ def _number(environ: Mapping[str, str], name: str, source: str) -> int:
 
 
 def _optional_number(environ: Mapping[str, str], name: str, source: str) -> int | None:
-    return _number(environ, name, source) if name in environ else None
+    if name not in environ:
+        return None
+    return _number(environ, name, source)
 
 
 def _required(environ: Mapping[str, str], name: str, source: str) -> str:

@@ -63,22 +63,21 @@ def join(
         if limits is not None:
             watchdog.current().timeouts = limits
         return _joined
-    limits = (
-        StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ")
-        if limits is None
-        else limits
-    )
+    if limits is None:
+        limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ")
     if coordination.is_initialized():  # by the user's own jax.distributed.initialize
         rank, size, address = coordination.process_info()
         _joined = world or World(rank, size, address, "jax.distributed")
         watchdog.start(rank, size, limits, _logger(rank))
         return _joined
-    is_given = world is not None
-    world = detect() if world is None else world
+    is_detected = world is None
+    if is_detected:
+        world = detect()
     if world is None or world.size == 1:
         return None
     log = _logger(world.rank)
-    world = world if is_given or "SPMD_TOKEN" in os.environ else with_token(world, log)
+    if is_detected and "SPMD_TOKEN" not in os.environ:
+        world = with_token(world, log)
     if coordination.backends_initialized():
         raise ClusterError(
             f"{world}: JAX has looked for devices already, so it cannot see those of other "
@@ -102,14 +101,14 @@ def job_token() -> str:
 
 
 def was_restarted() -> bool:
-    """Whether `spmd launch` or SLURM has started this process again after a failure or a requeue: a
-    run resumes from its checkpoint.
+    """Tell whether `spmd launch` or SLURM has started this process again after a failure or a
+    requeue: a run resumes from its checkpoint.
     """
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
 def was_requeued() -> bool:
-    """Whether a scheduler has started the launcher itself again, so that earlier attempts had
+    """Tell whether a scheduler has started the launcher itself again, so that earlier attempts had
     another launcher.
     """
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
@@ -125,7 +124,9 @@ def attempt_times() -> list[float]:
         times = [float(word) for word in os.environ.get("SPMD_TIMES", "").split()]
     except ValueError:
         return []
-    return times if len(times) % 2 == 0 and all(map(math.isfinite, times)) else []
+    if len(times) % 2 or not all(map(math.isfinite, times)):
+        return []
+    return times
 
 
 def grace_seconds() -> float:
@@ -139,8 +140,8 @@ def grace_seconds() -> float:
 
 
 def shrink_factor() -> int:
-    """By what factor the number of processes has shrunk since `spmd launch` began, rounded up: 1
-    unless a host did not come back.
+    """The factor by which the number of processes has shrunk since `spmd launch` began, rounded up:
+    1 unless a host did not come back.
     """
     return -(-int(os.environ.get("SPMD_FULL", "1")) // jax.process_count())
 

@@ -31,7 +31,8 @@ def keep(connection: socket.socket) -> socket.socket:
     """The connection, on which the kernel looks from now on whether the other host is there."""
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS
+    # macOS has another name for the seconds before the first question
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
     for name, value in ((idle, IDLE), ("TCP_KEEPINTVL", IDLE), ("TCP_KEEPCNT", PROBES)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
@@ -59,7 +60,7 @@ def local_address(links: Links) -> str:
         (connection.getsockname()[0], connection.getpeername()[0])
         for _, connection in links.values()
     ]
-    return next((own for own, other in pairs if own != other), pairs[0][0])
+    return next((local for local, remote in pairs if local != remote), pairs[0][0])
 
 
 def unanswered() -> list[str]:
@@ -72,17 +73,18 @@ def unanswered() -> list[str]:
     hosts = set()
     # without the files of Linux, or with all descriptors in use, a report of a stall says less
     with contextlib.suppress(OSError):
-        own = _open_files()
+        files = _open_files()
         for table in ("tcp", "tcp6"):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
                 _, _, remote, _, _, _, repeats, _, _, inode, *_ = line.split()
-                if int(repeats, 16) >= REPEATS and f"socket:[{inode}]" in own:
+                # the tables have all connections of the network namespace, not of this process
+                if int(repeats, 16) >= REPEATS and f"socket:[{inode}]" in files:
                     hosts.add(_address(remote.partition(":")[0]))
     return sorted(hosts)
 
 
 def _open_files() -> set[str]:
-    """What the descriptors of this process are, such as "socket:[7]"."""
+    """The files and sockets of this process's descriptors, such as "socket:[7]"."""
     files = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile

@@ -13,16 +13,15 @@ MAX_LINE_BYTES = 65536
 
 
 def proof_of(token: str, nonce: str, message: dict[str, Any]) -> str:
-    """Proves that the sender knows the token, which is never sent; because of the nonce it is valid
-    for one exchange only.
+    """Prove that the sender knows the token, which is never sent; because of the nonce the proof is
+    valid for one exchange only.
     """
-    return hmac.new(
-        token.encode(), f"{nonce} {json.dumps(message, sort_keys=True)}".encode(), "sha256"
-    ).hexdigest()
+    text = f"{nonce} {json.dumps(message, sort_keys=True)}"
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
 
 
 def is_proof(proof: object, token: str, nonce: str, message: dict[str, Any]) -> bool:
-    """Whether a proof, of which a stranger may have chosen every character, is that of a
+    """Tell whether a proof, of which a stranger may have chosen every character, is that of a
     message.
     """
     return hmac.compare_digest(
@@ -35,8 +34,9 @@ def receive_message(connection: socket.socket, deadline: float) -> dict[str, Any
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.01))
+        # look first, to receive no more than the line: bytes of a transfer may follow it
         ready = connection.recv(MAX_LINE_BYTES, socket.MSG_PEEK)
-        part = connection.recv(ready.find(b"\n") + 1 or len(ready))  # not more than the line
+        part = connection.recv(ready.find(b"\n") + 1 or len(ready))
         if not part or len(line) > MAX_LINE_BYTES:
             return None
         line += part

@@ -1,4 +1,4 @@
-"""Sends bytes from one process of a job to another over TCP. Both sides first prove that they know
+"""Send bytes from one process of a job to another over TCP. Both sides first prove that they know
 the job's token.
 
 The receiver listens at one address, sends a nonce, and reads one line of JSON: what is to be sent,
@@ -45,11 +45,9 @@ class Receiver:
     """
 
     def __init__(self, host: str, token: str, receive: Callable[[dict[str, Any], Read], None]):
-        self._token, self._receive, self._slots = (
-            token,
-            receive,
-            threading.Semaphore(MAX_CONNECTIONS),
-        )
+        self._token = token
+        self._receive = receive
+        self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._closed = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -59,8 +57,9 @@ class Receiver:
     def close(self) -> None:
         """Accept no more transfers."""
         self._closed.set()
+        # on Linux a thread inside accept does not notice close, but shutdown wakes it; macOS raises
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -91,26 +90,25 @@ class Receiver:
         nonce = secrets.token_hex(16)
         send_message(connection, {"nonce": nonce})
         message = receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}
-        proof, theirs = message.pop("proof", ""), str(message.get("nonce", ""))
+        proof = message.pop("proof", "")
         if not is_proof(proof, self._token, nonce, message):
             return  # not of this job: it gets no answer
         count = message.get("bytes")
         if type(count) is not int or count < 0:
             return
-        self._send_answer(connection, theirs, "send")
+        nonce_of_sender = str(message.get("nonce", ""))
+        self._send_answer(connection, nonce_of_sender, "send")
         deadline = time.monotonic() + _seconds(count)
         try:
             self._receive(message, lambda buffer: _fill(connection, buffer, deadline))
             answer = "received"
         except Exception as error:
             answer = printable(f"{type(error).__name__}: {error}", 300)
-        self._send_answer(connection, theirs, answer)
+        self._send_answer(connection, nonce_of_sender, answer)
 
     def _send_answer(self, connection: socket.socket, nonce: str, text: str) -> None:
-        send_message(
-            connection,
-            {"answer": text, "proof": proof_of(self._token, f"answer {nonce}", {"answer": text})},
-        )
+        proof = proof_of(self._token, f"answer {nonce}", {"answer": text})
+        send_message(connection, {"answer": text, "proof": proof})
 
 
 def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]) -> int:
@@ -123,37 +121,30 @@ def send(address: str, token: str, message: dict[str, Any], parts: Iterable[Any]
       parts: buffers with the bytes.
 
     Returns:
-      How many bytes were sent.
+      The number of bytes that were sent.
 
     Raises:
       TransferError: the peer is gone, too slow, does not know the token, or has refused.
     """
     host, _, port = address.rpartition(":")
-    nonce, deadline = secrets.token_hex(16), time.monotonic() + _seconds(message["bytes"])
+    nonce = secrets.token_hex(16)
+    deadline = time.monotonic() + _seconds(message["bytes"])
     try:
         with socket.create_connection(
             (host.strip("[]"), int(port)), timeout=GREETING_SECONDS
         ) as connection:
-            challenge = str(
-                (receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}).get(
-                    "nonce"
-                )
-            )
+            greeting = receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}
             message = {**message, "nonce": nonce}
-            send_message(connection, {**message, "proof": proof_of(token, challenge, message)})
+            proof = proof_of(token, str(greeting.get("nonce")), message)
+            send_message(connection, {**message, "proof": proof})
             _check_answer(connection, token, nonce, "send", GREETING_SECONDS)
             sent = 0
             for part in parts:
                 connection.settimeout(max(deadline - time.monotonic(), 0.01))
                 connection.sendall(part)
                 sent += memoryview(part).nbytes
-            _check_answer(
-                connection,
-                token,
-                nonce,
-                "received",
-                max(deadline - time.monotonic(), 0.0) + GREETING_SECONDS,
-            )
+            remaining = max(deadline - time.monotonic(), 0.0)
+            _check_answer(connection, token, nonce, "received", remaining + GREETING_SECONDS)
             return sent
     except (OSError, ValueError) as error:
         raise TransferError(f"{address}: {error or type(error).__name__}") from error
@@ -163,11 +154,11 @@ def _check_answer(
     connection: socket.socket, token: str, nonce: str, expected: str, seconds: float
 ) -> None:
     answer = receive_message(connection, time.monotonic() + seconds) or {}
-    proof, text = answer.pop("proof", ""), str(answer.get("answer"))
-    if not is_proof(proof, token, f"answer {nonce}", answer):
+    if not is_proof(answer.pop("proof", ""), token, f"answer {nonce}", answer):
         raise TransferError(
             f"{connection.getpeername()[0]}: it does not know this job's token, or is gone"
         )
+    text = str(answer.get("answer"))
     if text != expected:
         raise TransferError(printable(text, 300))
 

@@ -22,14 +22,19 @@ ERROR, STALL, WAIT = "error", "stall", "wait"
 def report_to_launcher(name: str, record: dict[str, Any], *, overwrite: bool = True) -> None:
     """Leave a record for the launcher, if it has given a folder for it."""
     folder = os.environ.get("SPMD_REPORT")
-    path = Path(folder) / f"{name}.json" if folder else None
-    if path is not None and path.parent.is_dir() and (overwrite or not path.exists()):
+    if not folder:
+        return
+    path = Path(folder, f"{name}.json")
+    if path.parent.is_dir() and (overwrite or not path.exists()):
         part = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):  # the failure itself matters more than its record
             part.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
-            part.replace(path)  # atomic: a process that is killed here leaves the previous record
+            # rename is atomic: a process that is killed here leaves the previous record
+            part.replace(path)
 
 
 def format_error(error: BaseException) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if not str(error):
+        return type(error).__name__
+    return f"{type(error).__name__}: {error}"

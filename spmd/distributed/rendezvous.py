@@ -39,8 +39,8 @@ FIX = "the same command, software and number of processes everywhere."
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """What a process sends about itself: rank, number of processes, name for people, and facts that
-    must be the same everywhere.
+    """The message of a process about itself: rank, number of processes, name for people, and facts
+    that must be the same everywhere.
     """
 
     rank: int
@@ -92,14 +92,16 @@ class _Server:
     """The side of process 0."""
 
     def __init__(self, world: World, info: ProcessInfo, address: str):
-        self.world, self.address = world, address
+        self.world = world
+        self.address = address
         self.infos: dict[int, ProcessInfo] = {0: info}
         self.buffers: dict[socket.socket, bytearray] = {}  # of connections whose line is incomplete
         # the rank of each connection that waits for the answer
         self.waiting: dict[socket.socket, int] = {}
         self.nonces: dict[socket.socket, str] = {}  # for the proofs of the answers
         self.rejected = 0  # connections that did not know the token
-        self.problem, self.timed_out = "", False
+        self.problem = ""
+        self.timed_out = False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self.listener = socket.create_server(
@@ -158,28 +160,25 @@ class _Server:
             rank: (f"process {rank} on {self.infos[rank].name}", keep(connection))
             for connection, rank in self.waiting.items()
         }
-        self.waiting = {}
+        self.waiting = {}  # so that `__exit__` leaves the links open
         return service, links
 
     def _rejections(self) -> str:
-        return (
-            f"; {self.rejected} connections did not know this job's token" if self.rejected else ""
-        )
+        if not self.rejected:
+            return ""
+        return f"; {self.rejected} connections did not know this job's token"
 
     def _answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        send_message(
-            connection,
-            {
-                **message,
-                "proof": proof_of(self.world.token, f"answer {self.nonces[connection]}", message),
-            },
-        )
+        proof = proof_of(self.world.token, f"answer {self.nonces[connection]}", message)
+        send_message(connection, {**message, "proof": proof})
 
     def _refuse(self) -> None:
         """Send the problem to all connected processes, and to those that connect in the next
         seconds.
         """
-        deadline = time.monotonic() + (LINGER if len(self.infos) < self.world.size else 0.0)
+        deadline = time.monotonic()
+        if len(self.infos) < self.world.size:
+            deadline += LINGER
         while True:
             for connection in list(self.waiting):
                 self.waiting.pop(connection)
@@ -197,7 +196,7 @@ class _Server:
             if connection is self.listener:
                 self._accept()
             elif isinstance(connection, socket.socket):
-                self._read(connection)
+                self._receive(connection)
 
     def _accept(self) -> None:
         try:
@@ -211,7 +210,7 @@ class _Server:
         self.buffers[connection] = bytearray()
         self.selector.register(connection, selectors.EVENT_READ)
 
-    def _read(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
             received = connection.recv(MAX_LINE_BYTES)
         except BlockingIOError:
@@ -239,17 +238,18 @@ class _Server:
     def _register(self, connection: socket.socket, line: bytes) -> None:
         try:
             message = json.loads(line)
-            proof, nonce = message.pop("proof"), str(message.pop("nonce"))
+            proof = message.pop("proof")
+            nonce = str(message.pop("nonce"))
             proved = is_proof(proof, self.world.token, nonce, message)
             facts = {
                 printable(str(name), 100): printable(str(value), 300)
                 for name, value in message["facts"].items()
             }
             info = ProcessInfo(
-                int(message["rank"]),
-                int(message["size"]),
-                printable(str(message["name"]), 300),
-                facts,
+                rank=int(message["rank"]),
+                size=int(message["size"]),
+                name=printable(str(message["name"]), 300),
+                facts=facts,
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             proved, info, nonce = False, None, ""
@@ -277,7 +277,8 @@ class _Server:
         if not 0 <= info.rank < self.world.size:
             return f"process {info.rank} on {info.name} is not one of {self.world.size}"
         for fact in dict.fromkeys([*first.facts, *info.facts]):
-            expected, other = first.facts.get(fact, "none"), info.facts.get(fact, "none")
+            expected = first.facts.get(fact, "none")
+            other = info.facts.get(fact, "none")
             if expected != other:
                 return (
                     f"{fact} is {expected} in process 0 on {first.name}, and {other} in process "
@@ -305,15 +306,12 @@ def _connect(
             connection = closing.enter_context(
                 socket.create_connection((world.host, world.port), timeout=min(remaining, 5.0))
             )
-            send_message(
-                connection,
-                {**message, "nonce": nonce, "proof": proof_of(world.token, nonce, message)},
-            )
+            proof = proof_of(world.token, nonce, message)
+            send_message(connection, {**message, "nonce": nonce, "proof": proof})
             # process 0 knows who is missing, and has its timeout
             answer = receive_message(connection, began + timeout + LINGER) or {}
-            proof = answer.pop("proof", "")
             # else it is from a process that does not know the token
-            if is_proof(proof, world.token, f"answer {nonce}", answer):
+            if is_proof(answer.pop("proof", ""), world.token, f"answer {nonce}", answer):
                 if "go" not in answer:
                     raise ClusterError(
                         f"{world}: {printable(str(answer.get('problem')))}.", fix=FIX

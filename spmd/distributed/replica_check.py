@@ -44,35 +44,26 @@ def check_replicas(state: Tree, when: str) -> None:
     }
     if not leaves:
         return
-    specs = tuple(leaf.sharding.spec for leaf in leaves.values())
-    groups = {
-        spec: tuple(index for index, other in enumerate(specs) if other == spec) for spec in specs
-    }
+    groups: dict[PartitionSpec, tuple[int, ...]] = {}
+    for index, leaf in enumerate(leaves.values()):
+        groups[leaf.sharding.spec] = (*groups.get(leaf.sharding.spec, ()), index)
     differing_groups = _differing(leaves, tuple(groups.values()))
     if not differing_groups:
         return
-    differing = (
-        _differing(leaves, tuple((index,) for index in range(len(leaves)))) or differing_groups
-    )
+    single_arrays = tuple((index,) for index in range(len(leaves)))
+    differing = _differing(leaves, single_arrays) or differing_groups
     devices = next(iter(leaves.values())).sharding.mesh.devices.reshape(-1)
-    lines = []
+    lines = [f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most others:"]
     for path, positions in list(differing.items())[:MAX_SHOWN]:
         processes = sorted({devices[position].process_index for position in positions})
         lines.append(
             f"    {path}: devices {', '.join(map(str, positions))} of the mesh (process "
             f"{', '.join(map(str, processes))})"
         )
-    lines += (
-        [f"    and {len(differing) - MAX_SHOWN} more arrays"] if len(differing) > MAX_SHOWN else []
-    )
+    if len(differing) > MAX_SHOWN:
+        lines.append(f"    and {len(differing) - MAX_SHOWN} more arrays")
     raise ClusterError(
-        "\n".join(
-            [
-                f"{when}, copies of {len(differing)} of {len(leaves)} arrays differ from most "
-                "others:",
-                *lines,
-            ]
-        ),
+        "\n".join(lines),
         fix="the same seed, weights and data everywhere; if they were equal before, replace a "
         "device or host that computes wrongly.",
     )
@@ -84,21 +75,20 @@ def _differing(
     """The mesh positions that differ from the majority, by the names of the arrays of each column
     in which replicas differ.
     """
-    arrays = list(leaves.items())
-    mesh = arrays[0][1].sharding.mesh
-    specs = tuple(leaf.sharding.spec for leaf in leaves.values())
+    paths = list(leaves)
+    arrays = list(leaves.values())
+    mesh = arrays[0].sharding.mesh
+    specs = tuple(leaf.sharding.spec for leaf in arrays)
+    # a run may forbid transfers, and this one is meant
     with jax.transfer_guard("allow"):
         # [devices, columns]
-        table = np.asarray(_checksum_function(mesh, specs, columns)(*leaves.values()))
-    positions_of = {
-        column: _minority(arrays[column[0]][1], mesh, table[:, index])
-        for index, column in enumerate(columns)
-    }
-    return {
-        " or ".join(arrays[index][0] for index in column): positions
-        for column, positions in positions_of.items()
-        if positions
-    }
+        table = np.asarray(_checksum_function(mesh, specs, columns)(*arrays))
+    differing = {}
+    for column, sums in zip(columns, table.T, strict=True):
+        positions = _minority(arrays[column[0]], mesh, sums)
+        if positions:
+            differing[" or ".join(paths[index] for index in column)] = positions
+    return differing
 
 
 def _minority(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
@@ -128,9 +118,11 @@ def _checksum_function(
     """
 
     def sums(*shards: jax.Array) -> jax.Array:
-        return jnp.stack(
-            [_checksum([_words(shards[index]) for index in column]) for column in columns]
-        )[None]
+        words = list(map(_words, shards))
+        checksums = []
+        for column in columns:
+            checksums.append(_checksum([words[index] for index in column]))
+        return jnp.stack(checksums)[None]
 
     table = shard_map(sums, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(mesh.axis_names))
     return jax.jit(
@@ -145,13 +137,14 @@ def _checksum(vectors: list[jax.Array]) -> jax.Array:
     large vectors of the same size.
     """
     small = [vector for vector in vectors if vector.size <= SMALL]
+    large = [vector for vector in vectors if vector.size > SMALL]
+    if small:
+        large.insert(0, jnp.concatenate(small))
     by_size: dict[int, list[jax.Array]] = {}
-    for vector in [
-        *([jnp.concatenate(small)] if small else []),
-        *(vector for vector in vectors if vector.size > SMALL),
-    ]:
+    for vector in large:
         by_size.setdefault(vector.size, []).append(vector)
-    total, first = jnp.uint32(0), 0
+    total = jnp.uint32(0)
+    first = 0
     for size, vectors_of_size in by_size.items():
         starts = [
             np.uint32((first + index * size) % 2**32) for index in range(len(vectors_of_size))
@@ -182,7 +175,7 @@ def _words(shard: jax.Array) -> jax.Array:
     if shard.dtype == bool or shard.dtype.itemsize < 1:
         words = shard.astype(jnp.uint8)
     else:
-        words = jax.lax.bitcast_convert_type(
-            shard, {1: jnp.uint8, 2: jnp.uint16}.get(shard.dtype.itemsize, jnp.uint32)
-        )
+        # of 64 bits: two words each, in a new last dim
+        word = {1: jnp.uint8, 2: jnp.uint16}.get(shard.dtype.itemsize, jnp.uint32)
+        words = jax.lax.bitcast_convert_type(shard, word)
     return words.reshape(-1).astype(jnp.uint32)

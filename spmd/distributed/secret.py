@@ -35,8 +35,9 @@ def with_token(world: World, log: Callable[[str], None], home: Path | None = Non
         or world.host in ("localhost", "::1")
         or world.host.startswith("127.")
     )
-    shared_home = one_host or world.source.startswith("SLURM")
-    secret = user_secret(Path.home() if home is None else home) if shared_home else None
+    secret = None
+    if one_host or world.source.startswith("SLURM"):
+        secret = user_secret(home or Path.home())
     if secret is None:
         if world.rank == 0:
             log(
@@ -44,9 +45,8 @@ def with_token(world: World, log: Callable[[str], None], home: Path | None = Non
                 "set a random SPMD_TOKEN everywhere"
             )
         return world
-    token = hmac.new(
-        secret, f"{world.token} {world.address} {world.size}".encode(), hashlib.sha256
-    ).hexdigest()
+    job = f"{world.token} {world.address} {world.size}"
+    token = hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
     return dataclasses.replace(world, token=token)
 
 
@@ -64,16 +64,18 @@ def user_secret(home: Path) -> bytes | None:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
                 stream.write(secrets.token_bytes(SIZE))
                 os.fsync(stream.fileno())
-            with contextlib.suppress(FileExistsError):  # another process was first: use its secret
+            # link, not rename, which would replace the secret of a process that was first
+            with contextlib.suppress(FileExistsError):
                 os.link(part, path)
             part.unlink()
         except OSError:
             return None
-    return _read(path)
+    return _read_secret(path)
 
 
-def _read(path: Path) -> bytes:
+def _read_secret(path: Path) -> bytes:
     try:
+        # another user may have put a link or a pipe there: open neither follows it nor waits
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ClusterError(

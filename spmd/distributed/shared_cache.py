@@ -6,7 +6,6 @@ divide its measurements of kernels among the processes that compile.
 
 import contextlib
 import logging
-import os
 import secrets
 from pathlib import Path
 
@@ -28,7 +27,10 @@ def agree_on_folder(folder: Path | None) -> Path | None:
     """
     if not coordination.is_initialized():
         return folder
-    rank, token, part, problem = coordination.process_info()[0], None, None, ""
+    rank, _, _ = coordination.process_info()
+    token = None
+    part = None
+    problem = ""
     backend = jax.default_backend()  # looks for devices, which all processes do together
     try:
         if folder is None or user_chose():
@@ -41,24 +43,11 @@ def agree_on_folder(folder: Path | None) -> Path | None:
                 token = part / f".process-0-{secrets.token_hex(8)}"
                 token.touch()
     except OSError as error:
-        token, problem = (
-            None,
-            f"process {rank} cannot use {folder}: {explain_os_error(folder or Path(), error)}",
-        )
+        token = None
+        problem = f"process {rank} cannot use {folder}: {explain_os_error(folder or Path(), error)}"
     common = first_nonempty("" if token is None else str(token))
-    if (
-        common
-        and not problem
-        and part is not None
-        and not (Path(common).parent == part and os.path.exists(common))
-    ):
-        theirs = Path(common).parent
-        problem = f"process {rank} does not see the folder of process 0, {theirs}"
-        if theirs != part and theirs.parent == part.parent:
-            problem = (
-                f"process {rank} has another kind of device than process 0 ({part.name}, and not "
-                f"{theirs.name})"
-            )
+    if common and part is not None and not problem:
+        problem = _unseen(Path(common), part, rank)
     verdict = first_nonempty(problem)
     if token is not None:
         with contextlib.suppress(OSError):
@@ -79,6 +68,24 @@ def agree_on_folder(folder: Path | None) -> Path | None:
                 f"no compiled programs are kept or loaded: {verdict}. compile_cache= chooses "
                 "another folder.",
             )
-    if not verdict and backend == "cpu":
+    if verdict:
+        return None
+    if backend == "cpu":
         coordination.write_programs_in_every_process()
-    return None if verdict else folder
+    return folder
+
+
+def _unseen(token: Path, part: Path, rank: int) -> str:
+    """The reason why this process, with its folder `part`, does not see the file that process 0 has
+    made in its folder; "" if it does.
+    """
+    theirs = token.parent
+    if theirs == part:
+        if token.exists():
+            return ""
+    elif theirs.parent == part.parent:
+        return (
+            f"process {rank} has another kind of device than process 0 ({part.name}, and not "
+            f"{theirs.name})"
+        )
+    return f"process {rank} does not see the folder of process 0, {theirs}"

@@ -1,5 +1,5 @@
-"""Processes that wait for their data while the others do not; every step is as slow as the slowest
-process.
+"""Find processes that wait for their data while the others do not; every step is as slow as the
+slowest process.
 """
 
 import statistics
@@ -12,20 +12,23 @@ MIN_SHARE = 0.2  # the smallest share of time waiting for data that is reported
 
 
 class StragglerMonitor:
-    """Compares, at intervals, how long each process has waited for data."""
+    """A comparison, at intervals, of the time that each process has waited for data."""
 
     def __init__(self) -> None:
-        self._compared_at, self._waits = time.monotonic(), dict[int, float]()
+        self._compared_at = time.monotonic()
+        self._waits: dict[int, float] = {}
 
     def due(self) -> bool:
-        """Whether it is time for another comparison."""
+        """Tell whether it is time for another comparison."""
         return time.monotonic() - self._compared_at >= INTERVAL_SECONDS
 
     def warnings(self, beats: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
         """Warnings from the heartbeats of all processes, by rank."""
-        now, previous_waits = time.monotonic(), self._waits
+        now = time.monotonic()
+        seconds = now - self._compared_at
+        self._compared_at = now
+        previous_waits = self._waits
         self._waits = {rank: float(beat["waited"]) for rank, beat in beats.items()}
-        seconds, self._compared_at = now - self._compared_at, now
         shares = {
             rank: (waited - previous_waits[rank]) / seconds
             for rank, waited in self._waits.items()
@@ -45,9 +48,8 @@ def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
     >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
     ({1: 0.64}, {})
     """
-    typical = (
-        statistics.median(shares.values()) if len(shares) > 2 else min(shares.values(), default=0.0)
-    )
-    return {
-        rank: share for rank, share in sorted(shares.items()) if share > max(MIN_SHARE, 2 * typical)
-    }
+    typical = min(shares.values(), default=0.0)
+    if len(shares) > 2:
+        typical = statistics.median(shares.values())
+    least = max(MIN_SHARE, 2 * typical)
+    return {rank: share for rank, share in sorted(shares.items()) if share > least}

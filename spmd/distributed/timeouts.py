@@ -1,4 +1,4 @@
-"""How long each phase of a run may make no progress."""
+"""The seconds that each phase of a run may make no progress."""
 
 import dataclasses
 
@@ -40,9 +40,10 @@ class StallTimeouts:
         """Read "step=120,save=inf"; phases that are not named keep their defaults. `where` begins
         the errors.
         """
-        phases, seconds = [field.name for field in dataclasses.fields(StallTimeouts)], {}
-        for word in filter(None, (word.strip() for word in text.split(","))):
-            phase, _, value = (part.strip() for part in word.partition("="))
+        phases = [field.name for field in dataclasses.fields(StallTimeouts)]
+        seconds = {}
+        for word in filter(None, map(str.strip, text.split(","))):
+            phase, _, value = map(str.strip, word.partition("="))
             if phase not in phases:
                 raise OptionError(
                     f'{where}stall limit "{word}".', fix=f"{did_you_mean(phase, phases)}"

@@ -1,5 +1,5 @@
-"""Data that each process reads for itself must end in all processes after the same number of
-batches; otherwise the run fails.
+"""Check that data which each process reads for itself ends in all processes after the same number
+of batches; otherwise the run fails.
 """
 
 import itertools
@@ -38,10 +38,11 @@ def require_equal_counts(
     if not coordination.is_initialized():
         yield from items
         return
-    number, taken = next(_call_numbers), watchdog.current().batches_taken
-    count = taken[number] = 0
+    number = next(_call_numbers)
+    counts = watchdog.current().batches_taken
+    count = counts[number] = 0
     for count, batch in enumerate(items, 1):
-        taken[number] = count
+        counts[number] = count
         yield batch
     with watchdog.current().local_work(False):
         _wait_for_all(number, count, data_name, timeout)
@@ -51,28 +52,27 @@ def _wait_for_all(number: int, count: int, data_name: str, timeout: float) -> No
     """Wait until the data has ended in all processes, and compare the counts."""
     rank, size, _ = coordination.process_info()
     coordination.put(f"even/{number}/{rank}", str(count))
-    pause, deadline = 0.001, time.monotonic() + timeout
+    pause = 0.001
+    deadline = time.monotonic() + timeout
     while True:
-        ended = {
+        counts = {
             int(other): int(text)
             for other, text in coordination.read_dir(f"even/{number}/").items()
         }
-        ahead = {} if pause < watchdog.POLL_SECONDS else _processes_ahead(number, count)
-        for other, other_count in sorted((ended | ahead).items()):
+        ahead = {}
+        if pause >= watchdog.POLL_SECONDS:  # heartbeats are written no more often
+            ahead = _processes_ahead(number, count)
+        for other, other_count in sorted((counts | ahead).items()):
             if other_count != count:
-                counts = {
-                    rank: str(count),
-                    other: f"{other_count} or more" if other in ahead else str(other_count),
-                }
-                listed = ", ".join(
-                    f"{batches} in process {process}" for process, batches in sorted(counts.items())
-                )
+                shown = f"{other_count} or more" if other in ahead else str(other_count)
+                pair = sorted({rank: str(count), other: shown}.items())
+                listed = ", ".join(f"{batches} in process {process}" for process, batches in pair)
                 raise DataError(
                     f"{data_name} has a different number of batches in each process: {listed}.",
                     fix="the same number in each, by leaving out rows at the end; or arrays, which "
                     "every process can index.",
                 )
-        if len(ended) == size:
+        if len(counts) == size:
             del watchdog.current().batches_taken[number]
             return
         if time.monotonic() > deadline:
@@ -86,12 +86,9 @@ def _wait_for_all(number: int, count: int, data_name: str, timeout: float) -> No
 
 def _processes_ahead(number: int, count: int) -> dict[int, int]:
     """By rank, the batches taken so far by processes that have taken more than `count`."""
-    beats = {
-        int(rank): json.loads(text)["taken"]
-        for rank, text in coordination.read_dir("beat/").items()
-    }
-    return {
-        rank: taken[str(number)]
-        for rank, taken in beats.items()
-        if taken.get(str(number), 0) > count
-    }
+    ahead = {}
+    for rank, text in coordination.read_dir("beat/").items():
+        other_count = json.loads(text)["taken"].get(str(number), 0)
+        if other_count > count:
+            ahead[int(rank)] = other_count
+    return ahead

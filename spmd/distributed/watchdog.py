@@ -62,7 +62,8 @@ class Watchdog:
     leaves_together = False  # whether `leave` ends this process
 
     def __init__(self) -> None:
-        self.stop_reason, self.run_started = "", False
+        self.stop_reason = ""
+        self.run_started = False
         self.has_trained = False  # whether this run has made a step, which can be saved
         self._leaving = False  # whether this process has received SIGTERM and had nothing to save
         self.requested_stop_reason = ""  # of a requested stop, even if the run has not acted on it
@@ -77,13 +78,10 @@ class Watchdog:
         self._progress = ("script", 0, time.monotonic())
 
     def begin_run(self, step: int) -> None:
-        """A run starts, or resumes, at a step."""
-        self.stop_reason, self.requested_stop_reason, self.run_started, self.local_stop_reason = (
-            "",
-            "",
-            True,
-            None,
-        )
+        """Note that a run starts, or resumes, at a step."""
+        self.stop_reason = self.requested_stop_reason = ""
+        self.run_started = True
+        self.local_stop_reason = None
         self.has_trained = False
         if self.rank == 0:
             report_to_launcher("began", {"step": step}, overwrite=False)
@@ -114,12 +112,12 @@ class Watchdog:
 
     @property
     def phase(self) -> str:
-        """What this process is doing."""
+        """The phase of the run that this process is in, such as "step"."""
         return self._progress[0]
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of steps that are done."""
         return self._progress[1]
 
     def request_stop(self, reason: str) -> None:
@@ -129,21 +127,22 @@ class Watchdog:
         self.stop_reason = self.requested_stop_reason = self.requested_stop_reason or reason
 
     def leave(self) -> None:
-        """This process has received SIGTERM and has nothing to save; say so. All exit with code
+        """Say that this process has received SIGTERM and has nothing to save. All exit with code
         143.
         """
-        self._leaving, text = True, f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
+        self._leaving = True
+        text = f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
         write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
-        """Whether a run that was asked to stop does so here: after this step, or before this batch
-        of the evaluation after it.
+        """Tell whether a run that was asked to stop does so here: after this step, or before this
+        batch of the evaluation after it.
         """
         del step, batch
         return bool(self.stop_reason)
 
     def script_finished(self) -> None:
-        """This process has finished its script; later errors may only be consequences of that."""
+        """Note that this process has finished its script: later errors may follow from that."""
         self._heartbeat("done")
 
     def _heartbeat(self, end: str = "") -> None:
@@ -175,8 +174,10 @@ class ClusterWatchdog(Watchdog):
     ):
         super().__init__()
         self._links = links or {}
-        self.rank, self.size, self.timeouts, self._log = rank, size, timeouts, log
-        self._run_count, self._acknowledged_runs, self._exiting = 0, 0, threading.Lock()
+        self.rank, self.size = rank, size
+        self.timeouts, self._log = timeouts, log
+        self._run_count = self._acknowledged_runs = 0
+        self._exiting = threading.Lock()
         self._mean_step_seconds, self._step_count = 0.0, 0
         # points are (step, batch of the evaluation after it), in the order of the run
         self._newest_point = (0, 0)
@@ -186,9 +187,11 @@ class ClusterWatchdog(Watchdog):
         self._last_mark: tuple[int, int] | None = None
         # when this process first saw that another had finished
         self._peer_done_at: float | None = None
-        self._warned_peer_done, self._left, self._heartbeat_at = False, False, -math.inf
+        self._warned_peer_done = self._left = False
+        self._heartbeat_at = -math.inf
         self._stragglers = StragglerMonitor()
-        self._poll_seconds, self._finished = POLL_SECONDS * max(1.0, size / 500), threading.Event()
+        self._poll_seconds = POLL_SECONDS * max(1.0, size / 500)
+        self._finished = threading.Event()
         self._threads = [
             threading.Thread(target=target, name="spmd watchdog", daemon=True)
             for target in (self._poll, self._check_stall)
@@ -208,7 +211,7 @@ class ClusterWatchdog(Watchdog):
             thread.start()
 
     def _finish(self) -> None:
-        """At exit: pass JAX's barrier while the threads still poll, then end the threads.
+        """Pass JAX's barrier at exit while the threads still poll, then end the threads.
 
         A thread that is inside JAX while Python shuts down would abort the process with signal 6.
         """
@@ -222,9 +225,10 @@ class ClusterWatchdog(Watchdog):
                 thread.join(timeout=10.0)
 
     def begin_run(self, step: int) -> None:
-        """A run starts; a run has the same number in every process."""
+        """Note that a run starts; it has the same number in every process."""
         self._mean_step_seconds, self._step_count = 0.0, 0
-        self._newest_point, self._mark, self._last_mark = (step, 0), None, None
+        self._newest_point = (step, 0)
+        self._mark = self._last_mark = None
         super().begin_run(step)
         self._run_count += 1  # last: from now on the thread sees this run
 
@@ -235,9 +239,8 @@ class ClusterWatchdog(Watchdog):
         previous, _, progress_at = self._progress
         if phase == previous == "step":
             self._step_count += 1
-            self._mean_step_seconds += (
-                time.monotonic() - progress_at - self._mean_step_seconds
-            ) / min(self._step_count, 50)
+            change = time.monotonic() - progress_at - self._mean_step_seconds
+            self._mean_step_seconds += change / min(self._step_count, 50)
         super().record_progress(phase, step)
 
     def request_stop(self, reason: str) -> None:
@@ -247,7 +250,7 @@ class ClusterWatchdog(Watchdog):
         self.requested_stop_reason = self.requested_stop_reason or reason
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
-        """Whether all processes stop here.
+        """Tell whether all processes stop here.
 
         All processes ask at the same points, in the same order. Each process's thread, which never
         waits for a device, publishes the point that its run had reached. All stop at the first
@@ -331,17 +334,18 @@ class ClusterWatchdog(Watchdog):
         """
         self._heartbeat("left")
         self._force_exit_after(2 * EXIT_SECONDS, code)
-        deadline, seen = time.monotonic() + EXIT_SECONDS, f"seen/{self.rank}"
+        deadline = time.monotonic() + EXIT_SECONDS
+        receipt = f"seen/{self.rank}"
 
         def unread() -> int:
             return self.size - 1 - len(coordination.read_dir("seen/").keys() - {str(self.rank)})
 
         try:
             if self.rank == 0:
-                coordination.put(seen, "")
+                coordination.put(receipt, "")
             while (wait or self.rank == 0) and time.monotonic() < deadline and unread():
                 time.sleep(0.02)
-            coordination.put(seen, "")
+            coordination.put(receipt, "")
         except Exception as error:
             self._log(f"cannot wait for the other processes: {type(error).__name__}")
         if self.rank == 0:
@@ -355,25 +359,23 @@ class ClusterWatchdog(Watchdog):
                 return  # the user has shut it down
             try:
                 phase, step, progress_at = self._progress
+                since = round(time.monotonic() - progress_at, 2)
                 beat = {
                     "phase": phase,
                     "step": step,
-                    "since": round(time.monotonic() - progress_at, 2),
+                    "since": since,
                     "at": time.time(),
+                    "taken": dict(self.batches_taken),
+                    "waited": self.data_wait_seconds,
+                    "unanswered": unanswered() if since > LOST_SECONDS else [],
                 }
-                beat |= {"taken": dict(self.batches_taken), "waited": self.data_wait_seconds}
-                beat |= {"unanswered": unanswered() if beat["since"] > LOST_SECONDS else []}
                 coordination.put(f"beat/{self.rank}", json.dumps(beat))
                 messages = coordination.read_dir("now/")
                 if self._leaving:
                     self._leave_all()
                 self._handle_messages(messages)
                 if self.rank == 0 and phase == "step" and self._stragglers.due():
-                    beats = {
-                        int(rank): json.loads(text)
-                        for rank, text in coordination.read_dir("beat/").items()
-                    }
-                    for line in self._stragglers.warnings(beats):
+                    for line in self._stragglers.warnings(_beats()):
                         self._log(line)
                 unreachable_since = None
             except Exception as error:
@@ -401,10 +403,9 @@ class ClusterWatchdog(Watchdog):
             timeout = self._timeout(phase)
             if (idle := time.monotonic() - progress_at) > timeout:
                 gone = _gone(unanswered())
-                message = (
-                    f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
-                )
-                self._abort(f"stalled in {phase} (limit {timeout:g} s){gone}", STALLED, message)
+                where = f"in {phase} (limit {timeout:g}"
+                message = f"stalled: no progress for {idle:.1f} s {where}){gone}"
+                self._abort(f"stalled {where} s){gone}", STALLED, message)
 
     def _report_lost(self, text: str) -> NoReturn:
         """Report a host that is lost, and exit; JAX would abort this process a little later,
@@ -423,38 +424,33 @@ class ClusterWatchdog(Watchdog):
     def _heartbeat(self, end: str = "") -> None:
         """Write a heartbeat for the launcher; the last one says how this process has left."""
         if not self._left:
-            self._left, self._heartbeat_at = bool(end), time.monotonic()
+            self._left = bool(end)
+            self._heartbeat_at = time.monotonic()
             record = {
                 "phase": self.phase,
                 "step": self.step,
                 "since": time.monotonic() - self._progress[2],
                 "busy": self._in_local_work,
+                "stopped": self.local_stop_reason,
+                "end": end,
             }
-            report_to_launcher(
-                f"life.{self.rank}", {**record, "stopped": self.local_stop_reason, "end": end}
-            )
+            report_to_launcher(f"life.{self.rank}", record)
 
     def _handle_messages(self, messages: Mapping[str, str]) -> None:
         """Act on a failure of another process, on one that has finished, and on a request to
         stop.
         """
-        failures = {
-            int(key.removeprefix("fail/")): json.loads(text)
-            for key, text in messages.items()
-            if key.startswith("fail/")
-        }
-        others = {rank: record for rank, record in failures.items() if rank != self.rank}
-        if others:
+        failures = {int(rank): json.loads(text) for rank, text in _under("fail/", messages).items()}
+        failures.pop(self.rank, None)
+        if failures:
             with self._exiting:  # unless this process is about to exit for its own error
                 self._force_exit_after(2 * EXIT_SECONDS, PEER)
-                for rank, record in sorted(others.items()):
+                for rank, record in sorted(failures.items()):
                     where = f"process {rank} on {printable(record['host'], 100)}"
                     when = f"at step {int(record['step'])} ({printable(record['phase'], 20)})"
                     self._log(f"{where} failed {when}: {printable(record['error'])}")
                 self._exit(PEER, wait=False)
-        if leaving := sorted(
-            key.removeprefix("leave/") for key in messages if key.startswith("leave/")
-        ):
+        if leaving := sorted(_under("leave/", messages)):
             with self._exiting:
                 self._force_exit_after(2 * EXIT_SECONDS, TERMINATED)
                 self._log(
@@ -462,7 +458,7 @@ class ClusterWatchdog(Watchdog):
                     f"process ends with code {TERMINATED}"
                 )
                 self._exit(TERMINATED, wait=False)
-        done = sorted(int(key.removeprefix("done/")) for key in messages if key.startswith("done/"))
+        done = sorted(map(int, _under("done/", messages)))
         if done and self.rank not in done:
             self._check_peer_done(f"process {', '.join(map(str, done))} has finished its script")
         self._sync_stop(messages)
@@ -471,13 +467,12 @@ class ClusterWatchdog(Watchdog):
         """Abort if this process waits, inside a run, for processes that have finished; outside a
         run it may have more to do alone.
         """
-        (phase, _, progress_at), now = self._progress, time.monotonic()
+        phase, _, progress_at = self._progress
+        now = time.monotonic()
         self._peer_done_at = self._peer_done_at or now
+        idle = now - max(self._peer_done_at, progress_at)
         # a run's end may have local work
-        if now - max(self._peer_done_at, progress_at) < PEER_DONE_TIMEOUT or phase in (
-            "step",
-            "save",
-        ):
+        if idle < PEER_DONE_TIMEOUT or phase in ("step", "save"):
             return
         if phase == "script":
             if not self._warned_peer_done:
@@ -491,10 +486,9 @@ class ClusterWatchdog(Watchdog):
             return math.inf
         if phase != "step" or math.isinf(self.timeouts.step):
             return float(getattr(self.timeouts, phase))
-        return max(
-            self.timeouts.step,
-            STALL_FACTOR * self._mean_step_seconds if self._step_count else self.timeouts.compile,
-        )
+        if not self._step_count:
+            return max(self.timeouts.step, self.timeouts.compile)
+        return max(self.timeouts.step, STALL_FACTOR * self._mean_step_seconds)
 
     def _abort(self, text: str, code: int, message: str = "") -> None:
         """Log the reason, the stacks of all threads and the state of every process; publish the
@@ -504,14 +498,10 @@ class ClusterWatchdog(Watchdog):
             self._force_exit_after(2 * EXIT_SECONDS, code)
             self._log(f"{message or text}; the threads of this process:")
             faulthandler.dump_traceback(all_threads=True)
-            self._write_failure(
-                text, STALL if code == STALLED and self._in_local_work else WAIT, code
-            )
+            kind = STALL if code == STALLED and self._in_local_work else WAIT
+            self._write_failure(text, kind, code)
             now = time.time()
-            for rank, beat in sorted(
-                (int(rank), json.loads(value))
-                for rank, value in coordination.read_dir("beat/").items()
-            ):
+            for rank, beat in sorted(_beats().items()):
                 where = f"process {rank}: step {beat['step']}, {printable(str(beat['phase']), 20)}"
                 age = max(now - beat["at"], 0.0)
                 self._log(
@@ -528,9 +518,22 @@ class ClusterWatchdog(Watchdog):
         timer.start()
 
 
+def _beats() -> dict[int, dict[str, Any]]:
+    """The last heartbeats of all processes, by rank."""
+    texts = coordination.read_dir("beat/")
+    return {int(rank): json.loads(text) for rank, text in texts.items()}
+
+
+def _under(path: str, messages: Mapping[str, str]) -> dict[str, str]:
+    """The messages under a path, by their keys below it."""
+    return {key[len(path) :]: text for key, text in messages.items() if key.startswith(path)}
+
+
 def _gone(addresses: list[str]) -> str:
-    """What a report of a stall says of hosts that do not answer a process."""
-    return f"; no answer from {printable(', '.join(addresses), 200)}" if addresses else ""
+    """The part of a report of a stall about hosts that do not answer a process."""
+    if not addresses:
+        return ""
+    return f"; no answer from {printable(', '.join(addresses), 200)}"
 
 
 _current = Watchdog()
@@ -558,23 +561,28 @@ def start(
 
 
 def failure_kind(error: BaseException) -> str:
-    """Whether an error may be the consequence of a failure in another process."""
+    """The kind of an error: WAIT if it may be the consequence of a failure in another process."""
     while error.__cause__ is not None:  # such as a callback's
         error = error.__cause__
-    transfer = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(
-        error
-    )
-    return WAIT if transfer or isinstance(error, TimeoutError | RendezvousTimeout) else ERROR
+    if isinstance(error, TimeoutError | RendezvousTimeout):
+        return WAIT
+    # XLA has one class for a broken transfer and for a lack of memory, which is an error of its own
+    is_xla = isinstance(error, jax.errors.JaxRuntimeError)
+    return WAIT if is_xla and "RESOURCE_EXHAUSTED" not in str(error) else ERROR
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code for an error: that of SystemExit, or one that says whether a restart could
     help.
     """
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return int(error.code is not None)
+    if isinstance(error, RendezvousTimeout):
+        return FAILED
     if isinstance(error, ClusterError):
-        return FAILED if isinstance(error, RendezvousTimeout) else DISAGREED
+        return DISAGREED
     return USAGE if isinstance(error, SpmdError) and not _current.run_started else FAILED
 
 
