@@ -132,7 +132,7 @@ def sweep(
       ...     lambda key: {"w": jnp.zeros((1, 1))}, lambda params, x: x @ params["w"]
       ... )
       >>> x = jnp.linspace(-1, 1, 64)[:, None]
-      >>> found = sweep(
+      >>> result = sweep(
       ...     model,
       ...     {"x": x, "y": 3 * x},
       ...     loss=spmd.losses.mean_squared_error,
@@ -142,7 +142,7 @@ def sweep(
       ...     batch_size=16,
       ...     epochs=5,
       ... )
-      >>> found.best[0].values, found.programs
+      >>> result.best[0].values, result.programs
       ({'rate': 0.5}, 1)
     """
     join()
@@ -150,44 +150,29 @@ def sweep(
     if not isinstance(search, Halving) and search not in ("random", "grid"):
         raise OptionError(f"search={search!r}.", fix='"random", "grid" or spmd.Halving().')
     source = _arrays(data, "data", batch_size, shuffle, seed)
-    eval_source = (
-        None if eval_data is None else _arrays(eval_data, "eval_data", batch_size, False, 0)
-    )
+    eval_source = None
+    if eval_data is not None:
+        eval_source = _arrays(eval_data, "eval_data", batch_size, False, 0)
     config = TrainConfig(make_model, loss, optimizer, metrics, precision, seed=seed)
     study = SweepConfig(config, Layout.load(layout), source, eval_source, exact)
     study.check(space)
     check_length(epochs, steps)
-    length = steps if steps is not None else (epochs or 1) * source.steps_per_epoch
+    length = (epochs or 1) * source.steps_per_epoch if steps is None else steps
     all_trials = _trials(space, trials, search, seed)
-    plan = (
-        search.plan(len(all_trials), length)
-        if isinstance(search, Halving)
-        else [(len(all_trials), length)]
-    )
+    plan = [(len(all_trials), length)]
+    if isinstance(search, Halving):
+        plan = search.plan(len(all_trials), length)
     check_integer(keep, "keep", 0, optional=True)
     check_integer(at_once, "at_once", optional=True)
     check_integer(steps_per_call, "steps_per_call")
-    display, store_config = make_progress(progress), as_checkpoint(checkpoint)
-    if store_config is not None and store_config != Checkpoint(
-        store_config.path, every=store_config.every
-    ):
-        why = (
-            f"checkpoint={store_config!r}: a sweep uses only the path and `every` of a Checkpoint."
-        )
-        raise OptionError(why, fix="sweep(score=..., mode=..., keep=...).")
-    if store_config is None and resume:
-        raise OptionError("resume=True without a checkpoint folder.", fix='checkpoint="runs/name".')
+    display = make_progress(progress)
+    folder, every = _folder_and_interval(checkpoint, resume, source)
     devices = _mesh(mesh, batch_size)
-    folder = None if store_config is None else Path(store_config.path).absolute()
-    every = (
-        source.steps_per_epoch
-        if store_config is None or store_config.every is None
-        else store_config.every
-    )
+    spelled_trials = ""
+    if folder is not None:
+        spelled_trials = f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]"
     about = {
-        "trials": f"[{', '.join(spelled(trial.all_values) for trial in all_trials)}]"
-        if folder is not None
-        else "",
+        "trials": spelled_trials,
         "rungs": str(plan),
         "mesh": str(MeshSpec.parse(devices)),
         "at_once": str(at_once),
@@ -209,7 +194,8 @@ def sweep(
             "resume": resume,
         }
         _check_trials_agree(all_trials, {**about, "trials": len(all_trials), **options})
-        display = display if is_writer() else NoProgress()
+        if not is_writer():
+            display = NoProgress()
         use_folder(agree_on_folder(choose_folder(compile_cache, folder)))
         resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
         sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
@@ -225,26 +211,46 @@ def sweep(
             if check_memory:
                 check_room(packed, sharing[key], at_once, first)
         with owned(folder) as owner:
-            resumes = resume or was_restarted()
-            storage, _ = (
-                SweepStore(
-                    folder, {**about, "score": " ".join(measure)}, resume=resumes, owner=owner
-                ),
-                resident(),
-            )
+            about["score"] = " ".join(measure)
+            storage = SweepStore(folder, about, resume=resume or was_restarted(), owner=owner)
+            resident()
             runner = SweepRunner(
-                study,
-                programs,
-                storage,
-                plan,
-                measure,
-                at_once,
-                keep,
-                steps_per_call,
-                every,
-                display,
+                study=study,
+                programs=programs,
+                storage=storage,
+                plan=plan,
+                measure=measure,
+                at_once=at_once,
+                keep=keep,
+                steps_per_call=steps_per_call,
+                every=every,
+                progress=display,
             )
-            return runner.run(all_trials, None if folder is None else folder / "best")
+            return runner.run_rungs(all_trials, None if folder is None else folder / "best")
+
+
+def _folder_and_interval(
+    checkpoint: Any, resume: bool, source: ArraySource
+) -> tuple[Path | None, int]:
+    """The sweep's folder, and the steps between two saves.
+
+    Raises:
+      OptionError: other options of a `Checkpoint`, or `resume` without one.
+    """
+    config = as_checkpoint(checkpoint)
+    if config is None:
+        if resume:
+            raise OptionError(
+                "resume=True without a checkpoint folder.", fix='checkpoint="runs/name".'
+            )
+        return None, source.steps_per_epoch
+    if config != Checkpoint(config.path, every=config.every):
+        raise OptionError(
+            f"checkpoint={config!r}: a sweep uses only the path and `every` of a Checkpoint.",
+            fix="sweep(score=..., mode=..., keep=...).",
+        )
+    every = source.steps_per_epoch if config.every is None else config.every
+    return Path(config.path).absolute(), every
 
 
 def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:
@@ -253,12 +259,9 @@ def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -
             f"{option}: a sweep needs arrays, kept on the devices.",
             fix="a dict or tuple of arrays [examples, ...].",
         )
-    return cast(
-        ArraySource,
-        as_source(
-            data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=option == "eval_data"
-        ),
-    )
+    short_ok = option == "eval_data"
+    source = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed, short_ok=short_ok)
+    return cast(ArraySource, source)  # which it is for arrays
 
 
 def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int) -> list[Trial]:
@@ -274,7 +277,7 @@ def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int)
 
 
 def _mesh(mesh: Any, batch_size: int) -> Mesh:
-    devices = make_mesh(mesh if mesh is not None else {NET: -1})
+    devices = make_mesh({NET: -1} if mesh is None else mesh)
     sizes = dict(devices.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
         raise MeshError(
@@ -287,14 +290,14 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
             fix=f"a multiple of {sizes[DATA]}.",
         )
     places = np.moveaxis(devices.devices, devices.axis_names.index(NET), 0).reshape(sizes[NET], -1)
-    ranks = [{device.process_index for device in place} for place in places]
-    flat = [rank for of_trial in ranks for rank in sorted(of_trial)]
+    ranks = []
+    for place in places:
+        ranks.append(sorted({device.process_index for device in place}))
+    flat = [rank for ranks_of_trial in ranks for rank in ranks_of_trial]
     if len(flat) > len(ranks) or flat != sorted(flat) or len(set(flat)) < jax.process_count():
         within = math.gcd(sizes.get(DATA, 1), jax.local_device_count())
-        why = (
-            f"the positions along {NET} are on processes "
-            f"{', '.join('+'.join(map(str, sorted(of_trial))) for of_trial in ranks)}"
-        )
+        shown = ["+".join(map(str, ranks_of_trial)) for ranks_of_trial in ranks]
+        why = f"the positions along {NET} are on processes {', '.join(shown)}"
         rule = "Each trial needs devices of one process; processes come in order, and all take part"
         raise MeshError(
             f"mesh {MeshSpec.parse(devices)}: {why}. {rule}.",
@@ -305,27 +308,19 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
 
 def _check_trials_agree(trials: Sequence[Trial], options: Mapping[str, Any]) -> None:
     """Compare options, and every trial's hyper-parameters without the addresses of objects."""
-    facts = {
-        "devices of each process": str(jax.local_device_count()),
-        **{name: str(value) for name, value in options.items()},
-    }
-    check_consistency(
-        facts
-        | {
-            f"trial {trial.number}": re.sub(r" at 0x[0-9a-f]+", "", str(trial.all_values))
-            for trial in trials
-        }
-    )
+    facts = {"devices of each process": str(jax.local_device_count())}
+    facts |= {name: str(value) for name, value in options.items()}
+    for trial in trials:
+        facts[f"trial {trial.number}"] = re.sub(r" at 0x[0-9a-f]+", "", str(trial.all_values))
+    check_consistency(facts)
 
 
 def _check_programs_agree(packed: VmappedTrials, trial: Trial, call: Piece) -> None:
     """Compare a trial's initial values, and the program of its steps."""
     if jax.process_count() > 1:
         text = packed.lowered(packed.mesh.shape[NET], call.count, call.rows, shared=True).as_text()
-        check_consistency(
-            checksums(packed.init(trial).variables)
-            | text_facts(text, f"the steps of trial {trial.number}")
-        )
+        facts = checksums(packed.initial_state(trial).variables)
+        check_consistency(facts | text_facts(text, f"the steps of trial {trial.number}"))
 
 
 def _packed(
@@ -337,10 +332,8 @@ def _packed(
         packed.check_evaluation()
     except SpmdError as error:
         if study.constants(first):
-            error.add_note(
-                f"of trial {first.number}: "
-                f"{', '.join(f'{name}={value!r}' for name, value in first.values.items())}"
-            )
+            values = ", ".join(f"{name}={value!r}" for name, value in first.values.items())
+            error.add_note(f"of trial {first.number}: {values}")
         raise
     return packed
 
@@ -353,26 +346,23 @@ def _measure(
     """
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
-    known = [
-        *program.names,
-        *(f"eval_{name}" for name in program.evaluation.names if study.eval_data is not None),
-    ]
-    name = score if score is not None else "eval_loss" if study.eval_data is not None else "loss"
-    if name not in known and name.startswith("eval_") and study.eval_data is None:
+    evaluated = [f"eval_{metric}" for metric in program.evaluation.names]
+    scores = list(program.names)
+    name = "loss"
+    if study.eval_data is not None:
+        scores += evaluated
+        name = "eval_loss"
+    if score is not None:
+        name = score
+    if name not in scores and name.startswith("eval_") and study.eval_data is None:
         raise OptionError(
             f'score="{name}": there is no evaluation.', fix="eval_data=..., which has it."
         )
-    if name not in known:
+    if name not in scores:
         raise OptionError(
-            f'score="{name}": there is no such metric.', fix=did_you_mean(name, known)
+            f'score="{name}": there is no such metric.', fix=did_you_mean(name, scores)
         )
-    columns = (
-        "trial",
-        "steps",
-        "ended",
-        name,
-        *(f"eval_{metric}" for metric in program.evaluation.names),
-    )
+    columns = ("trial", "steps", "ended", name, *evaluated)
     for hyperparameter in space:
         if hyperparameter in columns:
             fix = "another name for the hyper-parameter."

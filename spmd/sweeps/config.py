@@ -1,5 +1,5 @@
-"""The configuration of a sweep: which function takes each hyper-parameter, and which trials can
-share a program.
+"""The configuration of a sweep: the function that takes each hyper-parameter, and the trials that
+can share a program.
 """
 
 import dataclasses
@@ -56,36 +56,11 @@ class SweepConfig:
         Raises:
           OptionError: such a name; or a function with an argument that is not in the space.
         """
-        for option, function in (
-            ("make_model", self.config.model),
-            ("optimizer", self.config.optimizer),
-        ):
-            if not callable(function) or isinstance(function, nnx.Module | linen.Module):
-                fix = (
-                    "lambda learning_rate: optax.adam(learning_rate)"
-                    if option == "optimizer"
-                    else "lambda width: Net(width)"
-                )
-                raise OptionError(
-                    f"{option}={short_repr(function)} is not a function of hyper-parameters.",
-                    fix=f"{option}={fix}.",
-                )
-            required = [
-                p.name
-                for p in _parameters(function)
-                if p.default is p.empty and p.kind not in _VARIADIC
-            ]
-            missing = [name for name in required if name not in space and name != SEED]
-            if missing:
-                fix = (
-                    _of_class(function, missing, space)
-                    if isinstance(function, type)
-                    else _of_argument(missing[0], space)
-                )
-                raise OptionError(
-                    f'{option} takes "{missing[0]}", which is not in the space.', fix=fix
-                )
-        for name in takes(self.config.model, space):
+        example = "lambda width: Net(width)"
+        _check_function("make_model", self.config.model, space, example)
+        example = "lambda learning_rate: optax.adam(learning_rate)"
+        _check_function("optimizer", self.config.optimizer, space, example)
+        for name in accepted_names(self.config.model, space):
             if isinstance(space[name], Between):
                 why = (
                     f"make_model takes {name}, drawn from {space[name]}: each trial would compile "
@@ -96,7 +71,11 @@ class SweepConfig:
                     fix="a list of a few values; only values of the optimizer can be drawn from a "
                     "distribution.",
                 )
-        used = {*takes(self.config.model, space), *takes(self.config.optimizer, space), SEED}
+        used = {
+            *accepted_names(self.config.model, space),
+            *accepted_names(self.config.optimizer, space),
+            SEED,
+        }
         for name in space:
             if name not in used:
                 fix = "an argument of that name of make_model or optimizer, or leave it out."
@@ -114,15 +93,15 @@ class SweepConfig:
 
     def model(self, values: Mapping[str, Any]) -> Callable[[], Any]:
         """A function that builds the model of a trial."""
-        picked = {name: values[name] for name in takes(self.config.model, values)}
-        return lambda: self.config.model(**picked)
+        arguments = {name: values[name] for name in accepted_names(self.config.model, values)}
+        return lambda: self.config.model(**arguments)
 
     @property
     def builds_from_seed(self) -> bool:
-        """Whether make_model takes the seed; otherwise only linen and functional models, which
+        """True if make_model takes the seed; otherwise only linen and functional models, which
         receive a key, depend on it.
         """
-        return bool(takes(self.config.model, [SEED]))
+        return bool(accepted_names(self.config.model, [SEED]))
 
     def optimizer_of(self, values: Mapping[str, Any]) -> Any:
         """The optimizer of a trial; values may be traced.
@@ -130,14 +109,14 @@ class SweepConfig:
         Raises:
           OptimizerError: it cannot be built, or is not an optax transformation.
         """
-        picked = {name: values[name] for name in takes(self.config.optimizer, values)}
+        arguments = {name: values[name] for name in accepted_names(self.config.optimizer, values)}
         try:
-            return check_optimizer(self.config.optimizer(**picked))
+            return check_optimizer(self.config.optimizer(**arguments))
         except SpmdError:
             raise
         except Exception as error:
             raise OptimizerError(
-                f"optimizer({', '.join(picked)}) fails: {first_line(error)}\n    Floats are "
+                f"optimizer({', '.join(arguments)}) fails: {first_line(error)}\n    Floats are "
                 "traced, so that many values share one program.",
                 fix="no Python branch on such a value; or pass strings or integers, which are "
                 "constants of the program.",
@@ -145,12 +124,13 @@ class SweepConfig:
 
     def traced(self, trial: Trial) -> dict[str, float]:
         """The values that are arguments of the compiled program."""
-        inside = takes(self.config.model, trial.values)
-        return {
-            name: trial.values[name]
-            for name in takes(self.config.optimizer, trial.values)
-            if isinstance(trial.values[name], float) and name not in inside
-        }
+        of_model = accepted_names(self.config.model, trial.values)
+        traced = {}
+        for name in accepted_names(self.config.optimizer, trial.values):
+            value = trial.values[name]
+            if isinstance(value, float) and name not in of_model:
+                traced[name] = value
+        return traced
 
     def constants(self, trial: Trial) -> tuple:
         """The values that are constants of the program: trials with equal ones share it."""
@@ -171,26 +151,55 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _of_argument(missing: str, space: Mapping[str, Any]) -> str:
+def _check_function(option: str, function: Any, space: Mapping[str, Any], example: str) -> None:
+    """Refuse a function with an argument that is not in the space, or a value that is no function.
+
+    Args:
+      option: of `sweep`, for the error.
+      function: its value.
+      space: the hyper-parameters.
+      example: a function, for the fix.
+    """
+    if not callable(function) or isinstance(function, nnx.Module | linen.Module):
+        raise OptionError(
+            f"{option}={short_repr(function)} is not a function of hyper-parameters.",
+            fix=f"{option}={example}.",
+        )
+    missing = []
+    for parameter in _parameters(function):
+        is_required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        if is_required and parameter.name not in space and parameter.name != SEED:
+            missing.append(parameter.name)
+    if not missing:
+        return
+    if isinstance(function, type):
+        fix = _fix_for_class(function, missing, space)
+    else:
+        fix = _fix_for_argument(missing[0], space)
+    raise OptionError(f'{option} takes "{missing[0]}", which is not in the space.', fix=fix)
+
+
+def _fix_for_argument(missing: str, space: Mapping[str, Any]) -> str:
     """A fix for an argument that is not in the space."""
     near = closest(missing, list(space))
-    known = f'did you mean "{near}" for it? Or' if near else f"{missing}=[...] in the space, or"
-    return f"{known} a default for it."
+    if near:
+        return f'did you mean "{near}" for it? Or a default for it.'
+    return f"{missing}=[...] in the space, or a default for it."
 
 
-def _of_class(kind: type, missing: Sequence[str], space: Mapping[str, Any]) -> str:
+def _fix_for_class(kind: type, missing: Sequence[str], space: Mapping[str, Any]) -> str:
     """A fix for a class in the place of a function: one that calls it, with the arguments that are
     not in the space.
     """
-    varied = takes(kind, [*space, SEED])
+    varied = accepted_names(kind, [*space, SEED])
     arguments = [f"{name}={name}" for name in varied]
     arguments += ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in missing]
     begin = f"lambda {', '.join(varied)}:" if varied else "lambda:"
     return f"a function that gives it: make_model={begin} {kind.__name__}({', '.join(arguments)})."
 
 
-def takes(function: Callable[..., Any], names: Any) -> list[str]:
-    """Which of these names are arguments of a function."""
+def accepted_names(function: Callable[..., Any], names: Any) -> list[str]:
+    """The names, of the given ones, that are arguments of a function."""
     parameters = _parameters(function)
     named = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -199,7 +208,8 @@ def takes(function: Callable[..., Any], names: Any) -> list[str]:
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        if isinstance(function, type):  # nnx hides a class's own arguments behind its metaclass
+        # inspect.signature of an nnx module is that of its metaclass, (*args, **kwargs)
+        if isinstance(function, type):
             return list(inspect.signature(function.__init__).parameters.values())[1:]
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

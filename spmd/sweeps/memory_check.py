@@ -1,4 +1,4 @@
-"""Whether the trials of a sweep have room on the devices, asked before anything is put there."""
+"""Check that the trials of a sweep have room on the devices, before anything is put there."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,9 +28,8 @@ class _Need:
 
     def __str__(self) -> str:
         parts = [f"{format_bytes(self.state)} of state", f"{format_bytes(self.data)} of data"]
-        parts += (
-            [] if self.temporaries is None else [f"{format_bytes(self.temporaries)} of temporaries"]
-        )
+        if self.temporaries is not None:
+            parts.append(f"{format_bytes(self.temporaries)} of temporaries")
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -46,16 +45,18 @@ def check_room(
       DeviceMemoryError: they need more than a device has; how many at once would fit, which was
         tried.
     """
-    limit, slots = memory_limit(packed.mesh), packed.mesh.shape[NET]
+    limit = memory_limit(packed.mesh)
     if limit is None:
         return
+    slots = packed.mesh.shape[NET]
     count = min(at_once or len(trials), len(trials))
     need = _need(packed, trials[:count], call, limit)
     if need.peak <= limit:
         return
-    # bytes of one trial's state
-    each, kind = need.state // need.trials, packed.mesh.local_devices[0].device_kind
-    fewer = min(need.trials - 1, (limit - need.data) // each if each else 0)
+    each = need.state // need.trials  # bytes of one trial's state
+    kind = packed.mesh.local_devices[0].device_kind
+    room = (limit - need.data) // each if each else 0
+    fewer = min(need.trials - 1, room)
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
         fewer //= 2
     if fewer > 0:
@@ -83,7 +84,9 @@ def check_room(
 
 
 def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: int) -> _Need:
-    """What a call needs; the compiler is only asked of what would have room without temporaries."""
+    """The bytes that a call needs; the compiler is only asked about trials that would have room
+    without temporaries.
+    """
     slots = len(filled(trials, packed))
     state = tree_on_device(packed.abstract(slots))
     data = tree_on_device(packed.abstract_data)
@@ -91,9 +94,9 @@ def _need(packed: VmappedTrials, trials: Sequence[Trial], call: Piece, limit: in
     if need.peak > limit:
         return need
     seeds = len({trial.seed for trial in trials})
-    memory = (
-        packed.lowered(slots, call.count, call.rows, shared=seeds == 1).compile().memory_analysis()
-    )
+    lowered = packed.lowered(slots, call.count, call.rows, shared=seeds == 1)
+    memory = lowered.compile().memory_analysis()
+    # donated arguments are also outputs, and XLA counts them in both
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

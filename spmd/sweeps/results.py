@@ -1,4 +1,4 @@
-"""What came of a sweep: each trial's values, score and curve, as a table, and the best of them as
+"""The results of a sweep: each trial's values, score and curve, as a table, and the best of them as
 results of their own.
 """
 
@@ -22,7 +22,7 @@ from spmd.user_paths import as_path, write_text
 
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
-    """What came of one trial.
+    """The outcome of one trial.
 
     Attributes:
       trial: its number, values and seed.
@@ -51,7 +51,7 @@ class TrialResult:
         return dict(self.trial.values)
 
     def result(self) -> Result:
-        """As `spmd.fit` would have returned it: the model, and `evaluate` and `predict`.
+        """The trial as `spmd.fit` would have returned it: the model, and `evaluate` and `predict`.
 
         Raises:
           OptionError: its arrays were not kept.
@@ -97,9 +97,8 @@ class Sweep:
                 f"top={top!r}, and the arrays of {len(self.best)} trials were kept.",
                 fix="fewer; or sweep(keep=...).",
             )
-        return Ensemble(
-            {f"trial {tried.number}": tried.result() for tried in self.best[:count]}, **options
-        )
+        members = {f"trial {tried.number}": tried.result() for tried in self.best[:count]}
+        return Ensemble(members, **options)
 
     def rows(self) -> list[dict[str, Any]]:
         """The table, a dict for each trial, the best first; those that were dropped after those
@@ -129,7 +128,8 @@ class Sweep:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The table as CSV, with a header; written to `path` too if it is given."""
-        rows, out = self.rows(), io.StringIO()
+        rows = self.rows()
+        out = io.StringIO()
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -153,11 +153,13 @@ class Sweep:
     def _cells(self) -> list[list[str]]:
         curves = {tried.number: spark(tried.history["loss"]).ljust(16) for tried in self.trials}
         rows = self.rows()
-        return [
-            [*rows[0], "loss"],
-            *([*map(_cell, row.values()), curves[row["trial"]]] for row in rows),
-        ]
+        cells = [[*rows[0], "loss"]]
+        for row in rows:
+            cells.append([*map(_cell, row.values()), curves[row["trial"]]])
+        return cells
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("\n", "\\n")

@@ -78,49 +78,52 @@ class SweepRunner:
     # numbers the questions whether to end
     _asked: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
-    def run(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
+    def run_rungs(self, trials: Sequence[Trial], folder: Path | None) -> Sweep:
         """Run all rungs; the best trials are saved in `folder`, one run each."""
         records = {trial.number: _Record([], []) for trial in trials}
-        starts = [0, *(stop for _, stop in self.plan[:-1])]
-        self._total = sum(
-            count * (stop - start) for (count, stop), start in zip(self.plan, starts, strict=True)
-        )
+        start = 0
+        for count, stop in self.plan:
+            self._total += count * (stop - start)
+            start = stop
         self.progress.start(0, self._total)
         try:
-            alive, states = list(trials), dict[int, Any]()
+            alive = list(trials)
+            states: dict[int, Any] = {}
             for rung, (count, stop) in enumerate(self.plan):
-                last = rung == len(self.plan) - 1
                 if rung:
-                    chosen = best(
-                        {trial.number: records[trial.number].score for trial in alive},
-                        count,
-                        self.measure[1],
-                    )
-                    for trial in alive:
-                        if trial.number not in chosen and records[trial.number].ended == "done":
-                            records[
-                                trial.number
-                            ].ended = f"dropped at step {self.plan[rung - 1][1]}"
-                    alive = [
-                        trial
-                        for trial in alive
-                        if trial.number in chosen and records[trial.number].ended == "done"
-                    ]
+                    alive = self._promoted(alive, records, count, self.plan[rung - 1][1])
+                last = rung == len(self.plan) - 1
                 states = self._rung(rung, alive, records, states, stop, last=last)
-            kept = best(
+            ranked = best(
                 {number: records[number].score for number in states}, self.keep, self.measure[1]
             )
-            kept = [number for number in kept if math.isfinite(records[number].score)]
-            found = self._sweep(
-                trials, records, {number: states[number] for number in kept}, folder
-            )
-            if reason := first_nonempty(
-                watchdog.current().requested_stop_reason if self._begun else ""
-            ):
+            states = {
+                number: states[number] for number in ranked if math.isfinite(records[number].score)
+            }
+            result = self._sweep(trials, records, states, folder)
+            requested = watchdog.current().requested_stop_reason if self._begun else ""
+            if reason := first_nonempty(requested):
                 _end(reason)  # it came too late to end anything
-            return found
+            return result
         finally:
             self.progress.close()
+
+    def _promoted(
+        self, alive: Sequence[Trial], records: Mapping[int, _Record], count: int, step: int
+    ) -> list[Trial]:
+        """The best trials, which continue after `step`; the others are recorded as dropped."""
+        scores = {trial.number: records[trial.number].score for trial in alive}
+        chosen = best(scores, count, self.measure[1])
+        promoted = []
+        for trial in alive:
+            record = records[trial.number]
+            if record.ended != "done":
+                continue
+            if trial.number in chosen:
+                promoted.append(trial)
+            else:
+                record.ended = f"dropped at step {step}"
+        return promoted
 
     def _rung(
         self,
@@ -135,6 +138,7 @@ class SweepRunner:
         """Train trials up to a step; return the host states of those that may be promoted."""
         promotable: dict[int, Any] = {}
         start = self.plan[rung - 1][1] if rung else 0
+        count = self.keep if last else self.plan[rung + 1][0]
         for number, (packed, trials) in enumerate(self._chunks(alive)):
             history, evaluations, after = self._chunk(
                 rung, number, packed, trials, states, start, stop
@@ -142,14 +146,10 @@ class SweepRunner:
             for place, trial in enumerate(trials):
                 self._note(records[trial.number], packed, history[place], evaluations[place], stop)
                 promotable[trial.number] = None
-            count = self.keep if last else self.plan[rung + 1][0]
-            promotable = {
-                key: promotable[key]
-                for key in best(
-                    {key: records[key].score for key in promotable}, count, self.measure[1]
-                )
-            }
-            promotable |= {} if after is None else after.host_states(promotable)
+            scores = {key: records[key].score for key in promotable}
+            promotable = {key: promotable[key] for key in best(scores, count, self.measure[1])}
+            if after is not None:
+                promotable |= after.host_states(promotable)
         return promotable
 
     def _chunks(self, alive: Sequence[Trial]) -> Iterator[tuple[VmappedTrials, Sequence[Trial]]]:
@@ -157,9 +157,8 @@ class SweepRunner:
         for key, packed in self.programs.items():
             sharing = [trial for trial in alive if self.study.constants(trial) == key]
             size = self.at_once or len(sharing) or 1
-            yield from (
-                (packed, sharing[first : first + size]) for first in range(0, len(sharing), size)
-            )
+            for first in range(0, len(sharing), size):
+                yield packed, sharing[first : first + size]
 
     def _chunk(
         self,
@@ -174,19 +173,22 @@ class SweepRunner:
         """Measurements and evaluations of the trials of a chunk, and the chunk; None if its states
         were cleared away.
         """
-        done, run = self.storage.finished(rung, number), Chunk(packed, trials, stop, None)
-        # a damaged chunk is trained again
-        if done is not None and (self.storage.cleared or self.storage.resumed(rung, number, run)):
-            self._count(packed, len(trials) * (stop - start))
-            return *done, None if self.storage.cleared else run
-        slots, watch = filled(trials, packed), watchdog.current()
+        done = self.storage.finished(rung, number)
+        if done is not None:
+            chunk = None if self.storage.cleared else Chunk(packed, trials, stop, None)
+            # a damaged chunk is trained again
+            if chunk is None or self.storage.resumed(rung, number, chunk):
+                self._count(packed, len(trials) * (stop - start))
+                return *done, chunk
+        slots = filled(trials, packed)
+        watch = watchdog.current()
 
         def initial(slot: int) -> Any:
-            return states[slots[slot].number] if rung else packed.init(slots[slot])
+            return states[slots[slot].number] if rung else packed.initial_state(slots[slot])
 
-        run = Chunk(packed, trials, start, packed.stack(len(slots), initial))
-        if self.storage.resumed(rung, number, run):
-            self._count(packed, len(trials) * (run.step - start))
+        chunk = Chunk(packed, trials, start, packed.stack(len(slots), initial))
+        if self.storage.resumed(rung, number, chunk):
+            self._count(packed, len(trials) * (chunk.step - start))
 
         def report(measured: np.ndarray) -> None:
             self._count(packed, measured.shape[0] * measured.shape[1], measured)
@@ -194,10 +196,10 @@ class SweepRunner:
 
         self._begin()
         evaluations = []
-        with self.storage.saving(rung, number, run) as save:
-            if run.step < stop:
+        with self.storage.saving(rung, number, chunk) as save:
+            if chunk.step < stop:
                 save = watch.in_phase("save")(save)
-                run.run(
+                chunk.train(
                     stop,
                     limit=self.steps_per_call,
                     every=self.every,
@@ -207,28 +209,29 @@ class SweepRunner:
                 )
             if not self._ending:
                 with watch.in_phase("eval"):
-                    evaluations = run.evaluate()
+                    evaluations = chunk.evaluate()
             watch.record_progress("save", self._steps)
         if not self._ending:
-            self.storage.finish(rung, number, run.history, evaluations)
+            self.storage.finish(rung, number, chunk.history, evaluations)
         if self._ending or self._ends():
             _end(watch.stop_reason)
         watch.record_progress("compile", self._steps)  # which the first call of the next chunk may
-        return run.history, evaluations, run
+        return chunk.history, evaluations, chunk
 
     def _begin(self) -> None:
-        """Before the first chunk that trains: from now on SIGTERM and Ctrl-C end a sweep that has a
-        folder after a save.
+        """Let SIGTERM and Ctrl-C end a sweep that has a folder after a save, from the first chunk
+        that trains.
         """
         if not self._begun:
-            self._begun, watch = True, watchdog.current()
+            self._begun = True
+            watch = watchdog.current()
             watch.begin_run(self._steps)
             if self.storage.keeps:
                 stop_by(watch.request_stop)
 
     def _ends(self) -> bool:
-        """Whether all processes end the sweep here, since one of them was asked to. All ask at the
-        same points.
+        """Return whether all processes end the sweep here, since one of them was asked to. All ask
+        at the same points.
         """
         watch = watchdog.current()
         watch.has_trained = True
@@ -242,7 +245,9 @@ class SweepRunner:
         if measured is not None:
             with np.errstate(all="ignore"):
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
-            self._lowest = float(np.nanmin(newest)) if np.isfinite(newest).any() else math.nan
+            self._lowest = math.nan
+            if np.isfinite(newest).any():
+                self._lowest = float(np.nanmin(newest))
         if self.progress.due() or self._steps == self._total:  # the bar ends full
             pace = Pace(self._trained * packed.program.rows, time.monotonic())
             self.progress.update(self._steps, 0, {"lowest loss": self._lowest}, pace)
@@ -257,12 +262,11 @@ class SweepRunner:
     ) -> None:
         """Record a rung of a trial."""
         record.measured.append(history)
-        record.evaluations += (
-            [(stop, {f"eval_{name}": value for name, value in evaluation.items()})]
-            if evaluation
-            else []
-        )
-        names, name = packed.program.names, self.measure[0]
+        if evaluation:
+            named = {f"eval_{name}": value for name, value in evaluation.items()}
+            record.evaluations.append((stop, named))
+        names = packed.program.names
+        name = self.measure[0]
         with np.errstate(all="ignore"):
             values = record.steps[:, 0] / record.steps[:, 1]
         skipped, diverged = skipped_and_diverged(record.steps, names)
@@ -275,7 +279,9 @@ class SweepRunner:
             newest = slice(-min(len(values), self.study.data.steps_per_epoch), None)
             column = values[newest, names.index(name)]
             column = column[np.isfinite(column) | ~skipped[newest]]
-            record.score = float(column.mean(dtype=np.float64)) if len(column) else math.nan
+            record.score = math.nan
+            if len(column):
+                record.score = float(column.mean(dtype=np.float64))
 
     def _sweep(
         self,
@@ -284,32 +290,24 @@ class SweepRunner:
         states: Mapping[int, Any],
         folder: Path | None,
     ) -> Sweep:
+        """The outcome of all trials; those with a state are the best, and are saved."""
+        states = dict(states)
         # files are read by all processes together, which need not ask for a result together
         if jax.process_count() > 1:
-            cleared = [
-                trial for trial in trials if trial.number in states and states[trial.number] is None
-            ]
-            states = {
-                **states,
-                **{
-                    trial.number: self._result(trial, None, History(()), folder).state
-                    for trial in cleared
-                },
-            }
+            for trial in trials:
+                if trial.number in states and states[trial.number] is None:
+                    result = self._result(trial, None, History(()), folder)
+                    states[trial.number] = result.state
         tried = [
             self._trial_result(trial, records[trial.number], states, folder) for trial in trials
         ]
-        kept = [tried[number] for number in states]
+        best_trials = [tried[number] for number in states]
         if folder is not None:
-            for result in kept:
-                self._keep(result, folder / f"trial-{result.number:04d}")
+            for result in best_trials:
+                self._save_result(result, folder / f"trial-{result.number:04d}")
             self.storage.clear()  # only now: from the chunks, missing results could be rebuilt
-        return Sweep(
-            tried,
-            kept,
-            self.measure,
-            sum(packed.compilations() for packed in self.programs.values()),
-        )
+        compilations = sum(packed.compilations() for packed in self.programs.values())
+        return Sweep(tried, best_trials, self.measure, compilations)
 
     def _trial_result(
         self, trial: Trial, record: _Record, states: Mapping[int, Any], folder: Path | None
@@ -319,19 +317,13 @@ class SweepRunner:
         history.add_steps(1, record.steps)
         for step, evaluation in record.evaluations:
             history.add_evaluation(step, evaluation)
-        build = (
-            functools.partial(self._result, trial, states[trial.number], history, folder)
-            if trial.number in states
-            else None
-        )
-        return TrialResult(
-            trial,
-            record.score,
-            record.evaluations[-1][1] if record.evaluations else {},
-            history,
-            record.ended,
-            build,
-        )
+        metrics = {}
+        if record.evaluations:
+            _, metrics = record.evaluations[-1]
+        build = None
+        if trial.number in states:
+            build = functools.partial(self._result, trial, states[trial.number], history, folder)
+        return TrialResult(trial, record.score, metrics, history, record.ended, build)
 
     def _result(
         self, trial: Trial, state: State | None, history: History, folder: Path | None
@@ -342,27 +334,26 @@ class SweepRunner:
         trainer = Trainer(**vars(study.train_config(trial)), mesh=mesh, layout=study.layout)
         trainer.prepare(study.data.sample())
         if state is None and folder is not None:
-            return Result(
-                trainer.restore(folder / f"trial-{trial.number:04d}"), history, None, trainer
+            placed = trainer.restore(folder / f"trial-{trial.number:04d}")
+        else:
+            placed = jax.tree.map(
+                lambda leaf, abstract: place_copy(leaf, abstract.sharding),
+                state,
+                trainer.abstract_state,
             )
-        wanted = trainer.abstract_state
-        return Result(
-            jax.tree.map(lambda leaf, like: place_copy(leaf, like.sharding), state, wanted),
-            history,
-            None,
-            trainer,
-        )
+        return Result(placed, history, None, trainer)
 
-    def _keep(self, tried: TrialResult, place: Path) -> None:
+    def _save_result(self, tried: TrialResult, place: Path) -> None:
         """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)`
         resumes.
         """
-        if first_nonempty("kept" if place.is_dir() else ""):
+        if first_nonempty("saved" if place.is_dir() else ""):
             return
-        result, data = tried.result(), dataclasses.replace(self.study.data, seed=tried.trial.seed)
+        result = tried.result()
+        data = dataclasses.replace(self.study.data, seed=tried.trial.seed)
         epoch, batch = divmod(int(result.state.step), data.steps_per_epoch)
-        about = result.trainer.about(data)
-        more = {
+        about = {
+            **result.trainer.about(data),
             "position": dataclasses.asdict(Position(epoch, batch)),
             "callbacks": [],
             "pace": None,
@@ -371,20 +362,19 @@ class SweepRunner:
         if is_writer() and unfinished.exists():
             shutil.rmtree(unfinished)
         first_nonempty("")  # a barrier
-        # all processes write
-        everywhere = NamedSharding(
-            self.programs[self.study.constants(tried.trial)].mesh, PartitionSpec()
-        )
-        state = jax.tree.map(lambda leaf: place_copy(leaf, everywhere), result.state)
+        # replicated on all devices: Orbax writes an array from all processes that have a part of it
+        mesh = self.programs[self.study.constants(tried.trial)].mesh
+        replicated = NamedSharding(mesh, PartitionSpec())
+        state = jax.tree.map(lambda leaf: place_copy(leaf, replicated), result.state)
         with open_checkpoints(unfinished) as store:
-            store.save(state, int(result.state.step), {**about, **more}, {})
+            store.save(state, int(result.state.step), about, {})
         # complete, or absent; no process returns before it is there
         in_writer(lambda: publish(unfinished, place))
 
 
 def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each step of a trial, bool[steps]: whether its update was skipped, and whether `fit` would
-    have ended there as diverged.
+    """The steps of a trial whose update was skipped, and those at which `fit` would have ended as
+    diverged: bool[steps] each.
 
     >>> skipped_and_diverged(
     ...     np.array([[[np.nan, 2], [1, 1]], [[np.nan, 0], [1, 0]]]), ("loss", "skips_left")
@@ -403,4 +393,6 @@ def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.nd
 
 def _end(reason: str) -> NoReturn:
     """End the sweep as a signal does that arrives outside it."""
-    raise KeyboardInterrupt if reason == SIGINT_REASON else SystemExit(TERMINATED)
+    if reason == SIGINT_REASON:
+        raise KeyboardInterrupt
+    raise SystemExit(TERMINATED)

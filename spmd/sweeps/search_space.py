@@ -1,4 +1,4 @@
-"""What hyper-parameters may be, and which values each trial has."""
+"""The choices of hyper-parameters, and the values that each trial has."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,8 @@ from spmd.tree import describe
 
 SEED = "seed"  # a hyper-parameter that every trial has
 MANY = 10_000  # combinations of a grid without an explicit number of trials
-LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,16 @@ class Between:
         """The value at a place from 0 to 1, as float32 has it, so that it is the same wherever it
         goes.
         """
-        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        value = low + place * (high - low)
-        return float(np.float32(math.exp(value) if self.log else value))
+        if self.log:
+            low = math.log(self.low)
+            value = math.exp(low + place * (math.log(self.high) - low))
+        else:
+            value = self.low + place * (self.high - self.low)
+        return float(np.float32(value))
 
     def __str__(self) -> str:
-        return f"{'log_uniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
+        name = "log_uniform" if self.log else "uniform"
+        return f"{name}({self.low:g}, {self.high:g})"
 
 
 def uniform(low: float, high: float) -> Between:
@@ -87,10 +92,10 @@ def _between(name: str, low: float, high: float, *, log: bool) -> Between:
         or not abs(low) <= LARGEST >= abs(high)
         or (log and not low >= SMALLEST)
     ):
-        wanted = "two finite numbers above 0" if log else "two finite numbers"
+        bounds = "two finite numbers above 0" if log else "two finite numbers"
         raise OptionError(
             f"{name}({low!r}, {high!r}).",
-            fix=f"{wanted}, the smaller one first, as float32 has them.",
+            fix=f"{bounds}, the smaller one first, as float32 has them.",
         )
     return Between(float(low), float(high), log)
 
@@ -116,7 +121,7 @@ def check_space(space: Any) -> dict[str, Any]:
 
 
 def _check_choices(name: Any, choices: Any) -> Between | list:
-    """What one hyper-parameter may be: a distribution, or values, floats as float32 has them."""
+    """The choices of one hyper-parameter: a distribution, or values, floats as float32 has them."""
     if not isinstance(name, str) or not name.isidentifier():
         raise OptionError(
             f"space: {name!r} is no name of an argument.",
@@ -131,8 +136,10 @@ def _check_choices(name: Any, choices: Any) -> Between | list:
     ):
         fix = "a list of values, spmd.uniform(...) or spmd.log_uniform(...)."
         raise OptionError(f"space: {name}={choices!r} is {type_name(choices)}.", fix=fix)
-    values = [value.item() if isinstance(value, np.generic) else value for value in choices]
-    for value in values:
+    values = []
+    for value in choices:
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
             raise OptionError(
                 f"space: {name}={value!r} is no number that float32 has.",
@@ -143,7 +150,10 @@ def _check_choices(name: Any, choices: Any) -> Between | list:
                 f"space: a value of {name} is an array, {describe(value)}.",
                 fix="numbers, names, tuples.",
             )
-    return [float(np.float32(value)) if isinstance(value, float) else value for value in values]
+        if isinstance(value, float):
+            value = float(np.float32(value))
+        values.append(value)
+    return values
 
 
 def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
@@ -175,20 +185,18 @@ def grid(space: Mapping[str, Any], count: int | None) -> list[dict[str, Any]]:
 
 
 def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` trials at random. What trial i has depends on the seed, on i and on each name, and on
-    nothing else in the space.
+    """`count` trials at random. The values of trial i depend on the seed, on i and on each name,
+    and on nothing else in the space.
     """
 
     def value(name: str, choices: Any, trial: int) -> Any:
         key = np.array([seed, (trial << 32) | zlib.crc32(name.encode())], np.uint64)
         place = np.random.Generator(np.random.Philox(key=key)).random()
-        return (
-            choices.at(place)
-            if isinstance(choices, Between)
-            else choices[int(place * len(choices))]
-        )
+        if isinstance(choices, Between):
+            return choices.at(place)
+        return choices[int(place * len(choices))]
 
-    return [
-        {name: value(name, choices, trial) for name, choices in space.items()}
-        for trial in range(count)
-    ]
+    settings = []
+    for trial in range(count):
+        settings.append({name: value(name, choices, trial) for name, choices in space.items()})
+    return settings

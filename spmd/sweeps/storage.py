@@ -28,7 +28,7 @@ ABOUT, DONE, END = "sweep.json", "done.json", "end.json"
 
 
 def is_writer() -> bool:
-    """Whether this process writes a sweep's files; all processes read them."""
+    """Return whether this process writes a sweep's files; all processes read them."""
     return jax.process_index() == 0
 
 
@@ -36,16 +36,17 @@ def in_writer(action: Callable[[], Result]) -> Result | None:
     """Call a function in the process that writes, while the others wait; its error is raised in
     all.
     """
-    return raise_everywhere(
-        lambda: action() if is_writer() else None,
-        CheckpointError,
-        "the sweep's folder cannot be used",
-    )
+
+    def act_in_writer() -> Result | None:
+        return action() if is_writer() else None
+
+    return raise_everywhere(act_in_writer, CheckpointError, "the sweep's folder cannot be used")
 
 
 @contextlib.contextmanager
 def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
-    """In the block this sweep alone writes in its folder, which is made if it is not there.
+    """Own a sweep's folder, which is made if it is not there, while the block runs: no other sweep
+    writes in it.
 
     Raises:
       CheckpointError: another sweep that still runs owns it, or it cannot be made.
@@ -54,11 +55,11 @@ def owned(folder: Path | None) -> Iterator[FolderOwnership | None]:
         yield None
         return
 
-    def take() -> FolderOwnership:
+    def make_and_own() -> FolderOwnership:
         make_folder(folder, CheckpointError)
         return FolderOwnership(folder)
 
-    owner = in_writer(take)
+    owner = in_writer(make_and_own)
     try:
         yield owner
     finally:
@@ -94,7 +95,8 @@ class SweepStore:
         resume: bool,
         owner: FolderOwnership | None = None,
     ):
-        self._folder, self._owner = folder, owner
+        self._folder = folder
+        self._owner = owner
         if folder is not None:
             in_writer(lambda: self._open(folder, about, resume=resume))
 
@@ -102,10 +104,8 @@ class SweepStore:
         file = folder / ABOUT
         with wrap_os_errors(file, CheckpointError):
             if not file.exists():
-                if any(
-                    not path.name.startswith(".") and path.name not in (OWNER_FILE, PROGRAMS)
-                    for path in folder.iterdir()
-                ):
+                names = {path.name for path in folder.iterdir()} - {OWNER_FILE, PROGRAMS}
+                if not all(name.startswith(".") for name in names):
                     raise CheckpointError(
                         f"{folder} is not empty, and holds no sweep.", fix="another folder."
                     )
@@ -123,54 +123,57 @@ class SweepStore:
                 f"{file} is damaged, so what the sweep was is not known: {why}.",
                 fix="another folder.",
             ) from why
-        names = [
-            name for name in dict.fromkeys([*before, *about]) if before.get(name) != about.get(name)
-        ]
-        problems = [
-            Problem(name, [_differ(str(before.get(name)), str(about.get(name)))]) for name in names
-        ]
+        problems = []
+        for name in dict.fromkeys([*before, *about]):
+            if before.get(name) != about.get(name):
+                why = _differ(str(before.get(name)), str(about.get(name)))
+                problems.append(Problem(name, [why]))
         raise_problems(
             CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems
         )
 
     @property
     def keeps(self) -> bool:
-        """Whether it has a folder."""
+        """True if there is a folder."""
         return self._folder is not None
 
     @functools.cached_property
     def cleared(self) -> bool:
-        """Whether only the best have states, since the sweep came to its end, and nothing that
+        """True if only the best have states, since the sweep came to its end, and nothing that
         needs other states is to be done again.
         """
         if self._folder is None:
             return False
-        chunks = json.loads(self._read(self._folder / END) or b"null")
+        chunks = json.loads(self._read_file(self._folder / END) or b"null")
         return chunks is not None and all(
             self.finished(rung, chunk) is not None for rung, chunk in chunks if rung
         )
 
     def place(self, rung: int, chunk: int) -> Path | None:
-        """Where a chunk of a rung is kept."""
-        return None if self._folder is None else self._folder / "chunks" / f"{rung}-{chunk}"
+        """The folder of a chunk of a rung."""
+        if self._folder is None:
+            return None
+        return self._folder / "chunks" / f"{rung}-{chunk}"
 
     def finished(self, rung: int, chunk: int) -> tuple[np.ndarray, list[dict[str, float]]] | None:
         """The measurements and evaluations of a chunk that was brought to its end, if they are as
         they were written.
         """
         place = self.place(rung, chunk)
-        if (
-            place is None
-            or (evaluations := self._read(place / DONE)) is None
-            or (history := self._read(place / "end.npy")) is None
-        ):
+        if place is None:
+            return None
+        evaluations = self._read_file(place / DONE)
+        if evaluations is None:
+            return None
+        history = self._read_file(place / "end.npy")
+        if history is None:
             return None
         return _history(history), json.loads(evaluations)
 
     def finish(
         self, rung: int, chunk: int, history: np.ndarray, evaluations: list[dict[str, float]]
     ) -> None:
-        """A chunk is at its end."""
+        """Write the measurements and evaluations of a chunk that is at its end."""
         place = self.place(rung, chunk)
         if place is not None and is_writer():
             self._check_owner()
@@ -178,29 +181,34 @@ class SweepStore:
             checksummed_files.write(place / DONE, _json(evaluations))
 
     def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
-        """Bring a chunk to where it was saved last, if it was."""
+        """Bring a chunk to the step at which it was saved last, if it was; returns whether it
+        was.
+        """
         place = self.place(rung, chunk)
-        if place is None or not first_nonempty("saved" if (place / "checkpoints").is_dir() else ""):
+        if place is None:
+            return False
+        # one answer for all processes: a network file system may show the folder to some later
+        saved = "saved" if (place / "checkpoints").is_dir() else ""
+        if not first_nonempty(saved):
             return False
         with open_checkpoints(place) as store:
             step, damaged = store.newest_intact()
             store.move_damaged(damaged)
-            history = None if step is None else self._read(place / f"history-{step}.npy")
+            history = None if step is None else self._read_file(place / f"history-{step}.npy")
             if step is not None and history is not None:
                 run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
-                run.measured, run.step = [_history(history)], step
+                run.measured = [_history(history)]
+                run.step = step
                 return True
+        # without states, or with states whose measurements are lost
         if is_writer():
-            # without states, or with states whose measurements are lost
             shutil.rmtree(place / "checkpoints")
         first_nonempty("")  # a barrier
         return False
 
     @contextlib.contextmanager
     def saving(self, rung: int, chunk: int, run: Chunk) -> Iterator[Callable[[], None]]:
-        """In the block, a function that saves a chunk as it is then, in place of what was saved
-        before.
-        """
+        """Give the block a function that saves a chunk as it is then, in place of an older save."""
         place = self.place(rung, chunk)
         if place is None:
             yield lambda: None
@@ -210,38 +218,38 @@ class SweepStore:
 
     def _save(self, store: CheckpointStore, place: Path, run: Chunk) -> None:
         self._check_owner()
-        newest, complete = (
-            place / f"history-{run.step}.npy",
-            place / f"history-{store.latest()}.npy",
-        )
+        newest = place / f"history-{run.step}.npy"
+        complete = place / f"history-{store.latest()}.npy"
         if is_writer():
             checksummed_files.write(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
-        for history in place.glob("history-*.npy") if is_writer() else ():
+        if not is_writer():
+            return
+        for history in place.glob("history-*.npy"):
             # until this save is complete, the one before may be needed
             if history not in (newest, complete):
                 history.unlink()
 
     def clear(self) -> None:
-        """Only the end is wanted of chunks: their states go."""
+        """Remove the states of all chunks, of which only the measurements are still needed."""
         if self._folder is not None and is_writer():
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
-            checksummed_files.write(
-                self._folder / END,
-                _json([list(map(int, place.name.split("-"))) for place in places]),
-            )
+            numbers = [list(map(int, place.name.split("-"))) for place in places]
+            checksummed_files.write(self._folder / END, _json(numbers))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
     def _check_owner(self) -> None:
-        """Nothing is written over what a sweep that has taken the folder over writes."""
+        """Raise CheckpointError if another sweep has taken the folder over: nothing is written over
+        its files.
+        """
         if self._owner is not None:
             self._owner.check()
 
-    def _read(self, file: Path) -> bytes | None:
-        """What was written, in all processes; None where nothing was, or not that: then it is a
-        warning.
+    def _read_file(self, file: Path) -> bytes | None:
+        """The content of a file, in all processes; None if it is missing or damaged in one of them.
+        Of a damaged one, warn.
         """
         content = None
         try:
@@ -250,24 +258,26 @@ class SweepStore:
             logging.getLogger("spmd").warning(
                 "%s is damaged, and its chunk is trained again: %s.", file, why
             )
-        return None if first_nonempty("missing" if content is None else "") else content
+        missing = "missing" if content is None else ""
+        return None if first_nonempty(missing) else content
 
 
 def _differ(was: str, now: str) -> str:
     """Two texts, from a little before their first difference."""
-    different = (
-        place for place, (old, new) in enumerate(zip(was, now, strict=False)) if old != new
-    )
-    begin = (
-        max(0, next(different, min(len(was), len(now))) - 40)
-        if max(len(was), len(now)) > 160
-        else 0
-    )
+    begin = 0
+    if max(len(was), len(now)) > 160:
+        equal = 0
+        while was[equal : equal + 1] == now[equal : equal + 1] != "":
+            equal += 1
+        begin = max(0, equal - 40)
 
     def clip(text: str) -> str:
-        return (
-            f"{'... ' * (begin > 0)}{text[begin : begin + 160]}{' ...' * (len(text) > begin + 160)}"
-        )
+        clipped = text[begin : begin + 160]
+        if begin > 0:
+            clipped = f"... {clipped}"
+        if len(text) > begin + 160:
+            clipped += " ..."
+        return clipped
 
     return f"was {clip(was)}, is {clip(now)}"
 
@@ -280,9 +290,9 @@ def spelled(values: Mapping[str, Any]) -> str:
     """
     spelling = {}
     for name, value in values.items():
-        spelling[name] = (
-            f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
-        )
+        spelling[name] = value
+        if hasattr(value, "__qualname__"):
+            spelling[name] = f"{value.__module__}.{value.__qualname__}"
         if re.search(r" at 0x[0-9a-f]+|<(lambda|locals)>", repr(spelling[name])):
             why = (
                 f"{name}={value!r} has no unique name, so a resumed sweep could not distinguish it "

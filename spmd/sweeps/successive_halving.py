@@ -34,7 +34,7 @@ class Halving:
         check_integer(self.rungs, "Halving: rungs", 2, optional=True)
 
     def plan(self, trials: int, steps: int) -> list[tuple[int, int]]:
-        """How many trials each rung has, and at which step it ends.
+        """The number of trials of each rung, and the step at which it ends.
 
         Raises:
           OptionError: more rungs than the trials or the steps allow.

@@ -1,9 +1,10 @@
-"""Trials side by side through a stretch of steps: which rows each step has, and what was
-measured.
+"""Train trials side by side through a stretch of steps: the rows of each step, and its
+measurements.
 """
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -57,16 +58,17 @@ def calls(
 ) -> Iterator[Piece]:
     """The calls of a program's steps."""
     program = packed.program
-    # a loop around them is slow there
-    limit = 1 if program.has_convolutions and program.placed.platform == "cpu" else limit
+    # XLA:CPU runs a convolution inside a loop an order of magnitude slower
+    if program.has_convolutions and program.placed.platform == "cpu":
+        limit = 1
     return pieces(
         packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training
     )
 
 
 class Rows:
-    """Which rows of the data each step of a trial has: those that `spmd.fit` gives it, in the same
-    order.
+    """The rows of the data that each step of a trial has: those that `spmd.fit` gives it, in the
+    same order.
     """
 
     def __init__(self, data: ArraySource):
@@ -79,10 +81,8 @@ class Rows:
         """Row numbers and weights, int32 and float32[steps, rows]; a short batch is padded with its
         first row, at weight 0.
         """
-        return row_indices(
-            [self._batch(seed, step) for step in range(piece.first, piece.first + piece.count)],
-            piece.rows,
-        )
+        steps = range(piece.first, piece.first + piece.count)
+        return row_indices([self._batch(seed, step) for step in steps], piece.rows)
 
     def _batch(self, seed: int, step: int) -> HostBatch:
         epoch, batch = divmod(step, self._data.steps_per_epoch)
@@ -108,7 +108,7 @@ class Chunk:
         """The trial in each slot; the last one again in those that are left over."""
         return filled(self.trials, self.packed)
 
-    def run(
+    def train(
         self,
         stop: int,
         *,
@@ -125,28 +125,32 @@ class Chunk:
           report: called with the metrics of the newest steps, float32[trials, steps, 2, names].
           ends: called between two calls; whether training ends here, after a save.
         """
-        rows, slots = Rows(self.packed.study.data), self.slots
+        rows = Rows(self.packed.study.data)
+        slots = self.slots
         values = self.packed.values(slots)
         seeds = [trial.seed for trial in slots]
-        seeds = seeds[:1] if len(set(seeds)) == 1 else seeds
+        if len(set(seeds)) == 1:
+            seeds = seeds[:1]
         waiting: jax.Array | None = None
 
-        def read() -> None:
+        def collect_measurements() -> None:
             if waiting is not None:
                 self.measured.append(np.asarray(jax.device_get(waiting))[: len(self.trials)])
                 report(self.measured[-1])
 
+        # an implicit transfer would wait for the devices in each step
         with jax.transfer_guard("disallow"):
             for piece in calls(self.packed, self.step, stop, limit=limit, every=every):
-                index, weights = map(
-                    np.stack, zip(*(rows.of(seed, piece) for seed in seeds), strict=True)
-                )
-                self.states, packed = self.packed.steps(self.states, values, index, weights[0])
-                read()  # while the devices continue
-                waiting, self.step = packed, piece.first + piece.count
+                batches = [rows.of(seed, piece) for seed in seeds]
+                index = np.stack([row_numbers for row_numbers, _ in batches])
+                _, weights = batches[0]  # the same for all seeds
+                self.states, measured = self.packed.steps(self.states, values, index, weights)
+                collect_measurements()  # of the call before, while the devices continue
+                waiting = measured
+                self.step = piece.first + piece.count
                 ending = self.step < stop and ends()
                 if self.step % every == 0 or self.step == stop or ending:
-                    read()
+                    collect_measurements()
                     waiting = None
                     save()
                 if ending:
@@ -159,19 +163,19 @@ class Chunk:
 
     def evaluate(self) -> list[dict[str, float]]:
         """The loss and metrics on all rows of the evaluation's data, for each trial."""
-        source, program = self.packed.study.eval_data, self.packed.program
+        source = self.packed.study.eval_data
+        evaluation = self.packed.program.evaluation
         if source is None:
             return [{} for _ in self.trials]
-        total, batches = np.zeros(()), 0
+        total = np.zeros(())
+        batches = 0
         for host in source.epoch(0):
             batches += 1
-            (index,), (weights,) = row_indices(
-                [host], source.batch_size if program.evaluation.pads else host.rows
-            )
-            total = total + self.packed.evaluate(
-                self.states, jax.tree.map(lambda x, index=index: x[index], host.leaves), weights
-            )
-        return [program.evaluation.finish(one, batches) for one in total[: len(self.trials)]]
+            rows = source.batch_size if evaluation.pads else host.rows
+            (index,), (weights,) = row_indices([host], rows)
+            batch = jax.tree.map(operator.itemgetter(index), host.leaves)
+            total = total + self.packed.evaluate(self.states, batch, weights)
+        return [evaluation.finish(one, batches) for one in total[: len(self.trials)]]
 
     def host_states(self, numbers: Collection[int]) -> dict[int, Any]:
         """The states of those of its trials that have these numbers, on the host of every
@@ -180,9 +184,8 @@ class Chunk:
         slots = {
             trial.number: slot for slot, trial in enumerate(self.trials) if trial.number in numbers
         }
-        return dict(
-            zip(slots, self.packed.host_states(self.states, [*slots.values()]), strict=True)
-        )
+        states = self.packed.host_states(self.states, list(slots.values()))
+        return dict(zip(slots, states, strict=True))
 
 
 def filled(trials: Sequence[Trial], packed: VmappedTrials) -> list[Trial]:

@@ -3,6 +3,7 @@
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,34 +39,28 @@ class VmappedTrials:
     """
 
     def __init__(self, study: SweepConfig, first: Trial, mesh: Mesh, data: Callable[[], Tree]):
-        self.study, self.first, self.mesh, self._data, self._abreast = (
-            study,
-            first,
-            mesh,
-            data,
-            not study.exact,
-        )
+        self.study = study
+        self.first = first
+        self.mesh = mesh
+        self._data = data
+        # the default type is Explicit, under which models that say nothing of sharding fail
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
-        self.program = prepare_program(
-            PlacedModel(study.train_config(first), inner, study.layout), study.data.sample()
-        )
+        placed = PlacedModel(study.train_config(first), inner, study.layout)
+        self.program = prepare_program(placed, study.data.sample())
         self.placed = self.program.placed
         self._check()
         self._compiled: dict[tuple, Any] = {}
 
     def _check(self) -> None:
-        placed, layout = self.placed, self.placed.resolved.layout
-        sharded = [
-            path
-            for path, place in placed.resolved.all_placements.items()
-            if spec_axes(place.spec) or spec_axes(place.state_spec)
-        ]
-        if placed.storage is not None or sharded:
-            does = (
-                "keeps parameters on servers"
-                if placed.storage is not None
-                else f"shards {sharded[0]}"
-            )
+        placed = self.placed
+        layout = placed.resolved.layout
+        does = ""
+        if placed.storage is not None:
+            does = "keeps parameters on servers"
+        for path, place in placed.resolved.all_placements.items():
+            if not does and (spec_axes(place.spec) or spec_axes(place.state_spec)):
+                does = f"shards {path}"
+        if does:
             fix = 'a layout that replicates them, such as "data_parallel".'
             raise LayoutError(
                 f"{layout.source} {does}, and each trial of a sweep replicates its parameters.",
@@ -97,13 +92,13 @@ class VmappedTrials:
                 "XLA, which a sweep does not support."
             )
             raise LayoutError(why, fix='[gradients] reduction = "all_reduce".')
+        params = abstract(placed.abstract_state.params)
+
+        def initial_moments(values: Tree, params: Tree) -> Tree:
+            return self._optimizer(values).init(params)
+
         try:
-            params = abstract(placed.abstract_state.params)
-            jax.eval_shape(
-                lambda values, params: self._optimizer(values).init(params),
-                self._abstract_values(),
-                params,
-            )
+            jax.eval_shape(initial_moments, self._abstract_values(), params)
         except SpmdError:
             raise
         except Exception as error:
@@ -125,9 +120,10 @@ class VmappedTrials:
 
     # states ---------------------------------------------------------------------------------------
 
-    def init(self, trial: Trial) -> State:
+    def initial_state(self, trial: Trial) -> State:
         """The host state of a trial at step 0."""
         values = {name: jnp.float32(value) for name, value in self.study.traced(trial).items()}
+        # else flax (0.12) places annotated variables on a mesh as it makes them, and there is none
         with nnx.use_eager_sharding(False):
             if self.study.builds_from_seed:  # in Python: flax takes no traced seed
                 try:
@@ -140,12 +136,11 @@ class VmappedTrials:
             return jax.device_get(self._compiled_open(jnp.uint32(trial.seed), values))
 
     def _check_shapes(self, trial: Trial, state: State) -> None:
-        trees = state.params, self.placed.abstract_state.params
-        shapes, first_shapes = (
-            {path: describe(leaf) for path, leaf in flatten(params).items()} for params in trees
-        )
+        shapes = _described(state.params)
+        first_shapes = _described(self.placed.abstract_state.params)
         for path in dict.fromkeys([*first_shapes, *shapes]):
-            shape, first_shape = shapes.get(path), first_shapes.get(path)
+            shape = shapes.get(path)
+            first_shape = first_shapes.get(path)
             if shape != first_shape:
                 raise ModelError(
                     f"with seed={trial.seed} (trial {trial.number}) make_model gives {path} "
@@ -175,23 +170,22 @@ class VmappedTrials:
 
         return jax.tree.map(stacked, *map(state_of, self._local_slots(slots)))
 
-    def host_states(self, states: Any, wanted: Sequence[int]) -> list[Any]:
+    def host_states(self, states: Any, slots: Sequence[int]) -> list[Any]:
         """The states in these slots, on the host of every process; all processes call this."""
-        if not wanted:
+        if not slots:
             return []
         local = jax.device_get(
             multihost_utils.global_array_to_host_local_array(states, self.mesh, PartitionSpec(NET))
         )
-        here = {
-            slot: at
-            for at, slot in enumerate(self._local_slots(jax.tree.leaves(states)[0].shape[0]))
-        }
-
-        def host_state(slot: int) -> Any:
-            state = jax.tree.map(lambda leaf: leaf[here.get(slot, 0)], local)
-            return state if jax.process_count() == 1 else _broadcast(state, is_source=slot in here)
-
-        return [host_state(slot) for slot in wanted]
+        local_slots = self._local_slots(jax.tree.leaves(states)[0].shape[0])
+        positions = {slot: at for at, slot in enumerate(local_slots)}
+        host_states = []
+        for slot in slots:
+            state = jax.tree.map(operator.itemgetter(positions.get(slot, 0)), local)
+            if jax.process_count() > 1:
+                state = _broadcast(state, is_source=slot in positions)
+            host_states.append(state)
+        return host_states
 
     def _local_slots(self, slots: int) -> list[int]:
         places = self._slot_sharding.addressable_devices_indices_map((slots,)).values()
@@ -210,10 +204,11 @@ class VmappedTrials:
     def values(self, trials: Sequence[Trial]) -> dict[str, jax.Array]:
         """The traced hyper-parameters of the trials in the slots."""
         traced = [self.study.traced(trial) for trial in trials]
-        columns = {
-            name: np.array([values[name] for values in traced], np.float32) for name in traced[0]
-        }
-        return {name: _put(column, self._slot_sharding) for name, column in columns.items()}
+        columns = {}
+        for name in traced[0]:
+            column = np.array([values[name] for values in traced], np.float32)
+            columns[name] = _put(column, self._slot_sharding)
+        return columns
 
     @property
     def _slot_sharding(self) -> NamedSharding:
@@ -263,12 +258,12 @@ class VmappedTrials:
         self, shape: tuple[int, ...], *, shared: bool
     ) -> tuple[Any, tuple[NamedSharding, NamedSharding]]:
         """The function of `steps` for rows of this shape, and the shardings of rows and weights."""
-        rows_spec, batch = (
-            PartitionSpec(None if shared else NET, None, DATA),
-            PartitionSpec(None, DATA),
-        )
-        if DATA not in self.mesh.shape:
-            rows_spec, batch = PartitionSpec(None if shared else NET), PartitionSpec()
+        slots = None if shared else NET
+        rows_spec = PartitionSpec(slots)
+        batch = PartitionSpec()
+        if DATA in self.mesh.shape:
+            rows_spec = PartitionSpec(slots, None, DATA)
+            batch = PartitionSpec(None, DATA)
 
         def local(
             states: State, values: Tree, data: Tree, rows: jax.Array, weights: jax.Array
@@ -296,11 +291,9 @@ class VmappedTrials:
         """float64[slots, 2, names] over one batch, sums and counts, in evaluation mode; every
         device of a trial computes it.
         """
-        placed = replicate_arrays((batch, weights), self.mesh)
-        return np.asarray(
-            jax.device_get(_readable(self._evaluation(weights.shape[0])(states, *placed))),
-            np.float64,
-        )
+        batch, placed_weights = replicate_arrays((batch, weights), self.mesh)
+        sums = self._evaluation(weights.shape[0])(states, batch, placed_weights)
+        return np.asarray(jax.device_get(_readable(sums)), np.float64)
 
     def _evaluation(self, rows: int) -> Any:
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
@@ -330,39 +323,44 @@ class VmappedTrials:
             self._evaluation(rows).trace(self.abstract(self.mesh.shape[NET]), *batch)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:
-        return self.program.map_trials(each, *trees, vectorize=self._abreast)
+        return self.program.map_trials(each, *trees, vectorize=not self.study.exact)
 
     def _function(
         self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()
     ) -> Any:
         if key not in self._compiled:
-            out = PartitionSpec(NET)
-            mapped = shard_map(
-                local,
-                mesh=self.mesh,
-                in_specs=specs,
-                out_specs=(out,) * outputs if outputs > 1 else out,
-            )
+            out_specs: Any = PartitionSpec(NET)
+            if outputs > 1:
+                out_specs = (out_specs,) * outputs
+            mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             self._compiled[key] = jax.jit(
                 mapped, donate_argnums=donated, compiler_options=self.program.compiler_options
             )
         return self._compiled[key]
 
     def compilations(self) -> int:
-        """Return how many programs of steps have been compiled."""
+        """Return the number of programs of steps that have been compiled."""
         steps = [function for key, function in self._compiled.items() if key[0] == "steps"]
         return sum(map(compiled_count, steps))
 
 
+def _described(params: Tree) -> dict[str, str]:
+    """Dtype and shape of every parameter, by path."""
+    return {path: describe(leaf) for path, leaf in flatten(params).items()}
+
+
 def _put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """A host array, the same in all processes, on the mesh."""
+    # `Chunk.train` forbids transfers, and this one is meant
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
 
 
 def _readable(x: jax.Array) -> jax.Array:
     """The array, replicated if other processes have parts of it."""
-    return x if x.is_fully_addressable else replicate(x)
+    if x.is_fully_addressable:
+        return x
+    return replicate(x)
 
 
 def _broadcast(tree: Any, *, is_source: bool) -> Any:

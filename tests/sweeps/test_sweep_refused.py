@@ -195,7 +195,7 @@ def test_values_that_only_look_alike_have_programs_of_their_own(monkeypatch, tmp
             for packed in self.programs.values()
         ]
 
-    monkeypatch.setattr(SweepRunner, "run", shapes)
+    monkeypatch.setattr(SweepRunner, "run_rungs", shapes)
     monkeypatch.setitem(MODELS, "plain", lambda like, seed=0: Net(like.width, seed))
     more = {"search": "grid", "trials": None}
     assert sweep(space={"learning_rate": [0.1], "like": [Same(4), Same(8)]}, **more) == [
@@ -242,7 +242,7 @@ def test_sweep_beyond_device_memory_is_refused_with_a_fix_that_fits(monkeypatch)
     # step, count and key; each parameter, and Adam's two of it
     state = 2 * 4 + 2 * 4 + 3 * 4 * ((FEATURES + 1) * 16 + 17 * CLASSES)
     data = 80 * (FEATURES + 1) * 4
-    monkeypatch.setattr(SweepRunner, "run", lambda *_: "started")
+    monkeypatch.setattr(SweepRunner, "run_rungs", lambda *_: "started")
     for limit, message in (
         (data - 1, "fix: fewer examples"),
         (data + state // 2, " of state and 2.8 KiB of data.\n    Each of 2 devices has 2 of them"),
