@@ -26,7 +26,16 @@ from spmd.errors import (
 from spmd.inference import uncertainty
 from spmd.inference.forward import call_in_chunks, check_inputs, concatenated, forward_of, to_host
 from spmd.inference.loader import ExportedModel, load_exported
-from spmd.inference.stacked import NET, ROWS, Net, Stacked, common_batch, group_members, table
+from spmd.inference.stacked import (
+    NET,
+    ROWS,
+    Group,
+    Net,
+    Stacked,
+    common_batch,
+    group_members,
+    table,
+)
 from spmd.inference.uncertainty import COMBINE
 from spmd.inference.workers import Answer, Workers
 from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
@@ -140,18 +149,18 @@ class Ensemble:
             raise OptionError(
                 f"members is {type_name(members)}.", fix="a list of members, or a dict by name."
             )
-        named = (
-            dict(members)
-            if isinstance(members, Mapping)
-            else {str(at): member for at, member in enumerate(members)}
-        )
+        named = members if isinstance(members, Mapping) else dict(enumerate(members))
         if not named:
             raise OptionError("an ensemble without members.", fix="at least one.")
-        self.combine, self.temperature = combine, 1.0
+        self.combine = combine
+        self.temperature = 1.0
         self._members = {str(name): _member(str(name), member) for name, member in named.items()}
         self._nets = [member for member in self._members.values() if isinstance(member, Net)]
-        self._batch = common_batch(self._nets) if self._nets else None
-        self._groups = group_members(self._nets, self._batch or ROWS) if self._nets else []
+        self._batch: int | None = None
+        self._groups: list[Group] = []
+        if self._nets:
+            self._batch = common_batch(self._nets)
+            self._groups = group_members(self._nets, self._batch or ROWS)
         self._mesh = _mesh(mesh, max((len(group.nets) for group in self._groups), default=1))
         self._workers: Workers | None = None
         self._starting = threading.Lock()
@@ -171,9 +180,11 @@ class Ensemble:
             if len(group.nets) > 1
         ]
         single = sum(len(group.nets) == 1 for group in self._groups)
+        if single:
+            parts.append(f"{single} run separately")
         functions = len(self) - len(self._nets)
-        parts += [f"{single} run separately"] if single else []
-        parts += [f"{functions} only for ask()"] if functions else []
+        if functions:
+            parts.append(f"{functions} only for ask()")
         temperature = "" if self.temperature == 1.0 else f" at temperature {self.temperature:.3g}"
         return f"Ensemble of {len(self)}: {self.combine}{temperature}; {', '.join(parts)}"
 
@@ -254,20 +265,19 @@ class Ensemble:
           OptionError: a `batch_size` below 1.
         """
         check_integer(batch_size, "batch_size")
-        batches = [
-            (self._logits(inputs, batch_size), np.asarray(labels))
-            for inputs, labels in _pairs(data)
-        ]
-        logits = np.concatenate([batch_logits for batch_logits, _ in batches], axis=1)
-        labels = np.concatenate([batch_labels for _, batch_labels in batches])
+        batches_of_logits, batches_of_labels = [], []
+        for inputs, batch_labels in _pairs(data):
+            batches_of_logits.append(self._logits(inputs, batch_size))
+            batches_of_labels.append(np.asarray(batch_labels))
+        logits = np.concatenate(batches_of_logits, axis=1)
+        labels = np.concatenate(batches_of_labels)
         _check_labels(labels, logits)
         ensemble = _metrics(self._log_probabilities(logits), labels)
         ensemble["disagreement"] = float(uncertainty.disagreement(logits).mean())
-        members = zip(self.names, uncertainty.log_softmax(logits), strict=True)
-        return Evaluation(
-            ensemble,
-            {name: _metrics(log_probabilities, labels) for name, log_probabilities in members},
-        )
+        members = {}
+        for name, logs in zip(self.names, uncertainty.log_softmax(logits), strict=True):
+            members[name] = _metrics(logs, labels)
+        return Evaluation(ensemble, members)
 
     @outside_of_mesh()
     def calibrate(self, inputs: Tree, labels: Any, *, batch_size: int = 256) -> Calibration:
@@ -292,12 +302,12 @@ class Ensemble:
             raise EnsembleError(
                 "no temperature changes a share of 0 votes.", fix='combine="mean" or "logits".'
             )
-        logits, labels = self._logits(inputs, batch_size), np.asarray(labels)
+        logits = self._logits(inputs, batch_size)
+        labels = np.asarray(labels)
         _check_labels(labels, logits)
         uncalibrated = uncertainty.log_combined(logits, self.combine)
-        impossible = int(
-            np.isneginf(np.take_along_axis(uncalibrated, labels[..., None], axis=-1)).sum()
-        )
+        of_labels = np.take_along_axis(uncalibrated, labels[..., None], axis=-1)
+        impossible = int(np.isneginf(of_labels).sum())
         if impossible:
             why = (
                 f"{impossible} of {labels.size} labels have probability 0, so the log loss is "
@@ -307,14 +317,13 @@ class Ensemble:
                 why, fix="members that give these classes finite logits, or rows without them."
             )
         self.temperature = uncertainty.fit_temperature(uncalibrated, labels)
-        before, after = (
-            _metrics(log_probabilities, labels)
-            for log_probabilities in (uncalibrated, self._log_probabilities(logits))
-        )
+        before = _metrics(uncalibrated, labels)
+        after = _metrics(self._log_probabilities(logits), labels)
         names = ("log loss", "calibration error")
         return Calibration(
-            self.temperature,
-            *({name: metrics[name] for name in names} for metrics in (before, after)),
+            temperature=self.temperature,
+            before={name: before[name] for name in names},
+            after={name: after[name] for name in names},
         )
 
     def ask(self, inputs: Tree, *, deadline: float | None = None) -> Answer:
@@ -346,11 +355,10 @@ class Ensemble:
                 f"deadline={deadline!r}: at most {MAX_DEADLINE:.0e} seconds.",
                 fix="None, which waits for all.",
             )
-        rows = (
-            check_inputs(inputs, self._nets[0].inputs)
-            if self._nets
-            else check_leaves(inputs, "the inputs")
-        )
+        if self._nets:
+            rows = check_inputs(inputs, self._nets[0].inputs)
+        else:
+            rows = check_leaves(inputs, "the inputs")
         with self._starting:
             if self._workers is None:
                 functions = {
@@ -360,13 +368,8 @@ class Ensemble:
                 self._workers = Workers(functions)
             workers = self._workers
         logits, late, failed, seconds = workers.ask(inputs, rows, deadline)
-        return Answer(
-            np.exp(self._log_probabilities(np.stack(list(logits.values())))),
-            tuple(logits),
-            late,
-            failed,
-            seconds,
-        )
+        probabilities = np.exp(self._log_probabilities(np.stack(list(logits.values()))))
+        return Answer(probabilities, tuple(logits), late, failed, seconds)
 
     def close(self, seconds: float = 5.0) -> None:
         """End the threads of `ask`; wait up to `seconds` for members that are still running. `ask`
@@ -410,21 +413,23 @@ class Ensemble:
             )
         rows = check_inputs(inputs, self._nets[0].inputs)
 
-        def call(chunk: Tree) -> np.ndarray:
+        def predict_chunk(chunk: Tree) -> np.ndarray:
             return np.asarray(output(*self._stacked(chunk)))
 
+        # jit refuses a jax array that lies on other devices than the members
+        arrays = jax.tree.map(np.asarray, inputs)
         return concatenated(
-            call_in_chunks(
-                call, jax.tree.map(np.asarray, inputs), rows, batch=self._batch, most=batch_size
-            )
+            call_in_chunks(predict_chunk, arrays, rows, batch=self._batch, most=batch_size)
         )
 
     def _worker_function(self, at: int, member: Any) -> Callable[[Tree], Any]:
         """The member as a function for a thread, with its weights on a device of its own."""
         if not isinstance(member, Net):
             return member
-        device, call = jax.local_devices()[at % jax.local_device_count()], jax.jit(member.function)
+        device = jax.local_devices()[at % jax.local_device_count()]
+        compiled = jax.jit(member.function)
 
+        # at the first call, in the thread of the member: all members are sent at once
         @functools.cache
         def arrays() -> Any:
             return jax.device_put(jax.tree.map(to_host, member.arrays), device)
@@ -433,7 +438,7 @@ class Ensemble:
             inputs = jax.tree.map(np.asarray, inputs)
             rows = len(jax.tree.leaves(inputs)[0])
             chunks = call_in_chunks(
-                lambda chunk: call(arrays(), chunk), inputs, rows, batch=member.batch, most=rows
+                lambda chunk: compiled(arrays(), chunk), inputs, rows, batch=member.batch, most=rows
             )
             return concatenated(np.asarray(logits).astype(np.float32) for logits in chunks)
 
@@ -446,28 +451,26 @@ def _member(name: str, member: Any) -> Net | Callable[[Tree], Any]:
         member = load_exported(member)
     if isinstance(member, ExportedModel):
         return Net(
-            name,
-            member.program.call,
-            member.arrays,
-            member.inputs,
-            member.batch,
-            str(member.program.mlir_module()),
+            name=name,
+            function=member.program.call,
+            arrays=member.arrays,
+            inputs=member.inputs,
+            batch=member.batch,
+            program=str(member.program.mlir_module()),
         )
-    pair = (
-        (member.trainer, member.state)
-        if hasattr(member, "trainer") and hasattr(member, "state")
-        else member
-    )
+    pair = member
+    if hasattr(member, "trainer") and hasattr(member, "state"):
+        pair = member.trainer, member.state
     if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Trainer):
         trainer, state = pair
-        if not isinstance(state, State | str | Path | Checkpoint):
+        if isinstance(state, str | Path | Checkpoint):
+            state = trainer.restore(state)
+        if not isinstance(state, State):
             raise OptionError(
                 f"member {name} is a trainer and {type_name(state)}.",
                 fix="(trainer, state), or (trainer, folder).",
             )
-        forward = forward_of(
-            trainer, trainer.restore(state) if isinstance(state, str | Path | Checkpoint) else state
-        )
+        forward = forward_of(trainer, state)
         return Net(name, forward.function, forward.arrays, forward.inputs)
     if callable(member):
         return member
@@ -491,11 +494,11 @@ def _mesh(mesh: str | Mesh | None, largest: int) -> Mesh:
             f'mesh="{spec}": members need one axis, "{NET}".',
             fix=f'mesh="{NET}={min(largest, len(devices))}".',
         )
-    return (
-        mesh
-        if isinstance(mesh, Mesh)
-        else make_mesh(spec, devices=devices[: spec.size] if spec.size > 0 else devices)
-    )
+    if isinstance(mesh, Mesh):
+        return mesh
+    if spec.size > 0:
+        devices = devices[: spec.size]
+    return make_mesh(spec, devices=devices)
 
 
 def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
@@ -505,8 +508,8 @@ def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
         yield _split(data)
         return
     for batch in as_source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
-        real = slice(None) if batch.weights is None else batch.weights > 0
-        yield _split(jax.tree.map(lambda x: np.asarray(x)[real], batch.leaves))
+        real_rows = slice(None) if batch.weights is None else batch.weights > 0
+        yield _split(jax.tree.map(lambda x: np.asarray(x)[real_rows], batch.leaves))
 
 
 def _split(batch: Any) -> tuple[Tree, Any]:

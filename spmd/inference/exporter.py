@@ -61,21 +61,18 @@ class ExportReport:
     after: dict[str, float]
 
     def __str__(self) -> str:
-        count, low = len(self.arrays), sum(stored.int8 for stored in self.arrays)
-        how = f", {low} of them as int8" if low else ""
         exact = format_bytes(self.exact_bytes)
-        holds = (
-            f"for {exact} of exact weights"
-            if low
-            else f"with {exact} of weights and a header for each array"
-        )
-        lines = [
-            f"{self.folder}: {count} arrays{how}, a file of {format_bytes(self.weights_bytes)} "
-            f"{holds}"
-        ]
-        worst = max(self.arrays, key=lambda stored: stored.relative_error, default=None)
-        if low and worst is not None:
-            lines.append(f"  largest error: {worst.path}, {worst.relative_error:.2%} of its norm")
+        text = f"{self.folder}: {len(self.arrays)} arrays"
+        quantized = [stored for stored in self.arrays if stored.int8]
+        if quantized:
+            text += f", {len(quantized)} of them as int8"
+        text += f", a file of {format_bytes(self.weights_bytes)} "
+        if quantized:
+            worst = max(self.arrays, key=lambda stored: stored.relative_error)
+            error = f"{worst.path}, {worst.relative_error:.2%} of its norm"
+            lines = [f"{text}for {exact} of exact weights", f"  largest error: {error}"]
+        else:
+            lines = [f"{text}with {exact} of weights and a header for each array"]
         width = max(map(len, self.before), default=0)
         lines += [
             f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}"
@@ -150,19 +147,21 @@ def export(
         raise OptionError(
             f"batch={batch!r}.", fix="a positive number of rows, or None for any number."
         )
-    chosen, target = _platforms(platforms), as_path(folder, "folder").absolute()
+    chosen = _platforms(platforms)
+    target = as_path(folder, "folder").absolute()
     import_extra("flatbuffers", "export")
-    raise_everywhere(
-        lambda: check_free(target, ExportError) if jax.process_index() == 0 else None,
-        ExportError,
-        WHAT,
-    )
+
+    def check_target() -> None:
+        if jax.process_index() == 0:
+            check_free(target, ExportError)
+
+    raise_everywhere(check_target, ExportError, WHAT)
     forward = forward_of(trainer, state, inputs)
-    int8 = {
-        path
-        for path, leaf in forward.named
-        if weights == "int8" and should_quantize(path, leaf, stacked=path in forward.stacked)
-    }
+    int8 = set()
+    if weights == "int8":
+        for path, leaf in forward.named:
+            if should_quantize(path, leaf, stacked=path in forward.stacked):
+                int8.add(path)
     exported = _exported(forward, int8, chosen, batch)
     about = {
         "format": FORMAT,
@@ -177,13 +176,12 @@ def export(
         "mesh": str(MeshSpec.parse(trainer.mesh)),
         "versions": _versions(),
     }
-    before = trainer.evaluate(state, check) if check is not None else {}
+    before, after = {}, {}
+    if check is not None:
+        before = trainer.evaluate(state, check)
     arrays, size = _write(target, forward, int8, exported, about)
-    after = (
-        trainer.evaluate(_state_as_written(trainer, state, forward, int8), check)
-        if check is not None
-        else {}
-    )
+    if check is not None:
+        after = trainer.evaluate(_state_as_written(trainer, state, forward, int8), check)
     exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
     return ExportReport(target, tuple(arrays), size, exact, before, after)
 
@@ -191,8 +189,9 @@ def export(
 def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(platforms, str | Sequence | None):
         raise OptionError(f"platforms={platforms!r}.", fix=f"of {', '.join(PLATFORMS)}.")
-    names = (platforms,) if isinstance(platforms, str) else tuple(platforms or ())
-    chosen = (jax.export.default_export_platform(),) if platforms is None else names
+    if platforms is None:
+        platforms = jax.export.default_export_platform()
+    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for name in chosen:
         if name not in PLATFORMS:
             raise OptionError(f"platforms: {name!r}.", fix=f"of {', '.join(PLATFORMS)}.")
@@ -214,17 +213,15 @@ def _exported(
         stored_shape(leaf, int8=path in int8, stacked=path in forward.stacked)
         for path, leaf in forward.named
     ]
-    dtypes = [(path in int8, leaf.dtype) for path, leaf in forward.named]
 
     def function(arrays: list, inputs: Tree) -> Tree:
-        pairs = zip(arrays, dtypes, strict=True)
-        return forward.function(
-            [
-                dequantize(array[0], array[1], dtype) if is_int8 else array
-                for array, (is_int8, dtype) in pairs
-            ],
-            inputs,
-        )
+        dequantized = []
+        for array, (path, leaf) in zip(arrays, forward.named, strict=True):
+            if path in int8:
+                numbers, scales = array
+                array = dequantize(numbers, scales, leaf.dtype)
+            dequantized.append(array)
+        return forward.function(dequantized, inputs)
 
     rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
@@ -234,11 +231,12 @@ def _exported(
             f"for {rows} rows the model returns {', '.join(bad)}: not one value or array per row.",
             fix="a model whose outputs have the rows as their dim 0.",
         )
-    symbol = batch if batch is not None else jax.export.symbolic_shape("rows")[0]
+    symbol = jax.export.symbolic_shape("rows")[0] if batch is None else batch
     try:
         exported = jax.export.export(jax.jit(function), platforms=platforms)(
             stored, with_rows(forward.inputs, symbol)
         )
+        # here, since some programs can be exported, and not serialized
         exported.serialize()
     except SpmdError:
         raise
@@ -285,27 +283,24 @@ def _write(
     exported: jax.export.Exported,
     about: dict[str, Any],
 ) -> tuple[list[Stored], int]:
-    """Write the folder, by process 0, with the shards of all processes; how each array is stored,
-    and the bytes of the weights.
+    """Write the folder, by process 0, with the shards of all processes; returns how each array is
+    stored, and the bytes of the weights.
     """
-    working, writes = (
-        target.with_name(f".{target.name}.{os.getpid()}.tmp"),
-        jax.process_index() == 0,
-    )
+    working = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    writes = jax.process_index() == 0
     arrays: list[Stored] = []
     failed: list[Exception] = []
 
     def begin() -> Writer:
-        if writes:
-            make_folder(working, ExportError)
-        return Writer(working / WEIGHTS if writes else None)
+        if not writes:
+            return Writer(None)
+        make_folder(working, ExportError)
+        return Writer(working / WEIGHTS)
 
     def finish() -> str:
-        return (
-            _finish(target, working, exported, {**about, "arrays": arrays}, failed)
-            if writes
-            else ""
-        )
+        if not writes:
+            return ""
+        return _finish(target, working, exported, {**about, "arrays": arrays}, failed)
 
     try:
         writer = raise_everywhere(begin, ExportError, WHAT)
@@ -337,16 +332,14 @@ def _finish(
     about: dict[str, Any],
     failed: list[Exception],
 ) -> str:
-    """Write the rest of the folder and rename it; the bytes of the weights."""
+    """Write the other files of the folder and rename it; returns the bytes of the weights."""
     for error in failed:
         raise error
     about["arrays"] = [dataclasses.asdict(stored) for stored in about["arrays"]]
-    for name, content in (
-        (PROGRAM, exported.serialize()),
-        (ABOUT, json.dumps(about, indent=1).encode()),
-    ):
-        with open_output(working / name) as file:
-            file.write(content)
+    with open_output(working / PROGRAM) as file:
+        file.write(exported.serialize())
+    with open_output(working / ABOUT) as file:
+        file.write(json.dumps(about, indent=1).encode())
     write_manifest(working)
     check_free(target, ExportError)
     publish(working, target)
@@ -366,14 +359,19 @@ def _state_as_written(
         exact = to_host(values[name])
         return dequantize(*quantize(exact, stacked=name in forward.stacked), exact.dtype)
 
+    def place(new: Any, old: Any) -> Any:
+        return old if new is old else place_copy(to_host(new), old.sharding)
+
     variables = placed.variables(state)
     unpacked = map_paths(as_written, {"params": variables.params, "frozen": variables.frozen})
-    packed = (
-        unpacked["params"] if placed.packing is None else placed.packing.pack(unpacked["params"])
+    params = unpacked["params"]
+    frozen = unpacked["frozen"]
+    if placed.packing is not None:
+        params = placed.packing.pack(params)
+    if placed.order is not None:
+        frozen = placed.order.pack(frozen)
+    return dataclasses.replace(
+        state,
+        params=jax.tree.map(place, params, state.params),
+        frozen=jax.tree.map(place, frozen, state.frozen),
     )
-    frozen = unpacked["frozen"] if placed.order is None else placed.order.pack(unpacked["frozen"])
-    trees = (packed, frozen), (state.params, state.frozen)
-    params, frozen = jax.tree.map(
-        lambda new, old: old if new is old else place_copy(to_host(new), old.sharding), *trees
-    )
-    return dataclasses.replace(state, params=params, frozen=frozen)

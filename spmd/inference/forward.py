@@ -71,31 +71,29 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
 
     def function(arrays: list, inputs: Tree) -> Tree:
         computed = cast_variables(jax.tree.unflatten(tree, arrays), dtype)
+        mode = Call(training=False, dtype=dtype, products=placed.products)
         with parallel_scope(UNSHARDED):
-            return placed.given.bind(
-                computed, Call(training=False, dtype=dtype, products=placed.products)
-            )(inputs)
+            return placed.given.bind(computed, mode)(inputs)
 
-    shapes = abstract(_model_inputs(placed, abstract(variables)) if inputs is None else inputs)
+    if inputs is None:
+        inputs = _model_inputs(placed, abstract(variables))
+    shapes = abstract(inputs)
     check_leaves(shapes, "the inputs")
-    return Forward(
-        function,
-        paths,
-        leaves,
-        shapes,
-        frozenset(f"{of}/{path}" for path in placed.given.stacks() for of in ("params", "frozen")),
-    )
+    stacks = placed.given.stacks()
+    stacked = frozenset(f"{of}/{path}" for path in stacks for of in ("params", "frozen"))
+    return Forward(function, paths, leaves, shapes, stacked)
 
 
 class _CallRecorder:
-    """Stands in for the model in the loss, and records its inputs."""
+    """A stand-in for the model in the loss, which records the model's inputs."""
 
     def __init__(self, model: Any, calls: list[Tree]):
-        self._model, self._calls = model, calls
+        self._model = model
+        self._calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        modes = all(name in ("train", "training", "deterministic") for name in kwargs)
-        self._calls.append(abstract(args[0]) if len(args) == 1 and modes else None)
+        has_only_modes = all(name in ("train", "training", "deterministic") for name in kwargs)
+        self._calls.append(abstract(args[0]) if len(args) == 1 and has_only_modes else None)
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,8 +101,8 @@ class _CallRecorder:
 
 
 def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
-    """Shapes of what the loss calls the model with, if that is one array or tree with all rows of
-    the batch.
+    """The shapes of the inputs with which the loss calls the model, if they are one array or tree
+    with all rows of the batch.
     """
     calls: list[Tree] = []
     fix = "inputs=, an example of the model's inputs, or their shapes."
@@ -125,17 +123,16 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
             f"the model's inputs cannot be found by tracing the loss: {type(error).__name__}.",
             fix=fix,
         ) from error
+    how = ""
+    if not calls:
+        how = "never as model(x)"
     rows = jax.tree.leaves(placed.sample)[0].shape[0]
-    all_rows = calls and all(
-        jax.tree.leaves(call) and all(x.shape[:1] == (rows,) for x in jax.tree.leaves(call))
-        for call in calls
-    )
-    if not all_rows or any(flatten(call) != flatten(calls[0]) for call in calls):
-        how = (
-            f"{len(calls)} times, not always with one array or tree of all rows"
-            if calls
-            else "never as model(x)"
-        )
+    for call in calls:
+        # of an empty tree, or None, no leaf has rows
+        firsts = {leaf.shape[:1] for leaf in jax.tree.leaves(call)}
+        if firsts != {(rows,)} or flatten(call) != flatten(calls[0]):
+            how = f"{len(calls)} times, not always with one array or tree of all rows"
+    if how:
         raise OptionError(f"the model's inputs are not clear: the loss calls it {how}.", fix=fix)
     return calls[0]
 
@@ -146,43 +143,42 @@ def to_host(leaf: Any) -> np.ndarray:
     """
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
+    # numpy cannot read shards of other processes
     if not leaf.is_fully_replicated:
         leaf = replicate(leaf)
     return np.asarray(leaf.addressable_data(0))
 
 
-def check_inputs(inputs: Tree, wanted: Tree) -> int:
-    """The number of rows of inputs that match `wanted` in everything else.
+def check_inputs(inputs: Tree, shapes: Tree) -> int:
+    """The number of rows of inputs that match `shapes` in everything else.
 
     Raises:
       DataError: another tree, other shapes or dtypes, or no rows; with the actual and the expected
         inputs.
     """
-    expected = describe_tree(with_rows(wanted, "rows"))
-    if isinstance(inputs, list) and not isinstance(wanted, list):
+    expected = describe_tree(with_rows(shapes, "rows"))
+    if isinstance(inputs, list) and not isinstance(shapes, list):
         raise DataError(
             f"the inputs are a list; the model takes {expected}.",
             fix="numpy.asarray(inputs, ...), with that dtype.",
         )
     rows = check_leaves(inputs, "the inputs")
     actual = describe_tree(inputs)
-    if jax.tree.structure(inputs) != jax.tree.structure(wanted):
+    if jax.tree.structure(inputs) != jax.tree.structure(shapes):
         raise DataError(
             f"the inputs are {actual}; the model takes {expected}, in that kind of tree.",
             fix=f"{expected}.",
         )
-    for path, want in flatten(wanted).items():
-        leaf = flatten(inputs)[path]
-        if (
-            jax.dtypes.canonicalize_dtype(leaf.dtype) != want.dtype
-            or np.shape(leaf)[1:] != want.shape[1:]
-        ):
-            fix = (
-                f"astype({str(want.dtype)!r})"
-                if np.shape(leaf)[1:] == want.shape[1:]
-                else "rows of that shape"
-            )
-            raise DataError(f"the inputs are {actual}; the model takes {expected}.", fix=f"{fix}.")
+    leaves = flatten(inputs)
+    for path, shape in flatten(shapes).items():
+        fix = ""
+        if np.shape(leaves[path])[1:] != shape.shape[1:]:
+            fix = "rows of that shape."
+        # as jit will see it: float64 is float32 there, unless x64 is on
+        elif jax.dtypes.canonicalize_dtype(leaves[path].dtype) != shape.dtype:
+            fix = f"astype({str(shape.dtype)!r})."
+        if fix:
+            raise DataError(f"the inputs are {actual}; the model takes {expected}.", fix=fix)
     if rows == 0:
         raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
     return rows
@@ -203,20 +199,28 @@ def call_in_chunks(
     the inputs, without padding.
     """
     size = batch or most
-    pad = batch is not None or rows > size
+    if batch is None:
+        size = max(1, min(size, rows))
     for first in range(0, rows, size):
         count = min(size, rows - first)
-        at = np.minimum(np.arange(first, first + (size if pad else count)), rows - 1)
-        chunk = inputs if len(at) == rows == count else jax.tree.map(lambda x: x[at], inputs)
-        yield jax.tree.map(lambda x: x if x.shape[0] == count else x[:count], function(chunk))
+        if size == rows:
+            yield function(inputs)
+            continue
+        at = np.minimum(np.arange(first, first + size), rows - 1)
+        outputs = function(jax.tree.map(lambda x: x[at], inputs))
+        if count < size:
+            outputs = jax.tree.map(lambda x: x[:count], outputs)
+        yield outputs
 
 
 def concatenated(
     chunks: Iterable[Tree], concatenate: Callable[[list], Any] = np.concatenate
 ) -> Tree:
     """Chunks of rows, concatenated."""
-    first, *rest = chunks
-    return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *rest) if rest else first
+    first, *others = chunks
+    if not others:
+        return first
+    return jax.tree.map(lambda *leaves: concatenate(list(leaves)), first, *others)
 
 
 def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) -> Any:

@@ -1,5 +1,5 @@
-"""Text from a language model, token by token: one compiled program that reads the prompts and then
-writes until all rows have ended.
+"""Generate text from a language model, token by token: one compiled program that reads the prompts
+and then writes until all rows have ended.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ MODEL_FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from its logits; temperature 0 takes the most likely one.
+    """The choice of the next token from its logits; temperature 0 takes the most likely one.
 
     Attributes:
       temperature: divides the logits.
@@ -86,22 +86,21 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """True if nothing is drawn."""
         return self.temperature == 0
 
     def choose(
-        self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None
+        self, logits: jax.Array, keys: jax.Array, repeated: jax.Array | None = None
     ) -> jax.Array:
         """Tokens int32[rows] from logits float32[rows, vocab], each drawn with its row's key.
 
-        `seen`: bool[rows, vocab], tokens that the text has already, which `repetition_penalty` is
-        for.
+        `repeated`: bool[rows, vocab], tokens that the text has already, which `repetition_penalty`
+        is for.
         """
-        if seen is not None:
+        if repeated is not None:
             penalty = self.repetition_penalty
-            logits = jnp.where(
-                seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits
-            )
+            penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+            logits = jnp.where(repeated, penalised, logits)
         if self.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
@@ -111,9 +110,9 @@ class Sampling:
         if self.top_p is not None:
             ordered = jnp.sort(logits, axis=-1, descending=True)
             probabilities = jax.nn.softmax(ordered, axis=-1)
-            # the most likely one always is
-            kept = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p
-            least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            # less its own probability, so that the most likely token is always among them
+            likeliest = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p
+            least = jnp.where(likeliest, ordered, jnp.inf).min(axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
@@ -156,7 +155,8 @@ class Generator:
         self._placed_model: PlacedModel | None = None
         self._variables: Variables | None = None
         self._products: dict[str, Any] = {}
-        self._dtype, used_mesh, used_layout = None, None, None
+        self._dtype = None
+        used_mesh, used_layout = None, None
         abstract: Any
         if isinstance(model, nnx.Module):
             self._given: Model = wrap(model)
@@ -171,19 +171,15 @@ class Generator:
                     f"model={short_repr(model)} is {type_name(model)}.",
                     fix=f"a result of fit, {MODEL_FIX}",
                 )
-            self._placed_model, self._given, abstract = (
-                placed,
-                placed.given,
-                placed.abstract_variables,
-            )
+            self._placed_model = placed
+            self._given = placed.given
+            abstract = placed.abstract_variables
             used_mesh, used_layout = placed.mesh, placed.resolved.layout
-            self._products, self._dtype = (
-                {"products": placed.products},
-                compute_dtype(placed.config.precision),
-            )
+            self._products = {"products": placed.products}
+            self._dtype = compute_dtype(placed.config.precision)
             if hasattr(model, "state"):
                 self._variables = self._of_state(model.state)
-        module = _shown(self._given, abstract)
+        module = _abstract_module(self._given, abstract)
         if not hasattr(module, "init_cache"):
             raise OptionError(
                 f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX
@@ -191,17 +187,13 @@ class Generator:
         self._mesh: Mesh | None = used_mesh if mesh is None else make_mesh(mesh)
         self._layout = used_layout if layout is None else Layout.load(layout)
         config = getattr(module, "config", None)
-        self._vocab, self._longest = (
-            getattr(config, "vocab", None),
-            getattr(config, "learned_positions", None),
-        )
-        self._made_for, origin = (
-            getattr(config, "max_positions", None),
-            getattr(module, ORIGIN, None),
-        )
+        self._vocab = getattr(config, "vocab", None)
+        self._longest = getattr(config, "learned_positions", None)
+        self._made_for = getattr(config, "max_positions", None)
+        origin = getattr(module, ORIGIN, None)
         self._asked = None if origin is None else asked_sampling(origin.folder)
         self._said: set[str] = set()
-        self._run = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
+        self._program = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
 
     def _of_state(self, state: State) -> Variables:
         """The model's arrays in a state of its run."""
@@ -215,24 +207,18 @@ class Generator:
 
     @functools.cached_property
     def _parallel(self) -> ParallelConfig:
-        layout = self._layout or Layout()
-        on_mesh = self._mesh is not None and self._layout is not None
-        data = (
-            tuple(axis for axis in layout.data_axes() if axis in self._mesh.shape)
-            if on_mesh and self._mesh is not None
-            else ()
-        )
-        # Without a layout, arrays may be sharded in any way, and XLA cannot partition a kernel.
-        implementation = layout.attention.implementation if self._layout else "as_written"
-        return with_calls(
-            ParallelConfig(self._mesh if on_mesh else None, data, attention=implementation)
-        )
+        if self._layout is None:
+            # arrays may be sharded in any way, and XLA cannot partition a kernel of attention
+            return with_calls(ParallelConfig(None, (), attention="as_written"))
+        data: tuple[str, ...] = ()
+        if self._mesh is not None:
+            data = tuple(axis for axis in self._layout.data_axes() if axis in self._mesh.shape)
+        implementation = self._layout.attention.implementation
+        return with_calls(ParallelConfig(self._mesh, data, attention=implementation))
 
     def _bind(self, variables: Variables) -> Any:
-        return self._given.bind(
-            cast_variables(variables, self._dtype),
-            Call(training=False, dtype=self._dtype, **self._products),
-        )
+        call = Call(training=False, dtype=self._dtype, **self._products)
+        return self._given.bind(cast_variables(variables, self._dtype), call)
 
     def _sharded(self, cache: Tree) -> Tree:
         """A cache [layers, rows, length, kv_heads, head_dim]: rows over the data axes, heads over
@@ -241,15 +227,13 @@ class Generator:
         parallel = self._parallel
         if parallel.mesh is None:
             return cache
-        mesh, named = parallel.mesh, dict((self._layout or Layout()).axes)
+        mesh = parallel.mesh
+        named = dict((self._layout or Layout()).axes)
         heads = tuple(axis for axis in entry_axes(named.get("kv_heads")) if axis in mesh.shape)
+        ways = math.prod(mesh.shape[axis] for axis in heads)
 
         def shard(leaf: jax.Array) -> jax.Array:
-            by_head = (
-                heads
-                if heads and leaf.shape[3] % math.prod(mesh.shape[axis] for axis in heads) == 0
-                else None
-            )
+            by_head = heads if heads and leaf.shape[3] % ways == 0 else None
             spec = PartitionSpec(None, parallel.data or None, None, by_head, None)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
@@ -267,8 +251,8 @@ class Generator:
         new: int,
         length: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """Tokens int32[rows, new] that follow the prompts [rows, longest], and how many each row
-        has before it ended.
+        """Tokens int32[rows, new] that follow the prompts [rows, longest], and the number of them
+        that each row has before it ended.
         """
         rows = prompt.shape[0]
         by_row = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
@@ -282,45 +266,37 @@ class Generator:
             return (number < new) & ~done.all()
 
         def write(state: tuple) -> tuple:
-            number, token, done, counts, written, seen, cache = state
+            number, token, done, counts, written, repeated, cache = state
             logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
-            token = jnp.where(
-                done, 0, sampling.choose(logits[:, 0].astype(jnp.float32), keys, seen)
-            )
-            seen = None if seen is None else seen.at[jnp.arange(rows), token].set(True)
+            chosen = sampling.choose(logits[:, 0].astype(jnp.float32), keys, repeated)
+            token = jnp.where(done, 0, chosen)
+            if repeated is not None:
+                repeated = repeated.at[jnp.arange(rows), token].set(True)
             written = jax.lax.dynamic_update_index_in_dim(written, token, number, 1)
-            counts, done = counts + ~done, done | (token[:, None] == stop).any(axis=1)
-            return number + 1, token, done, counts, written, seen, self._sharded(cache)
+            counts = counts + ~done
+            done = done | (token[:, None] == stop).any(axis=1)
+            return number + 1, token, done, counts, written, repeated, self._sharded(cache)
 
         trees = (variables.params, variables.frozen)
-        params = [
-            leaf for leaf in jax.tree.leaves(trees, is_leaf=is_quantized) if not is_quantized(leaf)
-        ]
-        dtype = self._dtype or jnp.result_type(*(leaf.dtype for leaf in params))
+        leaves = jax.tree.leaves(trees, is_leaf=is_quantized)
+        dtypes = [leaf.dtype for leaf in leaves if not is_quantized(leaf)]
+        dtype = self._dtype or jnp.result_type(*dtypes)
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
         cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))
-        # the logits' values are not used, so they are not computed
+        # only the shape of the logits is used, so XLA does not compute their values
         logits, cache = step(prompt, positions, cache)
-        seen = None
+        repeated = None
         if sampling.repetition_penalty != 1:
             of_text = positions < lengths[:, None]
-            seen = (
-                jnp.zeros((rows, logits.shape[-1]), bool)
-                .at[jnp.arange(rows)[:, None], prompt]
-                .max(of_text)
-            )
+            repeated = jnp.zeros((rows, logits.shape[-1]), bool)
+            repeated = repeated.at[jnp.arange(rows)[:, None], prompt].max(of_text)
         last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
-        none = jnp.zeros(rows, jnp.int32)
-        start = (
-            jnp.zeros((), jnp.int32),
-            last,
-            lengths < 0,
-            none,
-            jnp.zeros((rows, new), jnp.int32),
-            seen,
-            self._sharded(cache),
-        )
+        counts = jnp.zeros(rows, jnp.int32)
+        number = jnp.zeros((), jnp.int32)
+        done = lengths < 0
+        written = jnp.zeros((rows, new), jnp.int32)
+        start = (number, last, done, counts, written, repeated, self._sharded(cache))
         _, _, _, counts, written, *_ = jax.lax.while_loop(continues, write, start)
         return written, counts
 
@@ -360,55 +336,53 @@ class Generator:
                 f"{longest + max_new_tokens} positions"
             )
             room = self._longest - longest
-            fix = (
-                f"{option('max_new_tokens', room)}, or shorter prompts."
-                if room > 0
-                else "shorter prompts."
-            )
+            fix = "shorter prompts."
+            if room > 0:
+                fix = f"{option('max_new_tokens', room)}, or shorter prompts."
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
         self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
         rows = [*prompts, *[prompts[-1]] * (-len(prompts) % workers)]
         length = -(-(longest + max_new_tokens) // UNIT) * UNIT
-        length = length if self._longest is None else min(length, self._longest)
+        if self._longest is not None:
+            length = min(length, self._longest)
         prompt = np.zeros((len(rows), min(-(-longest // UNIT) * UNIT, length)), np.int32)
         for number, row in enumerate(rows):
             prompt[number, : len(row)] = row
         lengths = np.array([len(row) for row in rows], np.int32)
-        by_row = (self._placed(x, self._parallel.data) for x in (prompt, lengths))
-        stops, key = (
-            self._placed(x, ())
-            for x in (
-                ends,
-                np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))),
-            )
+        # placed as numbers: the callback slices a numpy array, which cannot have keys
+        key = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+        written, counts = self._program(
+            variables,
+            self._placed(prompt, self._parallel.data),
+            self._placed(lengths, self._parallel.data),
+            self._placed(ends, ()),
+            jax.random.wrap_key_data(self._placed(key, ()), impl="threefry2x32"),
+            sampling=sampling,
+            new=max_new_tokens,
+            length=length,
         )
-        run = functools.partial(self._run, sampling=sampling, new=max_new_tokens, length=length)
-        written, counts = run(
-            variables, *by_row, stops, jax.random.wrap_key_data(key, impl="threefry2x32")
-        )
-        written, counts = to_host(written), to_host(counts)
+        written = to_host(written)
+        counts = to_host(counts)
         return [written[number, : counts[number]] for number in range(len(prompts))]
 
     def _report(self, sampling: Sampling, length: int) -> None:
-        """Warn, once, of what the model's folder asks for and this call does not do, and of texts
-        longer than the model was made for.
+        """Warn, once, of options that the model's folder asks for and this call does not apply, and
+        of texts longer than the model was made for.
         """
         if self._made_for is not None and length > self._made_for:
             self._warn(
                 f"texts of up to {length} tokens with the prompt, and config.json says that the "
                 f"model was made for {self._made_for}."
             )
-        if self._asked is not None and self._asked.unknown:
+        if self._asked is None:
+            return
+        if self._asked.unknown:
             self._warn(
                 f"{self._asked.where}: not applied, for there is no such option: "
                 f"{', '.join(self._asked.unknown)}."
             )
-        if (
-            self._asked is not None
-            and self._asked.options
-            and Sampling(**self._asked.options) != sampling
-        ):
+        if self._asked.options and Sampling(**self._asked.options) != sampling:
             self._warn(
                 f"{self._asked.where} asks for {self._asked.text}, which is not used unless a call "
                 "has it."
@@ -498,20 +472,20 @@ def generate(
     )
 
 
-def _shown(given: Model, variables: Variables) -> Any:
-    """The model without values in its arrays, to ask it what it has."""
-    models = []
+def _abstract_module(model: Model, variables: Variables) -> Any:
+    """The model's module without values in its arrays, to read its attributes."""
+    modules = []
     jax.eval_shape(
-        lambda values: models.append(given.bind(values, Call(training=False))), variables
+        lambda values: modules.append(model.bind(values, Call(training=False))), variables
     )
-    return models[0]
+    return modules[0]
 
 
 def _mesh_of(variables: Variables) -> Mesh | None:
     """The mesh on which arrays lie; None for one device."""
     for leaf in jax.tree.leaves(variables):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            # of arrays it is no abstract one
+            # an AbstractMesh only of arrays inside a trace
             return leaf.sharding.mesh  # type: ignore[return-value]
     return None
 
@@ -551,9 +525,7 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
 
 
 def _stop_tokens(stop: Sequence[int], vocab: int | None) -> np.ndarray:
-    """Ids as int32[count], with one that no token has: an array without elements is not what a
-    program wants.
-    """
+    """Ids as int32[count], with -1, which no token has, so that the array is never empty."""
     if isinstance(stop, str | bytes) or not isinstance(stop, Sequence | np.ndarray):
         raise OptionError(
             f"{option('stop', short_repr(stop))}.", fix="a list of token ids, such as [2]."

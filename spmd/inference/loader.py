@@ -96,10 +96,9 @@ class ExportedModel:
     program: jax.export.Exported = dataclasses.field(repr=False)
 
     def __repr__(self) -> str:
+        inputs = describe_tree(with_rows(self.inputs, "rows"))
         outputs = jax.tree.unflatten(self.program.out_tree, self.program.out_avals)
-        inputs, outputs = (
-            describe_tree(with_rows(tree, "rows")) for tree in (self.inputs, outputs)
-        )
+        outputs = describe_tree(with_rows(outputs, "rows"))
         rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
         return (
             f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for "
@@ -112,7 +111,7 @@ class ExportedModel:
         return self.about["batch"]
 
     @functools.cached_property
-    def _call(self) -> Callable[[list, Tree], Tree]:
+    def _compiled(self) -> Callable[[list, Tree], Tree]:
         return jax.jit(self.program.call)
 
     def __call__(self, inputs: Tree) -> Tree:
@@ -125,10 +124,9 @@ class ExportedModel:
           DataError: another tree, other shapes or dtypes, or no rows.
         """
         rows = check_inputs(inputs, self.inputs)
-        call = functools.partial(self._call, self.arrays)
-        return concatenated(
-            call_in_chunks(call, inputs, rows, batch=self.batch, most=rows), jnp.concatenate
-        )
+        function = functools.partial(self._compiled, self.arrays)
+        chunks = call_in_chunks(function, inputs, rows, batch=self.batch, most=rows)
+        return concatenated(chunks, jnp.concatenate)
 
     def predict(self, inputs: Tree, *, batch_size: int = 1024) -> Tree:
         """The model's outputs for all rows, as numpy arrays; at most two programs are compiled for
@@ -146,8 +144,8 @@ class ExportedModel:
         """
         check_integer(batch_size, "batch_size")
         rows = check_inputs(inputs, self.inputs)
-        call = functools.partial(self._call, self.arrays)
-        chunks = call_in_chunks(call, inputs, rows, batch=self.batch, most=batch_size)
+        function = functools.partial(self._compiled, self.arrays)
+        chunks = call_in_chunks(function, inputs, rows, batch=self.batch, most=batch_size)
         return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
@@ -189,19 +187,16 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
         raise _damaged(place, why)
     if device is not None and not isinstance(device, jax.Device):
         raise OptionError(f"device={device!r} is {type_name(device)}.", fix="one of jax.devices().")
-    platform = (
-        jax.export.default_export_platform()
-        if device is None
-        else {"gpu": "cuda"}.get(device.platform, device.platform)
-    )
+    if device is None:
+        platform = jax.export.default_export_platform()
+    else:
+        # devices say "gpu", and jax.export "cuda"
+        platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
-        fix = (
-            "export(..., "
-            f"platforms=({', '.join(repr(name) for name in [*about['platforms'], platform])}))"
-        )
+        names = ", ".join(map(repr, [*about["platforms"], platform]))
         raise ExportError(
             f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.",
-            fix=f"{fix}.",
+            fix=f"export(..., platforms=({names})).",
         )
     try:
         program = jax.export.deserialize(bytearray(read_bytes(place / PROGRAM)))
@@ -230,31 +225,31 @@ def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) 
     (expected, inputs), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
     if jax.tree.map(describe, expected) != jax.tree.map(describe, arrays):
         raise ValueError("the program takes other arrays")
-    rows = {
-        leaf.shape[0] if isinstance(leaf.shape[0], int) else None
-        for leaf in jax.tree.leaves(inputs)
-    }
+    rows = set()
+    for leaf in jax.tree.leaves(inputs):
+        # where the program takes any number, dim 0 is a symbol of jax.export
+        rows.add(leaf.shape[0] if isinstance(leaf.shape[0], int) else None)
     if rows != {batch}:
         raise ValueError(f"the program takes another number of rows than {batch}")
-    # dim 0 may be a symbol: 1 stands for any
+    # 1 stands for any number
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch or 1, *x.shape[1:]), x.dtype), inputs)
 
 
 def _placed(values: np.ndarray, device: Any) -> jax.Array:
-    return jax.device_put(values.copy(), device)  # on CPU, device_put may alias the numpy buffer
+    # on CPU, device_put may alias the numpy buffer
+    return jax.device_put(values.copy(), device)
 
 
 def _about(place: Path) -> dict[str, Any]:
     """The contents of `model.json`, if this version can read it."""
+    missing, wrong = [], []
     try:
         about = read_json(place / ABOUT)
         version = int(about["format"])
-        missing = [name for name in REQUIRED if name not in about] if version == FORMAT else []
-        wrong = (
-            [name for name, is_valid in REQUIRED.items() if not (missing or is_valid(about[name]))]
-            if version == FORMAT
-            else []
-        )
+        if version == FORMAT:
+            missing = [name for name in REQUIRED if name not in about]
+        if version == FORMAT and not missing:
+            wrong = [name for name, is_valid in REQUIRED.items() if not is_valid(about[name])]
     except FileNotFoundError:
         raise ExportError(
             f"{place} is not an exported model: it has no {ABOUT}.",

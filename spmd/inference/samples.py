@@ -20,7 +20,7 @@ PROMPTS_FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a model has written after `step` updates.
+    """A text that a model has written after `step` updates.
 
     Attributes:
       step: updates made when it was written.
@@ -35,11 +35,9 @@ class Sample:
     text: str | None
 
     def __str__(self) -> str:
-        prompt, written = (
-            str(part).replace("\n", "\\n")
-            for part in (self.prompt, self.tokens if self.text is None else self.text)
-        )
-        return f"step {self.step}: {prompt} -> {written}"
+        written = self.tokens if self.text is None else self.text
+        text = f"{self.prompt} -> {written}".replace("\n", "\\n")
+        return f"step {self.step}: {text}"
 
 
 class Samples(Callback):
@@ -104,34 +102,37 @@ class Samples(Callback):
             )
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if tokenizer is None and (texts or chat is not None):
-            raise OptionError(
-                f"Samples: {short_repr(texts[0]) if texts else 'chat'} without a tokenizer.",
-                fix=PROMPTS_FIX,
-            )
-        self.every, self.exact, self.together = every, True, True
-        self.prompts, self.show, self.written = list(prompts), show, []
-        self._coder = None if tokenizer is None else Prompts(tokenizer, chat)
-        self._tokens = [
-            self._coder.encode(one) if self._coder is not None and isinstance(one, str) else one
-            for one in self.prompts
-        ]
-        ends = self._coder.stop if self._coder is not None else ()
-        sampled: dict[str, Any] = {
+            option = short_repr(texts[0]) if texts else "chat"
+            raise OptionError(f"Samples: {option} without a tokenizer.", fix=PROMPTS_FIX)
+        self.every = every
+        self.exact = True
+        self.together = True
+        self.prompts = list(prompts)
+        self.show = show
+        self.written = []
+        self._coder: Prompts | None = None
+        self._tokens = list(prompts)
+        if tokenizer is not None:
+            self._coder = coder = Prompts(tokenizer, chat)
+            self._tokens = [
+                coder.encode(prompt) if isinstance(prompt, str) else prompt
+                for prompt in self.prompts
+            ]
+            if stop is None:
+                stop = coder.stop
+        self._options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop": [] if stop is None else list(stop),
+            "seed": seed,
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
             "repetition_penalty": repetition_penalty,
         }
-        self._options = {
-            "max_new_tokens": max_new_tokens,
-            "stop": list(ends if stop is None else stop),
-            "seed": seed,
-            **sampled,
-        }
         self._generator: Generator | None = None
 
     def on_start(self, info: Info) -> None:
-        """Compile, and write what the model writes before training."""
+        """Compile, and write before training."""
         self._generator = None
         self._write(info)
 
@@ -140,8 +141,9 @@ class Samples(Callback):
         self._write(info)
 
     def _write(self, info: Info) -> None:
-        watch, first = watchdog.current(), self._generator is None
-        with watch.in_phase("compile" if first else "eval"), watch.local_work(False):
+        watch = watchdog.current()
+        phase = "compile" if self._generator is None else "eval"
+        with watch.in_phase(phase), watch.local_work(False):
             if self._generator is None:
                 self._generator = Generator(info.placed)
             written = self._generator(self._tokens, state=info.state, **self._options)

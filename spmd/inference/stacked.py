@@ -4,6 +4,7 @@
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,18 +61,17 @@ def common_batch(nets: Sequence[Net]) -> int | None:
       EnsembleError: they take different inputs, or different fixed numbers of rows.
     """
     fixed = {net.batch for net in nets if net.batch is not None}
-    shapes = [
-        {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(net.inputs).items()}
-        for net in nets
-    ]
-    differs = (
-        any(other != shapes[0] for other in shapes)
-        or len({jax.tree.structure(net.inputs) for net in nets}) > 1
-    )
-    if differs or len(fixed) > 1:
+    trees = {jax.tree.structure(net.inputs) for net in nets}
+    shapes = [_shapes_of_rows(net.inputs) for net in nets]
+    if len(fixed) > 1 or len(trees) > 1 or any(other != shapes[0] for other in shapes):
         problems = [Problem(net.name, [f"takes {describe_tree(net.inputs)}"]) for net in nets]
         raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
     return next(iter(fixed), None)
+
+
+def _shapes_of_rows(inputs: Tree) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Dtype and shape of one row of each leaf, by path."""
+    return {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in flatten(inputs).items()}
 
 
 def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
@@ -83,7 +83,7 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
       ExportError: a member fails on its inputs.
     """
     places_by_program: dict[tuple, list[int]] = {}
-    outputs, convolved = [], []
+    outputs, vectorised = [], []
     for at, net in enumerate(nets):
         inputs = with_rows(net.inputs, rows)
         jaxpr = traced(net.function, net.arrays, inputs)
@@ -93,34 +93,35 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
             and jaxpr.out_avals[0].ndim >= 2
             and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
         )
-        # an exported program cannot be vectorised
-        convolved.append(net.program is not None or has_convolution(equations(jaxpr.jaxpr)))
+        # jax has no rule by which vmap calls an exported program
+        is_exported = net.program is not None
+        vectorised.append(not is_exported and not has_convolution(equations(jaxpr.jaxpr)))
         if not plain or outputs[-1] != outputs[0]:
-            wanted = (
-                f"the first returns {outputs[0][0]}"
-                if plain
-                else "expected one array of logits [rows, ..., classes]"
-            )
+            expected = "expected one array of logits [rows, ..., classes]"
+            if plain:
+                expected = f"the first returns {outputs[0][0]}"
             raise EnsembleError(
-                f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {wanted}.",
+                f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {expected}.",
                 fix="a model with one row of outputs for each of inputs.",
             )
         text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
         shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
-        places_by_program.setdefault(
-            (hashlib.sha256(text.encode()).hexdigest(), shapes), []
-        ).append(at)
-    return [
-        Group(tuple(nets[at] for at in places), tuple(places), not convolved[places[0]])
-        for places in places_by_program.values()
-    ]
+        program = (hashlib.sha256(text.encode()).hexdigest(), shapes)
+        places_by_program.setdefault(program, []).append(at)
+    groups = []
+    for places in places_by_program.values():
+        members = tuple(nets[at] for at in places)
+        groups.append(Group(members, tuple(places), vectorised[places[0]]))
+    return groups
 
 
 class Stacked:
     """The program of groups of members on a mesh whose only axis is `net`."""
 
     def __init__(self, groups: Sequence[Group], mesh: Mesh, combine: str):
-        self._groups, self._mesh, self._combine = groups, mesh, combine
+        self._groups = groups
+        self._mesh = mesh
+        self._combine = combine
         self._arrays = [self._placed(group) for group in groups]
         self._order = np.argsort([at for group in groups for at in group.places])
         self._program = jax.jit(self._both, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -154,9 +155,11 @@ class Stacked:
         return jax.tree.map(stack, *[net.arrays for net in nets])
 
     def _both(self, arrays: list, inputs: Tree) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.concatenate(
-            [self._logits(*group, inputs) for group in zip(self._groups, arrays, strict=True)]
-        )[self._order]
+        by_group = [
+            self._logits(group, arrays_of_group, inputs)
+            for group, arrays_of_group in zip(self._groups, arrays, strict=True)
+        ]
+        logits = jnp.concatenate(by_group)[self._order]
         return combined(logits, self._combine), logits
 
     def _logits(self, group: Group, arrays: Any, inputs: Tree) -> jax.Array:
@@ -166,22 +169,25 @@ class Stacked:
         if len(group.nets) == 1:
             return function(arrays, inputs)[None]
 
-        def each(local_arrays: Any, inputs: Tree) -> jax.Array:
+        def logits_of_members(local_arrays: Any, inputs: Tree) -> jax.Array:
             if group.vectorised:
                 return jax.vmap(function, in_axes=(0, None))(local_arrays, inputs)
             # vmap would make grouped convolutions, which are slower, and the partitioner gathers
             # them
-            count = jax.tree.leaves(local_arrays)[0].shape[0]
-            return jnp.stack(
-                [
-                    function(jax.tree.map(lambda leaf: leaf[at], local_arrays), inputs)
-                    for at in range(count)
-                ]
-            )
+            logits = []
+            for at in range(jax.tree.leaves(local_arrays)[0].shape[0]):
+                member_arrays = jax.tree.map(operator.itemgetter(at), local_arrays)
+                logits.append(function(member_arrays, inputs))
+            return jnp.stack(logits)
 
-        specs = (PartitionSpec(NET), PartitionSpec())
-        run = shard_map(each, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(NET))
-        return run(arrays, inputs)[: len(group.nets)]
+        sharded = shard_map(
+            logits_of_members,
+            mesh=self._mesh,
+            in_specs=(PartitionSpec(NET), PartitionSpec()),
+            out_specs=PartitionSpec(NET),
+        )
+        # without those of the padding
+        return sharded(arrays, inputs)[: len(group.nets)]
 
 
 def combined(logits: jax.Array, combine: str) -> jax.Array:
@@ -189,28 +195,20 @@ def combined(logits: jax.Array, combine: str) -> jax.Array:
     if combine == "logits":
         return jax.nn.softmax(logits.mean(axis=0))
     if combine == "vote":
-        return jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32).mean(
-            axis=0
-        )
+        votes = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32)
+        return votes.mean(axis=0)
     return jax.nn.softmax(logits).mean(axis=0)
 
 
 def table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> str:
     """A table of numbers by name; missing ones are left blank."""
-    names = max(map(len, rows), default=0)
-    widths = [max(len(column), 8) for column in columns]
-    lines = [
-        "  ".join(
-            [
-                " " * names,
-                *(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)),
-            ]
-        )
-    ]
+    name_width = max(map(len, rows), default=0)
+    widths = {column: max(len(column), 8) for column in columns}
+    titles = [f"{column:>{width}}" for column, width in widths.items()]
+    lines = ["  ".join([" " * name_width, *titles])]
     for name, row in rows.items():
-        cells = [
-            f"{row[c]:>{w}.4f}" if c in row else " " * w
-            for c, w in zip(columns, widths, strict=True)
-        ]
-        lines.append("  ".join([f"{name:{names}}", *cells]).rstrip())
+        cells = [f"{name:{name_width}}"]
+        for column, width in widths.items():
+            cells.append(f"{row[column]:>{width}.4f}" if column in row else " " * width)
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -70,10 +70,8 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
     Source: Guo et al. 2017, arXiv:1706.04599, equation 3.
     """
-    confidence, correct = (
-        probabilities.max(axis=-1).ravel(),
-        (probabilities.argmax(axis=-1) == labels).ravel(),
-    )
+    confidence = probabilities.max(axis=-1).ravel()
+    correct = (probabilities.argmax(axis=-1) == labels).ravel()
     at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
@@ -81,7 +79,9 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
 
 def with_temperature(logs: np.ndarray, temperature: float) -> np.ndarray:
     """Log probabilities divided by the temperature, normalised."""
-    return logs if temperature == 1.0 else log_softmax(logs / temperature)
+    if temperature == 1.0:
+        return logs
+    return log_softmax(logs / temperature)
 
 
 def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
@@ -93,12 +93,14 @@ def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
         weights = np.exp(log_softmax(logs * inverse))
         # probability 0 adds nothing
         expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)
-        return float(
-            (expected - np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]).mean()
-        )
+        of_labels = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+        return float((expected - of_labels).mean())
 
     low, high = 1 / FLATTEST, 1 / SHARPEST
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if slope(middle) > 0 else (middle, high)
+        if slope(middle) > 0:
+            high = middle
+        else:
+            low = middle
     return float(1 / (low * high) ** 0.5)

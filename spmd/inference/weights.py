@@ -66,8 +66,8 @@ def dequantize(numbers: Any, scales: Any, dtype: Any) -> Any:
 
 
 def should_quantize(path: str, leaf: Any, *, stacked: bool = False) -> bool:
-    """Whether `weights="int8"` applies to this array: a floating-point parameter with input and
-    output channels.
+    """Return whether `weights="int8"` applies to this array: a floating-point parameter with input
+    and output channels.
     """
     # in 8 or 4 bits already
     of_codes = path.startswith("frozen/") and path.endswith(("/codes", "/scales"))
@@ -85,8 +85,11 @@ class Writer:
     """
 
     def __init__(self, path: Path | None):
-        self._opened = None if path is None else open_output(path)
-        self._file = None if self._opened is None else zipfile.ZipFile(self._opened, "w")
+        self._opened = None
+        self._file = None
+        if path is not None:
+            self._opened = open_output(path)
+            self._file = zipfile.ZipFile(self._opened, "w")
 
     def close(self) -> None:
         """Write the table of contents, and close the file.
@@ -126,38 +129,45 @@ class Writer:
         )
 
     def _put(self, name: str, values: np.ndarray) -> None:
-        """In numpy's .npz format; dtypes that numpy does not know (bfloat16) as integers of their
-        size.
+        """Write an array in numpy's .npz format; dtypes that numpy does not know (bfloat16) as
+        integers of their size.
         """
         if self._file is None:
             return
-        plain = values if values.dtype.kind in "biufc" else values.view(f"u{values.dtype.itemsize}")
+        if values.dtype.kind not in "biufc":
+            values = values.view(f"u{values.dtype.itemsize}")
+        # ascontiguousarray makes a scalar an array of one dim
+        values = np.ascontiguousarray(values).reshape(values.shape)
         # without a date, so that equal weights give equal files
         entry = zipfile.ZipInfo(f"{name}.npy")
+        # zipfile cannot know before that a file has more than 2 GiB
         with self._file.open(entry, "w", force_zip64=True) as file:
-            np.lib.format.write_array(
-                file, np.ascontiguousarray(plain).reshape(plain.shape), allow_pickle=False
-            )
+            np.lib.format.write_array(file, values, allow_pickle=False)
 
 
 def read_arrays(path: Path, stored: list[Stored], place: Callable[[np.ndarray], Any]) -> list[Any]:
     """The arrays of a file as an exported function takes them, through `place`: an array, or a pair
     of int8 and scales.
     """
+    # a pickle could execute code
     with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        for entry in file.zip.infolist():  # compressed, a small file could unpack to any size
+        for entry in file.zip.infolist():
+            # compressed, a small file could unpack to any size
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(
                     f"{printable(entry.filename, 200)} is compressed, which no export is"
                 )
 
-        def read(entry: Stored) -> Any:
+        arrays = []
+        for entry in stored:
             values = file[entry.path]
             if entry.int8:
-                return place(values), place(file[SCALES + entry.path])
-            return place(values if str(values.dtype) == entry.dtype else values.view(entry.dtype))
-
-        return [read(entry) for entry in stored]
+                arrays.append((place(values), place(file[SCALES + entry.path])))
+                continue
+            if str(values.dtype) != entry.dtype:  # one that numpy does not know
+                values = values.view(entry.dtype)
+            arrays.append(place(values))
+        return arrays
 
 
 def stored_shape(leaf: Any, *, int8: bool, stacked: bool = False) -> Any:

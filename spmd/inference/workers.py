@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class _Request:
     """One request, and the results that arrive until it is over; later ones are discarded."""
 
     def __init__(self, inputs: Tree, names: tuple[str, ...]):
-        self.inputs, self._names = inputs, names  # inputs are None when it is over
+        self.inputs = inputs  # None when it is over
+        self._names = names
         self._results: dict[str, Any] = {}
         self._changed = threading.Condition()
 
@@ -68,12 +69,13 @@ class _Worker:
     """
 
     def __init__(self, name: str, function: Callable[[Tree], Any]):
-        self.name, self._function = name, function
+        self.name = name
+        self._function = function
         self.requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=f"spmd member {name}", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=f"spmd member {name}", daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         while (request := self.requests.get()) is not None:
             inputs = request.inputs
             if inputs is None:
@@ -91,7 +93,9 @@ class Workers:
 
     def __init__(self, functions: Mapping[str, Callable[[Tree], Any]]):
         self._workers = [_Worker(name, function) for name, function in functions.items()]
-        self._busy, self._lifetime, self._closed = threading.Lock(), threading.Lock(), False
+        self._busy = threading.Lock()
+        self._lifetime = threading.Lock()
+        self._closed = False
 
     def ask(
         self, inputs: Tree, rows: int, deadline: float | None
@@ -104,7 +108,8 @@ class Workers:
         """
         began = time.monotonic()
         names = tuple(worker.name for worker in self._workers)
-        if not self._busy.acquire(timeout=-1 if deadline is None else deadline):
+        seconds = -1 if deadline is None else deadline  # -1: no limit
+        if not self._busy.acquire(timeout=seconds):
             raise EnsembleError(
                 f"another request was still running after {deadline:g} s.", fix="a longer deadline."
             )
@@ -118,40 +123,18 @@ class Workers:
                     )
                 for worker in self._workers:
                     worker.requests.put(request)
-            results = request.wait(
-                None if deadline is None else max(0.0, deadline - (time.monotonic() - began))
-            )
+            remaining = None
+            if deadline is not None:
+                remaining = max(0.0, deadline - (time.monotonic() - began))
+            results = request.wait(remaining)
         finally:
             self._busy.release()
-        failed = {
-            name: f"{type(result).__name__}: {result}"
-            for name, result in results.items()
-            if isinstance(result, BaseException)
-        }
-        logits = {name: results[name] for name in names if name in results and name not in failed}
-        for name, array in list(logits.items()):
-            if _fits(array, rows) and (invalid := _invalid_rows(array)):
-                failed[name] = (
-                    f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} "
-                    "rows without finite numbers"
-                )
-                del logits[name]
-        shape = Counter(array.shape for array in logits.values() if _fits(array, rows)).most_common(
-            1
-        )
-        for name, array in list(logits.items()):
-            if not shape or array.shape != shape[0][0] or not _fits(array, rows):
-                expected = (
-                    f"the others {list(shape[0][0])}"
-                    if shape
-                    else f"expected logits [{rows}, ..., classes]"
-                )
-                failed[name] = f"it returned {describe(array)}; {expected}"
-                del logits[name]
+        logits, failed = _split_answers(results, names, rows)
         late = tuple(name for name in names if name not in results)
         if not logits:
             reasons = [f"\n    {name} {why}" for name, why in failed.items()]
-            reasons += [f"\n    {', '.join(late)}: late"] if late else []
+            if late:
+                reasons.append(f"\n    {', '.join(late)}: late")
             limit = "" if deadline is None else f" in {deadline:g} s"
             raise EnsembleError(
                 f"none of the {len(names)} members answered{limit}:{''.join(reasons)}",
@@ -176,6 +159,37 @@ class Workers:
                 "members that are still running an earlier request, and end after it: %s",
                 ", ".join(busy),
             )
+
+
+def _split_answers(
+    results: Mapping[str, Any], names: Sequence[str], rows: int
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The logits of the members whose answers can be combined, in the order of `names`, and the
+    errors of the others that have answered.
+    """
+    failed = {
+        name: f"{type(result).__name__}: {result}"
+        for name, result in results.items()
+        if isinstance(result, BaseException)
+    }
+    logits = {name: results[name] for name in names if name in results and name not in failed}
+    for name, array in list(logits.items()):
+        if _fits(array, rows) and (invalid := _invalid_rows(array)):
+            failed[name] = (
+                f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} "
+                "rows without finite numbers"
+            )
+            del logits[name]
+    shapes = Counter(array.shape for array in logits.values() if _fits(array, rows))
+    shape = max(shapes, key=shapes.__getitem__, default=None)
+    expected = f"expected logits [{rows}, ..., classes]"
+    if shape is not None:
+        expected = f"the others {list(shape)}"
+    for name, array in list(logits.items()):
+        if array.shape != shape or not _fits(array, rows):
+            failed[name] = f"it returned {describe(array)}; {expected}"
+            del logits[name]
+    return logits, failed
 
 
 def _invalid_rows(logits: np.ndarray) -> int:

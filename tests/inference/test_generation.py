@@ -96,7 +96,7 @@ def test_one_program_serves_prompts_of_like_lengths_and_draws_follow_the_seed():
     first, again = (np.stack(generator(prompts, seed=3, **options)) for _ in range(2))
     other = np.stack(generator([prompt[::-1] for prompt in prompts], seed=4, **options))
     np.testing.assert_array_equal(first, again)
-    assert (first != other).any() and generator._run._cache_size() == 1
+    assert (first != other).any() and generator._program._cache_size() == 1
     alone = generator(prompts[:1], seed=3, **options)
     np.testing.assert_array_equal(alone[0], first[0])  # a row does not depend on the others
 

@@ -51,7 +51,7 @@ def test_samples_change_no_bit_and_compile_once(capsys):
     with_samples, without = fit([samples]), fit()
     assert with_samples.history["loss"] == without.history["loss"]
     assert [sample.step for sample in samples.written] == [0, 0, 2, 2, 4, 4]
-    assert samples._generator._run._cache_size() == 1
+    assert samples._generator._program._cache_size() == 1
     assert samples.written[0].text == ' "moo". The cow eats'
     assert samples.written[-1].text != samples.written[1].text, (
         "training has changed what it writes"
