@@ -1,4 +1,4 @@
-"""`spmd data bench FILES`: measure how fast files are read as batches, and tell whether a device
+"""`spmd data bench FILES`: measure how fast files are read as batches, and whether a device
 would wait for them.
 """
 
@@ -125,7 +125,7 @@ def _rows(batch: dict[str, Any]) -> int:
 
 
 def _compare_with_step(batch_ms: float, step_ms: float, workers: int) -> str:
-    """Tell whether a step of this duration would wait for its data.
+    """Return whether a step of this duration would wait for its data.
 
     >>> _compare_with_step(2.0, 10.0, 0)
     'a step of 10 ms: the device does not wait; a batch takes 2.00 ms, 20 % of a step'

@@ -40,6 +40,7 @@ WAYS_OUT = "JAX_PLATFORMS=cpu uses no accelerator; if `nvidia-smi` hangs too, th
 # Runs in a process of its own, since a driver may hang. Devices first: the cache asks for them.
 PROBE = """
 import json, os
+# else JAX allocates three quarters of a GPU's memory when it looks for devices
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 devices = [
@@ -82,6 +83,7 @@ def run_bounded(command: Sequence[str], limit: float, cwd: Path | None = None) -
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            # a group of its own, to kill it with its descendants
             start_new_session=True,
             cwd=cwd,
         )
@@ -220,7 +222,7 @@ def _brought_packages(
 
 
 def is_allowed(version: str, requirement: str) -> bool:
-    """Tell whether a version is in the range of a requirement; parts that are no numbers do not
+    """Return whether a version is in the range of a requirement; parts that are no numbers do not
     count.
 
     >>> [is_allowed(version, "jax>=0.10,<0.12") for version in ("0.9.1", "0.10.2", "0.12.0")]

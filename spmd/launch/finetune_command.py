@@ -10,6 +10,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from spmd.errors import OptionError, PretrainedError, Problem, printable, raise_problems
@@ -426,26 +427,63 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
     from flax import nnx
 
     from spmd.data.batches import check_batch
-    from spmd.data.tokenize import Tokenizer
     from spmd.losses import next_token
     from spmd.mesh import MeshSpec, make_mesh
     from spmd.models.lora import add_adapters
-    from spmd.pretrained.adapter_config import AdapterConfig
     from spmd.pretrained.adapters import adapted_modules, check_only_adapters
     from spmd.pretrained.architectures import find
-    from spmd.pretrained.decoder_config import DecoderConfig
-    from spmd.pretrained.outline import (
-        ADAPTER_CONFIG,
-        CONFIG,
-        Outline,
-        has_adapters_alone,
-        read_config,
-    )
+    from spmd.pretrained.outline import Outline, read_config
     from spmd.pretrained.safetensors_files import open_files
     from spmd.train.model_setup import PlacedModel, TrainConfig, check_numbers
 
     check_numbers(options.precision, options.accumulate, options.seed)
     path = as_path(options.folder, "FOLDER")
+    _check_has_model(path)
+    mesh_sizes = options.mesh
+    if mesh_sizes is None:
+        mesh_sizes = dict(layout.mesh) or None
+    mesh = make_mesh(mesh_sizes)
+    outline = Outline.of(path, mesh=mesh, layout=layout)
+    config = read_config(path)
+    length = _check_length(options, path, config)
+    row = jax.ShapeDtypeStruct((options.batch_size, length), np.dtype("int32"))
+    fields = ("tokens", "targets", "segment_ids", "positions", "mask")
+    check_batch(
+        dict.fromkeys(fields, row),
+        outline.layout or layout,
+        MeshSpec.parse(mesh),
+        options.accumulate,
+    )
+    outline.match(open_files(path))
+    train_config = TrainConfig(
+        outline.model,
+        next_token,
+        _optimizer(options, 100),
+        precision=options.precision,
+        seed=options.seed,
+    )
+    placed = PlacedModel(train_config, mesh, layout)
+    placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
+    if layout.adapters and not options.merge:
+        check_only_adapters(
+            placed.abstract_variables.params,
+            "--merge writes all weights; or a [train] that leaves these out.",
+        )
+
+        def adapted() -> nnx.Module:
+            module = find(config, path).factory()
+            add_adapters(module, layout.adapters, nnx.Rngs(0))
+            return module
+
+        adapted_modules(outline.name_map, nnx.eval_shape(adapted), "--merge")
+    return length
+
+
+def _check_has_model(path: Path) -> None:
+    """Raise PretrainedError if a folder has adapters alone."""
+    from spmd.pretrained.adapter_config import AdapterConfig
+    from spmd.pretrained.outline import ADAPTER_CONFIG, has_adapters_alone, read_config
+
     if has_adapters_alone(path):
         base_model = printable(AdapterConfig(read_config(path, ADAPTER_CONFIG)).base_model, 200)
         of_model = base_model and f", {base_model}"
@@ -454,12 +492,14 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
             "load_adapters in Python trains them on."
         )
         raise PretrainedError(f"{path} has adapters and no model.", fix=fix)
-    mesh_sizes = options.mesh
-    if mesh_sizes is None:
-        mesh_sizes = dict(layout.mesh) or None
-    mesh = make_mesh(mesh_sizes)
-    outline = Outline.of(path, mesh=mesh, layout=layout)
-    config = read_config(path)
+
+
+def _check_length(options: argparse.Namespace, path: Path, config: Any) -> int:
+    """Return the length of rows, after a comparison of it and the tokenizer with the model."""
+    from spmd.data.tokenize import Tokenizer
+    from spmd.pretrained.decoder_config import DecoderConfig
+    from spmd.pretrained.outline import CONFIG
+
     decoder = DecoderConfig.from_config(config, str(path / CONFIG))
     positions = decoder.learned_positions or decoder.max_positions
     length = options.length
@@ -475,36 +515,6 @@ def _check_folder(options: argparse.Namespace, layout: Any) -> int:
             "tokens, from 0."
         )
         raise PretrainedError(why, fix="the tokenizer of this model.")
-    row = jax.ShapeDtypeStruct((options.batch_size, length), np.dtype("int32"))
-    fields = ("tokens", "targets", "segment_ids", "positions", "mask")
-    check_batch(
-        dict.fromkeys(fields, row),
-        outline.layout or layout,
-        MeshSpec.parse(mesh),
-        options.accumulate,
-    )
-    outline.match(open_files(path))
-    config_of_training = TrainConfig(
-        outline.model,
-        next_token,
-        _optimizer(options, 100),
-        precision=options.precision,
-        seed=options.seed,
-    )
-    placed = PlacedModel(config_of_training, mesh, layout)
-    placed.resolved  # noqa: B018  # compares adapters, and what trains, with the model
-    if layout.adapters and not options.merge:
-        check_only_adapters(
-            placed.abstract_variables.params,
-            "--merge writes all weights; or a [train] that leaves these out.",
-        )
-
-        def adapted() -> nnx.Module:
-            module = find(config, path).factory()
-            add_adapters(module, layout.adapters, nnx.Rngs(0))
-            return module
-
-        adapted_modules(outline.name_map, nnx.eval_shape(adapted), "--merge")
     return length
 
 

@@ -138,7 +138,7 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
         ("v1", "Service", service),
         ("batch/v1", "Job", job),
     ):
-        # labels made anew: PyYAML writes an object that it meets again as a reference to the first
+        # new labels each time: PyYAML writes another use of an object as a reference to the first
         labels = {"metadata": {**metadata, "labels": _labels(name)}}
         documents.append({"apiVersion": version, "kind": kind, **labels, **content})
     yaml = import_extra("yaml", "kubernetes")

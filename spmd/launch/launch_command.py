@@ -312,6 +312,6 @@ def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def _log(text: str) -> None:
-    # in one write: print writes the text and the line end apart, and a process may print between
+    # in one write: print writes the line end separately, and a process may print before it
     sys.stderr.write(f"spmd launch: {text}\n")
     sys.stderr.flush()

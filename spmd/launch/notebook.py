@@ -162,7 +162,7 @@ class Processes:
         self.count, self._grace = config.count, config.settings.grace
         self._lock, self._down = threading.Lock(), ""
         self._running = WorkerPool()
-        # also at the end of this process
+        # when the object is dropped, and at the end of this process; a `__del__` may come too late
         self._abandoned = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._running.start(config)

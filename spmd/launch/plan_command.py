@@ -220,14 +220,7 @@ def _plan(options: argparse.Namespace) -> str:
         sections["Cost of a run"] = str(cost)
         figures["cost"] = cost.figures
     if options.fixes:
-        fixes = result.fixes(timeout=options.timeout, say=show_progress)
-        if fixes:
-            first_line = "each planned with those before it that help:"
-        elif result.fits:
-            first_line = "the step fits: there is nothing to fix."
-        else:
-            first_line = "no change is known that would make it fit."
-        sections["Fixes"] = "\n".join([first_line, *map(str, fixes)])
+        sections["Fixes"] = _describe_fixes(result, options.timeout)
         show_progress("")
     if options.changes:
         sections["Changes"] = str(
@@ -244,6 +237,17 @@ def _plan(options: argparse.Namespace) -> str:
         return result.to_json(**figures)
     colour = {"fits": "green", "tight": "yellow", "DOES NOT FIT": "red"}[result.memory.word]
     return paint(with_sections(str(result), sections), {result.memory.word: colour}, sys.stdout)
+
+
+def _describe_fixes(result: Any, timeout: float) -> str:
+    fixes = result.fixes(timeout=timeout, say=show_progress)
+    if fixes:
+        first_line = "each planned with those before it that help:"
+    elif result.fits:
+        first_line = "the step fits: there is nothing to fix."
+    else:
+        first_line = "no change is known that would make it fit."
+    return "\n".join([first_line, *map(str, fixes)])
 
 
 def _search(options: argparse.Namespace) -> str | tuple[str, int]:

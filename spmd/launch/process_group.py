@@ -71,6 +71,7 @@ class ProcessGroup:
         """
         codes = {}
         for rank, process in self.processes.items():
+            # WNOWAIT: a process that is reaped gives its id, and its group's, to any new process
             status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 exited = status.si_code == os.CLD_EXITED
@@ -169,6 +170,8 @@ def start_processes(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                # a group of its own, to kill it with its descendants; and the terminal's Ctrl-C
+                # reaches the launcher alone, which forwards it once
                 start_new_session=True,
                 pass_fds=(inherited or {}).get(rank, ()),
                 errors="replace",

@@ -39,10 +39,12 @@ def main(argv: Sequence[str]) -> None:
         join()
         if argv[0] == "-m":
             sys.argv = list(argv[1:])
+            # runpy leaves the import path to its caller; `python -m` adds the working folder
             sys.path.insert(0, os.getcwd())
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(argv)
+            # as `python SCRIPT` does
             sys.path.insert(0, str(Path(argv[0]).resolve().parent))
             runpy.run_path(argv[0], run_name="__main__")
         watchdog.current().script_finished()

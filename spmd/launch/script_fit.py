@@ -94,9 +94,11 @@ def call_at_fit(
         setattr(Trainer, name, refuse(name))
     # the script's own arguments are not options of the command
     steps.enter_context(options_of_command(()))
-    sys.argv, sys.path = [script, *arguments], [str(path.resolve().parent), *paths]
+    sys.argv = [script, *arguments]
+    sys.path = [str(path.resolve().parent), *paths]
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
+        # the command's own output goes to stdout, which another program may read
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(script, run_name="__main__")
     except _FitCalled:

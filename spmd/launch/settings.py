@@ -66,7 +66,7 @@ class Settings:
             variables["SPMD_STALL"] = self.stall
         if self.simulate:
             variables["SPMD_SIMULATE"] = str(self.simulate)
-            # else JAX would choose GPUs that are there
+            # else JAX would choose the GPUs of the machine
             variables["JAX_PLATFORMS"] = "cpu"
         # JAX reads both when it first uses a GPU
         if self.memory_fraction is not None:

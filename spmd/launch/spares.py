@@ -47,7 +47,7 @@ class Spare:
     is_ready: bool = False
 
     def check(self) -> bool:
-        """Update `is_ready`, and tell whether the process still runs."""
+        """Update `is_ready`, and return whether the process still runs."""
         with contextlib.suppress(OSError):  # nothing to read, or it has ended
             self.is_ready = self.connection.recv(1) == READY or self.is_ready
         return self.process.poll() is None
@@ -213,6 +213,7 @@ class Spares:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                # a group of its own, as a worker has, which it becomes
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
                 errors="replace",
@@ -231,7 +232,7 @@ class Spares:
 
 
 def _trains(folder: Path) -> bool:
-    """Tell whether a process of an attempt trains, from the records in the attempt's folder."""
+    """Return whether a process of an attempt trains, from the records in the attempt's folder."""
     return any(beat.phase == "step" for beat in heartbeats(read_records(folder)).values())
 
 
@@ -266,6 +267,7 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
         # if there is one
         logging.root.handlers[:] = handlers
         logging.root.level = level
+        # a process that has looked for devices holds memory of GPUs, and cannot join others
         if coordination.backends_initialized():
             raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
         launcher.sendall(READY)

@@ -55,6 +55,7 @@ class AgentConnection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # else the terminal's Ctrl-C would end ssh, before the signal is forwarded
             start_new_session=True,
             text=True,
             errors="replace",

@@ -127,6 +127,7 @@ class WorkerPool:
             path = os.pathsep.join(filter(None, map(str, sys.path)))
             for rank, environment in process_environments(config, (), self._folder).items():
                 self._connections[rank], child_ends[rank] = socket.socketpair()
+                # a worker that computes reads nothing: sending to it must not stop the others
                 self._connections[rank].setblocking(False)
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
                 commands[rank] = worker_command(words), environment | {"PYTHONPATH": path}
