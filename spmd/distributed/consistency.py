@@ -59,7 +59,8 @@ def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
                 coordination.get(f"{path}/verdict", timeout + EXTRA_SECONDS)
             )
         except TimeoutError:
-            absent, verdict = True, f"process 0 did not arrive within {timeout:g} s"
+            absent = True
+            verdict = f"process 0 did not arrive within {timeout:g} s"
     if absent:
         fix = "the log of that process; a longer timeout if it was only slow."
         raise RendezvousTimeout(f"the consistency check failed: {verdict}", fix=fix)

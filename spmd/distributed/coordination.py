@@ -25,12 +25,12 @@ HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300
 
 
 def is_initialized() -> bool:
-    """Tell whether JAX runs as one of several processes."""
+    """Return whether JAX runs as one of several processes."""
     return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
 
 
 def backends_initialized() -> bool:
-    """Tell whether JAX has looked for devices already; it never sees those of processes that join
+    """Return whether JAX has looked for devices already; it never sees those of processes that join
     later.
     """
     return xla_bridge.backends_are_initialized()

@@ -164,7 +164,7 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
 
 
 def _has_own_gpus(environ: Mapping[str, str]) -> bool:
-    """Tell whether SLURM has bound GPUs to each task; other resources of a task say nothing about
+    """Return whether SLURM has bound GPUs to each task; other resources of a task say nothing about
     its GPUs.
     """
     per_task = "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")

@@ -2,4 +2,9 @@
 agents start at once.
 """
 
-FAILED, USAGE, PEER, STALLED, DISAGREED, TERMINATED = 1, 2, 42, 43, 78, 143
+FAILED = 1
+USAGE = 2  # an error before training
+PEER = 42  # another process has failed
+STALLED = 43
+DISAGREED = 78
+TERMINATED = 143  # after SIGTERM, as in shells

@@ -101,15 +101,15 @@ def job_token() -> str:
 
 
 def was_restarted() -> bool:
-    """Tell whether `spmd launch` or SLURM has started this process again after a failure or a
+    """Return whether `spmd launch` or SLURM has started this process again after a failure or a
     requeue: a run resumes from its checkpoint.
     """
     return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
 
 
 def was_requeued() -> bool:
-    """Tell whether a scheduler has started the launcher itself again, so that earlier attempts had
-    another launcher.
+    """Return whether a scheduler has started the launcher itself again, so that earlier attempts
+    had another launcher.
     """
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 

@@ -21,7 +21,7 @@ def proof_of(token: str, nonce: str, message: dict[str, Any]) -> str:
 
 
 def is_proof(proof: object, token: str, nonce: str, message: dict[str, Any]) -> bool:
-    """Tell whether a proof, of which a stranger may have chosen every character, is that of a
+    """Return whether a proof, of which a stranger may have chosen every character, is that of a
     message.
     """
     return hmac.compare_digest(

@@ -19,7 +19,7 @@ class StragglerMonitor:
         self._waits: dict[int, float] = {}
 
     def due(self) -> bool:
-        """Tell whether it is time for another comparison."""
+        """Return whether it is time for another comparison."""
         return time.monotonic() - self._compared_at >= INTERVAL_SECONDS
 
     def warnings(self, beats: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:

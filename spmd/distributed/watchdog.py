@@ -135,7 +135,7 @@ class Watchdog:
         write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
-        """Tell whether a run that was asked to stop does so here: after this step, or before this
+        """Return whether a run that was asked to stop does so here: after this step, or before this
         batch of the evaluation after it.
         """
         del step, batch
@@ -250,7 +250,7 @@ class ClusterWatchdog(Watchdog):
         self.requested_stop_reason = self.requested_stop_reason or reason
 
     def should_stop(self, step: int, batch: int = 0) -> bool:
-        """Tell whether all processes stop here.
+        """Return whether all processes stop here.
 
         All processes ask at the same points, in the same order. Each process's thread, which never
         waits for a device, publishes the point that its run had reached. All stop at the first
