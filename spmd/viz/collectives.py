@@ -50,19 +50,11 @@ def collective(kind: str, *, devices: int = 4) -> Html:
     parts = [caption(0, 12, KINDS[kind])]
     for device in range(devices):
         parts.append(caption(_middle(device), 29, f"device {device}", "middle"))
-    parts += [
-        *_row("before", before, 34),
-        *_arrows(kind, devices, bottom),
-        *_row("after", after, bottom + ARROWS),
-    ]
-    return framed(
-        svg(
-            bottom + ARROWS + HEIGHT * after.shape[1] + 2,
-            parts,
-            KINDS[kind],
-            width=devices * (WIDTH + GAP) - GAP,
-        )
-    )
+    parts += _row("before", before, 34)
+    parts += _arrows(kind, devices, bottom)
+    parts += _row("after", after, bottom + ARROWS)
+    height = bottom + ARROWS + HEIGHT * after.shape[1] + 2
+    return framed(svg(height, parts, KINDS[kind], width=devices * (WIDTH + GAP) - GAP))
 
 
 def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,15 +63,15 @@ def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
     >>> [array.tolist() for array in blocks("reduce_scatter", 2)]
     [[[1, 2], [10, 20]], [[11, 0], [0, 22]]]
     """
-    own = np.outer(10 ** np.arange(devices), np.arange(1, devices + 1))
-    mean = np.broadcast_to(own.sum(axis=0), own.shape)
-    shards = np.diag(own.sum(axis=0))
-    firsts = own[:, :1]
+    arrays = np.outer(10 ** np.arange(devices), np.arange(1, devices + 1))
+    sums = np.broadcast_to(arrays.sum(axis=0), arrays.shape)
+    shards = np.diag(arrays.sum(axis=0))
+    firsts = arrays[:, :1]
     return {
-        "all_reduce": (own, mean),
-        "reduce_scatter": (own, shards),
-        "all_gather": (shards, mean),
-        "all_to_all": (own, own.T),
+        "all_reduce": (arrays, sums),
+        "reduce_scatter": (arrays, shards),
+        "all_gather": (shards, sums),
+        "all_to_all": (arrays, arrays.T),
         "ring": (firsts, np.roll(firsts, 1, axis=0)),
     }[kind]
 
@@ -92,11 +84,9 @@ def _row(when: str, held: np.ndarray, top: float) -> list[str]:
     parts = []
     for device, row in enumerate(held.tolist()):
         for position, number in enumerate(row):
-            left, y, title = (
-                device * (WIDTH + GAP),
-                top + position * HEIGHT,
-                f"device {device}, {when}: {number or 'nothing'}",
-            )
+            left = device * (WIDTH + GAP)
+            y = top + position * HEIGHT
+            title = f"device {device}, {when}: {number or 'nothing'}"
             if not number:
                 parts.append(frame(left, y + 1, WIDTH, HEIGHT - 2, title))
                 continue
@@ -113,13 +103,13 @@ def _row(when: str, held: np.ndarray, top: float) -> list[str]:
 def _arrows(kind: str, devices: int, top: float) -> list[str]:
     parts = []
     for sender in range(devices):
-        receivers = (
-            [(sender + 1) % devices]
-            if kind == "ring"
-            else [device for device in range(devices) if device != sender]
-        )
+        receivers = [device for device in range(devices) if device != sender]
+        if kind == "ring":
+            receivers = [(sender + 1) % devices]
         for receiver in receivers:
-            start, end, tip = _middle(sender), _middle(receiver), top + ARROWS - 5
+            start = _middle(sender)
+            end = _middle(receiver)
+            tip = top + ARROWS - 5
             bend = (
                 f"M{start:.1f} {top + 4:.1f}C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f} "
                 f"{end:.1f} {tip:.1f}"

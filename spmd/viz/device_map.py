@@ -1,4 +1,4 @@
-"""Where devices are on a mesh, and which shards of an array they hold."""
+"""Draw the devices of a mesh, and the shards of an array that they hold."""
 
 import html
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> 
 
 
 def pieces(array: jax.Array, name: str = "") -> Html:
-    """How an array is sharded, for a notebook's cell: a rectangle for each shard with the ids of
-    the devices that hold it.
+    """Draw the shards of an array, for a notebook's cell: a rectangle for each shard with the ids
+    of the devices that hold it.
 
     Args:
       array: on a mesh, such as one of `result.state.params`; the last dim is drawn horizontally,
@@ -76,13 +76,10 @@ def mesh_table(mesh: Any) -> str:
     *outer, inner = mesh.axis_names
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
     header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
-    body = [
-        (
-            ", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True)),
-            *map(str, ids[place]),
-        )
-        for place in np.ndindex(ids.shape[:-1])
-    ]
+    body = []
+    for place in np.ndindex(ids.shape[:-1]):
+        title = ", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True))
+        body.append((title, *map(str, ids[place])))
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     words = (
         f"{sizes}: {mesh.size} device{'s' * (mesh.size != 1)} of kind "

@@ -1,8 +1,9 @@
-"""What each device holds under a layout: the shards of a parameter, of its optimizer state and of
-the batch.
+"""Draw what each device holds under a layout: the shards of a parameter, of its optimizer state and
+of the batch.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def shards(
     parameter: str | None = None,
     batch: Tree | None = None,
 ) -> Html:
-    """What each device of a mesh holds, for a notebook's cell: one column for each device, and one
-    row for each array.
+    """Draw what each device of a mesh holds, for a notebook's cell: one column for each device, and
+    one row for each array.
 
     A square is the array, and its filled part is what the device has of it. The same colour is the
     same shard, so an array of one colour is replicated. The last dim is drawn horizontally, all
@@ -72,17 +73,19 @@ def shards(
       (True, True)
     """
     declared = load(layout)
-    sizes = MeshSpec.parse(mesh if mesh is not None else dict(declared.mesh) or {"data": -1})
-    sizes = sizes.resolve(devices) if -1 in sizes.sizes.values() else sizes
-    placed = PlacedModel(
-        TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3)), abstract_mesh(sizes), declared
-    )
+    if mesh is None:
+        mesh = dict(declared.mesh) or {"data": -1}
+    sizes = MeshSpec.parse(mesh)
+    if -1 in sizes.sizes.values():
+        sizes = sizes.resolve(devices)
+    config = TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3))
+    placed = PlacedModel(config, abstract_mesh(sizes), declared)
     arrays = _arrays(placed, parameter, batch)
     return framed(_drawing(arrays, sizes, f"{declared.name} on {sizes}"))
 
 
 def _no_loss(model: Any, batch: Any) -> Any:
-    """Stands where a loss would: nothing is computed."""
+    """A loss that is never called, since nothing is computed."""
     raise AssertionError
 
 
@@ -96,8 +99,9 @@ class _Row:
 
 
 def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> dict[str, _Row]:
-    """What is drawn, by the label of its row."""
-    state, places = placed.abstract_state, placed.resolved.placements
+    """The arrays that are drawn, by the label of their row."""
+    state = placed.abstract_state
+    places = placed.resolved.placements
     if parameter is not None and parameter not in places:
         raise OptionError(
             f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places)
@@ -121,63 +125,48 @@ def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> d
     ]
     if moments:
         arrays["moments"] = _Row("moments", moments[0], by_worker=moments[0].ndim > param.ndim)
-    name, leaf = next(iter(flatten(batch).items())) if batch is not None else ("batch", None)
-    spec = placed.resolved.batch_spec(name)
-    shape = (
-        leaf.shape
-        if leaf is not None
-        else (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
-    )
+    if batch is None:
+        name = "batch"
+        spec = placed.resolved.batch_spec(name)
+        shape = (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+    else:
+        name, leaf = next(iter(flatten(batch).items()))
+        spec = placed.resolved.batch_spec(name)
+        shape = leaf.shape
     last = max((at for at, entry in enumerate(spec) if entry), default=0)
-    rows = jax.ShapeDtypeStruct(
-        shape[: max(2, last + 1)],
-        "float32",
-        sharding=NamedSharding(placed.mesh, PartitionSpec(*spec)),
-    )
+    sharding = NamedSharding(placed.mesh, PartitionSpec(*spec))
+    rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=sharding)
     return arrays | {"batch": _Row(name, rows)}
 
 
 def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
-    count, inner, top, parts = min(mesh.size, DRAWN), mesh.size, 0.0, []
+    count = min(mesh.size, DRAWN)
+    parts = []
+    top = 0.0
+    inner = mesh.size
     for axis, size in mesh.axes:
         inner //= size
         if size == 1:
             continue
         parts.append(caption(0, top + 11, axis))
         for at in range(-(-count // inner)):
-            left, right = (
-                LABEL + at * inner * SIDE,
-                LABEL + min((at + 1) * inner, count) * SIDE - GAP,
-            )
+            left = LABEL + at * inner * SIDE
+            right = LABEL + min((at + 1) * inner, count) * SIDE - GAP
             parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
             parts.append(caption((left + right) / 2, top + 11, str(at % size), "middle"))
         top += 18
     top += 3
     for name, row in arrays.items():
         parts.append(caption(0, top + SIDE / 2 + 2, name))
-        for device, (number, shown, filled) in enumerate(_held(row)[:count]):
+        for device, (number, shown, filled) in enumerate(_shards_of_devices(row)[:count]):
             left = LABEL + device * SIDE
-            parts.append(
-                frame(
-                    left,
-                    top,
-                    SIDE - GAP,
-                    SIDE - GAP,
-                    f"device {device}, {row.title}: {shown} of {describe(row.leaf)}",
-                )
-            )
+            title = f"{row.title}: {shown}"
+            tip = f"device {device}, {title} of {describe(row.leaf)}"
+            parts.append(frame(left, top, SIDE - GAP, SIDE - GAP, tip))
+            colour = SERIES[number % len(SERIES)]
             for rectangle in filled:
                 x, y, width, height = ((SIDE - GAP) * share for share in rectangle)
-                parts.append(
-                    box(
-                        left + x,
-                        top + y,
-                        width,
-                        height,
-                        SERIES[number % len(SERIES)],
-                        f"{row.title}: {shown}",
-                    )
-                )
+                parts.append(box(left + x, top + y, width, height, colour, title))
         top += SIDE + 2
     if count < mesh.size:
         parts.append(caption(0, top + 12, f"{mesh.size - count} more devices are not drawn"))
@@ -185,19 +174,19 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
     return svg(top, parts, f"{label}: what each device holds", width=LABEL + count * SIDE)
 
 
-def _held(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
-    """For each device the number of its shard, what that is in words, and its parts of a unit
+def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
+    """The number of the shard of each device, a description of it, and its parts of a unit
     square.
     """
     holders = shards_of(row.leaf)
-    counts = [1 + max(index[dim] for index in holders) for dim in range(row.leaf.ndim)]
+    counts = [1 + max(indices) for indices in zip(*holders, strict=True)]
     skipped = int(row.by_worker)
-    held = {}
+    by_device = {}
     for number, (index, devices) in enumerate(sorted(holders.items())):
         shown = "replicated" if len(holders) == 1 else f"{number} of {len(holders)} shards"
         filled = _filled(row.leaf.shape[skipped:], counts[skipped:], index[skipped:])
-        held |= dict.fromkeys(devices, (number, shown, filled))
-    return [held[device] for device in sorted(held)]
+        by_device |= dict.fromkeys(devices, (number, shown, filled))
+    return [by_device[device] for device in sorted(by_device)]
 
 
 def _filled(
@@ -208,7 +197,9 @@ def _filled(
     >>> _filled((4, 8), (2, 1), (1, 0))
     [(0.0, 0.5, 1.0, 0.5)]
     """
-    *upper, last = zip(index, counts, shape, strict=True) if shape else [(0, 1, 1)]
+    if not shape:
+        return [(0.0, 0.0, 1.0, 1.0)]
+    *upper, last = zip(index, counts, shape, strict=True)
     intervals = [(0.0, 1.0)]
     for at, count, size in reversed(upper):
         if intervals == [(0.0, 1.0)]:
@@ -216,10 +207,9 @@ def _filled(
             continue
         lines = min(size // count, LINES)
         each = 1 / count / lines
+        pairs = itertools.product(range(lines), intervals)
         intervals = [
-            (at / count + (line + begin) * each, height * each)
-            for line in range(lines)
-            for begin, height in intervals
+            (at / count + (line + begin) * each, height * each) for line, (begin, height) in pairs
         ]
     at, count, _ = last
     return [(at / count, begin, 1 / count, height) for begin, height in intervals]

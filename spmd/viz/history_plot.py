@@ -43,40 +43,32 @@ def curve(history: History, path: str | Path | None = None) -> Picture | Path:
       b'PNG'
     """
     picture = Picture(figure(history))
-    return picture if path is None else picture.save(path)
+    if path is None:
+        return picture
+    return picture.save(path)
 
 
 def figure(history: History) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
-    # not measured, so not drawn
-    constant = {name for name in history.known() if len({row[name] for row in rows}) < 2}
-    trained = history.curves() | {
-        name: {row["step"]: row[name] for row in rows}
-        for name in history.known()
-        if name not in constant
-    }
-    evaluations = dict.fromkeys(
-        name.removeprefix("eval_") for row in history.evaluations for name in row if name != "step"
-    )
-    names = list(dict.fromkeys([*trained, *evaluations]))
+    trained = history.curves()
+    for name in history.known():
+        values = {row["step"]: row[name] for row in rows}
+        if len(set(values.values())) > 1:  # a constant is not measured, so not drawn
+            trained[name] = values
+    evaluated: dict[str, list[tuple[int, float]]] = {}
+    for row in history.evaluations:
+        for name, value in row.items():
+            if name != "step":
+                evaluated.setdefault(name.removeprefix("eval_"), []).append((row["step"], value))
+    names = list(dict.fromkeys([*trained, *evaluated]))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
-    for axes, name in zip(
-        np.atleast_1d(drawn.subplots(1, max(1, len(names)))), names or [""], strict=True
-    ):
-        points = list(trained.get(name, {}).items())
-        evaluated = [
-            (row["step"], row[f"eval_{name}"])
-            for row in history.evaluations
-            if f"eval_{name}" in row
-        ]
-        _panel(
-            axes,
-            name,
-            np.array(points, float).reshape(-1, 2),
-            np.array(evaluated, float).reshape(-1, 2),
-        )
+    panels = np.atleast_1d(drawn.subplots(1, max(1, len(names))))
+    for axes, name in zip(panels, names or [""], strict=True):
+        training_points = np.array(list(trained.get(name, {}).items()), float).reshape(-1, 2)
+        evaluation_points = np.array(evaluated.get(name, []), float).reshape(-1, 2)
+        _panel(axes, name, training_points, evaluation_points)
     return drawn
 
 

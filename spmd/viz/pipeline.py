@@ -1,5 +1,5 @@
-"""The schedule of a pipeline as a picture: which stage works on which microbatch when, and which
-stages are idle.
+"""Draw the schedule of a pipeline: the microbatch that each stage works on in each tick, and the
+stages that are idle.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,10 @@ from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import MICROBATCHES, TIME_CHUNKS, Schedule
 from spmd.render.picture import Picture
 
-# of the first group of layers, and of the last
-FORWARD, BACKWARD, IDLE = ("#3566c0", "#9db8e6"), ("#c4571f", "#eab795"), "#80808040"
+# colours of the first group of layers, and of the last
+FORWARD = ("#3566c0", "#9db8e6")
+BACKWARD = ("#c4571f", "#eab795")
+IDLE = "#80808040"
 GAP = 0.06  # of a tick, before it
 LEGIBLE = 100  # ticks; in longer schedules microbatches are not numbered
 
@@ -51,15 +53,17 @@ def schedule(
       b'PNG'
     """
     picture = Picture(schedule_figure(given))
-    return picture if path is None else picture.save(path)
+    if path is None:
+        return picture
+    return picture.save(path)
 
 
-def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
+def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
     """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
-    schedules = given if isinstance(given, Mapping) else {"": given}
+    schedules = pipelines if isinstance(pipelines, Mapping) else {"": pipelines}
     if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
         raise OptionError(
-            f"schedule: {given!r} is not a schedule.",
+            f"schedule: {pipelines!r} is not a schedule.",
             fix="what make_schedule returns, or a dict of these by title.",
         )
     make = import_extra("matplotlib.figure", "examples").Figure
@@ -71,36 +75,33 @@ def schedule_figure(given: Schedule | Mapping[str, Schedule]) -> Any:
         figsize=(min(16.0, max(6.0, 0.26 * cells + 1)), 0.5 + 0.26 * sum(heights)),
         layout="constrained",
     )
-    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)[
-        :, 0
-    ]
+    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)
+    panels = panels[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
         _panel(axes, pipeline, numbered=cells <= LEGIBLE)
         axes.set_title(title or pipeline.name, loc="left", fontsize=11)
-        unit = pipeline.unit if pipeline.groups == 1 else "activations of a group"
-        kept = (
-            f", at most {max(pipeline.in_flight)} {unit} kept"
-            if any(w and w.backward for tick in pipeline.table for w in tick)
-            else ""
-        )
-        part = f" of 1/{pipeline.groups} of the length" if pipeline.groups > 1 else ""
-        axes.set_title(
-            f"{pipeline.ticks} ticks{part}, {pipeline.bubble:.1%} idle{kept}",
-            loc="right",
-            fontsize=9,
-            color="#808080",
-        )
+        axes.set_title(_summary(pipeline), loc="right", fontsize=9, color="#808080")
     panels[-1].set_xlim(0, length)
     units = {pipeline.unit for pipeline in schedules.values()}
-    part = (
-        "a microbatch"
-        if units == {MICROBATCHES}
-        else "a chunk of time"
-        if units == {TIME_CHUNKS}
-        else "a part"
-    )
+    part = "a part"
+    if len(units) == 1:
+        names = {MICROBATCHES: "a microbatch", TIME_CHUNKS: "a chunk of time"}
+        part = names.get(next(iter(units)), part)
     panels[-1].set_xlabel(f"time, in passes of {part} through a stage's layers", fontsize=9)
     return figure
+
+
+def _summary(pipeline: Schedule) -> str:
+    """The ticks of a schedule, its idle share, and the activations that it keeps."""
+    text = f"{pipeline.ticks} ticks"
+    unit = pipeline.unit
+    if pipeline.groups > 1:
+        text += f" of 1/{pipeline.groups} of the length"
+        unit = "activations of a group"
+    text += f", {pipeline.bubble:.1%} idle"
+    if any(work and work.backward for tick in pipeline.table for work in tick):
+        text += f", at most {max(pipeline.in_flight)} {unit} kept"
+    return text
 
 
 def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
@@ -108,11 +109,10 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
     bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}  # of a stage and a colour
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
-            colour = (
-                IDLE
-                if work is None
-                else _between(BACKWARD if work.backward else FORWARD, work.group, pipeline.groups)
-            )
+            colour: Any = IDLE
+            if work is not None:
+                colours = BACKWARD if work.backward else FORWARD
+                colour = _between(colours, work.group, pipeline.groups)
             bars.setdefault((stage, colour), []).append(((tick + GAP) * width, (1 - GAP) * width))
             if work is not None and numbered:
                 ink = "white" if work.group == 0 or pipeline.groups == 1 else "#111111"
@@ -138,5 +138,10 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
 def _between(pair: tuple[str, str], group: int, groups: int) -> tuple[float, ...]:
     """The colour of a group, from the first's to the last's."""
     share = group / (groups - 1) if groups > 1 else 0.0
-    first, last = (tuple(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)) for colour in pair)
+    first, last = map(_red_green_blue, pair)
     return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True))
+
+
+def _red_green_blue(colour: str) -> tuple[float, ...]:
+    """The three parts of a colour such as "#3566c0", from 0 to 1."""
+    return tuple(part / 255 for part in bytes.fromhex(colour.removeprefix("#")))

@@ -73,7 +73,8 @@ def report(
       >>> "<h1>Ones</h1>" in page.read_text(encoding="utf-8")
       True
     """
-    path, config = as_path(path, "path"), as_checkpoint(checkpoint)
+    path = as_path(path, "path")
+    config = as_checkpoint(checkpoint)
     if not isinstance(result, Result):
         raise OptionError(
             f"result={short_repr(result)} is {type_name(result)}.", fix="what spmd.fit returns."
@@ -94,21 +95,23 @@ def report(
     resolved = result.trainer.resolved
     layout = resolved.layout
     stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
-    steps = (
-        f"{int(result.state.step):,} steps{stopped} on {resolved.mesh.size} devices, "
-        f"{resolved.workers} workers"
-    )
     lead = (
-        f"{layout.source}: {layout.description} {steps}; gradients are reduced by "
+        f"{layout.source}: {layout.description} {int(result.state.step):,} steps{stopped} on "
+        f"{resolved.mesh.size} devices, {resolved.workers} workers; gradients are reduced by "
         f"{layout.gradients.reduction}."
     )
+    goodput, profile = "", ""
+    if result.goodput is not None:
+        goodput = f"<h2>Time</h2>\n{result.goodput._repr_html_()}"
+    if result.profile is not None:
+        profile = f"<h2>Profile</h2>\n{result.profile._repr_html_()}"
     sections = [
         f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
         "<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n"
         f"{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
-        f"<h2>Time</h2>\n{result.goodput._repr_html_()}" if result.goodput is not None else "",
-        f"<h2>Profile</h2>\n{result.profile._repr_html_()}" if result.profile is not None else "",
+        goodput,
+        profile,
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
         "<h2>Placement of every array</h2>\n<div "
         f'class="wide">{table(COLUMNS, rows(resolved))}</div>',
@@ -121,24 +124,18 @@ def report(
 
 
 def _headline(result: Result) -> str:
-    """The last evaluation, or the last training metrics, and how long it took."""
-    history, goodput = result.history, result.goodput
-    last = {name: [*values.values()][-1] for name, values in history.curves().items()}
-    evaluated = {
-        name: value
-        for row in history.evaluations[-1:]
-        for name, value in row.items()
-        if name != "step"
-    }
+    """The last evaluation, or the last training metrics, and the time that it took."""
+    history = result.history
+    values = {name: [*curve.values()][-1] for name, curve in history.curves().items()}
+    for row in history.evaluations[-1:]:
+        evaluated = {name: value for name, value in row.items() if name != "step"}
+        values = evaluated or values
     figures = {
-        name.replace("eval_", "evaluation "): f"{value:.4g}"
-        for name, value in (evaluated or last).items()
+        name.replace("eval_", "evaluation "): f"{value:.4g}" for name, value in values.items()
     }
-    if goodput is not None:
-        figures |= {
-            "time": duration(goodput.seconds),
-            "spent training": f"{100 * goodput.share(TRAINING):.0f} %",
-        }
+    if result.goodput is not None:
+        figures["time"] = duration(result.goodput.seconds)
+        figures["spent training"] = f"{100 * result.goodput.share(TRAINING):.0f} %"
     if result.samples_per_second is not None:
         figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
     parts = (
@@ -155,55 +152,46 @@ def _curves(result: Result) -> str:
 def _metrics(result: Result) -> str:
     """The last value of every metric, and the step it was measured at."""
     history = result.history
-    trained = [
-        {"step": step, name: value}
-        for name, values in history.curves().items()
-        for step, value in [*values.items()][-1:]
-    ]
-    known = [{"step": row["step"], **history.known()} for row in list(history.rows())[-1:]]
-    body = [
-        (name.removeprefix("eval_"), kind, f"{value:.6g}", row["step"])
-        for kind, rows in (("train", trained + known), ("evaluation", history.evaluations[-1:]))
-        for row in rows
-        for name, value in row.items()
-        if name != "step"
-    ]
-    return (
-        table(("metric", "measured in", "last value", "step"), body)
-        if body
-        else "<p>Nothing was measured.</p>"
-    )
+    body = []
+    for name, values in history.curves().items():
+        for step, value in list(values.items())[-1:]:
+            body.append((name, "train", f"{value:.6g}", step))
+    for row in list(history.rows())[-1:]:
+        for name, value in history.known().items():
+            body.append((name, "train", f"{value:.6g}", row["step"]))
+    for row in history.evaluations[-1:]:
+        for name, value in row.items():
+            if name != "step":
+                body.append((name.removeprefix("eval_"), "evaluation", f"{value:.6g}", row["step"]))
+    if not body:
+        return "<p>Nothing was measured.</p>"
+    return table(("metric", "measured in", "last value", "step"), body)
 
 
 def _checkpoints(folder: Path | None, page: Path) -> str:
     if folder is None:
         return "<p>None were requested.</p>"
     home = folder / "checkpoints"
-    steps = (
-        sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit())
-        if home.is_dir()
-        else []
-    )
+    steps = []
+    if home.is_dir():
+        steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit())
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
-    found = {
-        name: os.path.relpath(folder / name, page.parent)
-        for name in FILES
-        if (folder / name).exists()
-    }
-    links = ", ".join(
-        f'<a href="{html.escape(Path(target).as_posix())}">{name}</a>'
-        for name, target in found.items()
-    )
-    return f"<p><code>{html.escape(str(home))}</code>: {saved}</p>" + (
-        f"<p>Files of the run: {links}</p>" if links else ""
-    )
+    text = f"<p><code>{html.escape(str(home))}</code>: {saved}</p>"
+    links = []
+    for name in FILES:
+        if (folder / name).exists():
+            target = Path(os.path.relpath(folder / name, page.parent)).as_posix()
+            links.append(f'<a href="{html.escape(target)}">{name}</a>')
+    if links:
+        text += f"<p>Files of the run: {', '.join(links)}</p>"
+    return text
 
 
 def _environment() -> str:
     """The command of this process, versions, devices and git state."""
-    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-    command = {} if interactive else {"command": shlex.join(["python", *sys.orig_argv[1:]])}
-    return table(
-        ("", ""),
-        [(name.replace("_", " "), str(value)) for name, value in (command | environment()).items()],
-    )
+    facts: dict[str, object] = {}
+    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    if not is_interactive:
+        facts["command"] = shlex.join(["python", *sys.orig_argv[1:]])
+    facts |= environment()
+    return table(("", ""), [(name.replace("_", " "), str(value)) for name, value in facts.items()])

@@ -13,7 +13,11 @@ from spmd.errors import OptionError, import_extra
 from spmd.render.picture import Picture
 from spmd.sync.param_server.statistics import ServerStatistics
 
-COMPUTES, SENDS, WAITS, DROPPED, UPDATE = "#3566c0", "#c4571f", "#80808040", "#b9c9e8", "#808080"
+COMPUTES = "#3566c0"
+SENDS = "#c4571f"
+WAITS = "#80808040"
+DROPPED = "#b9c9e8"
+UPDATE = "#808080"
 EDGE = "#16305f"  # between two gradients; seen on white and on black
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish
 BAR_HEIGHT = 0.72  # of a line
@@ -78,7 +82,9 @@ def timeline(
       b'PNG'
     """
     picture = Picture(timeline_figure(account, begin=begin, seconds=seconds, workers=workers))
-    return picture if path is None else picture.save(path)
+    if path is None:
+        return picture
+    return picture.save(path)
 
 
 def timeline_figure(
@@ -95,12 +101,11 @@ def timeline_figure(
     accounts = list(by_title.values())
     end = _end(accounts, begin, seconds, workers)
     lines = [min(account.workers, workers) for account in accounts]
-    figure = make(
-        figsize=(11, 0.9 + sum(0.55 + 0.2 * count for count in lines)), layout="constrained"
-    )
-    panels = figure.subplots(
-        len(accounts), 1, sharex=True, squeeze=False, height_ratios=[count + 1.5 for count in lines]
-    )[:, 0]
+    height = 0.9 + sum(0.55 + 0.2 * count for count in lines)
+    figure = make(figsize=(11, height), layout="constrained")
+    ratios = [count + 1.5 for count in lines]
+    panels = figure.subplots(len(accounts), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    panels = panels[:, 0]
     for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
         _panel(axes, account, begin, end, count)
         axes.set_title(title or _title(account), loc="left", fontsize=11)
@@ -124,20 +129,17 @@ def _end(
 ) -> float:
     """The end of the time axis."""
     interval = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}"
-    numbers = all(
+    are_numbers = all(
         isinstance(value, int | float) and not isinstance(value, bool)
-        for value in (begin, 0.0 if seconds is None else seconds)
+        for value in (begin, seconds)
+        if value is not None
     )
-    if not numbers or isinstance(workers, bool) or not isinstance(workers, int):
+    if not are_numbers or isinstance(workers, bool) or not isinstance(workers, int):
         fix = "such as begin=0, seconds=20, workers=8."
         raise OptionError(f"timeline: {interval}: expected two numbers and an integer.", fix=fix)
     longest = max(account.seconds for account in accounts)
     if seconds is None:
-        each = max(
-            float(np.median((account.spans.done - account.spans.began)[account.spans.arrived]))
-            for account in accounts
-        )
-        seconds = min(longest - begin, GRADIENTS * each)
+        seconds = min(longest - begin, GRADIENTS * max(map(_seconds_of_gradient, accounts)))
     if not (math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest) or workers < 1:
         fix = "an interval within these, and at least one worker."
         raise OptionError(
@@ -147,63 +149,54 @@ def _end(
     return begin + seconds
 
 
+def _seconds_of_gradient(account: ServerStatistics) -> float:
+    """The median time that a worker computes a gradient which arrives."""
+    spans = account.spans
+    return float(np.median((spans.done - spans.began)[spans.arrived]))
+
+
 def _title(account: ServerStatistics) -> str:
-    spares = f", {account.declared.spares} spares" if account.declared.spares else ""
-    return f"{account.declared.mode}{spares}"
+    title = account.declared.mode
+    if account.declared.spares:
+        title += f", {account.declared.spares} spares"
+    return title
 
 
 def _summary(account: ServerStatistics, lines: int) -> str:
-    """What the picture alone does not show."""
-    counts, more = account.staleness, account.workers - lines
-    staleness = (
-        f", mean staleness {counts @ np.arange(len(counts)) / counts.sum():.1f}"
-        if account.declared.asynchronous
-        else ""
-    )
-    not_drawn = f"; {more} more workers are not drawn" if more else ""
-    wasted_share, rate = (
-        account.wasted_seconds.mean() / account.seconds,
-        account.applied.sum() / account.seconds,
-    )
-    wasted = f" ({wasted_share:.0%} wasted)" if wasted_share else ""
-    return (
-        f"computing {1 - account.idle_share.mean():.0%}{wasted}, {rate:.3g} gradients applied per "
-        f"second{staleness}{not_drawn}"
-    )
+    """The figures that the picture alone does not show."""
+    text = f"computing {1 - account.idle_share.mean():.0%}"
+    wasted_share = account.wasted_seconds.mean() / account.seconds
+    if wasted_share:
+        text += f" ({wasted_share:.0%} wasted)"
+    rate = account.applied.sum() / account.seconds
+    text += f", {rate:.3g} gradients applied per second"
+    if account.declared.asynchronous:
+        counts = account.staleness
+        text += f", mean staleness {counts @ np.arange(len(counts)) / counts.sum():.1f}"
+    if account.workers > lines:
+        text += f"; {account.workers - lines} more workers are not drawn"
+    return text
 
 
 def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines: int) -> None:
-    spans, last = account.spans, min(end, account.seconds)
+    spans = account.spans
+    last = min(end, account.seconds)
     dropped = spans.arrived & ~spans.applied
+    computing = {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8}
+    wasted = {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"}
+    sending = {"facecolor": SENDS, "linewidth": 0}
     for worker in range(lines):
-        at, local = (worker - BAR_HEIGHT / 2, BAR_HEIGHT), spans.worker == worker
-        axes.broken_barh([(begin, last - begin)], at, facecolor=WAITS, linewidth=0)
-        for start, stop, which, style in (
-            (
-                spans.began,
-                spans.done,
-                ~dropped,
-                {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8},
-            ),
-            (
-                spans.began,
-                spans.done,
-                dropped,
-                {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"},
-            ),
-            (
-                spans.queued,
-                spans.time,
-                spans.time > spans.queued,
-                {"facecolor": SENDS, "linewidth": 0},
-            ),
+        line = (worker - BAR_HEIGHT / 2, BAR_HEIGHT)
+        local = spans.worker == worker
+        axes.broken_barh([(begin, last - begin)], line, facecolor=WAITS, linewidth=0)
+        for start, stop, chosen, style in (
+            (spans.began, spans.done, local & ~dropped, computing),
+            (spans.began, spans.done, local & dropped, wasted),
+            (spans.queued, spans.time, local & (spans.time > spans.queued), sending),
         ):
-            axes.broken_barh(
-                _bars(start[local & which], stop[local & which], begin, last), at, **style
-            )
-    updates = (
-        spans.time[spans.commit] if account.declared.asynchronous else spans.queued[spans.commit]
-    )
+            axes.broken_barh(_bars(start[chosen], stop[chosen], begin, last), line, **style)
+    times = spans.time if account.declared.asynchronous else spans.queued
+    updates = times[spans.commit]
     updates = updates[(updates >= begin) & (updates <= last)]
     axes.vlines(updates, -1.25, -0.65, color=UPDATE, linewidth=1.1)
     axes.set_xlim(begin, end)
@@ -218,14 +211,14 @@ def _bars(
     start: np.ndarray, stop: np.ndarray, begin: float, end: float
 ) -> list[tuple[float, float]]:
     """(left, width) of intervals, clipped to the axis."""
-    left, right = np.maximum(start, begin), np.minimum(stop, end)
+    left = np.maximum(start, begin)
+    right = np.minimum(stop, end)
     return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
 
 
 def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
-    patch, line = (
-        import_extra(module, "examples") for module in ("matplotlib.patches", "matplotlib.lines")
-    )
+    patch = import_extra("matplotlib.patches", "examples")
+    line = import_extra("matplotlib.lines", "examples")
     handles = [patch.Patch(facecolor=COMPUTES, label="computes")]
     if any(account.dropped.any() for account in accounts):
         handles.append(
@@ -240,7 +233,7 @@ def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
     if any(account.send_seconds.any() for account in accounts):
         handles.append(patch.Patch(facecolor=SENDS, label="waits for a link, and sends"))
     handles.append(patch.Patch(facecolor=WAITS, label="waits"))
-    return [
-        *handles,
-        line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update"),
-    ]
+    handles.append(
+        line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update")
+    )
+    return handles

@@ -94,11 +94,12 @@ def test_page_opens_with_the_headline(run, tmp_path):
         )
     ).text
     loss, rate = result.history["eval_loss"][-1], result.samples_per_second
-    places = [
-        text.index(word)
-        for word in (f"{loss:.4g}", "spent training", f"{rate:,.0f}", "Curves", "measured in")
-    ]
-    assert places == sorted(places) and jax.__version__ in text
+    place = 0
+    for word in (f"{loss:.4g}", "spent training", f"{rate:,.0f}", "Curves", "measured in"):
+        # behind the last one: on a slow machine the rate may be among the digits of the loss
+        place = text.find(word, place)
+        assert place >= 0, word
+    assert jax.__version__ in text
 
 
 def test_page_says_what_was_run(run, tmp_path):
