@@ -201,7 +201,7 @@ LONG_EXAMPLES = (
     "spmd/planner/",
     "spmd/pretrained/decoder.py",
     "spmd/pretrained/encoder.py",
-    "spmd/rng.py",
+    "spmd/base/rng.py",
     "spmd/wire/check_codec.py",
 )
 

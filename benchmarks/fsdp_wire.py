@@ -27,12 +27,12 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
+from spmd.base.tree import map_paths
 from spmd.sync import parameter_sync
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.compiled_step import Program
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.step import train_step
-from spmd.tree import map_paths
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

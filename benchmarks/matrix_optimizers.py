@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import reported
 from benchmarks.published.models import UnrolledGPT, next_token_loss
 from examples.gpt_pipeline import GPT
-from spmd.tree import map_paths
+from spmd.base.tree import map_paths
 
 KINDS = {"list": UnrolledGPT, "stack": GPT}
 

@@ -29,7 +29,7 @@ from launched import JOB, Run, launch
 from reported import head, print_sections, write
 from simulated_hosts import Host, Hosts, simulated_hosts
 
-from spmd.tree import format_bytes
+from spmd.base.tree import format_bytes
 
 DISK, MEMORY = "disk only", "memory_every"
 PARTS = (

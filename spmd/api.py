@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.tree import Tree
 from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.records import Records
 from spmd.data.sources import as_source, bind_rows, is_arrays
@@ -62,12 +64,10 @@ from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch, as_watch, check_watch
 from spmd.run.work import PeakSeconds, Work, tokens_per_row
-from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
-from spmd.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)

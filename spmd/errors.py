@@ -41,7 +41,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from spmd.deprecated import moved
+from spmd.base.deprecated import moved
 
 SHOWN = 100  # problems listed in full: more than that usually share one cause
 ALIKE = 3  # problems that differ only in their place and are each listed

@@ -13,6 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from spmd.base.explicit_arrays import closed_over
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.xla import concerns_sharding_types, simulate_cpus
 from spmd.errors import (
     CompileError,
     LossError,
@@ -27,9 +30,6 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.explicit_arrays import closed_over
-from spmd.tracebacks import trims_tracebacks
-from spmd.xla import concerns_sharding_types, simulate_cpus
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHOWN = 8  # arrays in an error
@@ -246,7 +246,7 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
     """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays
     are, and a mesh that is set would say so, too, for every operation. Where JAX fails on arrays
     that were made under one with explicit axes, a `MeshError` names them. Public functions are
-    decorated with it, so it also trims tracebacks (`spmd/tracebacks.py`).
+    decorated with it, so it also trims tracebacks (`spmd/base/tracebacks.py`).
 
     Args:
       default: the mesh that is set is the function's argument `mesh`, where none is given.

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from spmd.base.log_info import log_info
+from spmd.base.tree import Tree, abstract
 from spmd.data.batches import (
     Batch,
     HostBatch,
@@ -40,7 +42,6 @@ from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
 from spmd.layout.summary import notes, summary
-from spmd.log_info import log_info
 from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
@@ -61,7 +62,6 @@ from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, check_placed, replicated_moments
 from spmd.train.wrapped_optimizer import options_of
-from spmd.tree import Tree, abstract
 from spmd.wire.comm_log import CommLog
 
 

@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spmd
 from spmd import errors
+from spmd.base.tree import abstract, flatten
 from spmd.layout import toml_reader
 from spmd.layout.check import fit_layout
 from spmd.mesh import MeshSpec
-from spmd.tree import abstract, flatten
 
 
 def dense(rows, columns):

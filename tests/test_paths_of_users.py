@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.user_paths import as_path
 from spmd.data.idx_files import read_idx
 from spmd.errors import OptionError, SpmdError
 from spmd.inference.generation import Generator
@@ -32,7 +33,6 @@ from spmd.run.memory_folder import memory_base
 from spmd.run.pictures import write_picture
 from spmd.run.step_profiler import Profile
 from spmd.sweeps.results import Sweep
-from spmd.user_paths import as_path
 from spmd.wire.server.times import read_trace
 
 ROOT = Path(spmd.__file__).parent

@@ -24,7 +24,7 @@ SKIPPED = (
     "tools/words.toml",
     "docs/renamed.md",
     "docs/glossary.md",
-    "tests/test_deprecated.py",
+    "tests/base/test_deprecated.py",
 )  # they show the old words beside the new ones
 # begins the comment of a line of Python that keeps a retired word, with the reason
 KEPT = "# words: "

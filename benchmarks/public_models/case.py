@@ -16,9 +16,9 @@ import optax
 from flax import linen, nnx
 
 import spmd
+from spmd.base.tree import Tree, flatten
 from spmd.errors import SpmdError
 from spmd.models.flax_linen import key_of_stream
-from spmd.tree import Tree, flatten
 
 ROWS, STEPS = 16, 6
 # of random numbers, in linen modules

@@ -10,11 +10,11 @@ import optax
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.html_report import device_ranges, shards_of
 from spmd.render.svg import SERIES, box, caption, heading, on_box, svg
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.tree import flatten
 
 NARROW = 340  # SVG units, which are pixels: what a phone shows
 SIX = ("data_parallel", "zero1", "fsdp", "tensor_parallel", "fsdp_tensor_parallel", "pipeline")

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.tree import describe
 from spmd.data.features import Feature, Parser, fields_of
 from spmd.data.number_parsing import limits
 from spmd.data.record_index import find_files
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, first_line, import_extra, option, quoted, type_name
-from spmd.tree import describe
 
 LEARNED = 1000  # records, at least one of which must decode
 

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import Spec, pspec, spec_axes, spec_text
+from spmd.base.tree import Tree, describe, dtype_of, flatten, map_paths
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import (
     DataError,
@@ -25,8 +27,6 @@ from spmd.layout.fixes import spec_problems
 from spmd.layout.resolve import rule_matcher, rule_name
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.specs import Spec, pspec, spec_axes, spec_text
-from spmd.tree import Tree, describe, dtype_of, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.output_files import name_errors
 from spmd.data import csv_grammar
 from spmd.data.number_parsing import NUMBERS, holds
 from spmd.errors import DataError, OptionError, did_you_mean, join_names, type_name
-from spmd.output_files import name_errors
 
 HEADER = 1 << 16  # bytes that are looked at together for a header
 

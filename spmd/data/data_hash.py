@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd.output_files import name_errors
-from spmd.tree import Tree, flatten
+from spmd.base.output_files import name_errors
+from spmd.base.tree import Tree, flatten
 
 BLOCK = 1 << 14  # bytes that are read at a time
 BLOCKS = 1 << 10  # read at most: 16 MiB

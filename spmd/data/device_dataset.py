@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree
 from spmd.data.batches import HostBatch, as_arrays, check_leaves
 from spmd.data.narrow import OutOfRange, narrow, raise_out_of_range
 from spmd.errors import DataError, check_integer
-from spmd.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.tree import describe
 from spmd.data.number_parsing import holds, limits
 from spmd.data.records import Field
 from spmd.errors import DataError, OptionError, first_line, import_extra, type_name
-from spmd.tree import describe
 
 NOT_AN_EXAMPLE = "its bytes are no tf.train.Example"
 # By field of the message `Feature`: a plural for errors, and the type of the values.

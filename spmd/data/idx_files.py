@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd.base.output_files import read_bytes
+from spmd.base.user_paths import as_path
 from spmd.errors import DataError
-from spmd.output_files import read_bytes
-from spmd.user_paths import as_path
 
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 

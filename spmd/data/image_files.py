@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from spmd.base.user_paths import as_path
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
 from spmd.errors import DataError, OptionError, import_extra
-from spmd.user_paths import as_path
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}

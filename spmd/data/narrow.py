@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from spmd.base.tree import Tree, flatten
 from spmd.data.number_parsing import limits
 from spmd.errors import DataError
-from spmd.tree import Tree, flatten
 
 
 class OutOfRange(Exception):

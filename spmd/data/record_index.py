@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from spmd import checksummed_files
+from spmd.base import checksummed_files
+from spmd.base.output_files import name_errors
+from spmd.base.user_paths import as_path, make_folder
 from spmd.data import data_hash
 from spmd.errors import DataError, OptionError, type_name
-from spmd.output_files import name_errors
-from spmd.user_paths import as_path, make_folder
 
 CHUNK = 1 << 24  # bytes of a file that are scanned at a time
 SAMPLED = 16  # blocks of a file that are hashed to check that an index is for it

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from spmd.base.tree import Tree, abstract, describe, flatten
 from spmd.data import data_hash
 from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_matches
 from spmd.data.bucketing import Buckets
@@ -29,7 +30,6 @@ from spmd.errors import (
     type_name,
 )
 from spmd.models.wrap import missing_arguments
-from spmd.tree import Tree, abstract, describe, flatten
 
 T = TypeVar("T")
 KINDS = "a dict or tuple of arrays, an iterable of batches, or a grain data set"

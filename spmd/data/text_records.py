@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.user_paths import as_path, make_folder
 from spmd.data.packing import pack_documents
 from spmd.data.record_index import cached_scan
 from spmd.data.records import Field, FileFormat, ReadOptions, Records
@@ -30,7 +31,6 @@ from spmd.errors import (
     raise_problems,
     short_repr,
 )
-from spmd.user_paths import as_path, make_folder
 
 TOGETHER = 1024  # documents that are tokenized in one call, by threads of `tokenizers`
 # tokens of documents longer than a row that are kept, so that each of their rows need not tokenize

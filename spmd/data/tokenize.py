@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spmd.base.output_files import read_bytes
+from spmd.base.user_paths import as_path
 from spmd.data.chat import (
     TEMPLATE,
     ChatFormat,
@@ -32,8 +34,6 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.output_files import read_bytes
-from spmd.user_paths import as_path
 
 
 @dataclasses.dataclass(frozen=True)

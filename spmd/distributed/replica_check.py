@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree, flatten
+from spmd.base.xla import shard_map
 from spmd.errors import ClusterError
-from spmd.tree import Tree, flatten
-from spmd.xla import shard_map
 
 MAX_SHOWN = 8  # arrays in an error
 SMALL = 65536  # words; shards up to this size are concatenated, which costs a negligible copy

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import jax
 
+from spmd.base.user_paths import explain_os_error
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty
 from spmd.program_cache.activate import user_chose
 from spmd.program_cache.entries import log_once, make_private
 from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
-from spmd.user_paths import explain_os_error
 
 OFF = "off"  # not a problem: chosen in one process, so for all
 

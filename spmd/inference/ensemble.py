@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from spmd.base.tree import Tree, describe
 from spmd.data.batches import check_leaves
 from spmd.data.sources import as_source, is_arrays
 from spmd.errors import (
@@ -43,7 +44,6 @@ from spmd.run.checkpoint import Checkpoint
 from spmd.train.losses import cross_entropy
 from spmd.train.state import State
 from spmd.trainer import Trainer
-from spmd.tree import Tree, describe
 
 MAX_DEADLINE = 1e6  # seconds; locks cannot wait for much longer
 COLUMNS = ("log loss", "accuracy", "calibration error", "entropy", "disagreement")

@@ -14,6 +14,9 @@ from typing import Any
 import jax
 import jax.export
 
+from spmd.base.output_files import open_output, publish
+from spmd.base.tree import Tree, describe, flatten, format_bytes, map_paths
+from spmd.base.user_paths import as_path, check_free, make_folder
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
 from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
@@ -26,12 +29,9 @@ from spmd.inference.weights import (
     stored_shape,
 )
 from spmd.mesh import MeshSpec, outside_of_mesh
-from spmd.output_files import open_output, publish
 from spmd.run.manifest import write_manifest
 from spmd.train.state import State, place_copy
 from spmd.trainer import Trainer
-from spmd.tree import Tree, describe, flatten, format_bytes, map_paths
-from spmd.user_paths import as_path, check_free, make_folder
 
 FORMAT = 1
 PROGRAM, WEIGHTS, ABOUT = "program.bin", "weights.npz", "model.json"

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import Tree, abstract, describe, flatten
+from spmd.base.xla import replicate
 from spmd.data.batches import check_leaves
 from spmd.errors import DataError, ExportError, OptionError, SpmdError, first_line
 from spmd.models.base import Call, Variables
@@ -17,8 +19,6 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.state import State, check_alive
 from spmd.trainer import Trainer
-from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import replicate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import entry_axes
+from spmd.base.tree import Tree
 from spmd.data.generation_config import asked_sampling
 from spmd.errors import DataError, OptionError, check_integer, option, short_repr, type_name
 from spmd.inference.forward import to_host
@@ -28,11 +30,9 @@ from spmd.models.frozen import is_quantized
 from spmd.models.wrap import wrap
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import with_calls
-from spmd.specs import entry_axes
 from spmd.train.model_setup import PlacedModel
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.state import State, check_alive
-from spmd.tree import Tree
 
 # lengths are rounded up to multiples of this, so that prompts of like lengths use the same program
 UNIT = 16

@@ -11,6 +11,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.output_files import read_bytes
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.tree import Tree, describe
+from spmd.base.user_paths import as_path
 from spmd.errors import ExportError, OptionError, check_integer, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import (
@@ -21,11 +25,7 @@ from spmd.inference.forward import (
     with_rows,
 )
 from spmd.inference.weights import Stored, read_arrays
-from spmd.output_files import read_bytes
 from spmd.run.manifest import find_damage, read_json
-from spmd.tracebacks import trims_tracebacks
-from spmd.tree import Tree, describe
-from spmd.user_paths import as_path
 
 
 def _texts(value: Any) -> bool:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree, abstract, describe, flatten
+from spmd.base.xla import shard_map
 from spmd.errors import EnsembleError, Problem, raise_problems
 from spmd.inference.forward import describe_tree, to_host, traced, with_rows
 from spmd.jaxpr.programs import equations, has_convolution
-from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import shard_map
 
 NET = "net"
 ROWS = 4  # rows of inputs with which members are traced, to find equal ones

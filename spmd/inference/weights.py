@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.output_files import open_output
+from spmd.base.tree import describe
 from spmd.errors import ExportError, printable
-from spmd.output_files import open_output
-from spmd.tree import describe
 
 SCALES = "scales/"  # prefix of the names of scales; no path of a model's array begins with it
 LARGEST = 127

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.tree import Tree, describe
 from spmd.errors import EnsembleError
-from spmd.tree import Tree, describe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.base.xla import has_shardings, joined_sources, with_others
 from spmd.jaxpr.inner_programs import (
     called_program,
     inner_jaxprs,
@@ -15,7 +16,6 @@ from spmd.jaxpr.inner_programs import (
     opened,
 )
 from spmd.jaxpr.interpreter import Interpreter
-from spmd.xla import has_shardings, joined_sources, with_others
 
 
 def is_literal(atom: Any) -> bool:

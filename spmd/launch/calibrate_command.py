@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from spmd.base.user_paths import output_path
 from spmd.errors import OptionError
 from spmd.launch.progress_line import show_progress
-from spmd.user_paths import output_path
 
 
 def add_to(commands: Any) -> None:

@@ -189,6 +189,7 @@ def _show(options: argparse.Namespace) -> str:
 def _check(options: argparse.Namespace) -> str:
     from jax.sharding import AbstractMesh
 
+    from spmd.base.tree import flatten
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
     from spmd.layout.summary import summary
@@ -198,7 +199,6 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.sync.mesh_axes import MeshAxes
     from spmd.sync.notes import notes
     from spmd.train.choose_frozen import choose_frozen, with_adapters
-    from spmd.tree import flatten
 
     layout, model = load_registered(options.layout, lambda: wrap(_imported(options.model)))
     mesh = _mesh(options.mesh, layout)

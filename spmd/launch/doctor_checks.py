@@ -445,8 +445,8 @@ def _folder_problems(disk: Mapping[str, Any], cache: Mapping[str, Any]) -> Itera
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB, or in MiB where that reads better; `spmd.tree`, which formats them elsewhere,
-    imports jax.
+    """Bytes in GiB, or in MiB where that reads better; `spmd.base.tree`, which formats them
+    elsewhere, imports jax.
 
     >>> gib(3 << 30), gib(5 << 20)
     ('3.0 GiB', '5.0 MiB')

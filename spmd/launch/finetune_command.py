@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.base.user_paths import as_path, check_free
 from spmd.errors import OptionError, PretrainedError, Problem, printable, raise_problems
-from spmd.user_paths import as_path, check_free
 
 LENGTH = 2048  # tokens of a row, where the model has as many positions
 WARMUP = 0.03  # of all steps
@@ -556,7 +556,7 @@ def _decays(params: Any) -> Any:
     """A tree of booleans: True for the parameters that decay, which are kernels, embeddings and
     adapters.
     """
-    from spmd.tree import map_paths
+    from spmd.base.tree import map_paths
 
     return map_paths(
         lambda path, _: path.rpartition("/")[2] in ("kernel", "embedding", "lora_a", "lora_b"),

@@ -5,8 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from spmd.base.user_paths import as_path
 from spmd.errors import DataError, OptionError
-from spmd.user_paths import as_path
 
 FOLDERS = "(default: as generation_config.json says)"
 CHOICE = ("temperature", "top_k", "top_p", "repetition_penalty")

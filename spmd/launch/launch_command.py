@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from spmd.base.user_paths import as_path
 from spmd.errors import OptionError
 from spmd.launch.settings import Settings
-from spmd.user_paths import as_path
 
 HERE = "on one machine"
 HOSTS = "--hosts"

@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Any
 
-from spmd.deprecated import warn
+from spmd.base.deprecated import warn
+from spmd.base.user_paths import output_path
 from spmd.errors import OptionError
 from spmd.launch.progress_line import show_lines, show_progress
 from spmd.launch.script_fit import call_at_fit
@@ -19,7 +20,6 @@ from spmd.layout.toml_reader import load_registered
 from spmd.planner.cluster import Cluster
 from spmd.planner.target import load as load_target, shipped
 from spmd.render.colour import paint
-from spmd.user_paths import output_path
 
 FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
 # the arguments of `fit` that are also arguments of `spmd.plan`
@@ -166,7 +166,7 @@ def _script_parser(commands: Any, name: str, summary: str, description: str) -> 
 def _targets(options: argparse.Namespace) -> str:
     del options
     # jax takes a second to import, and the other commands do without
-    from spmd.tree import format_bytes
+    from spmd.base.tree import format_bytes
 
     lines = []
     for name in shipped():

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from spmd.base.tree import describe, path_of
 from spmd.distributed.records import format_error
 from spmd.errors import OptionError, ProcessError, import_extra, type_name
-from spmd.tree import describe, path_of
 
 FIX = (
     "arrays, numbers, text, and containers of them; of what spmd.fit returns, its history, its "

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import jax
 
+from spmd.base.path_match import covering
+from spmd.base.specs import Spec, entry_axes, keep_axes, make_entry, spec_text
+from spmd.base.tree import describe
 from spmd.errors import Problem, option
 from spmd.layout import fixes
 from spmd.layout.resolve import num_shards, rule_matcher, rule_name
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import covering
-from spmd.specs import Spec, entry_axes, keep_axes, make_entry, spec_text
-from spmd.tree import describe
 
 
 class Output(NamedTuple):

@@ -8,6 +8,18 @@ from typing import Any
 
 import jax
 
+from spmd.base.path_match import covering
+from spmd.base.specs import (
+    REPLICATED,
+    Entry,
+    Spec,
+    entry_axes,
+    keep_axes,
+    make_entry,
+    spec_axes,
+    spec_text,
+)
+from spmd.base.tree import describe
 from spmd.errors import LayoutError, Problem, closest, option, quoted, raise_problems
 from spmd.layout import fixes
 from spmd.layout.activations import data_axis_problems
@@ -27,18 +39,6 @@ from spmd.layout.resolve import (
 )
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, axis_problem
-from spmd.path_match import covering
-from spmd.specs import (
-    REPLICATED,
-    Entry,
-    Spec,
-    entry_axes,
-    keep_axes,
-    make_entry,
-    spec_axes,
-    spec_text,
-)
-from spmd.tree import describe
 
 Params = Mapping[str, jax.ShapeDtypeStruct]
 

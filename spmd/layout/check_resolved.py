@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
+from spmd.base.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
+from spmd.base.tree import describe, format_bytes
 from spmd.errors import Problem, in_python, option, quoted
 from spmd.layout.fixes import first_names, more_names, near_multiples
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import Names, Resolved, codec_rules, default_origin, each_name, resolve
 from spmd.mesh import MeshSpec
-from spmd.specs import entry_axes, mixes_data_axes, spec_axes, spec_text
-from spmd.tree import describe, format_bytes
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.declaration import worker_problems
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spmd.base.fields import Conflict, as_toml, check_types
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.tree import parse_bytes
 from spmd.errors import OptionError, type_name
-from spmd.fields import Conflict, as_toml, check_types
-from spmd.tracebacks import trims_tracebacks
-from spmd.tree import parse_bytes
 
 GPU = ("gpu", "cuda", "rocm")  # platforms, as JAX and as targets of plans call them
 XLA_NAMES = {  # of each key: the options of XLA:GPU that it sets; other compilers have none of them

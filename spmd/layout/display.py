@@ -3,13 +3,13 @@
 import html
 from typing import Any
 
-from spmd.fields import changed_values
+from spmd.base.fields import changed_values
+from spmd.base.specs import spec_text
 from spmd.layout.gradients import GradientRule
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.layout.trained import Adapter
 from spmd.render.html import Html, code_spans, folded, framed, table
-from spmd.specs import spec_text
 
 OTHERS = (
     "optimizer",

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from spmd.base.path_match import match_all, suggest
+from spmd.base.specs import Spec, entry_axes, spec_axes, spec_text
 from spmd.errors import SHOWN as PROBLEMS_SHOWN, Problem
 from spmd.layout.gradients import GradientRule
 from spmd.layout.resolve import num_shards, rule_name
 from spmd.layout.schema import Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import match_all, suggest
-from spmd.specs import Spec, entry_axes, spec_axes, spec_text
 
 SHOWN = 3  # names in a list before "and N more"
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from spmd.base.fields import Conflict, as_rules, check_types, names
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, type_name
-from spmd.fields import Conflict, as_rules, check_types, names
-from spmd.tracebacks import trims_tracebacks
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.fields import Conflict
-from spmd.tracebacks import trims_tracebacks
+from spmd.base.fields import Conflict
+from spmd.base.tracebacks import trims_tracebacks
 
 SCHEDULES = ("gpipe", "circular", "1f1b")
 ORDERS = ("balanced", "contiguous")

@@ -4,9 +4,9 @@ computed.
 
 import dataclasses
 
+from spmd.base.fields import check_types, names
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError
-from spmd.fields import check_types, names
-from spmd.tracebacks import trims_tracebacks
 
 PRODUCTS = ("bfloat16", "float8", "int8")
 

@@ -5,8 +5,8 @@ host's memory.
 import dataclasses
 from collections.abc import Iterator
 
-from spmd.fields import Conflict, as_rules, names
-from spmd.tracebacks import trims_tracebacks
+from spmd.base.fields import Conflict, as_rules, names
+from spmd.base.tracebacks import trims_tracebacks
 
 SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
+from spmd.base.path_match import matcher
+from spmd.base.specs import Entry, Spec, entry_axes, make_entry, spec_axes
+from spmd.base.tree import nbytes
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
-from spmd.path_match import matcher
-from spmd.specs import Entry, Spec, entry_axes, make_entry, spec_axes
-from spmd.tree import nbytes
 
 # a parameter's logical axis names, one or several per dim; dims after the last have none
 Names = tuple[str | tuple[str, ...] | None, ...]

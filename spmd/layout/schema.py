@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd.base.fields import as_rules, names
+from spmd.base.specs import Entry, Spec, entry_axes
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, did_you_mean, short_repr, type_name, with_article
-from spmd.fields import as_rules, names
 from spmd.layout.compiler import Compiler
 from spmd.layout.gradients import Gradients
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.layout.precision import Precision
 from spmd.layout.remat import Remat
 from spmd.layout.trained import Adapter, Train
-from spmd.specs import Entry, Spec, entry_axes
-from spmd.tracebacks import trims_tracebacks
 from spmd.wire.server.declaration import ParameterServer
 
 IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")  # of attention

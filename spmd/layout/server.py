@@ -1,6 +1,6 @@
 """What a layout's `[parameter_server]` and `[optimizer]` may not say beside its `[gradients]`."""
 
-from spmd.fields import Conflict
+from spmd.base.fields import Conflict
 from spmd.layout.gradients import Gradients
 from spmd.layout.schema import OptimizerState
 from spmd.wire.server.declaration import ParameterServer, declared_problems

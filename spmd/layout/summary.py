@@ -3,11 +3,11 @@
 import html
 import math
 
+from spmd.base.specs import spec_text
+from spmd.base.tree import describe, format_bytes
 from spmd.layout.resolve import Resolved
 from spmd.render.collapse import collapsed
 from spmd.render.html import Text, aligned, filled, framed, table
-from spmd.specs import spec_text
-from spmd.tree import describe, format_bytes
 
 COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 

@@ -10,6 +10,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmd.base.fields import as_toml, is_one_of
+from spmd.base.path_match import compiled
+from spmd.base.specs import REPLICATED, Entry, Spec, make_entry
+from spmd.base.user_paths import as_path
 from spmd.errors import (
     LayoutError,
     closest,
@@ -20,7 +24,6 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.fields import as_toml, is_one_of
 from spmd.layout.compiler import THRESHOLDS, Compiler, compiler_problems
 from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_problems
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
@@ -38,9 +41,6 @@ from spmd.layout.toml_tables import (
 )
 from spmd.layout.toml_writer import dumps
 from spmd.layout.trained import ADAPTER_RANGES, Adapter, Train, train_problems
-from spmd.path_match import compiled
-from spmd.specs import REPLICATED, Entry, Spec, make_entry
-from spmd.user_paths import as_path
 from spmd.wire.codec import CODECS, codec_options
 from spmd.wire.codec.base import option_problem
 from spmd.wire.server.declaration import FRACTIONS, NEEDS, ParameterServer

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from spmd.base.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.errors import Problem, SpmdError, closest, did_you_mean
-from spmd.fields import Conflict, as_toml, is_one_of, plain_types
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
 from spmd.layout.remat import SAVES

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from spmd.fields import as_toml, changed_values
+from spmd.base.fields import as_toml, changed_values
+from spmd.base.specs import spec_text
 from spmd.layout.gradients import GradientRule
 from spmd.layout.precision import Precision
 from spmd.layout.schema import Batch, Layout, Rule
-from spmd.specs import spec_text
 
 TABLES = (
     "default",

@@ -5,9 +5,9 @@ others are kept.
 import dataclasses
 from collections.abc import Iterator
 
+from spmd.base.fields import Conflict, check_types, names
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError
-from spmd.fields import Conflict, check_types, names
-from spmd.tracebacks import trims_tracebacks
 
 FROZEN = ("bfloat16", "float16", "int8", "nf4")  # how frozen weights may be kept
 ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in words

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+from spmd.base.specs import Entry, Spec, entry_axes, make_entry
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
-from spmd.specs import Entry, Spec, entry_axes, make_entry
 
 
 def unused_axes(layout: Layout, mesh: MeshSpec) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from spmd.base.path_match import matches
+from spmd.base.tree import Tree, describe
 from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
-from spmd.path_match import matches
-from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
 STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd.base.tree import Tree, flatten
+from spmd.base.xla import current_trace
 from spmd.models.base import LAYER_PARAMS
-from spmd.tree import Tree, flatten
-from spmd.xla import current_trace
 
 INSIDE = (
     "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"

@@ -15,6 +15,8 @@ from flax.core import DenyList, lift, unfreeze
 from flax.errors import ModifyScopeVariableError
 from flax.linen.transforms import lift_direct_transform
 
+from spmd.base.path_match import matches
+from spmd.base.tree import Tree, describe, flatten, map_paths, path_of
 from spmd.errors import ModelError, Problem, join_names, raise_problems, short_repr
 from spmd.models.base import (
     RECOMPUTED,
@@ -33,8 +35,6 @@ from spmd.models.blocks import BlockCalls, BlockTrace
 from spmd.models.intercept import Around, change_outputs, surround
 from spmd.models.linen_record import NOT_KEPT, Record, Seen, recording, without
 from spmd.models.linen_switches import check_arguments, set_fields
-from spmd.path_match import matches
-from spmd.tree import Tree, describe, flatten, map_paths, path_of
 
 # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT, without importing its kernels
 BY_GRADIENT = "_overwrite_with_gradient"

@@ -9,6 +9,8 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from spmd.base.path_match import matches
+from spmd.base.tree import Tree, flatten, path_of
 from spmd.errors import ModelError, join_names
 from spmd.models.base import (
     PATH,
@@ -28,8 +30,6 @@ from spmd.models.intercept import Around, change_outputs, intercept
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
 from spmd.models.nnx_blocks import call_block
 from spmd.models.quantized import dequantize
-from spmd.path_match import matches
-from spmd.tree import Tree, flatten, path_of
 
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter

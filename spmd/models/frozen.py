@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base.tree import Tree, flatten, map_paths
 from spmd.models.base import Call, Model, Variables, WrappedModel
 from spmd.models.quantized import KINDS, Quantized, dequantize, quantize
-from spmd.tree import Tree, flatten, map_paths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from spmd.base.tree import Tree, flatten
 from spmd.errors import ModelError, problems_text, type_name
 from spmd.models.base import (
     SWITCHES,
@@ -20,7 +21,6 @@ from spmd.models.base import (
     trace_abstractly,
     with_train_flag,
 )
-from spmd.tree import Tree, flatten
 
 RESERVED = ("rng", "axis_name", *SWITCHES)  # arguments of `apply` that are passed by name
 

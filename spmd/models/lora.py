@@ -12,10 +12,10 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from spmd.base.path_match import matches, suggest
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.models.base import STACKED
 from spmd.models.intercept import intercept, interceptions, original_class
-from spmd.path_match import matches, suggest
 
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.xla import largest_magnitude
 from spmd.errors import OptionError, did_you_mean
-from spmd.xla import largest_magnitude
 
 KINDS = ("int8", "nf4")
 # The 16 levels of NF4: quantiles of a normal distribution, of its largest magnitude (Dettmers et

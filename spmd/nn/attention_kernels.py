@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base.tree import describe
 from spmd.errors import first_line
 from spmd.layout.compiler import GPU
 from spmd.nn import flash_kernel
@@ -15,7 +16,6 @@ from spmd.nn.chunked_attention import CHUNKED, chunked_attention, plain_attentio
 from spmd.nn.flash_kernel import FLASH
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
-from spmd.tree import describe
 
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 AS_WRITTEN = "attention_as_written"  # a scope in which `spmd.nn.written_attention` replaces nothing

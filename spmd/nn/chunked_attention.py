@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base.rng import bits_at
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
-from spmd.rng import bits_at
 
 # queries and keys at a time: scores take memory as rows times heads times the square of this
 TILE = 512

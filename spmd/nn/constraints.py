@@ -16,9 +16,9 @@ from flax.core import meta
 from flax.linen import spmd as logical
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import entry_axes
 from spmd.errors import ModelError, did_you_mean
 from spmd.models.patches import Patches
-from spmd.specs import entry_axes
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from spmd.base.rng import bits_at, threefry_rounds
 from spmd.nn.scoring import Inputs, Scoring
-from spmd.rng import bits_at, threefry_rounds
 
 LEAST = 16  # the fewest rows of a product of Triton's
 LOG2E = math.log2(math.e)  # exponentials are to base 2

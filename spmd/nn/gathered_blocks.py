@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmd.base.tree import Tree, flatten
 from spmd.models.blocks import BlockCalls, RunBlock
 from spmd.nn.gathered_scan import Communication, Stack, complete, differentiable, together
 from spmd.nn.inner_program import InnerProgram, Saved
 from spmd.nn.stacking import gathered_policy, recomputed_by_caller
-from spmd.tree import Tree, flatten
 
 
 class GatheredBlocks(BlockCalls):

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base.tree import Tree, flatten
 from spmd.nn.inner_program import InnerProgram, Saved
-from spmd.tree import Tree, flatten
 
 
 class Communication(NamedTuple):

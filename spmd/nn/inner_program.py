@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from spmd.tree import Tree
+from spmd.base.tree import Tree
 
 _RECORDED: contextvars.ContextVar[dict[str, "InnerProgram"] | None] = contextvars.ContextVar(
     "inner_programs", default=None

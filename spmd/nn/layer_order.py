@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import Tree, flatten, map_paths
+from spmd.base.xla import move_bits
 from spmd.models.base import Model, Variables, WrappedModel
-from spmd.tree import Tree, flatten, map_paths
-from spmd.xla import move_bits
 
 
 def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:

@@ -13,6 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from spmd.base.rng import part_key
+from spmd.base.tree import Tree, describe
 from spmd.errors import ModelError
 from spmd.layout.fixes import near_multiples
 from spmd.nn.layer_order import stage_order
@@ -28,8 +30,6 @@ from spmd.nn.stacking import (
     unstack_module,
 )
 from spmd.nn.written_attention import fuse_attention
-from spmd.rng import part_key
-from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
 # per stage, if a layout does not say: then a pipeline is idle for at most a fifth of its time
@@ -177,7 +177,7 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
     rows //= math.prod(map(parallel.axis_size, free))
     unit = stages if declared.groups > 1 and declared.microbatches is None else 1
     # The default is never one row each: a draw for one row looks like one that all rows share
-    # (`spmd.rng.worker_key`).
+    # (`spmd.base.rng.worker_key`).
     splits = parallel.row_splits
     most = declared.microbatches or min(MICROBATCHES * stages, max(unit, rows // splits // 2))
     fitting = [

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base.xla import largest_magnitude
 from spmd.errors import OptionError
-from spmd.xla import largest_magnitude
 
 # by `Precision.products`: of the factors forward, and of a gradient in the backward pass; None: as
 # it is

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import describe
 from spmd.errors import DataError, OptionError, option
 from spmd.layout.fixes import near_multiples
 from spmd.nn.parallel_context import MIXTURE, ParallelConfig, current, manual_axes
-from spmd.tree import describe
 from spmd.wire import collectives
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from spmd.base.specs import spec_axes
+from spmd.base.xla import shard_map
 from spmd.errors import LayoutError
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
 from spmd.nn.constraints import constraints_on, manual_axes
 from spmd.nn.replaced_calls import replaced_calls
 from spmd.nn.schedule import Schedule
-from spmd.specs import spec_axes
-from spmd.xla import shard_map
 
 ATTENTIONS = (
     "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a "

@@ -26,12 +26,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree
 from spmd.errors import ModelError
 from spmd.nn.layer_stack import Microbatches
 from spmd.nn.parallel_context import ParallelConfig, row_spec
 from spmd.nn.schedule import Schedule, make_schedule
 from spmd.nn.stacking import Layers, scan_layers
-from spmd.tree import Tree
 from spmd.wire import collectives
 
 IDLE, FORWARD, BACKWARD = range(3)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base.tree import Tree
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.schedule import Schedule, Work
-from spmd.tree import Tree
 from spmd.wire import collectives
 
 # (params, state, number, group, x) -> (state, y)

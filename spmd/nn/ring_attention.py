@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.rng import advance
 from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.scoring import (
     Inputs,
@@ -31,7 +32,6 @@ from spmd.nn.scoring import (
     merge,
     on_this_device,
 )
-from spmd.rng import advance
 from spmd.wire import collectives
 
 

@@ -14,6 +14,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.rng import part_key
+from spmd.base.tree import Tree, describe
 from spmd.errors import ModelError, type_name
 from spmd.nn.layer_order import stage_order
 from spmd.nn.layer_stack import layers_per_stage
@@ -28,8 +30,6 @@ from spmd.nn.stacking import (
     stack_modules,
     unstack_module,
 )
-from spmd.rng import part_key
-from spmd.tree import Tree, describe
 from spmd.wire import collectives
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.rng import advance, first_count
+from spmd.base.rng import advance, first_count
 from spmd.wire import collectives
 
 
@@ -71,7 +71,7 @@ class ScoreArrays(NamedTuple):
       key_mask: bool[rows, keys], False at keys that nothing sees.
       key_lengths: int[rows], the number of keys of each row, the others behind them.
       segments: int[rows, queries] and int[rows, keys]: a query sees keys of its own segment.
-      count: `spmd.rng.first_count` of dropout's random numbers, of which there is one for each
+      count: `spmd.base.rng.first_count` of dropout's random numbers, of which there is one for each
         score.
     """
 

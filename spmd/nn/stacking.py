@@ -15,6 +15,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd.base.tree import Tree, describe, flatten
 from spmd.errors import ModelError, type_name
 from spmd.jaxpr.primitives import Kind, known, of_kind
 from spmd.jaxpr.programs import equations, inner_jaxprs
@@ -22,7 +23,6 @@ from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
 from spmd.nn.gathered_scan import Stack, scan_gathered
 from spmd.nn.parallel_context import ParallelConfig, named_layers
-from spmd.tree import Tree, describe, flatten
 
 PLAIN = (bool, int, float, str, type(None))
 UNKNOWN = "..."

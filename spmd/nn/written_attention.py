@@ -18,6 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
+from spmd.base.xla import in_scope, scope_of
 from spmd.jaxpr.inner_programs import (
     CALLED,
     CUSTOM,
@@ -35,7 +36,6 @@ from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide
 from spmd.nn.written_scores import Found, find
-from spmd.xla import in_scope, scope_of
 
 REPLACED = "is written out, and is replaced"
 # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from spmd.base.xla import scope_of
 from spmd.nn.attention_kernels import AS_WRITTEN
 from spmd.nn.traced_values import Band, Values, View
 from spmd.nn.written_dims import Roles, Sizes, reshaped, wide
-from spmd.xla import scope_of
 
 MASKED = -1e4  # a score of at most this is that of a key which is not seen
 LONGEST = 40  # operations between a product and the softmax

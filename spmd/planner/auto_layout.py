@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from spmd.base.tree import Tree, abstract
 from spmd.data.batches import check_leaves
 from spmd.distributed.consistency import from_first_process
 from spmd.errors import OptionError
@@ -20,7 +21,6 @@ from spmd.planner.cluster import Cluster, cluster_of, nearest_cluster
 from spmd.planner.layout_search import search
 from spmd.planner.search_result import FOUND
 from spmd.train.model_setup import check_numbers
-from spmd.tree import Tree, abstract
 
 AUTO = "auto"
 COMPILES = 12  # programs of a search

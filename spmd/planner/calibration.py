@@ -19,13 +19,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from spmd.base.user_paths import output_path, write_text
 from spmd.errors import OptionError, did_you_mean, first_line, option, quoted
 from spmd.planner.cluster import Cluster, of_device
 from spmd.planner.probes import AXIS, CompiledProbe, Observation, probes_of
 from spmd.planner.target import Achieved, Link, Spread, Target, load, shipped, target_text
 from spmd.planner.text_report import seconds as duration
 from spmd.render.html import aligned, filled
-from spmd.user_paths import output_path, write_text
 
 PASSES = 3  # over all figures, because a program's time depends on several
 WIDEST = 1e3  # the largest factor between a figure before and after

@@ -22,8 +22,10 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from spmd.base.fields import as_toml
+from spmd.base.specs import spec_axes
+from spmd.base.tree import Tree, flatten, nbytes
 from spmd.errors import OptionError, option, type_name
-from spmd.fields import as_toml
 from spmd.layout.remat import Remat
 from spmd.layout.resolve import num_shards
 from spmd.layout.schema import Layout
@@ -34,10 +36,8 @@ from spmd.planner.cluster import Cluster
 from spmd.planner.plan_data import PlanData
 from spmd.planner.timeline import Timeline
 from spmd.planner.traffic import devices_per_node, reduction_time
-from spmd.specs import spec_axes
 from spmd.train.device_memory import tree_on_device
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, flatten, nbytes
 
 # values of `[remat] save` that are tried, from most to least memory
 REMAT_SAVES = ("everything", "dots", "nothing")

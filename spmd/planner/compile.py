@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import jaxlib
 
+from spmd.base.output_files import name_errors, sync_tree
 from spmd.errors import CompileError, OptionError, first_line, how_to_install, option
 from spmd.mesh import MeshSpec
-from spmd.output_files import name_errors, sync_tree
 from spmd.planner import compile_server
 from spmd.planner.cluster import Cluster
 from spmd.planner.gpu_kernels import VERSION, gpu_of

@@ -38,8 +38,8 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
+from spmd.base.output_files import name_errors
 from spmd.errors import CompileError
-from spmd.output_files import name_errors
 from spmd.train.compiler_options import check_compiler_options, other_options
 
 LOG = "log"  # in a request's folder: the compiler's output

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from spmd.base.tree import format_bytes
 from spmd.errors import OptionError, short_repr, type_name
 from spmd.layout.gradients import Gradients
 from spmd.mesh import MeshSpec, abstract_mesh
@@ -25,7 +26,6 @@ from spmd.planner.traffic import reduction_time
 from spmd.render.html import Html, filled, framed
 from spmd.sync.notes import exact_bytes
 from spmd.train.compiled_step import Program
-from spmd.tree import format_bytes
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.timing import Network
 

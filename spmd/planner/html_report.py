@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from spmd.base.specs import entry_axes, spec_text
+from spmd.base.tree import describe, format_bytes
 from spmd.layout.summary import COLUMNS, rows as layout_rows
 from spmd.mesh import MeshSpec
 from spmd.planner.memory import TITLES
@@ -20,8 +22,6 @@ from spmd.planner.timeline import Span
 from spmd.planner.traffic import traffic_rows
 from spmd.render.html import Html, document, folded, framed, table
 from spmd.render.svg import WIDTH, box, caption, key, legend, on_box, strip, svg
-from spmd.specs import entry_axes, spec_text
-from spmd.tree import describe, format_bytes
 
 SHARDS = 256  # at most this many shards of an array are drawn
 COLOURS = "abcdefghi"

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from spmd.base.tree import parse_bytes
 from spmd.layout.compiler import GPU, UNROLLING, XLA_NAMES
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Default, Layout
@@ -20,7 +21,6 @@ from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.model_flops import large_products, trace_model
 from spmd.planner.notes import THRESHOLDS, in_parts, stored_scores
 from spmd.planner.plan_data import EXPOSED, RECOMPUTATION, PlanData, StepCost
-from spmd.tree import parse_bytes
 
 ANOTHER_BATCH = "another batch size: half as many updates for as many rows"
 SWITCHES = ("double_buffering", "pipelined_collectives")  # of which the opposite is tried

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.base.tree import Tree, abstract, format_bytes
 from spmd.data.batches import check_batch, check_leaves
 from spmd.errors import (
     CompileError,
@@ -49,7 +50,6 @@ from spmd.planner.structure import without_names
 from spmd.planner.suggestions import TUNED, tune
 from spmd.planner.text_report import seconds
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.tree import Tree, abstract, format_bytes
 
 COMPILES_PER_MESH = 4  # programs for each larger mesh, if nothing fits
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import jax
 
+from spmd.base.specs import spec_axes
+from spmd.base.tree import Tree, flatten, format_bytes, nbytes
 from spmd.errors import DeviceMemoryError
 from spmd.layout.resolve import num_shards
 from spmd.planner.cluster import Cluster, of_device
@@ -19,11 +21,9 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Overhead, Target
 from spmd.render.sparkline import gauge
-from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
 from spmd.train.device_memory import in_host_memory, memory_limit, on_device, tree_on_device
-from spmd.tree import Tree, flatten, format_bytes, nbytes
 from spmd.wire.reduction import RESIDUAL
 from spmd.wire.server.arrivals import HELD, SQUARES, SUM
 

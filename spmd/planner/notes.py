@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from spmd.base.fields import as_toml
+from spmd.base.specs import keep_axes
+from spmd.base.tree import flatten, format_bytes, parse_bytes
 from spmd.errors import SpmdError
-from spmd.fields import as_toml
 from spmd.layout.compiler import GPU, TRITON, compiler_notes
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import num_shards
@@ -29,12 +31,10 @@ from spmd.planner.memory import Memory
 from spmd.planner.model_flops import LargeProducts
 from spmd.planner.timeline import SyncPeriod, Timeline, Wait, unmarked_parts
 from spmd.planner.traffic import Traffic, Transfer, latency, sites_of, transfer_time
-from spmd.specs import keep_axes
 from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import flatten, format_bytes, parse_bytes
 from spmd.wire.reduction import MAX_EXACT_BUCKET
 from spmd.wire.server.declaration import ParameterServer
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from spmd.base.tree import Tree, flatten
 from spmd.errors import OptionError, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
@@ -42,7 +43,6 @@ from spmd.planner.timeline import (
 from spmd.planner.traffic import Traffic, Transfer, traffic_of
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, flatten
 from spmd.wire.server.declaration import ParameterServer
 
 SHOWN = 3  # costs at the end of a report

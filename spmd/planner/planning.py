@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.deprecated import warn
+from spmd.base.deprecated import warn
+from spmd.base.tree import Tree, format_bytes
+from spmd.base.user_paths import output_path, write_text
 from spmd.errors import MeshError, OptionError, option, quoted, type_name
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, abstract_mesh, outside_of_mesh
@@ -32,8 +34,6 @@ from spmd.planner.traffic import PURPOSES
 from spmd.render.html import Html, Text, aligned, folded, framed, table
 from spmd.render.svg import bars
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.tree import Tree, format_bytes
-from spmd.user_paths import output_path, write_text
 
 REPORT = "a report", (".html", ".txt")
 DRAWN = ("step", "peak memory", "sent")

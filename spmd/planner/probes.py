@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.xla import shard_map
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
 from spmd.planner.target import Target
 from spmd.planner.timeline import timeline_of
 from spmd.wire import collectives
-from spmd.xla import shard_map
 
 AXIS = "device"
 Shapes = tuple[tuple[tuple[int, ...], str], ...]

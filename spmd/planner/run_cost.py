@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from spmd.base.tree import flatten
 from spmd.errors import OptionError, option, short_repr
 from spmd.planner.plan_data import PlanData
 from spmd.render.html import aligned, filled
-from spmd.tree import flatten
 
 ONE = "one of tokens, rows and steps says how long the run is"
 

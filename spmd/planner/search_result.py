@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from spmd.base.tree import format_bytes
+from spmd.base.user_paths import output_path, write_text
 from spmd.errors import OptionError
 from spmd.layout.schema import Layout
 from spmd.planner.candidates import Candidate
@@ -16,8 +18,6 @@ from spmd.planner.html_report import pareto_chart
 from spmd.planner.planning import Plan
 from spmd.planner.text_report import seconds, step_time
 from spmd.render.html import Html, aligned, filled, folded, framed, table
-from spmd.tree import format_bytes
-from spmd.user_paths import output_path, write_text
 
 # bytes and times, which differ between candidates rejected for one reason
 _FIGURES = re.compile(r"[\d.,e+]+ (?:[KMGT]?i?B|s|ms|us)\b")

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd.base.path_match import match_all
+from spmd.base.specs import Spec
+from spmd.base.tree import flatten
 from spmd.jaxpr.inner_programs import inner_programs
 from spmd.jaxpr.interpreter import Interpreter
 from spmd.jaxpr.primitives import Kind, of_kind
 from spmd.layout.resolve import Names, each_name, named_spec
 from spmd.layout.schema import Layout, Rule
-from spmd.path_match import match_all
 from spmd.planner.model_flops import trace_model
-from spmd.specs import Spec
 from spmd.train.compiled_step import Program
-from spmd.tree import flatten
 
 # names that shipped layouts have in their [axes]
 STREAM, HIDDEN, HEADS, VOCABULARY = "embed", "mlp", "heads", "vocab"

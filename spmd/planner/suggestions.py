@@ -8,6 +8,7 @@ from typing import Any, Generic
 
 import jax
 
+from spmd.base.tree import format_bytes
 from spmd.errors import CompileError, OptionError, SpmdError, option, short_repr
 from spmd.layout.schema import Layout
 from spmd.mesh import abstract_mesh
@@ -38,7 +39,6 @@ from spmd.planner.plan_data import (
 from spmd.planner.run_cost import RunCost, amount, check_run, run_cost
 from spmd.planner.text_report import seconds
 from spmd.render.html import aligned, filled
-from spmd.tree import format_bytes
 
 COMPILES = 8  # programs for all changes of a plan
 TUNED = 2  # layouts on which options are tried: the fastest ones

@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from spmd.base.user_paths import as_path
 from spmd.errors import OptionError, Problem, did_you_mean, raise_problems
-from spmd.user_paths import as_path
 
 PLATFORMS = ("cuda", "tpu", "cpu")
 MOST = 1e24  # of a figure of a target's file, in bytes, FLOPs and the like

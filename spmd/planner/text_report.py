@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spmd.fields import as_toml
+from spmd.base.fields import as_toml
+from spmd.base.specs import spec_axes, spec_text
+from spmd.base.tree import describe, flatten, format_bytes
 from spmd.layout.compiler import CPU_DEFAULTS
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
@@ -16,10 +18,8 @@ from spmd.planner.plan_data import SHOWN, PlanData
 from spmd.planner.timeline import LIMITS, SyncPeriod, Timeline
 from spmd.planner.traffic import Transfer
 from spmd.render.html import Text, filled
-from spmd.specs import spec_axes, spec_text
 from spmd.train.device_memory import in_host_memory, on_device
 from spmd.train.state import owner_of
-from spmd.tree import describe, flatten, format_bytes
 
 KERNELS = ("convolutions", "attention")  # parts of a step that only some programs have
 # what a plan's JSON has of a transfer and of a period, and leaves out of a timeline

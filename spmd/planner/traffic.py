@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from spmd.base.tree import format_bytes
 from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import Array, Instruction, Module, collective_kind, groups, payload
 from spmd.render.collapse import LEAST, ranges
 from spmd.render.html import aligned, filled
-from spmd.tree import format_bytes
 from spmd.wire.comm_log import SENT
 
 PURPOSES = ("gradients", "parameters", "matrices", "activations", "statistics", "metrics")

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from spmd.base.tree import Tree, flatten
+from spmd.base.user_paths import as_path
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import (
     OptionError,
@@ -49,8 +51,6 @@ from spmd.pretrained.outline import ADAPTER_CONFIG, read_config
 from spmd.pretrained.read_weights import read_arrays
 from spmd.pretrained.safetensors_files import Tensor, open_files
 from spmd.pretrained.write_weights import write_folder
-from spmd.tree import Tree, flatten
-from spmd.user_paths import as_path
 
 
 def load_adapters(

@@ -15,6 +15,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 
+from spmd.base.output_files import read_bytes
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.tree import Tree, flatten, map_paths, parse_bytes
+from spmd.base.user_paths import as_path
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import (
     OptionError,
@@ -32,7 +36,6 @@ from spmd.models.base import Variables
 from spmd.models.flax_nnx import NOTES, ORIGIN, NnxModel, hand_over
 from spmd.models.lora import adapter_paths, merge_adapters
 from spmd.models.wrap import wrap
-from spmd.output_files import read_bytes
 from spmd.pretrained.architectures import CONFIG, find
 from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
@@ -42,9 +45,6 @@ from spmd.pretrained.read_weights import ReadReport, read_arrays
 from spmd.pretrained.safetensors_files import INDEX, SUFFIX, Tensor, WeightFiles, open_files
 from spmd.pretrained.write_weights import write_folder
 from spmd.run.progress import NoProgress, make_progress
-from spmd.tracebacks import trims_tracebacks
-from spmd.tree import Tree, flatten, map_paths, parse_bytes
-from spmd.user_paths import as_path
 
 AS_FILE = "file"
 # tensors and arrays of a new one

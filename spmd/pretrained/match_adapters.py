@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmd.base.tree import flatten
 from spmd.errors import Problem, closest, join_names, printable
 from spmd.layout.trained import Adapter
 from spmd.models.lora import NAMES, adapter_shapes
@@ -21,7 +22,6 @@ from spmd.pretrained.match_tensors import Place, also_text, places_of, without_l
 from spmd.pretrained.name_map import TRANSPOSE, Dims, NameMap, TensorRule, compiled, fill
 from spmd.pretrained.outline import ADAPTER_CONFIG
 from spmd.pretrained.safetensors_files import Box, Tensor
-from spmd.tree import flatten
 
 STEM, PREFIX = "adapter_model", "base_model.model."
 MATRICES = dict(zip(NAMES, ("lora_A.weight", "lora_B.weight"), strict=True))

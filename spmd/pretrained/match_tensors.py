@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from spmd.base.tree import describe
 from spmd.errors import PretrainedError, Problem, closest, did_you_mean, printable, raise_problems
 from spmd.pretrained.links import Link, solve
 from spmd.pretrained.name_map import LAYER, Layers, NameMap, TensorRule, compiled, fill
 from spmd.pretrained.safetensors_files import Box, Tensor
-from spmd.tree import describe
 
 HEADS = {  # the fix for a folder that lacks the head, by the beginning of its path in a model
     "head/": '"tie_word_embeddings": true in config.json, if the head is the table of the '

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from spmd.base.fields import as_toml
+from spmd.base.user_paths import as_path
 from spmd.errors import PretrainedError, raise_problems
-from spmd.fields import as_toml
 from spmd.layout.toml_tables import Tables, syntax_error
-from spmd.user_paths import as_path
 
 LAYER = "layer"  # the capture that is a layer's number
 FIX = "docs/pretrained.md has a map that is right."

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from spmd.base.specs import pspec
+from spmd.base.tree import flatten
 from spmd.errors import ModelError, OptionError, PretrainedError, short_repr, type_name
 from spmd.layout.check import fit_layout
 from spmd.layout.schema import Layout
@@ -23,8 +25,6 @@ from spmd.pretrained.links import Link
 from spmd.pretrained.match_tensors import match_tensors
 from spmd.pretrained.name_map import NameMap
 from spmd.pretrained.safetensors_files import WeightFiles
-from spmd.specs import pspec
-from spmd.tree import flatten
 
 ADAPTER_CONFIG = "adapter_config.json"
 

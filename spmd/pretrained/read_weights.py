@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import format_bytes
 from spmd.errors import PretrainedError
 from spmd.pretrained.links import Link, Request, copy_into
 from spmd.pretrained.safetensors_files import (
@@ -29,7 +30,6 @@ from spmd.pretrained.safetensors_files import (
     relative,
     slices,
 )
-from spmd.tree import format_bytes
 
 # no more than processors: `read_ahead` keeps the disk busy, and these copy
 THREADS = max(2, min(16, os.cpu_count() or 2))

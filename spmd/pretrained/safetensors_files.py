@@ -18,6 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.output_files import open_output, read_bytes
+from spmd.base.tree import describe
 from spmd.errors import (
     PretrainedError,
     Problem,
@@ -27,8 +29,6 @@ from spmd.errors import (
     raise_problems,
     short_repr,
 )
-from spmd.output_files import open_output, read_bytes
-from spmd.tree import describe
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),

@@ -19,9 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.output_files import open_output, publish, sync
+from spmd.base.user_paths import check_free, make_folder
+from spmd.base.xla import to_bits
 from spmd.distributed.consistency import raise_everywhere
 from spmd.errors import PretrainedError
-from spmd.output_files import open_output, publish, sync
 from spmd.pretrained.links import Link, copy_into
 from spmd.pretrained.safetensors_files import (
     INDEX,
@@ -34,8 +36,6 @@ from spmd.pretrained.safetensors_files import (
     relative,
     slices,
 )
-from spmd.user_paths import check_free, make_folder
-from spmd.xla import to_bits
 
 PIECE = 64 << 20  # bytes that are sent between processes at a time
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from etils import epath
 
-from spmd import checksummed_files
-from spmd.checksummed_files import DamagedFileError
-from spmd.user_paths import explain_os_error
+from spmd.base import checksummed_files
+from spmd.base.checksummed_files import DamagedFileError
+from spmd.base.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
 SUFFIX = "-cache"  # of JAX's entries

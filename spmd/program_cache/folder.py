@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from spmd.base.log_info import log_info
+from spmd.base.user_paths import as_path
 from spmd.errors import OptionError, short_repr
-from spmd.log_info import log_info
-from spmd.user_paths import as_path
 
 # what people write to turn something off, or on
 NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")

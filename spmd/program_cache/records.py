@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd import checksummed_files
-from spmd.checksummed_files import DamagedFileError
+from spmd.base import checksummed_files
+from spmd.base.checksummed_files import DamagedFileError
 from spmd.errors import first_line, printable
 from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations

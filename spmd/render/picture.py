@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from spmd.base.user_paths import as_path, make_folder, replace_file, wrap_os_errors
 from spmd.errors import OptionError, import_extra
 from spmd.render.html import Html, framed
-from spmd.user_paths import as_path, make_folder, replace_file, wrap_os_errors
 
 DOTS = 130  # per inch
 # In an SVG, black is the colour of the text around it, or that of the viewer's theme; greys are

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from spmd.base.user_paths import run_file, write_text
 from spmd.errors import CheckpointError
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.config import StartPoint
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, write_record
 from spmd.run.progress import NoProgress
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
-from spmd.user_paths import run_file, write_text
 
 
 def facts_of(

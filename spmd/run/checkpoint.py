@@ -22,6 +22,10 @@ from typing import Any
 
 import jax
 
+from spmd.base.output_files import sync_tree
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.tree import describe, format_bytes
+from spmd.base.user_paths import as_path, make_folder
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import (
@@ -35,7 +39,6 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.output_files import sync_tree
 from spmd.run.checkpoint_reader import (
     FORMAT,
     CheckpointReader,
@@ -49,10 +52,7 @@ from spmd.run.memory_folder import forget_run
 from spmd.run.owner import FolderOwnership
 from spmd.run.restore_comm_state import COMM_STATE, STATE, checkpoint_item
 from spmd.run.retention import kept_steps, remove_checkpoint, remove_leftovers
-from spmd.tracebacks import trims_tracebacks
 from spmd.train.state import State
-from spmd.tree import describe, format_bytes
-from spmd.user_paths import as_path, make_folder
 
 # Characters with a meaning of their own in a pattern of paths. Orbax (0.12) finds the arrays that
 # it has just written by such a pattern.

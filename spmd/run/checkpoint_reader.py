@@ -12,6 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.path_match import covering, matches, suggest
+from spmd.base.ranking import best
+from spmd.base.tree import Tree, abstract, describe, flatten, map_paths
+from spmd.base.user_paths import as_path, blocking_file
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import (
     CheckpointError,
@@ -23,8 +27,6 @@ from spmd.errors import (
     short_repr,
 )
 from spmd.models.frozen import join
-from spmd.path_match import covering, matches, suggest
-from spmd.ranking import best
 from spmd.run.checkpoint_meta import META, check_meta
 from spmd.run.manifest import MANIFEST_FILE, find_damage, read_json
 from spmd.run.reshard_checkpoint import (
@@ -47,8 +49,6 @@ from spmd.run.restore_comm_state import (
 )
 from spmd.run.rewrap_optimizer import Rewrapping
 from spmd.train.state import State
-from spmd.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.user_paths import as_path, blocking_file
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the previous format, which is still read

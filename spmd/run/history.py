@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.output_files import OutputFile, read_bytes, write_at
+from spmd.base.user_paths import as_path, run_file, wrap_os_errors
 from spmd.errors import CheckpointError, OptionError
-from spmd.output_files import OutputFile, read_bytes, write_at
 from spmd.render.sparkline import panel, spark
 from spmd.train.metrics import means
-from spmd.user_paths import as_path, run_file, wrap_os_errors
 
 DETAIL = 100_000  # newest steps that are kept individually
 BLOCK = 1000  # steps that are written, and averaged, together

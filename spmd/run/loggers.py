@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import jax
 
+from spmd.base.output_files import OutputFile
+from spmd.base.user_paths import as_path, make_folder, wrap_os_errors
 from spmd.errors import OptionError, import_extra, raise_callback_errors, short_repr, type_name
-from spmd.output_files import OutputFile
 from spmd.run.pictures import FOLDER as PICTURES, channels, size
 from spmd.run.run_facts import RunFacts
 from spmd.train.histograms import Histogram, counts_not_finite
-from spmd.user_paths import as_path, make_folder, wrap_os_errors
 
 FLUSH_SECONDS = 120  # between two times that events are brought to the disk
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spmd.output_files import name_errors, open_output, sync
+from spmd.base.output_files import name_errors, open_output, sync
 
 MANIFEST_FILE = "manifest.json"
 # Orbax's marks, without which arrays can be read, and the manifest itself.

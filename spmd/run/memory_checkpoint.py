@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import describe, format_bytes, nbytes
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
@@ -38,7 +39,6 @@ from spmd.run.memory_folder import MemoryFolder, memory_base, run_id
 from spmd.run.memory_plan import WritePlan, group_hosts, plan_writes, shard_bounds, shard_holders
 from spmd.run.piece_file import MOST_HEADER, Key, Piece, parts, receive_piece, write_piece
 from spmd.train.state import State
-from spmd.tree import describe, format_bytes, nbytes
 
 AGREE_SECONDS = 60.0  # for all processes to say whether they are ready to write
 EXTRA_SECONDS = 5.0  # the others wait this much longer than process 0, which collects the votes

@@ -20,10 +20,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from spmd.base.output_files import name_errors
+from spmd.base.tree import format_bytes
+from spmd.base.user_paths import as_path, run_file
 from spmd.errors import OptionError
-from spmd.output_files import name_errors
-from spmd.tree import format_bytes
-from spmd.user_paths import as_path, run_file
 
 ID_FILE = "memory_id"  # beside the checkpoints on disk
 RUN_FILE = "run.json"

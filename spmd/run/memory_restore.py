@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from spmd.checksummed_files import DamagedFileError
+from spmd.base.checksummed_files import DamagedFileError
+from spmd.base.tree import map_paths
 from spmd.distributed.consistency import gather_texts
 from spmd.distributed.peer_transfer import TransferError
 from spmd.errors import printable
@@ -29,7 +30,6 @@ from spmd.run.memory_folder import remove_piece
 from spmd.run.memory_plan import FoundPiece, complete_steps, plan_shipments, shard_bounds
 from spmd.run.piece_file import Key, Piece, read_header, read_shards
 from spmd.train.state import State
-from spmd.tree import map_paths
 
 MOST_TRIES = 100  # each finds and removes a damaged file
 # what must be equal for shards to fit; the arrays are compared too

@@ -20,10 +20,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from spmd.base.output_files import write_at
+from spmd.base.user_paths import run_file, wrap_os_errors
 from spmd.errors import CheckpointError, printable
-from spmd.output_files import write_at
 from spmd.run.manifest import open_regular
-from spmd.user_paths import run_file, wrap_os_errors
 
 OWNER_FILE = "owner.json"
 HEARTBEAT_SECONDS = 5.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.user_paths import as_path, make_folder, run_file, wrap_os_errors
 from spmd.errors import OptionError, short_repr, type_name
-from spmd.user_paths import as_path, make_folder, run_file, wrap_os_errors
 
 FOLDER = "pictures"  # in the run's folder
 COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's number of a kind of colour, by channels of an array

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO, cast
 
+from spmd.base.log_info import log_info
+from spmd.base.tree import format_bytes
 from spmd.errors import OptionError, short_repr
-from spmd.log_info import log_info
 from spmd.render.sparkline import MOST, panel, spark
 from spmd.run.work import UNKNOWN, Work, peak_memory
-from spmd.tree import format_bytes
 
 REFRESH_SECONDS = 0.2  # between two redraws
 NOTEBOOK_WIDTH = 200  # characters per line; the page wraps them

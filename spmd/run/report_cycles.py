@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import optax
 
+from spmd.base.tree import nodes
 from spmd.errors import option
-from spmd.tree import nodes
 
 
 def report_unfinished(opt: Any, step: int, *, saved: bool) -> None:

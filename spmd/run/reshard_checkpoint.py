@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree, describe, flatten, map_paths
+from spmd.base.xla import from_bits, to_bits
 from spmd.errors import Problem
 from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
 from spmd.sync.param_server.packing import Storage
-from spmd.tree import Tree, describe, flatten, map_paths
-from spmd.xla import from_bits, to_bits
 
 # The first part of paths in a state: parameters, trained or not, and optimizer state, which mirrors
 # them.

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import spec_axes
+from spmd.base.tree import describe
 from spmd.errors import CheckpointError
 from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_shape
-from spmd.specs import spec_axes
 from spmd.sync.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
-from spmd.tree import describe
 from spmd.wire.resplit_state import resplit_rows
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import has_pending_sync

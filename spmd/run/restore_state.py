@@ -4,10 +4,11 @@ pattern matches.
 
 import dataclasses
 
+from spmd.base.log_info import log_info
+from spmd.base.tree import flatten, map_paths
 from spmd.errors import join_names
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import loads
-from spmd.log_info import log_info
 from spmd.run.checkpoint_reader import CheckpointReader
 from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.run.saved_settings import saved_numbers
@@ -15,7 +16,6 @@ from spmd.run.script_numbers import ScriptNumbers
 from spmd.train.choose_frozen import check_same_trained
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
-from spmd.tree import flatten, map_paths
 
 
 def restore_state(

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.ranking import best
+from spmd.base.ranking import best
 
 # Before the name of a checkpoint while its files are deleted: a rename is one step for a reader,
 # and deleting a folder is many.
@@ -17,7 +17,7 @@ REMOVED = ".removed-"
 
 def kept_steps(scores: Mapping[int, float | None], keep: int | None, mode: str) -> set[int]:
     """Return the newest steps, or all if `keep` is None, and the best of those with a score, in the
-    order of `spmd.ranking`.
+    order of `spmd.base.ranking`.
 
     >>> sorted(kept_steps({10: 1.0, 20: 5.0, 30: float("nan"), 40: None}, 1, "max"))
     [20, 40]

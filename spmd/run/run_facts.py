@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from spmd import checksummed_files
+from spmd.base import checksummed_files
 
 ID_FILE = "run_id.json"  # in the run's folder
 GIT_SECONDS = 5.0  # how long a command of git may take

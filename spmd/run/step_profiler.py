@@ -15,16 +15,9 @@ from typing import Any
 
 import jax
 
-from spmd.distributed import watchdog
-from spmd.errors import OptionError, first_line, option, quoted, short_repr
-from spmd.log_info import log_info
-from spmd.render.html import document
-from spmd.run.config import RunState
-from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
-from spmd.run.progress import NoProgress, Progress
-from spmd.run.time_account import TimeAccount
-from spmd.tracebacks import trims_tracebacks
-from spmd.user_paths import (
+from spmd.base.log_info import log_info
+from spmd.base.tracebacks import trims_tracebacks
+from spmd.base.user_paths import (
     as_path,
     blocking_file,
     make_folder,
@@ -32,6 +25,13 @@ from spmd.user_paths import (
     run_file,
     wrap_os_errors,
 )
+from spmd.distributed import watchdog
+from spmd.errors import OptionError, first_line, option, quoted, short_repr
+from spmd.render.html import document
+from spmd.run.config import RunState
+from spmd.run.goodput import PAGE_STYLE, PROFILING, WAITING
+from spmd.run.progress import NoProgress, Progress
+from spmd.run.time_account import TimeAccount
 
 MOST = 100  # steps: a trace has every operation of every device
 FOLDER = "profile"

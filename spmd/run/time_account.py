@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spmd.base.user_paths import explain_os_error, replace_text, run_file
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import attempt_times, was_requeued, was_restarted
 from spmd.run.goodput import (
@@ -26,7 +27,6 @@ from spmd.run.goodput import (
     Timeline,
 )
 from spmd.run.work import UNKNOWN, Work
-from spmd.user_paths import explain_os_error, replace_text, run_file
 
 FILE = "goodput.json"
 PART = ".goodput.json"  # the next contents of FILE, until they are complete

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.tracebacks import trims_tracebacks
 from spmd.train.compiled_step import Program
 from spmd.train.histograms import check_countable, read_counts
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmd.base.tree import flatten
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import PerExample
-from spmd.tree import flatten
 
 TEXT = ("tokens", "input_ids")  # keys of a batch
 

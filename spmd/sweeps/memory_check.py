@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
+from spmd.base.tree import format_bytes
 from spmd.errors import DeviceMemoryError
 from spmd.sweeps.config import Trial
 from spmd.sweeps.train_chunk import Piece, filled
 from spmd.sweeps.vmapped_trials import NET, VmappedTrials
 from spmd.train.device_memory import memory_limit, tree_on_device
-from spmd.tree import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)

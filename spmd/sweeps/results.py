@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd.api import Result
+from spmd.base.ranking import rank
+from spmd.base.user_paths import as_path, write_text
 from spmd.errors import OptionError
 from spmd.inference.ensemble import Ensemble
-from spmd.ranking import rank
 from spmd.render.html import aligned, framed, table
 from spmd.render.sparkline import spark
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
-from spmd.user_paths import as_path, write_text
 
 
 @dataclasses.dataclass(frozen=True)

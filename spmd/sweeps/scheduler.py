@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd.api import Result
+from spmd.base.output_files import publish
+from spmd.base.ranking import best
 from spmd.data.work_assignment import Position
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.distributed.exit_codes import TERMINATED
 from spmd.mesh import make_mesh
-from spmd.output_files import publish
-from spmd.ranking import best
 from spmd.run.history import History
 from spmd.run.progress import Pace
 from spmd.run.signals import SIGINT_REASON, stop_by

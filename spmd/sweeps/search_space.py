@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import describe
 from spmd.errors import OptionError, type_name
-from spmd.tree import describe
 
 SEED = "seed"  # a hyper-parameter that every trial has
 MANY = 10_000  # combinations of a grid without an explicit number of trials

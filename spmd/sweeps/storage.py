@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from spmd import checksummed_files
+from spmd.base import checksummed_files
+from spmd.base.user_paths import make_folder, wrap_os_errors
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import CheckpointError, Problem, raise_problems
 from spmd.program_cache.folder import PROGRAMS
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.owner import OWNER_FILE, FolderOwnership
 from spmd.sweeps.train_chunk import Chunk
-from spmd.user_paths import make_folder, wrap_os_errors
 
 Result = TypeVar("Result")
 ABOUT, DONE, END = "sweep.json", "done.json", "end.json"

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, check_integer
-from spmd.tracebacks import trims_tracebacks
 
 
 @trims_tracebacks

@@ -14,17 +14,17 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import spec_axes
+from spmd.base.tree import Tree, abstract, describe, flatten
+from spmd.base.xla import compiled_count, replicate, shard_map
 from spmd.data.device_dataset import replicate_arrays
 from spmd.errors import LayoutError, ModelError, OptimizerError, SpmdError, first_line
-from spmd.specs import spec_axes
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.search_space import SEED
 from spmd.train.compiled_step import prepare_program
 from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
-from spmd.tree import Tree, abstract, describe, flatten
-from spmd.xla import compiled_count, replicate, shard_map
 
 NET, DATA = "net", "data"
 

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
+from spmd.base.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
 from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.resolve import Placement, Resolved, codec_rules
-from spmd.specs import Entry, Spec, entry_axes, keep_axes, mixes_data_axes
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec import make_codec
 from spmd.wire.codec.exact import Exact

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.specs import Spec, keep_axes, pspec, spec_axes
+from spmd.base.tree import Tree, flatten, map_paths
+from spmd.base.xla import shard_map
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import Resolved
-from spmd.specs import Spec, keep_axes, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec, devices_along, plan_gradients
 from spmd.sync.mesh_axes import MeshAxes, constrain
 from spmd.sync.registered_reduction import RegisteredReduction
-from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.assignment import assign
 from spmd.wire.codec.bfloat16 import self_test
@@ -28,7 +29,6 @@ from spmd.wire.codec.exact import exact_mean
 from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, RESIDUAL, Memory, make_buckets, reduce_mean
 from spmd.wire.reduction_registry import REDUCTIONS, Reduction
 from spmd.wire.server.arrivals import GATHERED, HELD, SQUARES, SUM, init_memory
-from spmd.xla import shard_map
 
 # keys of the communication state, as stored in checkpoints; with those of `spmd.wire.reduction` and
 # `spmd.wire.server.arrivals`

@@ -11,17 +11,17 @@ from typing import Any
 
 import jax
 
+from spmd.base.path_match import matches
+from spmd.base.specs import Spec, keep_axes, make_entry, pspec, spec_axes
+from spmd.base.tree import Tree, flatten, format_bytes, map_paths
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.jaxpr.programs import uses
 from spmd.layout.resolve import num_shards
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups
-from spmd.path_match import matches
-from spmd.specs import Spec, keep_axes, make_entry, pspec, spec_axes
 from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import TOTAL, GradientSync
 from spmd.sync.mesh_axes import constrain
-from spmd.tree import Tree, flatten, format_bytes, map_paths
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.gathering import Gathering
 from spmd.wire.reduction import RESIDUAL, Memory, Transfer

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from spmd.specs import Spec, pspec
+from spmd.base.specs import Spec, pspec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,11 @@ import math
 import jax
 import numpy as np
 
+from spmd.base.tree import format_bytes, nbytes
 from spmd.sync.gradient_plan import GradientSpec, codec_applies, devices_along
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.param_server.packing import Storage
 from spmd.sync.param_server.statistics import ServerStatistics
-from spmd.tree import format_bytes, nbytes
 from spmd.wire.codec.base import RowCodec
 from spmd.wire.comm_log import SENT
 from spmd.wire.reduction_registry import REDUCTIONS

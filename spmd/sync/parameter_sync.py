@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
+from spmd.base.tree import Tree, flatten
+from spmd.base.xla import shard_map
 from spmd.layout.resolve import Placement
-from spmd.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import constrain
-from spmd.tree import Tree, flatten
 from spmd.wire import collectives
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.server.exchange import gather_rows
-from spmd.xla import shard_map
 
 
 def gather_params(sync: GradientSync, params: Tree, *, outside: bool = False) -> Tree:

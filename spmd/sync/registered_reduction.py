@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from spmd.base.specs import Spec
+from spmd.base.tree import Tree, describe, flatten, map_paths
+from spmd.base.xla import shard_map
 from spmd.errors import CommunicationError, OptionError, type_name
 from spmd.layout.resolve import Resolved, codec_rules
-from spmd.specs import Spec
 from spmd.sync.mesh_axes import MeshAxes
-from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire.codec import make_codec
 from spmd.wire.reduction_registry import Reduction
 from spmd.wire.states import specs
-from spmd.xla import shard_map
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base.tree import Tree, format_bytes
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import ROOM, full_bytes
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, format_bytes
 
 
 def microbatches(tree: Tree, count: int) -> Tree:

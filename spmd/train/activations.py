@@ -10,13 +10,13 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from spmd.base.specs import keep_axes, pspec
+from spmd.base.tree import Tree, flatten
 from spmd.errors import LayoutError, raise_problems
 from spmd.layout.activations import Output, activation_spec, output_problems
 from spmd.layout.resolve import Resolved, rule_matcher
 from spmd.layout.schema import Rule
 from spmd.nn.parallel_context import manual_axes
-from spmd.specs import keep_axes, pspec
-from spmd.tree import Tree, flatten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from spmd.base.tree import Tree, nodes
 from spmd.errors import OptimizerError
 from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.tree import Tree, nodes
 
 VALUE = "value"  # the name by which a step gives an optimizer the loss
 AROUND = (

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree, flatten, map_paths
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
 from spmd.train.worker_gradients import present_workers
-from spmd.tree import Tree, flatten, map_paths
 from spmd.wire.server.arrivals import apply_arrivals, read_params
 from spmd.wire.server.exchange import fetch_params, send_gradients
 

@@ -10,7 +10,7 @@ average of weights, advances once per step.
 import jax
 import jax.numpy as jnp
 
-from spmd.tree import Tree
+from spmd.base.tree import Tree
 from spmd.wire import collectives
 
 

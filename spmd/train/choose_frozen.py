@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spmd.base.path_match import match_all
 from spmd.errors import CheckpointError, LayoutError, Problem, raise_problems
 from spmd.layout.fixes import first_names, path_fix
 from spmd.layout.schema import Layout
@@ -16,7 +17,6 @@ from spmd.models.base import Model
 from spmd.models.flax_nnx import NnxModel
 from spmd.models.frozen import Frozen
 from spmd.models.quantized import KINDS, block_problem
-from spmd.path_match import match_all
 
 
 def with_adapters(model: Model, layout: Layout, seed: Any) -> Model:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.specs import spec_axes
+from spmd.base.tree import describe
+from spmd.base.xla import shard_map
 from spmd.errors import LossError, short_repr
 from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import current
-from spmd.specs import spec_axes
-from spmd.tree import describe
 from spmd.wire import collectives
-from spmd.xla import shard_map
 
 # tokens: logits of 2,048 x 128,256 in float32 are 1 GiB. Each chunk adds to the head's gradient, so
 # small ones are slow

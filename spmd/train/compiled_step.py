@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from spmd.base.specs import Spec, pspec
+from spmd.base.tree import Tree, abstract, describe, flatten, map_paths
+from spmd.base.xla import compiled_count
 from spmd.data.batches import batch_signature, check_batch, check_leaves
 from spmd.errors import DataError, LossError, SpmdError, first_line, option
 from spmd.jaxpr.programs import equations, has_convolution
@@ -30,7 +33,6 @@ from spmd.nn.parallel_context import parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
 from spmd.program_cache.records import watch
-from spmd.specs import Spec, pspec
 from spmd.sync.layer_gather import LayerGather, block_trace, choose_layerwise
 from spmd.sync.parameter_sync import gather_params
 from spmd.train.accumulate import choose_accumulation
@@ -79,10 +81,8 @@ from spmd.train.synchronous import Synchronous
 from spmd.train.unread_weights import unread_weight_notes
 from spmd.train.weight_average import check_average
 from spmd.train.worker_gradients import WorkerGradients
-from spmd.tree import Tree, abstract, describe, flatten, map_paths
 from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.server.events import Events
-from spmd.xla import compiled_count
 
 PROGRAMS = {  # what users call them, and what JAX does
     "step": ("the step", "jit_train_step"),

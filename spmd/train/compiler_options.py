@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+from spmd.base.fields import as_toml
+from spmd.base.log_info import log_info
 from spmd.errors import LayoutError, Problem, first_line, raise_problems
-from spmd.fields import as_toml
 from spmd.layout.compiler import TRITON, UNROLLING, XLA_NAMES, Compiler
-from spmd.log_info import log_info
 
 TRITON_ERROR = "Couldn't find output tile sizes"
 BUFFERING, BUFFERING_ERROR = (

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from spmd.base.tree import Tree
 from spmd.train.host_memory import HOST
-from spmd.tree import Tree
 
 
 def memory_limit(mesh: Mesh) -> int | None:

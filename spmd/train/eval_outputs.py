@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.tree import Tree
 from spmd.errors import SpmdError
 from spmd.jaxpr.programs import equations
 from spmd.models.base import Variables
@@ -25,7 +26,6 @@ from spmd.train.metrics import Columns, PerExample, means, pack
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LOSS, Objective
 from spmd.train.sum_metrics import FromSums
-from spmd.tree import Tree
 
 DEPENDS = (
     'the evaluation computes "%s" once, on all %d rows: %.6g. With each row twice it would be '

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tree import Tree, flatten
 from spmd.data.batches import Batch, Placer, batch_differences, batch_signature
 from spmd.errors import DataError, LossError, join_names, problems_text
 from spmd.train.compiled_step import Program
 from spmd.train.metrics import IN_FLIGHT
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
-from spmd.tree import Tree, flatten
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base.tree import Tree, describe, flatten
 from spmd.errors import OptionError
-from spmd.tree import Tree, describe, flatten
 
 BINS = 64
 NAN, INFINITE = BINS, BINS + 1  # places of what is in no bin

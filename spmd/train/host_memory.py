@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from spmd.base.tree import Tree
 from spmd.errors import LayoutError, Problem, raise_problems
 from spmd.layout.schema import Layout
-from spmd.tree import Tree
 
 HOST = "pinned_host"
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from spmd.base.tree import Tree
 from spmd.data.batches import check_batch
 from spmd.errors import LayoutError, Problem, SpmdError, option, quoted, raise_problems
 from spmd.jaxpr.programs import mesh_axes
 from spmd.mesh import abstract_mesh
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree
 
 
 def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any]) -> None:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.base.tree import Tree
 from spmd.errors import OptionError, check_integer, short_repr
 from spmd.train.spike_skip import MOST_COUNTED, init_alone, where_applied
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import options_of, wrap_optimizer
-from spmd.tree import Tree
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
 MOST = float(jnp.finfo(jnp.float16).max)

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from spmd.base.tree import Tree, abstract
+from spmd.base.xla import scope_of
 from spmd.errors import LayoutError, ModelError, SpmdError
 from spmd.jaxpr.programs import equations
 from spmd.models.base import Call, Variables
@@ -19,8 +21,6 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import Objective, naming_in_trace
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
-from spmd.tree import Tree, abstract
-from spmd.xla import scope_of
 
 
 def trace_objective(

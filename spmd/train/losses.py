@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base.tree import describe
 from spmd.errors import DataError, LossError, join_names, type_name
 from spmd.train.chunked_cross_entropy import cross_entropy_from_features
 from spmd.train.metrics import PerExample, accuracy, mean_absolute_error, same_shape
-from spmd.tree import describe
 
 
 def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,11 +23,13 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd.base.specs import pspec
+from spmd.base.tree import Tree, abstract, flatten, path_of
+from spmd.base.xla import shard_map
 from spmd.errors import LayoutError
 from spmd.jaxpr.inner_programs import inner_jaxprs, opened, with_programs
 from spmd.jaxpr.programs import equations, inlined, is_literal, variables
 from spmd.layout.resolve import Resolved
-from spmd.specs import pspec
 from spmd.train.matrix_regions import (
     DependentLayersError,
     Region,
@@ -45,8 +47,6 @@ from spmd.train.owned_matrices import (
     way_size,
     ways_of,
 )
-from spmd.tree import Tree, abstract, flatten, path_of
-from spmd.xla import shard_map
 
 ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
 # entries that batch dims have more: layers, those in each layer such as experts, both

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Var
 
+from spmd.base.xla import printed
 from spmd.jaxpr.inner_programs import inner_jaxprs, inner_programs, opened, repeats, with_programs
 from spmd.jaxpr.primitives import Kind, known, of_kind
 from spmd.jaxpr.programs import equations, is_literal, part_of, variables
-from spmd.xla import printed
 
 MOVES = of_kind(Kind.MOVEMENT)
 FACTORIZATIONS = of_kind(Kind.FACTORIZATION)

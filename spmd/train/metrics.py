@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.tree import describe
 from spmd.errors import DataError, LossError, OptionError, check_integer, did_you_mean, short_repr
-from spmd.tree import describe
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
 TARGETS = ("y", "targets", "target", "labels", "label")

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd.base.tree import Tree, flatten
 from spmd.errors import ModelError, OptionError, option, short_repr
 from spmd.layout.check import fit_layout
 from spmd.layout.resolve import Resolved
@@ -60,7 +61,6 @@ from spmd.train.state import (
     take,
 )
 from spmd.train.weight_average import average_of
-from spmd.tree import Tree, flatten
 from spmd.wire.server.events import Events
 
 

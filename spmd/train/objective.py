@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
+from spmd.base.tree import describe, flatten, path_of
 from spmd.errors import (
     LossError,
     SpmdError,
@@ -24,7 +25,6 @@ from spmd.errors import (
 from spmd.models.base import NO_VALUES, explain_jax_error, needs_values
 from spmd.train.metrics import Columns, PerExample, Sums, as_sum
 from spmd.train.sum_metrics import FromSums
-from spmd.tree import describe, flatten, path_of
 
 LOSS = "loss"
 RATES = (

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.base.tree import Tree, nodes
 from spmd.train.skipped_updates import GRAD_NORM, measure_skips
-from spmd.tree import Tree, nodes
 
 LEARNING_RATE = "learning_rate"
 INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from spmd.base.tracebacks import users_line
+from spmd.base.xla import defined_in, is_of_jax, source_lines
 from spmd.jaxpr.derivatives import both_passes
 from spmd.jaxpr.interpreter import Interpreter
 from spmd.jaxpr.primitives import ALL, known
 from spmd.jaxpr.programs import equations
-from spmd.tracebacks import users_line
-from spmd.xla import defined_in, is_of_jax, source_lines
 
 # this library's backward passes take gradients of any scale, or are layers that a layout asks for
 LIBRARY = str(Path(__file__).parents[1])

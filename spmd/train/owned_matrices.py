@@ -14,12 +14,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
+from spmd.base.specs import Spec, entry_axes, make_entry, spec_axes
+from spmd.base.xla import printed
 from spmd.jaxpr.programs import closed_jaxprs
 from spmd.layout.resolve import Placement, spread
-from spmd.specs import Spec, entry_axes, make_entry, spec_axes
 from spmd.train.matrix_regions import Region
 from spmd.wire import collectives
-from spmd.xla import printed
 
 Way = tuple[str, ...]  # mesh axes along which matrices are sent to their owners at once
 MOST_BATCH_DIMS = 2  # in front of a matrix: layers, and what each layer has several of

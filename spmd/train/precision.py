@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spmd.base.tree import Tree
 from spmd.errors import OptionError, did_you_mean
 from spmd.layout.precision import PRODUCTS
 from spmd.models.base import Variables
 from spmd.models.frozen import is_quantized
-from spmd.tree import Tree
 
 PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

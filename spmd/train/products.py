@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from spmd.base.path_match import compiled, match_all
 from spmd.errors import LayoutError, OptionError, Problem, closest, raise_problems
 from spmd.layout.fixes import first_names
 from spmd.layout.precision import Precision
 from spmd.layout.resolve import rule_matcher
 from spmd.nn.low_precision import low_precision_product, scope_of
-from spmd.path_match import compiled, match_all
 
 LAYERS = "nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral"
 

@@ -14,10 +14,10 @@ import jax
 import jaxlib
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from spmd.base.specs import spec_text
+from spmd.base.tree import Tree, describe, flatten
 from spmd.mesh import MeshSpec
-from spmd.specs import spec_text
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, describe, flatten
 
 # of XLA's flags, those that do not change programs
 IGNORED = ("--xla_dump_", "--xla_force_host_platform_device_count")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.base.tree import nodes
 from spmd.errors import OptimizerError, option, quoted
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
-from spmd.tree import nodes
 
 GRAD_NORM, LOSS_LIMIT, NORM_LIMIT, LOSS_SCALE = (
     "grad_norm",

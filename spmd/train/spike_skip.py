@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.base.tree import Tree, describe
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.tree import Tree, describe
 from spmd.wire.states import communicates
 
 MOST_COUNTED = 2**31 - 1  # in int32

@@ -13,15 +13,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import Spec, pspec
+from spmd.base.tree import Tree, describe, flatten, path_of
 from spmd.errors import OptimizerError, OptionError, short_repr, type_name
 from spmd.layout.resolve import Resolved
 from spmd.models.base import Model, Variables
-from spmd.specs import Spec, pspec
 from spmd.train.adapt_optimizer import adapt_optimizer
 from spmd.train.host_memory import HOST
 from spmd.train.matrix_owners import param_within
 from spmd.train.owned_matrices import border_spec
-from spmd.tree import Tree, describe, flatten, path_of
 
 # from a key and the parameters to what the exchange remembers at step 0
 Memory = Callable[[Any, Tree], Tree]

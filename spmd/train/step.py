@@ -17,14 +17,14 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree, map_paths
+from spmd.base.xla import shard_map
 from spmd.sync.gradient_sync import GradientSync
 from spmd.train.batch_statistics import mean_stats
 from spmd.train.optimizer_metrics import pack_measured
 from spmd.train.skipped_updates import loss_scale
 from spmd.train.state import State
 from spmd.train.worker_gradients import WorkerGradients, mean, present_workers
-from spmd.tree import Tree, map_paths
-from spmd.xla import shard_map
 
 REPLICATED = PartitionSpec()
 

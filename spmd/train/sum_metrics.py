@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.tree import describe
 from spmd.errors import LossError, OptionError, check_integer, first_line, short_repr, user_line
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
-from spmd.tree import describe
 
 # of a confusion matrix: for each row it has classes**2 numbers on the devices
 MOST_CLASSES, BLUE = 1024, (31, 119, 180)

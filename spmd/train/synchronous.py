@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import optax
 
+from spmd.base.tree import Tree
 from spmd.sync.parameter_sync import gather_updates
 from spmd.train.host_memory import back_to_host, to_device
 from spmd.train.skipped_updates import LOSS_SCALE, skipped
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule
-from spmd.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from spmd.base.tree import Tree, describe, flatten
 from spmd.errors import SpmdError, join_names
 from spmd.jaxpr.programs import read_inputs
 from spmd.train.model_setup import PlacedModel
-from spmd.tree import Tree, describe, flatten
 
 NAMES = re.compile("weight|mask", re.IGNORECASE)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spmd.base.tree import Tree, children, flatten, nodes
 from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
 from spmd.layout.resolve import Resolved
 from spmd.sync.gradient_sync import GradientSync
@@ -19,7 +20,6 @@ from spmd.train.loss_scale import LossScale
 from spmd.train.spike_skip import SpikeSkip
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.tree import Tree, children, flatten, nodes
 
 # What may be around it: these pass its updates as they are, or make no update at all.
 SKIPPING = (SpikeSkip, LossScale, optax.MultiStepsState)

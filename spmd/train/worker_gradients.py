@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base.rng import part_key, worker_key
+from spmd.base.tree import Tree, flatten, map_paths
 from spmd.models.base import Call, Model, Variables
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.inner_program import Saved
@@ -22,7 +24,6 @@ from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, current, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
 from spmd.nn.written_attention import fuse_attention
-from spmd.rng import part_key, worker_key
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_packed_params, gather_params
@@ -38,7 +39,6 @@ from spmd.train.precision import cast, cast_like
 from spmd.train.remat import forward_policy, module_policies
 from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
-from spmd.tree import Tree, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.reduction import RESIDUAL, Memory
 

@@ -12,6 +12,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree, describe, flatten
 from spmd.errors import OptionError, did_you_mean
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import load
@@ -20,7 +21,6 @@ from spmd.planner.html_report import shards_of
 from spmd.render.html import Html, framed
 from spmd.render.svg import SERIES, box, caption, frame, svg
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.tree import Tree, describe, flatten
 
 DRAWN = 16  # at most this many devices are drawn
 LABEL, SIDE, GAP = 78, 27, 3  # widths of labels and of a device's square, in SVG units

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from spmd.api import Result
+from spmd.base.user_paths import as_path, write_text
 from spmd.errors import CheckpointError, OptionError, short_repr, type_name
 from spmd.layout.summary import COLUMNS, notes, rows
 from spmd.render.html import code_spans, document, folded, framed, table
@@ -14,7 +15,6 @@ from spmd.run.checkpoint import Checkpoint, as_checkpoint
 from spmd.run.checkpoint_reader import check_run_folder
 from spmd.run.goodput import TRAINING, duration
 from spmd.run.run_facts import environment
-from spmd.user_paths import as_path, write_text
 from spmd.viz.device_map import mesh_table
 
 STYLE = """

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.tree import nbytes
 from spmd.errors import CodecError, OptionError, type_name
-from spmd.tree import nbytes
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.reduction import Transfer, reduce_mean

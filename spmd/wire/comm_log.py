@@ -28,12 +28,12 @@ from typing import Any
 
 import jax
 
-from spmd.deprecated import warn
+from spmd.base.deprecated import warn
+from spmd.base.tree import format_bytes
+from spmd.base.xla import scope_of
 from spmd.jaxpr.inner_programs import inner_jaxprs, repeats
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.render.svg import bars
-from spmd.tree import format_bytes
-from spmd.xla import scope_of
 
 # by primitive
 KINDS = {

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from spmd.base.path_match import compiled, match_all, matcher
+from spmd.base.specs import Spec
+from spmd.base.tree import Tree, describe, path_of
 from spmd.errors import (
     CommunicationError,
     OptionError,
@@ -25,9 +28,6 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.path_match import compiled, match_all, matcher
-from spmd.specs import Spec
-from spmd.tree import Tree, describe, path_of
 from spmd.wire.codec import CODECS
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.bfloat16 import Bfloat16

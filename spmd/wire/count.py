@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from spmd.tree import Tree
+from spmd.base.tree import Tree
+from spmd.base.xla import shard_map
 from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.states import check_mesh, check_transformation, local_params
-from spmd.xla import shard_map
 
 
 def comm_log(

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmd.base.specs import Spec, entry_axes
+from spmd.base.tree import Tree, describe, flatten, map_paths
+from spmd.base.xla import shard_map
 from spmd.errors import CommunicationError, OptionError, short_repr
-from spmd.specs import Spec, entry_axes
-from spmd.tree import Tree, describe, flatten, map_paths
 from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
@@ -37,7 +38,6 @@ from spmd.wire.region import (
     check_grads,
 )
 from spmd.wire.shard_layout import ShardLayout
-from spmd.xla import shard_map
 
 FORMATS = ("exact", "bfloat16")
 

@@ -12,8 +12,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree, flatten, map_paths, nbytes
 from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
-from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from spmd.base.specs import Spec
 from spmd.errors import OptionError, did_you_mean, short_repr, type_name
-from spmd.specs import Spec
 
 # of `[gradients]`, for a registered function
 OPTIONS = ("codec", "codecs", "error_feedback", "start_step", "bucket_bytes", "exact_axes")

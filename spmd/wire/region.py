@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from spmd.base.tree import Tree, describe, dtype_of
+from spmd.base.xla import varying_axes
 from spmd.errors import CommunicationError, OptionError, closest, did_you_mean, short_repr
-from spmd.tree import Tree, describe, dtype_of
 from spmd.wire import collectives
 from spmd.wire.reduction import Transfer
-from spmd.xla import varying_axes
 
 Axes = str | Sequence[str]
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from spmd.base.tree import Tree, describe, map_paths
 from spmd.errors import CommunicationError, join_names, type_name
-from spmd.tree import Tree, describe, map_paths
 from spmd.wire.communication import WireState
 from spmd.wire.local_steps import LocalState
 from spmd.wire.reduction import CODEC, RESIDUAL, Memory

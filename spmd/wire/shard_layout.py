@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.specs import Spec, entry_axes, spec_axes
+from spmd.base.specs import Spec, entry_axes, spec_axes
 from spmd.wire import collectives
 
 

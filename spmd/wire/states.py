@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.tree import Tree, describe
 from spmd.errors import (
     CommunicationError,
     OptionError,
     short_repr,
     type_name,
 )
-from spmd.tree import Tree, describe
 from spmd.wire.communication import WireState
 from spmd.wire.region import (
     check_axes,

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree, describe
 from spmd.errors import CommunicationError, OptimizerError, OptionError, short_repr, type_name
 from spmd.jaxpr.primitives import Kind, of_kind
 from spmd.jaxpr.programs import equations
-from spmd.tree import Tree, describe
 from spmd.wire import collectives
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import spmd
-from spmd.tree import flatten
+from spmd.base.tree import flatten
 
 FEATURES = 16  # a row of float32 is 64 bytes: every shard of an aligned buffer is aligned as well
 

@@ -12,9 +12,9 @@ from flax import nnx
 from linear import same
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.data.packing import unpack
 from spmd.errors import DataError
-from spmd.tree import flatten
 from tests.compare import assert_close
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 300, 32, 2, 64

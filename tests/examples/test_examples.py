@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.tree import flatten
+from spmd.base.tree import flatten
 
 pytestmark = pytest.mark.system
 

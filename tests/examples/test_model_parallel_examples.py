@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 
-from spmd.tree import flatten
+from spmd.base.tree import flatten
 
 pytestmark = pytest.mark.system
 

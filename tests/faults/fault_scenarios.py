@@ -16,11 +16,11 @@ import numpy as np
 import optax
 
 import spmd
+from spmd.base.tree import flatten
+from spmd.base.user_paths import write_text
 from spmd.planner import compile
 from spmd.pretrained.adapters import load_adapters
 from spmd.render.html import document
-from spmd.tree import flatten
-from spmd.user_paths import write_text
 
 FIXTURES = Path(__file__).parents[1] / "pretrained/fixtures"
 

@@ -8,7 +8,8 @@ import random
 import jax
 import pytest
 
-from spmd import path_match
+from spmd.base import path_match
+from spmd.base.specs import spec_text
 from spmd.errors import LayoutError
 from spmd.layout import fixes
 from spmd.layout.check import fit_layout
@@ -18,7 +19,6 @@ from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.summary import notes, rows, summary
 from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
-from spmd.specs import spec_text
 
 MESH = MeshSpec.parse("data=4,model=2")
 

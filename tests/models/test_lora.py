@@ -60,7 +60,7 @@ def adapted(*adapters, stacked=True, moved=True):
 
 
 def params(model):
-    return spmd.tree.flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return spmd.base.tree.flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_layouts_equal_one_device(mesh, layout):
         state = trainer.init()
         for _ in range(2):
             state, metrics = trainer.step(state, batch)
-        return metrics["loss"], spmd.tree.flatten(state.params)
+        return metrics["loss"], spmd.base.tree.flatten(state.params)
 
     (theirs, expected), (ours, found) = (
         train(spmd.make_mesh("data=1", devices=jax.devices()[:1]), "data_parallel"),

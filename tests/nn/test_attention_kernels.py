@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.base.rng import advance, bits_at, first_count, threefry_rounds, worker_key
 from spmd.errors import OptionError
 from spmd.nn import attention_kernels, chunked_attention
 from spmd.nn.attention_kernels import KERNELS, Attend
@@ -28,7 +29,6 @@ from spmd.nn.scoring import (
     tiled_attention,
     with_dropout,
 )
-from spmd.rng import advance, bits_at, first_count, threefry_rounds, worker_key
 
 ROWS, HEADS, GROUPS, SIZE = 2, 4, 2, 8
 KEY = jax.random.key(7)

@@ -6,13 +6,13 @@ import re
 import numpy as np
 import pytest
 
+from spmd.base.tree import format_bytes
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster
 from spmd.planner.cost import FREE, cost_of, matmul, product_time
 from spmd.planner.hlo import Array, arrays_of, collective_kind, groups, parse, payload
 from spmd.planner.timeline import timeline_of
 from spmd.planner.traffic import Traffic, Transfer, traffic_of, traffic_rows, transfer_time
-from spmd.tree import format_bytes
 
 CLUSTER = Cluster.parse("2x4xh100")
 MESH = MeshSpec.parse("data=4,model=2")

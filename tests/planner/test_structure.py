@@ -12,8 +12,8 @@ import pytest
 from flax import linen as nn, nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.planner.structure import Axes, names_of, with_rules, without_names
-from spmd.tree import flatten
 
 S, D, V, F = jax.ShapeDtypeStruct, 32, 48, 64
 TEXT = {"tokens": S((8, 16), "int32"), "targets": S((8, 16), "int32")}

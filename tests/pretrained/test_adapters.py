@@ -22,6 +22,7 @@ from weight_models import Listed, Stacked, make_tensors, name_map
 
 import spmd
 from spmd.api import Result
+from spmd.base.tree import flatten
 from spmd.errors import MissingExtraError, SpmdError
 from spmd.layout.trained import Adapter, Train
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
@@ -30,7 +31,6 @@ from spmd.pretrained.adapters import load_adapters, save_adapters
 from spmd.pretrained.folders import load, save
 from spmd.pretrained.match_adapters import modules_of
 from spmd.pretrained.safetensors_files import open_files, write_file
-from spmd.tree import flatten
 
 ADAPTERS = FIXTURES / "adapters"
 # the model of each folder of adapters

@@ -149,7 +149,7 @@ def test_encoder_under_layouts_equals_transformers(name, layout):
     same_outputs(name, trainer.predict(state, batch["inputs"])[: len(values["tokens"])])
     sharded = {
         path
-        for path, leaf in spmd.tree.flatten(state.params).items()
+        for path, leaf in spmd.base.tree.flatten(state.params).items()
         if not leaf.sharding.is_fully_replicated
     }
     assert any(path.startswith("stack/layers/") for path in sharded), "layers are not replicated"

@@ -237,7 +237,7 @@ def test_layouts_equal_transformers(name, layout):
     same_logits(name, trainer.predict(state, batch["tokens"])[: len(values["tokens"])])
     sharded = {
         path
-        for path, leaf in spmd.tree.flatten(state.params).items()
+        for path, leaf in spmd.base.tree.flatten(state.params).items()
         if not leaf.sharding.is_fully_replicated
     }
     assert any(path.startswith("stack/layers/") for path in sharded), "layers are not replicated"

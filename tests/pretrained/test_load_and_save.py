@@ -29,10 +29,10 @@ from weight_models import (
 )
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import ModelError, PretrainedError
 from spmd.pretrained.folders import ORIGIN
 from spmd.pretrained.safetensors_files import open_files, read_box, write_file
-from spmd.tree import flatten
 from tests.processes import room_for
 
 FIXTURES = Path(__file__).parent / "fixtures"

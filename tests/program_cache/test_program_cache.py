@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
-from spmd import checksummed_files
+from spmd.base import checksummed_files
 from spmd.distributed import shared_cache
 from spmd.errors import OptionError
 from spmd.nn import LayerStack

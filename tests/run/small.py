@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 import spmd
-from spmd.tree import flatten
+from spmd.base.tree import flatten
 
 FEATURES = 8
 

@@ -14,9 +14,9 @@ from flax import nnx
 from small import FEATURES, Net, fit, fit_net, host, labelled, linear, numbers, same
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import CheckpointError, OptionError, short_repr
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.tree import flatten
 
 
 def opened(path, **options):

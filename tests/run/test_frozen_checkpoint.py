@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import CheckpointError
 from spmd.layout.trained import Adapter
 from spmd.train.choose_frozen import check_same_trained
-from spmd.tree import flatten
 from tests.train.test_frozen import ADAPTERS, LAYOUTS, Net, Train, batch, loss
 
 KEPT = {"int8": Train(frozen="int8", block=4), "the dtype given": Train()}

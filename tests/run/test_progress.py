@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from small import fit, numbers
 
+from spmd.base.log_info import log_info
 from spmd.errors import CallbackError, OptionError
-from spmd.log_info import log_info
 from spmd.run import progress
 from spmd.run.progress import NoProgress, Pace, Progress, make_progress
 

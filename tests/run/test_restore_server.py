@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from small import host, labelled, same
 
 import spmd
+from spmd.base.tree import abstract, describe, flatten
 from spmd.errors import CheckpointError, DataError
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.reshard_checkpoint import Repacking, Unpacked, sharded_over_devices
 from spmd.sync.param_server.packing import Storage
-from spmd.tree import abstract, describe, flatten
 
 # two dtypes, a scalar, an empty array, a list, layers that are alike, and sizes that nothing
 # divides

@@ -83,12 +83,18 @@ def test_state_inside_of_other_wrappers_is_restored(runs, before, after, caplog)
         lambda leaf: leaf.sharding, now.abstract_state
     )
     old, new = (
-        {type(part).__name__: part for part in spmd.tree.nodes(opt) if hasattr(part, "_fields")}
+        {
+            type(part).__name__: part
+            for part in spmd.base.tree.nodes(opt)
+            if hasattr(part, "_fields")
+        }
         for opt in (saved.opt, state.opt)
     )
     first = host(WRAPPED[after][0].init(state.params))
     fresh = {
-        type(part).__name__: part for part in spmd.tree.nodes(first) if hasattr(part, "_fields")
+        type(part).__name__: part
+        for part in spmd.base.tree.nodes(first)
+        if hasattr(part, "_fields")
     }
     for kind in new:
         fields = {name for name in new[kind]._fields if not name.startswith("inner")}

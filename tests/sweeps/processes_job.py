@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.distributed import watchdog
 from spmd.errors import SpmdError
 from spmd.sweeps.vmapped_trials import VmappedTrials
-from spmd.tree import flatten
 from tests.sweeps.swept import RATES, labelled, sweep
 
 

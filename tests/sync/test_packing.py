@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 import spmd
+from spmd.base.specs import pspec
+from spmd.base.tree import flatten
 from spmd.layout.schema import Batch, Layout
 from spmd.mesh import MeshSpec
-from spmd.specs import pspec
 from spmd.sync.param_server.packing import Storage
-from spmd.tree import flatten
 from spmd.wire.assignment import STRATEGIES, assign
 from spmd.wire.server.declaration import PLACEMENTS
 

@@ -6,7 +6,7 @@ import optax
 from flax import nnx
 
 import spmd
-from spmd.tree import flatten
+from spmd.base.tree import flatten
 
 ROWS, FEATURES, CLASSES = 32, 12, 5
 PLACEMENTS = ("sliced", "round_robin", "greedy_bytes", "largest_first")

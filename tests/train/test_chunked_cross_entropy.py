@@ -15,11 +15,11 @@ from flax import nnx
 
 import spmd
 from examples import gpt
+from spmd.base.tree import flatten
 from spmd.errors import LossError
 from spmd.jaxpr.programs import equations
 from spmd.losses import cross_entropy_from_features
 from spmd.planner.hlo import arrays_of
-from spmd.tree import flatten
 from tests.compare import assert_close
 
 ROWS, LENGTH, WIDTH, VOCAB = 4, 9, 8, 37  # 36 tokens

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import CheckpointError
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.restore_comm_state import resplit_residuals
-from spmd.tree import flatten
 from spmd.wire.codec.int8 import Int8
 
 ROWS, FEATURES, CLASSES = 32, 12, 5

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import spmd
+from spmd.base.explicit_arrays import MOST_OBJECTS, MOST_PARTS, closed_over
 from spmd.errors import MeshError
-from spmd.explicit_arrays import MOST_OBJECTS, MOST_PARTS, closed_over
 from spmd.mesh import _names_explicit_axes, outside_of_mesh
 
 ROWS = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")

@@ -14,12 +14,12 @@ from flax import nnx
 
 import spmd
 from spmd import Adapter, Train
+from spmd.base.tree import flatten
 from spmd.errors import ModelError
 from spmd.models.flax_nnx import hand_over
 from spmd.models.lora import merge_adapters
 from spmd.models.quantized import dequantize, quantize
 from spmd.train.state import State
-from spmd.tree import flatten
 
 WIDTH, LAYERS = 16, 4
 NAMED = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))

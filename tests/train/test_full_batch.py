@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import LossError, SpmdError
 from spmd.nn import LayerStack, RNNStack
 from spmd.train import compiled_step
-from spmd.tree import flatten
 from tests.train import plain
 
 ROWS, FEATURES, CLASSES, WIDTH = 32, 8, 3, 16
@@ -547,7 +547,7 @@ def test_a_loss_that_is_meant_for_parts_is_one():
 
 
 def test_a_draw_with_as_many_entries_as_a_worker_has_rows_is_one_for_all():
-    """Workers alone take it for the draws of their rows (`spmd.rng`)."""
+    """Workers alone take it for the draws of their rows (`spmd.base.rng`)."""
 
     def masked(model, batch, rng):
         return CE(model(batch["x"] * jax.random.normal(rng, (4,)).repeat(2)), batch["y"]).mean()

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import LayoutError
-from spmd.tree import flatten
 
 pytestmark = pytest.mark.optimized  # two programs are compared to the last bit
 ROWS, WIDTH = 16, 16

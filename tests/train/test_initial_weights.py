@@ -10,8 +10,8 @@ import pytest
 from flax import linen, nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import CheckpointError, ModelError, OptionError
-from spmd.tree import flatten
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 DATA = {"x": X, "y": X[:, :2]}

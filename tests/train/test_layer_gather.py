@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import LayoutError
 from spmd.jaxpr.programs import equations
 from spmd.mesh import MeshSpec, abstract_mesh
@@ -22,7 +23,6 @@ from spmd.planner.memory import usable_memory
 from spmd.planner.target import load
 from spmd.train.compiled_step import prepare_program
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.tree import flatten
 from spmd.wire.reduction import RESIDUAL
 from tests.compare import assert_close
 

@@ -15,9 +15,9 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import CheckpointError
 from spmd.sync.gradient_sync import OUTER, OWN, READ
-from spmd.tree import flatten
 from tests.compare import assert_close
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 

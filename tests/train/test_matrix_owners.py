@@ -283,7 +283,7 @@ def groups_of(optimizer, name, like=None):
     """The groups of matrices under a layout, and the traced update."""
     mesh, declared = LAYOUTS[name][0], layout(name, "owner")
     params = jax.eval_shape(make, jax.random.key(0)) if like is None else like
-    resolved = resolve(declared, spmd.tree.flatten(params), {}, MeshSpec.parse(mesh))
+    resolved = resolve(declared, spmd.base.tree.flatten(params), {}, MeshSpec.parse(mesh))
     groups, state = [], jax.eval_shape(optimizer.init, params)
     update = update_by_owners(
         optax.with_extra_args_support(optimizer), resolved, spmd.make_mesh(mesh), groups
@@ -389,7 +389,10 @@ def updated(optimizer, grads):
     optimizer, groups = optax.with_extra_args_support(optimizer), []
     declared, state = layout("fsdp", "owner"), optimizer.init(grads)
     resolved = resolve(
-        declared, spmd.tree.flatten(jax.eval_shape(lambda: grads)), {}, MeshSpec.parse("data=8")
+        declared,
+        spmd.base.tree.flatten(jax.eval_shape(lambda: grads)),
+        {},
+        MeshSpec.parse("data=8"),
     )
     by_owners = update_by_owners(optimizer, resolved, spmd.make_mesh("data=8"), groups).update
     return (
@@ -592,7 +595,7 @@ def test_layers_are_separate_where_no_equation_joins_them(rule, matrices):
         {"stack": jax.ShapeDtypeStruct((4, 16, 16), "float32")},
     )
     resolved = resolve(
-        layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8")
+        layout("fsdp", "owner"), spmd.base.tree.flatten(like), {}, MeshSpec.parse("data=8")
     )
     grads, groups = (
         {"stack": np.random.default_rng(0).normal(size=(4, 16, 16)).astype("float32")},
@@ -663,7 +666,7 @@ def test_experts_of_layers_are_separate_where_no_equation_joins_them(rule, matri
         {"experts": jax.ShapeDtypeStruct((3, 4, 16, 16), "float32")},
     )
     resolved = resolve(
-        layout("fsdp", "owner"), spmd.tree.flatten(like), {}, MeshSpec.parse("data=8")
+        layout("fsdp", "owner"), spmd.base.tree.flatten(like), {}, MeshSpec.parse("data=8")
     )
     grads, groups = (
         {"experts": np.random.default_rng(0).normal(size=(3, 4, 16, 16)).astype("float32")},

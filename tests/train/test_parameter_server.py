@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
-from spmd.tree import flatten
 from spmd.wire.server.timing import parse_staleness_scale
 from tests.compare import assert_close
 from tests.train.served import (

@@ -14,8 +14,8 @@ from flax import linen, nnx
 
 import spmd
 from spmd import Precision
+from spmd.base.tree import flatten
 from spmd.jaxpr.programs import equations
-from spmd.tree import flatten
 
 ROWS, LENGTH, WIDTH = 16, 8, 16
 BY_MODEL = (

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import spmd
 from spmd import Remat
+from spmd.base.tree import flatten
 from spmd.errors import LayoutError, ModelError
 from spmd.jaxpr.programs import equations
 from spmd.layout.toml_reader import loads
@@ -21,7 +22,6 @@ from spmd.layout.toml_writer import dumps
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.target import load
 from spmd.train.remat import policy_of
-from spmd.tree import flatten
 
 ROWS, WIDTH, HIDDEN, LAYERS = 16, 16, 28, 3
 

@@ -15,9 +15,9 @@ from flax import nnx
 
 import spmd
 from spmd import wire
+from spmd.base.tree import flatten
 from spmd.errors import CommunicationError, LossError, OptimizerError, OptionError, SpmdError
 from spmd.optimizers import average_weights, scale_loss, skip_spikes
-from spmd.tree import flatten
 from tests.compare import assert_close
 from tests.train.served import FEATURES, MOMENTUM, data, served
 

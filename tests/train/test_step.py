@@ -15,9 +15,9 @@ import pytest
 from flax import linen, nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import DivergedError, LossError, ModelError
 from spmd.train.step import train_step
-from spmd.tree import flatten
 from tests.compare import assert_close
 
 ROWS = 32

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import spmd
+from spmd.base.tree import flatten
 from spmd.errors import OptimizerError, OptionError
 from spmd.optimizers import average_weights
-from spmd.tree import flatten
 from tests.compare import assert_close
 from tests.train.served import FEATURES, MOMENTUM, data, served
 

@@ -15,16 +15,16 @@ import optax
 import pytest
 
 import spmd
+from spmd.base.specs import keep_axes, pspec
+from spmd.base.tree import flatten
 from spmd.errors import CodecError
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import resolve
 from spmd.layout.schema import Batch, Layout, OptimizerState, Rule
 from spmd.mesh import MeshSpec
-from spmd.specs import keep_axes, pspec
 from spmd.sync import gradient_sync
 from spmd.sync.gradient_sync import RESIDUAL, GradientSync
 from spmd.sync.mesh_axes import MeshAxes
-from spmd.tree import flatten
 from spmd.wire.codec import CODECS, bfloat16, make_codec
 from tests.compare import assert_close
 

@@ -21,12 +21,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
 from examples import gpt
+from spmd.base.tree import flatten, map_paths
 from spmd.jaxpr.primitives import Kind, of_kind
 from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Default, OptimizerState
 from spmd.run.callbacks import Callback
 from spmd.run.loggers import JsonLines
-from spmd.tree import flatten, map_paths
 from spmd.wire.comm_log import KINDS, SENT, read_collectives
 
 CODECS = {

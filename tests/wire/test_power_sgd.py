@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.base.specs import keep_axes, pspec
 from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import resolve
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.specs import keep_axes, pspec
 from spmd.sync.gradient_sync import CODEC, RESIDUAL, GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec.base import Bucket

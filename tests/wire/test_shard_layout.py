@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.specs import entry_axes, pspec
+from spmd.base.specs import entry_axes, pspec
 from spmd.wire.shard_layout import ShardLayout
 
 # axes with their sizes (outermost first), shape, spec

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import optax
 
+from spmd.base.tree import Tree
 from spmd.models.base import Call, Model, Variables, WrappedModel
 from spmd.sync.param_server.packing import Storage
-from spmd.tree import Tree
 
 
 class PackedModel(WrappedModel):

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base.specs import make_entry
+from spmd.base.tree import Tree, flatten, map_paths, nbytes
+from spmd.base.xla import move_bits
 from spmd.layout.resolve import Placement, Resolved, spread
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.specs import make_entry
-from spmd.tree import Tree, flatten, map_paths, nbytes
 from spmd.wire.assignment import Assignment, assign
-from spmd.xla import move_bits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from spmd.deprecated import warn
+from spmd.base.deprecated import warn
+from spmd.base.tree import format_bytes
 from spmd.sync.param_server.timeline import GradientSpans, spans
-from spmd.tree import format_bytes
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events
 from spmd.wire.server.timing import Network

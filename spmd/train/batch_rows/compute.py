@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from spmd.base.xla import defined_in
 from spmd.jaxpr.inner_programs import CUSTOM, branches_of, called_program, scan_of
 from spmd.jaxpr.programs import evaluated
 from spmd.nn import gathered_blocks, gathered_scan, parallel_context
@@ -30,7 +31,6 @@ from spmd.train.batch_rows.rules import OVER_ROWS
 from spmd.train.batch_rows.scatters import RowDims, row_dims
 from spmd.train.batch_rows.walk import Held, Shared, Walk
 from spmd.wire import collectives
-from spmd.xla import defined_in
 
 # they and elementwise functions look at no two entries together
 MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze")

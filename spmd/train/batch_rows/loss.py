@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from spmd.base.tree import Tree, abstract, format_bytes
 from spmd.errors import LossError, ModelError
 from spmd.jaxpr.programs import without_unused
 from spmd.models.base import Call, Variables
@@ -27,7 +28,6 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, Objective
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
-from spmd.tree import Tree, abstract, format_bytes
 
 # stands for the axes over which layers average their statistics, while a loss is read
 WORKERS = "workers"

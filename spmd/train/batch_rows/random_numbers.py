@@ -17,7 +17,7 @@ from spmd.train.batch_rows.kinds import (
 
 def draw(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
     """Return the kind of draws. Draws of one key are those of the rows, on whichever worker they
-    are (`spmd.rng`); so are draws of a key for each row.
+    are (`spmd.base.rng`); so are draws of a key for each row.
     """
     key, shape, other_shape = kinds[0], one.outvars[0].aval.shape, other.outvars[0].aval.shape
     if isinstance(key, PerRow):
@@ -60,7 +60,7 @@ def _power_without_rows(
     """Return the power of draws for all rows, from the first dim of a draw of one key on."""
     if key.power != 0 or shape != other_shape:
         return None
-    # `spmd.rng` takes a draw of as many entries as a worker has rows for one of its rows
+    # `spmd.base.rng` takes a draw of as many entries as a worker has rows for one of its rows
     is_taken_for_rows = len(other_shape) > dim and other_shape[dim] % sizes.others == 0
     return power_if(not key.key or not is_taken_for_rows)
 

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 
+from spmd.base.tracebacks import users_line
+from spmd.base.tree import format_bytes
+from spmd.base.xla import source_lines
 from spmd.errors import LossError, ModelError, option
-from spmd.tracebacks import users_line
 from spmd.train.batch_rows.walk import Shared
-from spmd.tree import format_bytes
-from spmd.xla import source_lines
 
 BY_COMPILER = '[gradients] reduction = "compiler"'
 STATISTICS = "the model keeps statistics that are not means over rows"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.rng import at_worker, counts_rows, data_at_worker, worker_key
+from spmd.base.rng import at_worker, counts_rows, data_at_worker, worker_key
 from spmd.train.batch_rows.kinds import Fixed, Kind, PerRow, Summed, resized_dims
 from spmd.train.batch_rows.pairs import Unreadable
 from spmd.train.batch_rows.walk import Held, Walk

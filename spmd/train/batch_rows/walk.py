@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.xla import defined_in, is_of_jax, printed
 from spmd.jaxpr.derivatives import both_passes, differentiated
 from spmd.jaxpr.inner_programs import CUSTOM, branches_of, called_program, is_closed, scan_of
 from spmd.jaxpr.interpreter import Interpreter
@@ -47,7 +48,6 @@ from spmd.train.batch_rows.kinds import (
 )
 from spmd.train.batch_rows.pairs import PairedEquation, PairedProgram, Unreadable
 from spmd.train.batch_rows.rules import OVER_ROWS, RULES
-from spmd.xla import defined_in, is_of_jax, printed
 
 # of a captured array that is not one and the same object in both traces, to be compared by value
 MOST_ELEMENTS = 4096
@@ -482,8 +482,8 @@ def _without_arrays(values: Sequence[Held]) -> list[Held]:
 
 
 def _bytes(aval: Any) -> int:
-    """Return the size of an array; of keys, that of two words for each, also where `spmd.rng` keeps
-    a third one beside them.
+    """Return the size of an array; of keys, that of two words for each, also where
+    `spmd.base.rng` keeps a third one beside them.
     """
     is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
     return aval.size * (KEY_BYTES if is_key else aval.dtype.itemsize)

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd.base.tree import describe, nbytes
 from spmd.errors import CodecError, OptionError, did_you_mean, short_repr, type_name
-from spmd.tree import describe, nbytes
 from spmd.wire import collectives
 from spmd.wire.shard_layout import ShardLayout
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from spmd.specs import entry_axes
+from spmd.base.specs import entry_axes
 from spmd.wire import collectives
 from spmd.wire.codec.base import Bucket, Codec, Means, State, packed_collective
 from spmd.wire.shard_layout import ShardLayout

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd.base.xla import largest_magnitude
 from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
-from spmd.xla import largest_magnitude
 
 LARGEST = 448.0  # of float8_e4m3fn
 

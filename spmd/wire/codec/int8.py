@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd.base.xla import largest_magnitude
 from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
-from spmd.xla import largest_magnitude
 
 
 @dataclasses.dataclass(frozen=True)

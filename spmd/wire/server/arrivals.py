@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmd.tree import Tree, flatten
+from spmd.base.tree import Tree, flatten
 from spmd.wire.reduction import Memory
 from spmd.wire.server.declaration import ParameterServer
 

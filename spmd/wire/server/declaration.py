@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from spmd.base.fields import Conflict, as_toml, check_types, plain_types, wrong_type
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError
-from spmd.fields import Conflict, as_toml, check_types, plain_types, wrong_type
-from spmd.tracebacks import trims_tracebacks
 from spmd.wire.server.timing import (
     LINK,
     SECONDS,

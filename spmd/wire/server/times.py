@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd.base.user_paths import as_path
 from spmd.errors import OptionError
-from spmd.user_paths import as_path
 from spmd.wire.server.timing import parse_compute_time
 
 BLOCK = 1024  # times drawn in one call for a worker

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from spmd.base.fields import as_toml
 from spmd.errors import did_you_mean
-from spmd.fields import as_toml
 
 SECONDS = (
     "constant(seconds), exponential(mean seconds), lognormal(median seconds, sigma), a list of "

@@ -13,8 +13,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spmd.base.tree import Tree, map_paths
 from spmd.errors import CommunicationError, OptionError, short_repr, type_name
-from spmd.tree import Tree, map_paths
 from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, RowCodec
 from spmd.wire.codec.exact import EXACT

@@ -9,16 +9,16 @@ import optax
 import pytest
 
 import spmd
-from spmd import checksummed_files
+from spmd.base import checksummed_files
+from spmd.base.output_files import OutputFile, open_output
+from spmd.base.user_paths import replace_text
 from spmd.errors import CheckpointError, ExportError, OptionError
-from spmd.output_files import OutputFile, open_output
 from spmd.pretrained.safetensors_files import write_file
 from spmd.run.history import History
 from spmd.run.loggers import JsonLines
 from spmd.run.manifest import write_manifest
 from spmd.run.memory_folder import run_id
 from spmd.run.piece_file import _new_file
-from spmd.user_paths import replace_text
 from tests.processes import room_for
 
 CONTENT = bytes(5000)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from spmd.base.path_match import MAX_LENGTH, compiled, covering, matches, suggest
 from spmd.errors import LayoutError
-from spmd.path_match import MAX_LENGTH, compiled, covering, matches, suggest
 
 PATHS = [
     "blocks/0/attention/key/kernel",

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 import spmd
+from spmd.base.user_paths import blocking_file, check_free, output_path, write_text
 from spmd.errors import CheckpointError, ExportError, OptionError
 from spmd.render.picture import Picture
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.loggers import JsonLines, TensorBoard
-from spmd.user_paths import blocking_file, check_free, output_path, write_text
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import re
 import secrets
 from pathlib import Path
 
-from spmd.output_files import name_errors, sync
+from spmd.base.output_files import name_errors, sync
 
 _CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 _LENGTH = 80  # bytes of the last line, with the line break before it
@@ -62,7 +62,7 @@ def read(path: Path) -> bytes | None:
       >>> _ = path.write_bytes(path.read_bytes().replace(b"1 2", b"1 4"))
       >>> read(path)
       Traceback (most recent call last):
-      spmd.checksummed_files.DamagedFileError: its contents do not match its checksum
+      spmd.base.checksummed_files.DamagedFileError: its contents do not match its checksum
     """
     if not path.exists() and not path.is_symlink():
         return None

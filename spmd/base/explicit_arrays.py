@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from spmd.tree import describe
+from spmd.base.tree import describe
 
 MOST_OBJECTS = 20_000  # looked at
 MOST_PARTS = 1_000  # of one object

@@ -162,7 +162,7 @@ def _libraries() -> tuple[str, ...]:
     """What file names of libraries begin with."""
     loaded = (module for name in LIBRARIES if (module := sys.modules.get(name)) is not None)
     folders = [
-        Path(__file__).parent,
+        Path(__file__).parents[1],
         *(folder for module in loaded for folder in getattr(module, "__path__", ())),
     ]
     return (*(f"{folder}{os.sep}" for folder in folders), *PLUMBING)

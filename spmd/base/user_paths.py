@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.base.output_files import name_errors, sync
 from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_repr, type_name
-from spmd.output_files import name_errors, sync
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")

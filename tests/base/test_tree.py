@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spmd.tree import abstract, describe, dtype_of, flatten, format_bytes, map_paths, nbytes
+from spmd.base.tree import abstract, describe, dtype_of, flatten, format_bytes, map_paths, nbytes
 
 TREE = {
     "blocks": [{"kernel": np.ones((2, 3), np.float32)}, {"kernel": np.ones(4, np.float32)}],

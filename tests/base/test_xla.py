@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spmd.xla import move_bits, replicate, shard_map
+from spmd.base.xla import move_bits, replicate, shard_map
 
 BITS = {
     "bfloat16": np.uint16,
