@@ -532,11 +532,20 @@ class CheckpointStore(CheckpointReader):
             )
 
     def release(self) -> None:
-        """Release the folder without raising failed saves, even if Ctrl-C interrupts the wait."""
+        """Release the folder, even if Ctrl-C interrupts the wait. A save that has failed is a
+        warning: an error would take the place of the one that ends the run.
+        """
         try:
             self._thread.shutdown()
             if "_manager" in vars(self):
+                # Orbax raises the error of a save once in each thread, and closes only after that.
+                with contextlib.suppress(Exception):
+                    self._manager.wait_until_finished()
                 self._manager.close()
+            if error := self._written.exception():
+                logging.getLogger("spmd").warning(
+                    "a checkpoint could not be written to %s: %s", self.folder, first_line(error)
+                )
         finally:
             if self._ownership is not None:
                 self._ownership.release()

@@ -101,6 +101,24 @@ def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeyp
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spmd save")]
 
 
+def test_failed_save_does_not_take_the_place_of_another_error(tmp_path, monkeypatch, caplog):
+    """Orbax raises the error of a save once in each thread that waits for it."""
+
+    def refuse(store):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "_seal", refuse)
+    store = CheckpointStore(spmd.Checkpoint(tmp_path))
+    try:
+        store.save(fit(steps=1).state, 1, {}, {})
+        futures.wait([store._written])
+    finally:
+        store.release()
+    assert f"a checkpoint could not be written to {tmp_path}: " in caplog.text
+    assert "No space left on device" in caplog.text
+    CheckpointStore(spmd.Checkpoint(tmp_path)).release()
+
+
 FAILING = """
 import errno, os, sys, threading
 from tests.run.small import fit
