@@ -445,10 +445,10 @@ def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
     """Count how often the latency of links inside a node, between nodes, and between sites, delays
     one collective.
 
-    The counts of GPUs are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc): a chunk
-    goes around a ring of all devices, twice for an all-reduce, for which there are also trees, over
-    nodes and along the devices of each. Other devices communicate along trees. A collective over
-    several sites is one on each site, and one of the sites.
+    The counts of GPUs are those of NCCL (ncclTopoTuneModel in its src/graph/tuning.cc). In a ring,
+    a chunk passes every device once, and twice in an all-reduce; NCCL also has trees for an
+    all-reduce, over nodes and along the devices of each node. Other devices communicate along
+    trees. A collective over several sites is one on each site, and one of the sites.
     """
     inside, nodes, sites = transfer.counts
     if transfer.kind == "collective_permute":
