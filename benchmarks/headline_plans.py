@@ -62,7 +62,7 @@ def planned(command: str) -> Plan:
     words = shlex.split(command)[1:]
     split = words.index("--")
     options = cli._parser().parse_args(words[:split])
-    options.rest = words[split + 1 :]
+    options.script_arguments = words[split + 1 :]
     return plan(**plan_command._step_arguments(options)[0])
 
 

@@ -80,7 +80,8 @@ def _listen_at(address: str) -> None:
     Debian's /etc/hosts gives the name 127.0.1.1, where other hosts connect to themselves; other
     names do not resolve.
     """
-    # make_cpu_client has no option for Gloo's address, and takes the function from this module
+    # make_cpu_client has no option for Gloo's address, and looks the function up in
+    # xla_bridge._jax.
     xla_bridge._jax = _Jaxlib(address)  # type: ignore[attr-defined]
 
 

@@ -31,7 +31,7 @@ def keep(connection: socket.socket) -> socket.socket:
     """The connection, on which the kernel looks from now on whether the other host is there."""
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS has another name for the seconds before the first question
+    # macOS has another name for the seconds before the first probe
     idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
     for name, value in ((idle, IDLE), ("TCP_KEEPINTVL", IDLE), ("TCP_KEEPCNT", PROBES)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -77,7 +77,7 @@ def unanswered() -> list[str]:
         for table in ("tcp", "tcp6"):
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
                 _, _, remote, _, _, _, repeats, _, _, inode, *_ = line.split()
-                # the tables have all connections of the network namespace, not of this process
+                # the tables list all connections of the network namespace, not only this process's
                 if int(repeats, 16) >= REPEATS and f"socket:[{inode}]" in files:
                     hosts.add(_address(remote.partition(":")[0]))
     return sorted(hosts)

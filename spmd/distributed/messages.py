@@ -13,8 +13,8 @@ MAX_LINE_BYTES = 65536
 
 
 def proof_of(token: str, nonce: str, message: dict[str, Any]) -> str:
-    """Prove that the sender knows the token, which is never sent; because of the nonce the proof is
-    valid for one exchange only.
+    """Return a proof that the sender knows the token, which is never sent; because of the nonce it
+    is valid for one exchange only.
     """
     text = f"{nonce} {json.dumps(message, sort_keys=True)}"
     return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()

@@ -79,7 +79,7 @@ def _differing(
     arrays = list(leaves.values())
     mesh = arrays[0].sharding.mesh
     specs = tuple(leaf.sharding.spec for leaf in arrays)
-    # a run may forbid transfers, and this one is meant
+    # a run may forbid transfers, and this one is intended
     with jax.transfer_guard("allow"):
         # [devices, columns]
         table = np.asarray(_checksum_function(mesh, specs, columns)(*arrays))

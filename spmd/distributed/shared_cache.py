@@ -6,6 +6,7 @@ divide its measurements of kernels among the processes that compile.
 
 import contextlib
 import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def _unseen(token: Path, part: Path, rank: int) -> str:
     """
     theirs = token.parent
     if theirs == part:
-        if token.exists():
+        # Path.exists raises for a stale handle of a network file system, os.path.exists does not.
+        if os.path.exists(token):
             return ""
     elif theirs.parent == part.parent:
         return (

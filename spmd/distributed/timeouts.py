@@ -1,4 +1,4 @@
-"""The seconds that each phase of a run may make no progress."""
+"""Limits, in seconds, on how long each phase of a run may go without progress."""
 
 import dataclasses
 

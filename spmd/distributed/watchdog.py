@@ -403,9 +403,11 @@ class ClusterWatchdog(Watchdog):
             timeout = self._timeout(phase)
             if (idle := time.monotonic() - progress_at) > timeout:
                 gone = _gone(unanswered())
-                where = f"in {phase} (limit {timeout:g}"
-                message = f"stalled: no progress for {idle:.1f} s {where}){gone}"
-                self._abort(f"stalled {where} s){gone}", STALLED, message)
+                reason = f"stalled in {phase} (limit {timeout:g} s){gone}"
+                message = (
+                    f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
+                )
+                self._abort(reason, STALLED, message)
 
     def _report_lost(self, text: str) -> NoReturn:
         """Report a host that is lost, and exit; JAX would abort this process a little later,
@@ -566,7 +568,8 @@ def failure_kind(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, TimeoutError | RendezvousTimeout):
         return WAIT
-    # XLA has one class for a broken transfer and for a lack of memory, which is an error of its own
+    # JAX raises one class for a broken transfer and for a lack of memory; the latter is this
+    # process's own error.
     is_xla = isinstance(error, jax.errors.JaxRuntimeError)
     return WAIT if is_xla and "RESOURCE_EXHAUSTED" not in str(error) else ERROR
 

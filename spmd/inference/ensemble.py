@@ -429,7 +429,7 @@ class Ensemble:
         device = jax.local_devices()[at % jax.local_device_count()]
         compiled = jax.jit(member.function)
 
-        # at the first call, in the thread of the member: all members are sent at once
+        # at the first call, in the member's own thread: all are transferred at the same time
         @functools.cache
         def arrays() -> Any:
             return jax.device_put(jax.tree.map(to_host, member.arrays), device)

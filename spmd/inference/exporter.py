@@ -236,7 +236,7 @@ def _exported(
         exported = jax.export.export(jax.jit(function), platforms=platforms)(
             stored, with_rows(forward.inputs, symbol)
         )
-        # here, since some programs can be exported, and not serialized
+        # here already: some programs can be exported but not serialized
         exported.serialize()
     except SpmdError:
         raise

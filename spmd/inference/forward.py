@@ -71,9 +71,9 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
 
     def function(arrays: list, inputs: Tree) -> Tree:
         computed = cast_variables(jax.tree.unflatten(tree, arrays), dtype)
-        mode = Call(training=False, dtype=dtype, products=placed.products)
+        call = Call(training=False, dtype=dtype, products=placed.products)
         with parallel_scope(UNSHARDED):
-            return placed.given.bind(computed, mode)(inputs)
+            return placed.given.bind(computed, call)(inputs)
 
     if inputs is None:
         inputs = _model_inputs(placed, abstract(variables))
@@ -128,7 +128,7 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
         how = "never as model(x)"
     rows = jax.tree.leaves(placed.sample)[0].shape[0]
     for call in calls:
-        # of an empty tree, or None, no leaf has rows
+        # an empty tree, or None, has no leaf, so none with rows
         firsts = {leaf.shape[:1] for leaf in jax.tree.leaves(call)}
         if firsts != {(rows,)} or flatten(call) != flatten(calls[0]):
             how = f"{len(calls)} times, not always with one array or tree of all rows"

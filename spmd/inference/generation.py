@@ -485,7 +485,7 @@ def _mesh_of(variables: Variables) -> Mesh | None:
     """The mesh on which arrays lie; None for one device."""
     for leaf in jax.tree.leaves(variables):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            # an AbstractMesh only of arrays inside a trace
+            # it is an AbstractMesh only for arrays inside a trace
             return leaf.sharding.mesh  # type: ignore[return-value]
     return None
 

@@ -93,7 +93,7 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
             and jaxpr.out_avals[0].ndim >= 2
             and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
         )
-        # jax has no rule by which vmap calls an exported program
+        # JAX has no vmap rule for the call of an exported program
         is_exported = net.program is not None
         vectorised.append(not is_exported and not has_convolution(equations(jaxpr.jaxpr)))
         if not plain or outputs[-1] != outputs[0]:

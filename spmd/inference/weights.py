@@ -140,7 +140,7 @@ class Writer:
         values = np.ascontiguousarray(values).reshape(values.shape)
         # without a date, so that equal weights give equal files
         entry = zipfile.ZipInfo(f"{name}.npy")
-        # zipfile cannot know before that a file has more than 2 GiB
+        # zipfile cannot know in advance that an entry exceeds 2 GiB
         with self._file.open(entry, "w", force_zip64=True) as file:
             np.lib.format.write_array(file, values, allow_pickle=False)
 

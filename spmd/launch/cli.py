@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # the reader, such as `head`, has exited: else Python's flush at exit fails once more
+        # The reader, such as `head`, has exited; without this, Python's flush at exit would fail
+        # again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

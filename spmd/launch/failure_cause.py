@@ -115,7 +115,8 @@ def unreported_cause(
     done = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done"}
     if len(done) == len(last_heartbeats):
         done = {}
-    # reports that come after the end of a process's script follow from that end: others waited
+    # A process that reports a failure after the end of its script fails because it has ended while
+    # others still ran.
     primary = [failure for failure in failed if failure.at < done.get(failure.rank, math.inf)]
     reported = {failure.rank for failure in primary}
     others = [

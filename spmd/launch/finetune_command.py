@@ -543,7 +543,7 @@ def _optimizer(options: argparse.Namespace, steps: int) -> Any:
 
     warmup = options.warmup
     if warmup is None:
-        # one step must learn
+        # a run of one step has no warmup: its only step would have a rate of 0
         warmup = math.ceil(WARMUP * steps) if steps > 1 else 0
     first_rate = 0.0 if warmup else options.learning_rate
     rate = optax.warmup_cosine_decay_schedule(first_rate, options.learning_rate, warmup, steps)

@@ -139,8 +139,8 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
         ("batch/v1", "Job", job),
     ):
         # new labels each time: PyYAML writes another use of an object as a reference to the first
-        labels = {"metadata": {**metadata, "labels": _labels(name)}}
-        documents.append({"apiVersion": version, "kind": kind, **labels, **content})
+        labelled = {**metadata, "labels": _labels(name)}
+        documents.append({"apiVersion": version, "kind": kind, "metadata": labelled, **content})
     yaml = import_extra("yaml", "kubernetes")
     return yaml.safe_dump_all(
         documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True

@@ -22,8 +22,8 @@ ROUNDS = 40  # searches for processes, since one may be starting another meanwhi
 
 @contextlib.contextmanager
 def reap_orphans(cookie: str) -> Iterator[None]:
-    """Keep a reaper while the block runs, whose processes get the cookie: it waits for the end of
-    this process.
+    """Run a reaper during the block: if this process dies, it kills the processes that have the
+    cookie, as those started in the block do.
     """
     owner = os.getpid()
     reaper = None

@@ -71,7 +71,8 @@ class ProcessGroup:
         """
         codes = {}
         for rank, process in self.processes.items():
-            # WNOWAIT: a process that is reaped gives its id, and its group's, to any new process
+            # WNOWAIT: once a process is reaped, its id, which is also its group's, may be given to
+            # a new one.
             status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
                 exited = status.si_code == os.CLD_EXITED
@@ -103,7 +104,8 @@ class ProcessGroup:
                 self.failed_at = time.time()
             if deadline is not None and time.monotonic() > deadline:
                 send(signal.SIGKILL)
-                send = self.signal  # what `send` reaches is ending: kill what is here itself
+                # `send` has done its part: from now on kill the processes here directly.
+                send = self.signal
             time.sleep(LOOK)
         self.first = first or codes
         return codes

@@ -8,7 +8,7 @@ from spmd.errors import OptionError, option
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Options of processes: for their start, for watching them, and for restarts.
+    """Options for starting, watching and restarting processes.
 
     Args:
       simulate: number of CPU devices to simulate in each process; None: use the real devices.

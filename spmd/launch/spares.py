@@ -133,8 +133,7 @@ class Spares:
     def replace(
         self, commands: Mapping[int, tuple[Sequence[str], Mapping[str, str]]], folder: Path
     ) -> Iterator[None]:
-        """Start the missing spare processes while the block runs, which is an attempt: once it
-        trains.
+        """Start the missing spare processes once the attempt that runs in the block trains.
 
         Args:
           commands: command and environment of each process of the attempt.

@@ -117,7 +117,8 @@ def _attempt(
 
 def command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The `srun` command, with the CPUs of each task in this allocation."""
-    # a site may set --kill-on-bad-exit and a short --wait: the others could not say why they exit
+    # A site may set --kill-on-bad-exit or a short --wait, which would kill the others before they
+    # can say why they exit.
     options = ["--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}"]
     if cpus := environ.get("SLURM_CPUS_PER_TASK"):
         # since SLURM 22.05 srun does not take it over from the allocation

@@ -68,8 +68,8 @@ class OutputBuffer:
 
     @contextlib.contextmanager
     def keep_all(self) -> Iterator[None]:
-        """Keep all lines while the block runs, which prints them regularly with `show`; then print
-        the last ones.
+        """Keep all lines during the block, whose code prints them regularly with `show`; print the
+        rest at its end.
         """
         self._is_shown = True
         try:

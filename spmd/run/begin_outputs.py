@@ -79,7 +79,8 @@ def begin_outputs(
         )
         loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
     if store is not None and not resumes:
-        # The id is of an abandoned run, which a tracker that is added later would find.
+        # The id is that of an abandoned run; a tracker that is added later would take it for this
+        # one's.
         (store.folder / ID_FILE).unlink(missing_ok=True)
     lines = begin_loggers(loggers, functools.partial(describe, follows=began_before))
     step = int(start_point.state.step)

@@ -197,8 +197,8 @@ def _daemon_executor() -> futures.ThreadPoolExecutor:
     in it.
     """
     # After a failed save Orbax's threads wait for minutes for one another (300 s in 0.12), and a
-    # process ends only when all threads have that are no daemons. A save that goes well is waited
-    # for: Python waits for what executors do.
+    # process ends only when all threads that are not daemons have ended. A save that goes well is
+    # waited for: Python waits for what executors do.
     executor = futures.ThreadPoolExecutor(1, thread_name_prefix="spmd save")
     # An executor starts its thread at the first task, and a thread is a daemon if the one that
     # starts it is.
@@ -459,8 +459,8 @@ class CheckpointStore(CheckpointReader):
         """Remove the checkpoints that the options do not keep, once the newest is on disk."""
         # The name that Orbax has given the folder must be on disk, too, before others are removed.
         sync_tree(self._path(self._writing))
-        # Without the steps whose save has failed. The steps of the reader do not wait for the save
-        # that is being written, which is this one.
+        # Without the steps whose save has failed. The reader's `steps`: this class's own would wait
+        # for the save being written, which is this one.
         self._scores = {step: self._scores.get(step) for step in CheckpointReader.steps(self)}
         keeping = kept_steps(self._scores, self.config.keep, self.config.mode)
         for step in sorted(self._scores.keys() - keeping):

@@ -1,4 +1,6 @@
-"""Read a run's checkpoints. Nothing in the folder is changed, and others may write at the time."""
+"""Read a run's checkpoints. Nothing in the folder is changed, and another process may write to it
+meanwhile.
+"""
 
 import contextlib
 import functools

@@ -20,7 +20,7 @@ def fits_on_devices(state: State, copies: int = 1) -> bool:
         for shard in leaf.addressable_shards:
             needed[shard.device] += copies * shard.data.nbytes
     for device, size in needed.items():
-        # JAX returns None for a device that has no statistics, as a CPU.
+        # JAX returns None for a device that has no statistics, such as a CPU.
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
             continue

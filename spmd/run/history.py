@@ -326,8 +326,8 @@ class _File:
         Raises:
           CheckpointError: they cannot all be written.
         """
-        # At a position of our own: a disk that is full for a moment takes a part, and the file's
-        # own position is then behind it.
+        # At a position of our own: a disk that is full for a moment takes only a part, after which
+        # the file's own position is wrong.
         with wrap_os_errors(self._path, CheckpointError):
             write_at(self._stream.fileno(), content, self._end, self._path)
         self._end += len(content)

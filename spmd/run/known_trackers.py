@@ -473,8 +473,8 @@ class Comet(Tracker):
         self._run.log_metrics(dict(metrics), step=step)
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Write Comet's histograms, whose bins are others: a count goes to the bin of the middle of
-        its own.
+        """Write Comet's histograms, whose bins differ: a count goes to the bin that contains the
+        middle of its own.
         """
         for name, histogram in histograms.items():
             converted = importlib.import_module("comet_ml.data_structure").Histogram()

@@ -92,7 +92,7 @@ class JsonLines:
         last = _last_line(self._path) if self._path.is_file() else b""
         if not last:
             return b""
-        # A file system leaves zeros on a machine that lost its power.
+        # After a loss of power a file system may have left zeros.
         if not last.startswith((b"{", b"\0")) or _is_json(last):
             return b"\n"
         self._file.truncate(self._path.stat().st_size - len(last))

@@ -182,7 +182,7 @@ class MemoryCheckpoints:
             # Two: another copy is made for the disk.
             self._threaded = fits_on_devices(state, copies=2)
         if self._threaded:
-            # The memory of the copy before is used again.
+            # The previous copy's memory is reused.
             self._copy = None
             self._copier = self._copier or StateCopier(state)
             self._copy = (step, self._copier(state))

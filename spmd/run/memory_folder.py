@@ -402,7 +402,7 @@ def _left_in_cgroups(groups: str, root: Path) -> list[int]:
         for group in (inside, *inside.parents):
             if group != top and top not in group.parents:
                 continue
-            # A group without a limit has the word "max".
+            # In version 2, a group without a limit says "max".
             with contextlib.suppress(OSError, ValueError, KeyError):
                 left.append(_left_in_cgroup(group, names))
     return left

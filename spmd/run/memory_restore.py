@@ -69,8 +69,8 @@ class MemoryState:
         for device, device_bounds in bounds.items():
             target = SingleDeviceSharding(device, memory_kind=kind)
             shard = self.shards[path, device_bounds]
-            # On CPU devices JAX uses the memory of an aligned array of numpy in place of a copy,
-            # and the shards are freed below.
+            # Without may_alias=False, JAX would use the memory of an aligned array of numpy on CPU
+            # devices instead of copying it, and the shards are freed below.
             parts.append(jax.device_put(shard, target, may_alias=False))
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
         for device_bounds in set(bounds.values()):

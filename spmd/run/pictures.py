@@ -18,7 +18,7 @@ from spmd.base.user_paths import as_path, make_folder, run_file, wrap_os_errors
 from spmd.errors import OptionError, short_repr, type_name
 
 FOLDER = "pictures"  # in the run's folder
-COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's number of a kind of colour, by channels of an array
+COLOURS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's colour type, by number of channels
 MAGIC = b"\x89PNG\r\n\x1a\n"
 HEADER = 33  # bytes of a PNG file up to the end of its first chunk, IHDR
 LONGEST = 200  # characters of a file's name before its step; file systems allow 255 in all

@@ -211,8 +211,8 @@ class Progress:
         self._draw(step, parts, "")
 
     def _draw(self, step: int, parts: Sequence[str], curve: str) -> None:
-        """Draw, as each kind of progress does; the curve is shown where there is room for it beside
-        all others.
+        """Draw, each kind of progress in its own way; the curve is shown where there is room beside
+        all the rest.
         """
         raise NotImplementedError  # abstract: only subclasses are made
 

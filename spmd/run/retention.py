@@ -1,5 +1,5 @@
-"""Which checkpoints stay, and the order in which a loss of power takes none: the newest is on disk
-before an older one goes.
+"""The choice of checkpoints that stay, and their removal in an order in which a loss of power takes
+none: the newest is on disk before an older one goes.
 """
 
 import contextlib

@@ -123,7 +123,7 @@ def resumed_position(
     new_size = now.get("batch_size", 0)
     examples = now.get("examples", float("inf"))
     trained = min(at.batch * old_size, examples)
-    # A reader's position of its own, and parts of batches by worker, are of batches of one size.
+    # A reader's own position, and parts of batches by worker, are only valid for one batch size.
     only_sizes_differ = SIZES.issuperset(order)
     if only_sizes_differ and not at.workers and not (streamed and at.reader is not None):
         repeated = 0

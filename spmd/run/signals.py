@@ -93,8 +93,8 @@ class _Signals:
         process has to exit now, alone.
         """
         watch = watchdog.current()
-        # The main thread and this object's both come here, and the second must not write its lines
-        # before the first has written this one. Later lines name SIGTERM.
+        # The main thread and this object's thread both come here; the second must not write before
+        # the first has written this line. Later lines name SIGTERM.
         with self._announcing:
             if number != signal.SIGTERM and number not in self._announced:
                 self._announced.add(number)

@@ -245,8 +245,8 @@ class StepMetrics:
         return self._skips_index is not None and bool(sums[1, self._skips_index])
 
     def _means(self, sums: np.ndarray) -> dict[str, float]:
-        """Return means by name, but for means over nothing: one is no number, and no NaN to stop
-        for.
+        """Return means by name. A mean over nothing is left out: it is not a number, nor a NaN to
+        stop for.
         """
         named_means = zip(self._config.program.names, means(*sums).tolist(), sums[1], strict=True)
         return {name: value for name, value, count in named_means if count}

@@ -186,8 +186,8 @@ class StepProfiler:
         self._given_up = threading.Event()
         self._folder = Path()
         self._earlier: dict[Path, int] = {}
-        # JAX gets a link to the folder when a trace starts: if the folder cannot be written to when
-        # the trace stops, the name can be that of another.
+        # JAX gets a link when a trace starts; if its folder cannot be written to when the trace
+        # stops, a new folder takes the link's place.
         self._link = Path()
         self.profile: Any = None
 

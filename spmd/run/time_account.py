@@ -326,7 +326,7 @@ def _phase_before_attempt(timeline: Timeline) -> str:
 
 
 def _begin_attempt(timeline: Timeline, start: float, at: float) -> None:
-    """Charge the time until an attempt that left no account."""
+    """Charge the time until an attempt that left no account, and add the attempt."""
     timeline.charge(_phase_before_attempt(timeline), min(start, at))
     if start >= timeline.began:
         timeline.attempts.append(start)

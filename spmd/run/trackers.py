@@ -361,7 +361,7 @@ def _earlier_records(facts: RunFacts) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         lines.seek(facts.metrics_begin)
         for line in lines:
-            # A machine that lost its power leaves a last line that is no JSON.
+            # A loss of power may leave a last line that is not JSON.
             try:
                 record = json.loads(line)
             except ValueError:

@@ -94,7 +94,7 @@ def peak_memory() -> int:
     """
     peak = 0
     for device in jax.local_devices():
-        # JAX returns None for a device that has no statistics, as a CPU.
+        # JAX returns None for a device that has no statistics, such as a CPU.
         stats = device.memory_stats() or {}
         peak = max(peak, stats.get("peak_bytes_in_use", 0))
     return peak

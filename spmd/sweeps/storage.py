@@ -249,7 +249,7 @@ class SweepStore:
 
     def _read_file(self, file: Path) -> bytes | None:
         """The content of a file, in all processes; None if it is missing or damaged in one of them.
-        Of a damaged one, warn.
+        Warn of a damaged one.
         """
         content = None
         try:

@@ -43,7 +43,8 @@ class VmappedTrials:
         self.first = first
         self.mesh = mesh
         self._data = data
-        # the default type is Explicit, under which models that say nothing of sharding fail
+        # Since jax 0.11 an AbstractMesh is Explicit by default, and models that say nothing of
+        # sharding fail on one.
         inner = AbstractMesh((mesh.shape.get(DATA, 1),), (DATA,), axis_types=(AxisType.Auto,))
         placed = PlacedModel(study.train_config(first), inner, study.layout)
         self.program = prepare_program(placed, study.data.sample())
@@ -351,7 +352,7 @@ def _described(params: Tree) -> dict[str, str]:
 
 def _put(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """A host array, the same in all processes, on the mesh."""
-    # `Chunk.train` forbids transfers, and this one is meant
+    # `Chunk.train` forbids transfers, and this one is intended
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
 

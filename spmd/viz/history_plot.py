@@ -60,14 +60,14 @@ def figure(history: History) -> Any:
     evaluated: dict[str, list[tuple[int, float]]] = {}
     for row in history.evaluations:
         for name, value in row.items():
-            if name != "step":
-                evaluated.setdefault(name.removeprefix("eval_"), []).append((row["step"], value))
-    names = list(dict.fromkeys([*trained, *evaluated]))
+            evaluated.setdefault(name, []).append((row["step"], value))
+    evaluated.pop("step", None)
+    names = list(dict.fromkeys([*trained, *(name.removeprefix("eval_") for name in evaluated)]))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     panels = np.atleast_1d(drawn.subplots(1, max(1, len(names))))
     for axes, name in zip(panels, names or [""], strict=True):
         training_points = np.array(list(trained.get(name, {}).items()), float).reshape(-1, 2)
-        evaluation_points = np.array(evaluated.get(name, []), float).reshape(-1, 2)
+        evaluation_points = np.array(evaluated.get(f"eval_{name}", []), float).reshape(-1, 2)
         _panel(axes, name, training_points, evaluation_points)
     return drawn
 

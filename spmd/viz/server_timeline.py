@@ -129,10 +129,9 @@ def _end(
 ) -> float:
     """The end of the time axis."""
     interval = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}"
+    numbers = [begin] if seconds is None else [begin, seconds]
     are_numbers = all(
-        isinstance(value, int | float) and not isinstance(value, bool)
-        for value in (begin, seconds)
-        if value is not None
+        isinstance(value, int | float) and not isinstance(value, bool) for value in numbers
     )
     if not are_numbers or isinstance(workers, bool) or not isinstance(workers, int):
         fix = "such as begin=0, seconds=20, workers=8."

@@ -309,6 +309,11 @@ WRONG = {
         "--checkpoint",
         path / "model",
     ],
+    "out_in_the_model_without_checkpoints": lambda path: [
+        *copied(path),
+        "--out",
+        path / "model/tuned",
+    ],
     "out_that_is_data": lambda path: [
         "--out",
         path / "chat.jsonl",

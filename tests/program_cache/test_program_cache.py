@@ -352,6 +352,12 @@ def test_process_that_cannot_share_the_folder_says_why(tmp_path, monkeypatch, th
     assert said_here[0] == "" and said in said_here[1]
 
 
+def test_file_that_cannot_be_looked_for_is_not_seen(tmp_path):
+    """As a stale handle of NFS, a name that is too long is an error of the file system."""
+    why = shared_cache._unseen(tmp_path / ("a" * 300), tmp_path, 1)
+    assert why == f"process 1 does not see the folder of process 0, {tmp_path}"
+
+
 def test_process_whose_cache_another_turns_off_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(shared_cache.coordination, "is_initialized", lambda: True)
     monkeypatch.setattr(shared_cache.coordination, "process_info", lambda: (1, 2, ""))

@@ -101,6 +101,12 @@ def test_nothing_to_draw_is_an_error(more, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("more", [{"begin": None}, {"seconds": "2"}, {"workers": 1.5}], ids=str)
+def test_an_interval_is_two_numbers_and_an_integer(more, tmp_path):
+    with pytest.raises(spmd.errors.OptionError, match=r"expected two numbers and an integer"):
+        viz.timeline(simulated(), tmp_path / "none.png", **more)
+
+
 @pytest.mark.system
 def test_what_the_docs_show_is_so(tmp_path, monkeypatch, capsys):
     """The command in the docs runs, and prints what stands below it."""
