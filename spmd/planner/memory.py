@@ -21,11 +21,9 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Overhead, Target
 from spmd.render.sparkline import gauge
-from spmd.sync.gradient_sync import OUTER, OWN, READ
 from spmd.train.compiled_step import Program
 from spmd.train.device_memory import in_host_memory, memory_limit, on_device, tree_on_device
-from spmd.wire.reduction import RESIDUAL
-from spmd.wire.server.arrivals import HELD, SQUARES, SUM
+from spmd.wire.transfer import HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 
 LIKELY = 0.95  # how likely a step fits that is not called tight
 DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are nine in ten

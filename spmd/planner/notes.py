@@ -35,8 +35,8 @@ from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
-from spmd.wire.reduction import MAX_EXACT_BUCKET
 from spmd.wire.server.declaration import ParameterServer
+from spmd.wire.transfer import MAX_EXACT_BUCKET
 
 WORTH_A_NOTE = 0.02  # of a step's time
 SHOWN_WAITS = 3  # of a step's collectives

@@ -15,10 +15,10 @@ from spmd.base.specs import spec_axes
 from spmd.base.tree import describe
 from spmd.errors import CheckpointError
 from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_shape
-from spmd.sync.gradient_sync import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 from spmd.wire.resplit_state import resplit_rows
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import has_pending_sync
+from spmd.wire.transfer import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 
 STATE = "state"
 # The items of a checkpoint, and their names in reports.

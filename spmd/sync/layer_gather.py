@@ -5,27 +5,24 @@ Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:19
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from spmd.base.path_match import matches
-from spmd.base.specs import Spec, keep_axes, make_entry, pspec, spec_axes
+from spmd.base.specs import Spec, keep_axes, make_entry, spec_axes
 from spmd.base.tree import Tree, flatten, format_bytes, map_paths
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.jaxpr.programs import uses
 from spmd.layout.resolve import num_shards
 from spmd.models.base import LAYER_PARAMS, Model
 from spmd.models.blocks import INSIDE, BlockTrace, block_groups
-from spmd.sync.gradient_plan import GradientSpec
 from spmd.sync.gradient_sync import TOTAL, GradientSync
 from spmd.sync.mesh_axes import constrain
-from spmd.wire.codec.exact import EXACT
 from spmd.wire.gathering import Gathering
-from spmd.wire.reduction import RESIDUAL, Memory, Transfer
 from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transfer import RESIDUAL, Memory, Transfer, make_transfer
 
 # `gather = "auto"` gathers one by one blocks of this size; or, where devices do not say how much
 # memory they have, stacks and blocks that have as much in all. Evidence:
@@ -162,16 +159,13 @@ class LayerGather:
             if paths.get(name) in sync.layerwise
         }
         sharded = {path: leaf for path, leaf in named.items() if chosen(path)}
-        specs = [sync.spec(path) for path in sharded]
+        specs = [sync.transfer(path) for path in sharded]
         model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
-        along = (
-            tuple(pspec(spec.model_spec[self.stacked :]) for spec in specs) if model_axes else ()
-        )
         transfers = tuple(_transfer(spec, self.stacked) for spec in specs)
         weights, dtype = (
             ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
         )
-        return sharded, Gathering(transfers, weights, dtype, model_axes, along)
+        return sharded, Gathering(transfers, weights, dtype, model_axes)
 
 
 def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:
@@ -179,12 +173,18 @@ def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Arr
     return map_paths(lambda name, leaf: values.get(paths.get(name, ""), leaf), tree)
 
 
-def _transfer(spec: GradientSpec, stacked: bool) -> Transfer:
+def _transfer(spec: Transfer, stacked: bool) -> Transfer:
     """Return how the gradient of one layer is communicated."""
     full = spec.shard_layout
     layout = ShardLayout(full.shape[stacked:], _trimmed(full.spec[stacked:]), full.axes, full.sizes)
-    codec = spec.codec if spec.codec.compresses(layout, spec.placement.shape[stacked:]) else EXACT
-    return Transfer(layout, codec, spec.error_feedback and not codec.lossless)
+    return make_transfer(
+        spec.codec,
+        layout,
+        error_feedback=spec.error_feedback,
+        full_shape=spec.shape[stacked:],
+        model_spec=spec.model_spec[stacked:],
+        nested=spec.nested,
+    )
 
 
 def _trimmed(spec: Spec) -> Spec:
@@ -229,7 +229,7 @@ def _by_layer(sync: GradientSync) -> bool:
         declared.gather != "full"
         and sync.reduction.manual
         and not sync.reduction.keeps_params
-        and not sync.registered
+        and sync.reduction.make is None
     )
 
 
@@ -449,7 +449,7 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
     """Return why the parameter of a stack, or of this block, cannot be gathered layer by layer;
     None if it can.
     """
-    resolved, spec, data_axes = sync.resolved, sync.spec(path), sync.mesh_axes.data_axes
+    resolved, spec, data_axes = sync.resolved, sync.transfer(path), sync.mesh_axes.data_axes
     placement, declared = resolved.placement(path), resolved.layout.gradients
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     in_order = make_entry(tuple(axis for axis in data_axes if axis in spec_axes(placement.spec)))
@@ -475,9 +475,6 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
     ]
     inside = recomputed if not layers else []
     layer = "stack" if block is None else "block"
-    codec_state = functools.partial(
-        spec.codec.init, shape=spec.shard_layout.shape, full_shape=placement.shape
-    )
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
         (f"the loss reads it outside of its {layer}, too ({', '.join(others)})", others),
@@ -497,7 +494,7 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
             "a dim is sharded over data axes and others",
             sync.mesh_axes.model_axes and not spec.nested,
         ),
-        (f"codec {spec.codec_name} keeps a state", jax.eval_shape(codec_state, jax.random.key(0))),
+        (f"codec {spec.codec_name} keeps a state", spec.codec_shapes),
         (f"[gradients] {', '.join(given)} is about full gradients", given),
     ):
         if applies:

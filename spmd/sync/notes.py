@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from spmd.base.tree import format_bytes, nbytes
-from spmd.sync.gradient_plan import GradientSpec, codec_applies, devices_along
+from spmd.sync.build_communication import codec_applies
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.param_server.packing import Storage
 from spmd.sync.param_server.statistics import ServerStatistics
@@ -14,6 +14,7 @@ from spmd.wire.codec.base import RowCodec
 from spmd.wire.comm_log import SENT
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.events import Events
+from spmd.wire.transfer import Transfer
 
 PREVIEW_ROUNDS = 200  # rounds that are simulated ahead of a run
 
@@ -31,7 +32,7 @@ def notes(sync: GradientSync) -> list[str]:
             if manual
             else f"note: one worker, nothing is sent: {name} is not used."
         ]
-    specs = sync.gradient_specs.values()
+    specs = sync.transfers.values()
     if declared.compressed and manual:
         lines.append(f"gradients are sent as {'; '.join(_codec_shares(sync))}.")
     if declared.compressed and not manual:
@@ -100,16 +101,17 @@ def _codec_shares(sync: GradientSync) -> list[str]:
     """For each codec the number of its gradients, and their bytes as float32; for "exact" also
     their paths.
     """
-    by_codec: dict[str, list[GradientSpec]] = {}
-    for spec in sync.gradient_specs.values():
-        by_codec.setdefault(spec.codec_name, []).append(spec)
+    by_codec: dict[str, list[str]] = {}
+    for path, transfer in sync.transfers.items():
+        by_codec.setdefault(transfer.codec_name, []).append(path)
     shares = []
-    for name, specs in by_codec.items():
-        listed = ", ".join(spec.placement.path for spec in specs[:3]) + (
-            ", ..." if len(specs) > 3 else ""
-        )
-        size = format_bytes(sum(4 * math.prod(spec.shard_layout.shape) for spec in specs))
-        shares.append(f"{name}: {len(specs)} ({size}{', ' + listed if name == 'exact' else ''})")
+    for name, paths in by_codec.items():
+        layouts = [sync.transfers[path].shard_layout for path in paths]
+        details = [format_bytes(sum(4 * math.prod(layout.shape) for layout in layouts))]
+        if name == "exact":
+            details += paths[:3]
+            details += ["..."] if len(paths) > 3 else []
+        shares.append(f"{name}: {len(paths)} ({', '.join(details)})")
     return shares
 
 
@@ -118,8 +120,9 @@ def server_bytes(sync: GradientSync) -> tuple[int, int]:
     stored array.
     """
     sent, received, bfloat16 = 0, 0, sync.resolved.layout.gradients.weights == "bfloat16"
-    for spec in sync.gradient_specs.values():
-        width, itemsize = spec.placement.shape[1], np.dtype(spec.placement.dtype).itemsize
+    for path, spec in sync.transfers.items():
+        dtype = sync.resolved.placements[path].dtype
+        width, itemsize = spec.shape[1], np.dtype(dtype).itemsize
         rows = jax.ShapeDtypeStruct((1, width), np.float32)
         payload = (
             jax.eval_shape(spec.codec.encode, rows) if isinstance(spec.codec, RowCodec) else None
@@ -127,7 +130,7 @@ def server_bytes(sync: GradientSync) -> tuple[int, int]:
         sent += (
             sum(map(nbytes, jax.tree.leaves(payload))) if payload is not None else width * itemsize
         )
-        received += width * (2 if bfloat16 and spec.placement.dtype == "float32" else itemsize)
+        received += width * (2 if bfloat16 and dtype == "float32" else itemsize)
     return sent, received
 
 
@@ -135,17 +138,17 @@ def exact_bytes(sync: GradientSync) -> int:
     """Bytes that each device would send if all gradients were sent exactly, under the same
     reduction.
     """
-    return sum(_exact_bytes(sync, spec) for spec in sync.gradient_specs.values())
+    return sum(_exact_bytes(sync, spec) for spec in sync.transfers.values())
 
 
-def _exact_bytes(sync: GradientSync, spec: GradientSpec) -> int:
+def _exact_bytes(sync: GradientSync, spec: Transfer) -> int:
     """Bytes that `codec.exact.exact_mean` sends: reduce-scatters dim by dim, then an all-reduce of
     the shard.
     """
     sent, size = 0, math.prod(spec.shard_layout.shape) * spec.dtype.itemsize
     for entry in spec.shard_layout.spec:
-        devices = devices_along(sync.mesh_axes, entry)
+        devices = sync.mesh_axes.devices_along(entry)
         sent, size = sent + SENT["reduce_scatter"](devices, size), size // devices
     return sent + SENT["all_reduce"](
-        devices_along(sync.mesh_axes, spec.shard_layout.replicated_axes), size
+        sync.mesh_axes.devices_along(spec.shard_layout.replicated_axes), size
     )

@@ -13,6 +13,7 @@ from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import constrain
 from spmd.wire import collectives
 from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.region import on_local_shards
 from spmd.wire.server.exchange import gather_rows
 
 
@@ -145,8 +146,5 @@ def _all_gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...
     # shards along one axis alone would be joined in the wrong order
     if not model_axes or mixes_data_axes(spec, mesh_axes.data_axes):
         return local(shard)
-    # On each device's local shard along the model axes, so that only that shard is sent. Left to
-    # the partitioner, a collective on an array that is sharded over a model axis gathers it there
-    # first.
     model_spec = pspec(keep_axes(spec, model_axes))
-    return shard_map(local, in_specs=model_spec, out_specs=model_spec, axis_names=model_axes)(shard)
+    return on_local_shards(local, model_axes, model_spec, model_spec)(shard)

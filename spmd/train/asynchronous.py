@@ -47,7 +47,7 @@ class Asynchronous(UpdateRule):
         """
         present = present_workers(events, self.axes, metrics.shape[0])
         arrived, memory = send_gradients(
-            flatten(grads), self.sync.gradient_specs, self.sync.buckets, state.exchange, present
+            flatten(grads), self.sync.transfers, self.sync.buckets, state.exchange, present
         )
         return Reduced(arrived, memory, metrics, jnp.zeros((2, 0)))
 

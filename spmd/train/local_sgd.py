@@ -17,12 +17,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd.base.tree import Tree, flatten, map_paths
-from spmd.sync.gradient_sync import CODEC, OUTER, OWN, READ, RESIDUAL
 from spmd.sync.parameter_sync import gather_packed_params
 from spmd.train.state import State
 from spmd.train.step import REPLICATED, Reduced, UpdateRule, mean_loss
 from spmd.train.worker_gradients import present_workers
 from spmd.wire import collectives
+from spmd.wire.transfer import CODEC, OUTER, OWN, READ, RESIDUAL
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ from spmd.train.remat import forward_policy, module_policies
 from spmd.train.skipped_updates import LOSS_SCALE
 from spmd.train.state import State
 from spmd.wire import collectives
-from spmd.wire.reduction import RESIDUAL, Memory
+from spmd.wire.transfer import RESIDUAL, Memory
 
 
 class Carried(NamedTuple):

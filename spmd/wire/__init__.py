@@ -8,7 +8,7 @@ over workers.
 `spmd.fit` builds the same from a layout's `[gradients]`. This package imports no layout, loop or
 launcher.
 
-Begin with `all_reduce` in `transformations.py`. Its update goes through `reduce_mean`
+Begin with `all_reduce` in `transformations.py`. Its update goes through `Averaging`
 (`reduction.py`: buckets and error feedback) and a codec (`codec/`) to the collectives
 (`collectives.py`).
 """

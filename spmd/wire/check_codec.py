@@ -12,9 +12,9 @@ import numpy as np
 from spmd.base.tree import nbytes
 from spmd.errors import CodecError, OptionError, type_name
 from spmd.wire.codec.base import Codec, RowCodec
-from spmd.wire.codec.exact import EXACT
-from spmd.wire.reduction import Transfer, reduce_mean
+from spmd.wire.reduction import reduce_buckets
 from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transfer import init_memory, make_transfer
 
 WORKERS, STEPS = 4, 20
 SHAPES = {"matrix": (48, 40), "cube": (3, 8, 20), "bias": (130,)}
@@ -127,34 +127,23 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
         for name, shape in SHAPES.items()
     }
     layouts = {name: ShardLayout(shape, (), axes, (WORKERS,)) for name, shape in SHAPES.items()}
-    used = {
-        name: codec if codec.compresses(layouts[name], shape) else EXACT
-        for name, shape in SHAPES.items()
-    }
     transfers = {
-        name: Transfer(layouts[name], used[name], codec.reports_loss and not used[name].lossless)
-        for name in SHAPES
+        name: make_transfer(codec, layout, error_feedback=codec.reports_loss)
+        for name, layout in layouts.items()
     }
-    memory: dict[str, dict[str, Any]] = {}
-    for number, (name, shape) in enumerate(SHAPES.items()):
-        entry: dict[str, Any] = (
-            {"residual": jnp.zeros((1, *shape))} if transfers[name].error_feedback else {}
-        )
-        state = used[name].init(jax.random.key(number), shape, shape)
-        entry |= {"codec": {key: leaf[None] for key, leaf in state.items()}} if state else {}
-        memory |= {name: entry} if entry else {}
+    memory = init_memory(transfers, 1)
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="workers", in_axes=(1, None))
     def run(grads: dict[str, jax.Array], memory: dict[str, dict[str, Any]]) -> tuple:
         def body(memory: dict, inputs: dict) -> tuple:
-            means, memory = reduce_mean(transfers, inputs, memory)
+            means, memory = reduce_buckets(transfers, inputs, memory)
             return memory, means
 
         return jax.lax.scan(body, memory, grads)
 
     after, means = run(grads, memory)
-    if not codec.lossless and all(chosen.lossless for chosen in used.values()):
+    if not codec.lossless and all(transfer.codec.lossless for transfer in transfers.values()):
         yield (
             "compresses says for no gradient here that the codec makes it smaller: its mean was "
             "not checked."

@@ -55,7 +55,7 @@ SENT = {
     "all_gather": lambda n, b: (n - 1) * b,
     "collective_permute": lambda n, b: b,
 }
-WARM_UP = "start_step"  # the scope of the conditional in `GradientSync`
+WARM_UP = "start_step"  # the scope of the conditional in `Averaging`
 UNCOMPRESSED = 1  # its branch that runs before `start_step`
 RENAMED_SCOPES = {
     "push": "reduce_gradients",  # words: an old scope

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -31,8 +32,7 @@ from spmd.errors import (
 from spmd.wire.codec import CODECS
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.bfloat16 import Bfloat16
-from spmd.wire.codec.exact import Exact
-from spmd.wire.reduction import BUCKET_BYTES, CODEC, RESIDUAL, Memory, Transfer, reduce_mean
+from spmd.wire.reduction import Averaging
 from spmd.wire.region import (
     Axes,
     as_axes,
@@ -43,6 +43,16 @@ from spmd.wire.region import (
     check_grads,
 )
 from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transfer import (
+    BUCKET_BYTES,
+    CODEC,
+    RESIDUAL,
+    Memory,
+    Transfer,
+    init_memory,
+    make_transfer,
+    partition_specs,
+)
 
 OPTIONS = ("codecs", "error_feedback", "memory_dtype", "start_step", "bucket_bytes")
 
@@ -68,14 +78,7 @@ class WireState:
 
     def specs(self) -> "WireState":
         """The spec of every leaf."""
-        by_kind = {RESIDUAL: PartitionSpec(self.axes), CODEC: PartitionSpec()}
-        memory = {
-            path: {
-                kind: jax.tree.map(lambda _, k=kind: by_kind[k], part)
-                for kind, part in entry.items()
-            }
-            for path, entry in self.memory.items()
-        }
+        memory = partition_specs(self.memory, self.axes)
         return WireState(PartitionSpec(), memory, self.axes)  # type: ignore[arg-type]
 
 
@@ -115,10 +118,8 @@ class Communication:
     def _transfer(self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
         spec = shard_spec(shape, sizes) if self.scatter else (self.axes,) if self.rows else ()
         layout = ShardLayout(shape, spec, self.axes, tuple(sizes[axis] for axis in self.axes))
-        sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
-        if not (sent and all(shape) and codec.compresses(layout, shape)):
-            codec = Exact()
-        return Transfer(layout, codec, self.error_feedback and not codec.lossless)
+        is_sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
+        return make_transfer(codec, layout, error_feedback=self.error_feedback, is_sent=is_sent)
 
     def init(self, params: Tree) -> WireState:
         """The state at step 0: zero residuals, and the codecs' own arrays. Gradients have the
@@ -137,23 +138,8 @@ class Communication:
         self, arrays: Mapping[str, Any], sizes: Mapping[str, int], in_region: bool
     ) -> Memory:
         """Zero residuals, and the codecs' own arrays, of gradients with the shapes of `arrays`."""
-        memory: Memory = {}
-        for number, (path, transfer) in enumerate(self.transfers(arrays, sizes).items()):
-            shape, entry = jnp.shape(arrays[path]), {}
-            if transfer.error_feedback:
-                entry[RESIDUAL] = jnp.zeros(
-                    (1 if in_region else transfer.shard_layout.workers, *shape), self.memory_dtype
-                )
-            codec_state = transfer.codec.init(
-                jax.random.fold_in(jax.random.key(0), number), shape, shape
-            )
-            entry |= (
-                {CODEC: {name: leaf[None] for name, leaf in codec_state.items()}}
-                if codec_state
-                else {}
-            )
-            memory |= {path: entry} if entry else {}
-        return memory
+        workers = 1 if in_region else math.prod(sizes.values())
+        return init_memory(self.transfers(arrays, sizes), workers, dtype=self.memory_dtype)
 
     def update(
         self, grads: Tree, state: WireState, params: Tree = None, **extra: Any
@@ -178,15 +164,8 @@ class Communication:
                 "is not used.",
                 stacklevel=3,
             )
-        means, memory = reduce_mean(
-            transfers,
-            flat,
-            state.memory,
-            state.step,
-            bucket_bytes=self.bucket_bytes,
-            inside=self.inside,
-            start_step=self.start_step,
-        )
+        averaging = Averaging(self.axes, transfers, self.bucket_bytes, self.inside, self.start_step)
+        means, memory, _ = averaging.reduce(flat, state.memory, state.step)
         return jax.tree.unflatten(jax.tree.structure(grads), list(means.values())), WireState(
             state.step + 1, memory, self.axes
         )
@@ -280,7 +259,7 @@ def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
 def _check_codec_states(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     """Refuse arrays of another codec, or of another shape."""
     for path, transfer in transfers.items():
-        shapes = _codec_shapes(transfer.codec, transfer.shard_layout.shape)
+        shapes = {name: describe(leaf) for name, leaf in transfer.codec_shapes.items()}
         kept = {
             name: describe(leaf[0]) for name, leaf in memory.get(path, {}).get(CODEC, {}).items()
         }
@@ -292,16 +271,6 @@ def _check_codec_states(transfers: Mapping[str, Transfer], memory: Memory) -> No
                 fix="init with these parameters.",
                 path=path,
             )
-
-
-@functools.cache
-def _codec_shapes(codec: Codec, shape: tuple[int, ...]) -> dict[str, str]:
-    return {
-        name: describe(leaf)
-        for name, leaf in jax.eval_shape(
-            lambda: codec.init(jax.random.key(0), shape, shape)
-        ).items()
-    }
 
 
 def make_communication(

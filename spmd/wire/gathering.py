@@ -5,30 +5,21 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spmd.base.specs import Spec, entry_axes
+from spmd.base.specs import Spec, entry_axes, pspec
 from spmd.base.tree import Tree, describe, flatten, map_paths
-from spmd.base.xla import shard_map
 from spmd.errors import CommunicationError, OptionError, short_repr
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket, Codec, packed_collective
+from spmd.wire.codec.base import Codec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
-from spmd.wire.codec.exact import EXACT, Exact
+from spmd.wire.codec.exact import EXACT
 from spmd.wire.communication import Communication, make_communication, shard_spec
-from spmd.wire.reduction import (
-    BUCKET_BYTES,
-    MAX_EXACT_BUCKET,
-    RESIDUAL,
-    Transfer,
-    make_buckets,
-    reduce_bucket,
-)
+from spmd.wire.reduction import reduce_buckets
 from spmd.wire.region import (
     Axes,
     as_axes,
@@ -36,8 +27,15 @@ from spmd.wire.region import (
     check_dtypes,
     check_encodable,
     check_grads,
+    on_local_shards,
 )
 from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transfer import (
+    MAX_EXACT_BUCKET,
+    RESIDUAL,
+    Transfer,
+    make_transfer,
+)
 
 FORMATS = ("exact", "bfloat16")
 
@@ -196,10 +194,7 @@ def gather(
         else _leaves_as(structure, residual, "gather: residual", like)
     )
     for path, transfer, kept in zip(paths, transfers, residuals, strict=True):
-        shape = transfer.shard_layout.shape
-        if jax.eval_shape(
-            lambda codec=transfer.codec, shape=shape: codec.init(jax.random.key(0), shape, shape)
-        ):
+        if transfer.codec_shapes:
             why = f"{transfer.codec} keeps arrays from step to step, for which gather has no place."
             raise OptionError(
                 f"gather: {why}", fix="a codec of rows, such as wire.int8(block=256)."
@@ -259,12 +254,7 @@ def _transfer(
     workers = collectives.worker_count(axes)
     shape = _full_shape(leaf.shape, dim, workers)
     layout = ShardLayout(shape, (*[None] * dim, axes[0] if len(axes) == 1 else axes), axes, counts)
-    codec = (
-        communication.codec
-        if workers > 1 and all(shape) and communication.codec.compresses(layout, shape)
-        else Exact()
-    )
-    return Transfer(layout, codec, feedback and not codec.lossless)
+    return make_transfer(communication.codec, layout, error_feedback=feedback, is_sent=workers > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,37 +265,32 @@ class Gathering:
       transfers: one for each array.
       weights: the format in which float32 arrays are gathered, "exact" or "bfloat16".
       dtype: to which float32 shards are cast before; None: they are not.
-      model_axes: mesh axes that are not manual here. `specs` shard the full arrays along them, and
-        each device sends its local shard: left to the partitioner, a collective on an array that is
-        sharded over such an axis gathers it there first.
+      model_axes: mesh axes that are not manual here. `Transfer.model_spec` shards the full arrays
+        along them, and each device sends its local shard.
     """
 
     transfers: tuple[Transfer, ...]
     weights: str = "exact"
     dtype: Any = None
     model_axes: tuple[str, ...] = ()
-    specs: tuple[PartitionSpec, ...] = ()
 
     def gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         """The full arrays."""
-        specs = list(self.specs)
-        return self._on_local_shards(self._gather, (specs,), specs)(shards)
+        specs = self._specs()
+        gather = on_local_shards(self._gather, self.model_axes, (specs,), specs)
+        return gather(shards)
 
     def reduce(
         self, grads: list[jax.Array], residuals: dict[int, jax.Array]
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         """This worker's shards of the mean gradients, and the next residuals."""
-        specs = list(self.specs), {number: self.specs[number] for number in residuals if self.specs}
-        return self._on_local_shards(self._reduce, specs, specs)(grads, residuals)
+        grad_specs = self._specs()
+        specs = grad_specs, {number: grad_specs[number] for number in residuals}
+        reduce = on_local_shards(self._reduce, self.model_axes, specs, specs)
+        return reduce(grads, residuals)
 
-    def _on_local_shards(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
-    ) -> Callable[..., Any]:
-        if not self.model_axes:
-            return function
-        return shard_map(
-            function, in_specs=in_specs, out_specs=out_specs, axis_names=self.model_axes
-        )
+    def _specs(self) -> list[PartitionSpec]:
+        return [pspec(transfer.model_spec) for transfer in self.transfers]
 
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("gather_params"):
@@ -338,31 +323,16 @@ class Gathering:
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         transfers = self.transfers
         lossless = all(transfer.codec.lossless for transfer in transfers)
-        check_grads(
-            transfers[0].shard_layout.axes,
-            {str(number): grad for number, grad in enumerate(grads)},
-            lossless=lossless,
+        named_grads = {str(number): grad for number, grad in enumerate(grads)}
+        check_grads(transfers[0].shard_layout.axes, named_grads, lossless=lossless)
+        means, memory = reduce_buckets(
+            {str(number): transfer for number, transfer in enumerate(transfers)},
+            named_grads,
+            {str(number): {RESIDUAL: leaf[None]} for number, leaf in residuals.items()},
+            numbered=False,
         )
-        means: list[Any] = [None] * len(transfers)
-        after = dict(residuals)
-        for paths in make_buckets(
-            {str(number): transfer for number, transfer in enumerate(transfers)}, BUCKET_BYTES
-        ):
-            numbers = list(map(int, paths))
-            chosen = [transfers[number] for number in numbers]
-            memory = [
-                {RESIDUAL: residuals[number][None]} if transfers[number].error_feedback else {}
-                for number in numbers
-            ]
-            with jax.named_scope(f"reduce_gradients/{chosen[0].codec_name}"):
-                bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen))
-                reduced = reduce_bucket(
-                    chosen, [grads[number] for number in numbers], memory, bucket
-                )
-            for number, mean, entry in zip(numbers, *reduced, strict=True):
-                means[number] = mean.astype(grads[number].dtype)
-                after |= {number: entry[RESIDUAL][0]} if RESIDUAL in entry else {}
-        return means, after
+        after = {number: memory[str(number)][RESIDUAL][0] for number in residuals}
+        return list(means.values()), after
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

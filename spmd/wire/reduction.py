@@ -1,123 +1,243 @@
 """The mean of gradients over workers: in buckets, encoded, with error feedback.
 
-Everything here is per worker, inside a region where `axes` are manual. Gradients and memory are
-dicts by parameter path.
+Everything here is per worker, inside a region where the axes of the workers are manual. Gradients
+and memory are dicts by parameter path.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from spmd.wire.codec import CODECS
-from spmd.wire.codec.base import Bucket, Codec
+from spmd.base.specs import keep_axes, pspec, spec_axes
+from spmd.base.tree import Tree
+from spmd.wire import collectives
+from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.exact import exact_mean
 from spmd.wire.comm_log import WARM_UP
-from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.region import on_local_shards
+from spmd.wire.transfer import (
+    BUCKET_BYTES,
+    CODEC,
+    RESIDUAL,
+    Memory,
+    Transfer,
+    init_memory,
+    make_buckets,
+    memory_specs,
+)
 
-# keys of a gradient's memory, as stored in checkpoints
-# what a worker's codec has lost so far: [workers, *gradient], sharded over workers on dim 0
-RESIDUAL = "residual"
-CODEC = "codec"  # the codec's own state, equal on all workers
+Grads = dict[str, jax.Array]
 
-BUCKET_BYTES = 25 * 2**20
-MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
-
-Memory = dict[str, dict[str, Any]]
+# What `Averaging` measures in every step: the norm of a worker's residuals (root mean square over
+# workers), and |mean - exact mean| / |exact mean| of the codecs' inputs (gradients plus residuals).
+DIAGNOSTICS = ("residual_norm", "mean_error")
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """How one gradient is communicated: who owns which part of its mean, and what is sent."""
+class Averaging:
+    """How the gradients of a model are averaged over workers: what a layout's `[gradients]` builds,
+    and what each transformation of `spmd.wire` that averages makes of the shapes it is given.
 
-    shard_layout: ShardLayout
-    codec: Codec
-    error_feedback: bool
-
-    @property
-    def codec_name(self) -> str:
-        """The registered name of the codec, or that of its class."""
-        kind = type(self.codec)
-        return next(
-            (name for name, registered in CODECS.items() if registered is kind), kind.__name__
-        )
-
-
-def make_buckets(transfers: Mapping[str, Transfer], limit: int) -> list[list[str]]:
-    """Paths of the gradients that are communicated together: same codec, same axes, up to `limit`
-    bytes as float32.
-
-    Exact gradients would be copied into a bucket without getting smaller, so their limit is lower.
-    """
-    buckets: list[list[str]] = []
-    filling: dict[tuple, tuple[list[str], int]] = {}
-    for path, transfer in transfers.items():
-        layout = transfer.shard_layout
-        key, size = (transfer.codec, layout.replicated_axes), 4 * math.prod(layout.shape)
-        paths, filled = filling.get(key, ([], 0))
-        if not paths or filled + size > (
-            min(limit, MAX_EXACT_BUCKET) if transfer.codec.lossless else limit
-        ):
-            paths, filled = [], 0
-            buckets.append(paths)
-        paths.append(path)
-        filling[key] = (paths, filled + size)
-    return buckets
-
-
-def reduce_mean(
-    transfers: Mapping[str, Transfer],
-    grads: dict[str, jax.Array],
-    memory: Memory,
-    step: Any = 0,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    inside: tuple[str, ...] = (),
-    start_step: int = 0,
-) -> tuple[dict[str, jax.Array], Memory]:
-    """This worker's shards of the mean gradients, and the next memory.
-
-    Args:
-      grads: each worker's own, not yet averaged; full where workers share the mean.
-      memory: this worker's, residuals [1, ...].
+    Attributes:
+      axes: mesh axes of the workers, outermost first.
+      transfers: how each gradient is communicated, by parameter path.
+      bucket_bytes: gradients are sent in buckets of at most this many bytes, as float32.
       inside: axes along which gradients are reduced exactly first; codecs are used along the
         others.
       start_step: steps before this one are exact.
+      model_axes: the number of devices along each mesh axis that is not manual here. Of a gradient
+        whose transfer is `nested`, each device reduces its local shard along them.
+      idle_axes: those of `model_axes` along which all devices compute the same.
+      diagnostics: whether `DIAGNOSTICS` are measured.
     """
 
-    def exactly(grads: dict[str, jax.Array], memory: Memory) -> tuple[dict[str, jax.Array], Memory]:
-        with jax.named_scope("reduce_gradients/exact"):
-            return {
-                path: exact_mean(transfers[path].shard_layout, grad) for path, grad in grads.items()
-            }, memory
+    axes: tuple[str, ...]
+    transfers: Mapping[str, Transfer]
+    bucket_bytes: int = BUCKET_BYTES
+    inside: tuple[str, ...] = ()
+    start_step: int = 0
+    model_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    idle_axes: tuple[str, ...] = ()
+    diagnostics: bool = False
 
-    def encoded(grads: dict[str, jax.Array], memory: Memory) -> tuple[dict[str, jax.Array], Memory]:
-        means, after = {}, dict(memory)
-        for number, paths in enumerate(
-            make_buckets({path: transfers[path] for path in grads}, bucket_bytes)
-        ):
-            with jax.named_scope(f"reduce_gradients/{transfers[paths[0]].codec_name}/{number}"):
-                bucket = Bucket(tuple(transfers[path].shard_layout for path in paths), inside)
-                entries = [memory.get(path, {}) for path in paths]
-                reduced = reduce_bucket(
-                    [transfers[path] for path in paths],
-                    [grads[path] for path in paths],
-                    entries,
-                    bucket,
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the names of what `reduce` measures."""
+        return DIAGNOSTICS if self.diagnostics else ()
+
+    def init_memory(self, key: jax.Array, params: Mapping[str, Any], workers: int) -> Memory:
+        """Return what is kept at step 0, of as many workers; of `params` it needs nothing."""
+        del params
+        return init_memory(self.transfers, workers, key=key)
+
+    def memory_specs(self, memory: Memory) -> Tree:
+        """Return the spec of every array of a memory."""
+        return memory_specs(memory, self.axes, self.transfers)
+
+    def reduce(
+        self, grads: Grads, memory: Memory, step: Any = 0
+    ) -> tuple[Grads, Memory, jax.Array]:
+        """Return this worker's shards of the mean gradients, the next memory, and measurements.
+
+        Args:
+          grads: of all transfers or of some; each worker's own, not yet averaged; full where
+            workers share the mean.
+          memory: this worker's, residuals [1, ...].
+
+        Returns:
+          The measurements are float32[2, diagnostics], values and counts (1), equal on all workers.
+        """
+        means: Grads = {}
+        after: Memory = {}
+        measured = jnp.zeros(3)
+        for nested in (False, True):
+            part = {
+                path: self._as_sent(path, grad)
+                for path, grad in grads.items()
+                if self.transfers[path].nested == nested
+            }
+            if not part:
+                continue
+            part_memory = {path: entry for path, entry in memory.items() if path in part}
+            reduce_part = self._nested(part, part_memory) if nested else self._reduce
+            part_means, part_after, part_measured = reduce_part(part, part_memory, step)
+            means |= part_means
+            after |= part_after
+            measured += part_measured.reshape(-1, 3).sum(0)
+        means = {path: means[path].astype(grad.dtype) for path, grad in grads.items()}
+        next_memory = {path: after.get(path, entry) for path, entry in memory.items()}
+        return means, next_memory, self._summed(measured)
+
+    def _as_sent(self, path: str, grad: jax.Array) -> jax.Array:
+        dtype = self.transfers[path].dtype
+        return grad if dtype is None else grad.astype(dtype)
+
+    def _nested(self, grads: Grads, memory: Memory) -> Callable[..., Any]:
+        """Return `_reduce` on each device's local shard along the model axes."""
+        axes = tuple(self.model_axes)
+        grad_specs = {path: pspec(self.transfers[path].model_spec) for path in grads}
+        specs_of_memory = jax.tree.map(
+            lambda spec: pspec(keep_axes(spec, axes)),
+            self.memory_specs(memory),
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
+        specs = (grad_specs, specs_of_memory)
+        outputs = (*specs, PartitionSpec(self._measured_axes))
+        return on_local_shards(self._reduce, axes, (*specs, PartitionSpec()), outputs)
+
+    def _reduce(self, grads: Grads, memory: Memory, step: Any) -> tuple[Grads, Memory, jax.Array]:
+        """Return the means, the next memory, and what this device measures, float32[3]."""
+        if self.start_step:
+            with jax.named_scope(WARM_UP):
+                means, after = lax.cond(
+                    step < self.start_step, self._exactly, self._encoded, grads, memory
                 )
-            for path, mean, entry in zip(paths, *reduced, strict=True):
-                means[path] = mean.astype(grads[path].dtype)
-                after |= {path: entry} if entry else {}
-        return {path: means[path] for path in grads}, after
+        else:
+            means, after = self._encoded(grads, memory)
+        measured = jnp.zeros(3)
+        if self.diagnostics:
+            with jax.named_scope("measure"):
+                for path, grad in grads.items():
+                    entries = memory.get(path, {}), after.get(path, {})
+                    measured += self._measured(path, grad, *entries, means[path])
+        return means, after, measured
 
-    if not start_step:
-        return encoded(grads, memory)
-    with jax.named_scope(WARM_UP):
-        return lax.cond(step < start_step, exactly, encoded, grads, memory)
+    def _exactly(self, grads: Grads, memory: Memory) -> tuple[Grads, Memory]:
+        with jax.named_scope("reduce_gradients/exact"):
+            means = {
+                path: exact_mean(self.transfers[path].shard_layout, grad)
+                for path, grad in grads.items()
+            }
+        return means, memory
+
+    def _encoded(self, grads: Grads, memory: Memory) -> tuple[Grads, Memory]:
+        transfers = {path: self.transfers[path] for path in grads}
+        return reduce_buckets(
+            transfers, grads, memory, bucket_bytes=self.bucket_bytes, inside=self.inside
+        )
+
+    @property
+    def _measured_axes(self) -> tuple[str, ...]:
+        """Return the model axes whose devices add up what they measure: along others all have the
+        same.
+        """
+        return tuple(axis for axis in self.model_axes if axis not in self.idle_axes)
+
+    def _measured(
+        self,
+        path: str,
+        grad: jax.Array,
+        before: dict[str, Any],
+        after: dict[str, Any],
+        mean: jax.Array,
+    ) -> jax.Array:
+        """Return, of one gradient, squares of the residual, of the error of the mean, and of the
+        exact mean, float32[3]. They are divided by the number of devices that add the same value to
+        the sum.
+        """
+        transfer = self.transfers[path]
+        layout = transfer.shard_layout
+        codec_input, residual = grad.astype(jnp.float32), jnp.zeros(())
+        if transfer.error_feedback:
+            codec_input, residual = codec_input + before[RESIDUAL][0], after[RESIDUAL][0]
+        exact = exact_mean(layout, codec_input)
+        squares = jnp.stack(
+            [jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)]
+        )
+        copies = collectives.worker_count(layout.replicated_axes)
+        other_axes = set(self._measured_axes) - set(spec_axes(transfer.model_spec))
+        model_copies = 1
+        if transfer.nested:
+            model_copies = math.prod(self.model_axes[axis] for axis in other_axes)
+        return squares / jnp.array([layout.workers, copies, copies], jnp.float32) / model_copies
+
+    def _summed(self, measured: jax.Array) -> jax.Array:
+        """Return the diagnostics as (value, 1), float32[2, 2], from each worker's part."""
+        if not self.diagnostics:
+            return jnp.zeros((2, 0))
+        with jax.named_scope("measure"):
+            residual, error, exact = collectives.all_reduce(measured, self.axes)
+        values = jnp.stack(
+            [jnp.sqrt(residual), jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))]
+        )
+        return jnp.stack([values, jnp.ones_like(values)])
+
+
+def reduce_buckets(
+    transfers: Mapping[str, Transfer],
+    grads: Grads,
+    memory: Memory,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    inside: tuple[str, ...] = (),
+    numbered: bool = True,
+) -> tuple[Grads, Memory]:
+    """Return this worker's shards of the mean gradients, and the next memory.
+
+    Args:
+      transfers: of these gradients.
+      numbered: whether the scope of a bucket, in the log of collectives, has its number.
+    """
+    means: Grads = {}
+    after = dict(memory)
+    for number, paths in enumerate(make_buckets(transfers, bucket_bytes)):
+        chosen = [transfers[path] for path in paths]
+        scope = f"reduce_gradients/{chosen[0].codec_name}"
+        with jax.named_scope(f"{scope}/{number}" if numbered else scope):
+            bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen), inside)
+            entries = [memory.get(path, {}) for path in paths]
+            reduced = reduce_bucket(chosen, [grads[path] for path in paths], entries, bucket)
+        for path, mean, entry in zip(paths, *reduced, strict=True):
+            means[path] = mean.astype(grads[path].dtype)
+            if entry:
+                after[path] = entry
+    return {path: means[path] for path in grads}, after
 
 
 def reduce_bucket(
@@ -145,24 +265,18 @@ def reduce_bucket(
     means, kept, codec_states = transfers[0].codec.mean(inputs, codec_states, bucket)
     after = []
     for x, x_kept, codec_state, residual in zip(inputs, kept, codec_states, residuals, strict=True):
-        entry: dict[str, Any] = (
-            {}
-            if residual is None
-            else {RESIDUAL: where_finite((x - x_kept).astype(residual.dtype), residual)[None]}
-        )
-        after.append(
-            entry
-            | (
-                {CODEC: {name: leaf[None] for name, leaf in codec_state.items()}}
-                if codec_state
-                else {}
-            )
-        )
+        entry: dict[str, Any] = {}
+        if residual is not None:
+            lost = (x - x_kept).astype(residual.dtype)
+            entry[RESIDUAL] = where_finite(lost, residual)[None]
+        if codec_state:
+            entry[CODEC] = {name: leaf[None] for name, leaf in codec_state.items()}
+        after.append(entry)
     return means, after
 
 
 def where_finite(new: Any, old: Any) -> jax.Array:
-    """`new`, or `old` where that is not finite: a step that the optimizer skips must not spoil the
-    residuals of all later ones.
+    """Return `new`, or `old` where that is not finite: a step that the optimizer skips must not
+    spoil the residuals of all later ones.
     """
     return jnp.where(jnp.isfinite(new), new, old)

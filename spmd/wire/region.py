@@ -1,6 +1,6 @@
 """The region in which a transformation runs: `jax.shard_map` with the workers' axes manual."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd.base.tree import Tree, describe, dtype_of
-from spmd.base.xla import varying_axes
+from spmd.base.xla import shard_map, varying_axes
 from spmd.errors import CommunicationError, OptionError, closest, did_you_mean, short_repr
 from spmd.wire import collectives
-from spmd.wire.reduction import Transfer
+from spmd.wire.transfer import Transfer
 
 Axes = str | Sequence[str]
 
@@ -61,6 +61,21 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
             )
             raise CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix) from None
     return sizes
+
+
+def on_local_shards(
+    function: Callable[..., Any], model_axes: tuple[str, ...], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return `function` on each device's local shard along mesh axes that are not manual here; as
+    it is if there are none.
+
+    A collective in it then sends only that shard.
+    """
+    if not model_axes:
+        return function
+    # Left to XLA's partitioner, a collective on an array that is sharded over such an axis gathers
+    # the array there first (jax 0.10).
+    return shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=model_axes)
 
 
 def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], bool]:

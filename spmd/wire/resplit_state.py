@@ -13,9 +13,9 @@ from spmd.base.tree import Tree, describe, map_paths
 from spmd.errors import CommunicationError, join_names, type_name
 from spmd.wire.communication import WireState
 from spmd.wire.local_steps import LocalState
-from spmd.wire.reduction import CODEC, RESIDUAL, Memory
 from spmd.wire.server.transformation import ServerState
 from spmd.wire.states import init, specs
+from spmd.wire.transfer import CODEC, RESIDUAL, Memory
 from spmd.wire.zero import ZeroState
 
 FIX = (

@@ -23,7 +23,7 @@ from spmd.planner.memory import usable_memory
 from spmd.planner.target import load
 from spmd.train.compiled_step import prepare_program
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.wire.reduction import RESIDUAL
+from spmd.wire.transfer import RESIDUAL
 from tests.compare import assert_close
 
 ROWS, WIDTH, LAYERS = 16, 16, 5

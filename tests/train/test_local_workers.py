@@ -17,7 +17,7 @@ from flax import nnx
 import spmd
 from spmd.base.tree import flatten
 from spmd.errors import CheckpointError
-from spmd.sync.gradient_sync import OUTER, OWN, READ
+from spmd.wire.transfer import OUTER, OWN, READ
 from tests.compare import assert_close
 from tests.train.served import ALL_REDUCE, MOMENTUM, ROWS, data, far, served, train, trainer_of
 

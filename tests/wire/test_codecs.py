@@ -23,9 +23,10 @@ from spmd.layout.resolve import resolve
 from spmd.layout.schema import Batch, Layout, OptimizerState, Rule
 from spmd.mesh import MeshSpec
 from spmd.sync import gradient_sync
-from spmd.sync.gradient_sync import RESIDUAL, GradientSync
+from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec import CODECS, bfloat16, make_codec
+from spmd.wire.transfer import RESIDUAL
 from tests.compare import assert_close
 
 START = 2  # steps that reduce exactly first
@@ -235,9 +236,7 @@ class Outcome:
 
     def lossy(self):
         return [
-            path
-            for path, item in self.exchange.gradient_specs.items()
-            if item.codec_name != "exact"
+            path for path, item in self.exchange.transfers.items() if item.codec_name != "exact"
         ]
 
 
@@ -245,7 +244,7 @@ class Outcome:
 def outcome(case):
     exchange = of_case(case)
     memory = first = beginning(exchange)
-    mesh, items = exchange.mesh_axes.mesh, exchange.gradient_specs
+    mesh, items = exchange.mesh_axes.mesh, exchange.transfers
 
     def place(path, g):
         return jax.device_put(
@@ -321,8 +320,8 @@ def test_mean_error_is_within_codec_bound(case):
     # at which nothing is remembered yet
     result, workers, slot = outcome(case), WORKERS[case[2]], START
     for paths in result.exchange.buckets:
-        item = result.exchange.gradient_specs[paths[0]]
-        error = max(result.exchange.gradient_specs[path].codec.error for path in paths)
+        item = result.exchange.transfers[paths[0]]
+        error = max(result.exchange.transfers[path].codec.error for path in paths)
         error = (
             workers * 2.0**-8
             if case[0] == "bfloat16 ring" and item.codec_name == "bfloat16"
@@ -353,7 +352,7 @@ def test_exact_gradients_are_exact_to_float_rounding(case):
     exact = [
         path
         for path in SHAPES
-        if result.exchange.gradient_specs[path].codec_name == "exact" and path != "half"
+        if result.exchange.transfers[path].codec_name == "exact" and path != "half"
     ]
     # which no codec makes smaller
     few = {"exact": set(SHAPES) - {"half"}, "power_sgd": {"one", "bias"}}.get(case[0], {"one"})
@@ -715,7 +714,7 @@ def test_every_codec_is_in_every_suite():
 ])  # fmt: skip
 def test_gradient_that_codec_enlarges_is_sent_exactly(codec, options, shape, compressed):
     exchange = build(Gradients("all_reduce", codec, options, error_feedback=True), {"x": shape})
-    assert (exchange.gradient_specs["x"].codec_name == codec) is compressed
+    assert (exchange.transfers["x"].codec_name == codec) is compressed
     assert bool(exchange.init(jax.random.key(0), {})) is compressed
 
 
@@ -728,8 +727,8 @@ def test_gradients_of_one_width_are_encoded_in_one_call():
         }
         exchange = build(Gradients("all_reduce", "int8"), shapes)
         grads = {
-            path: jax.ShapeDtypeStruct((8, *item.placement.shape), jnp.float32)
-            for path, item in exchange.gradient_specs.items()
+            path: jax.ShapeDtypeStruct((8, *item.shape), jnp.float32)
+            for path, item in exchange.transfers.items()
         }
         return str(jax.make_jaxpr(make_sync(exchange, {}))(grads, {}, 0)).count(" round[")
 

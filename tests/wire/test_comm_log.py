@@ -1045,8 +1045,8 @@ def test_log_equals_bytes_of_gpu_program(devices, codec, payload):
     # a bias of 64 over 64 workers is a number each, and as int8 it would be larger
     sizes = {
         codec: [
-            math.prod(i.placement.shape)
-            for i in trainer._placed.exchange.gradient_specs.values()
+            math.prod(i.shape)
+            for i in trainer._placed.exchange.transfers.values()
             if i.codec_name == codec
         ]
         for codec in (codec, "exact")

@@ -88,8 +88,9 @@ def test_int8_with_feedback_in_a_scanned_checkpointed_stack_equals_the_exchange_
 
     def afterwards(layers, residuals, batch):
         from spmd.wire.codec.base import Bucket
-        from spmd.wire.reduction import Transfer, reduce_bucket
+        from spmd.wire.reduction import reduce_bucket
         from spmd.wire.shard_layout import ShardLayout
+        from spmd.wire.transfer import Transfer
 
         grads = jax.grad(full_loss)(layers, batch)
         transfers = []

@@ -15,11 +15,12 @@ from spmd.layout.gradients import Gradients
 from spmd.layout.resolve import resolve
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.sync.gradient_sync import CODEC, RESIDUAL, GradientSync
+from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.wire.codec.base import Bucket
 from spmd.wire.codec.power_sgd import PowerSgd, orthonormal
 from spmd.wire.shard_layout import ShardLayout
+from spmd.wire.transfer import CODEC, RESIDUAL
 
 SHAPE = (24, 16)
 
@@ -300,7 +301,7 @@ def test_min_compression_decides_exact_gradients(shape, options, compressed):
     exchange = exchange_of(
         Gradients("all_reduce", "power_sgd", options, error_feedback=True), {"p": shape}
     )
-    assert exchange.gradient_specs["p"].codec_name == ("power_sgd" if compressed else "exact")
+    assert exchange.transfers["p"].codec_name == ("power_sgd" if compressed else "exact")
 
 
 def test_uncompressed_gradient_is_sent_exactly_without_state():

@@ -17,22 +17,15 @@ import optax
 from jax import lax
 
 from spmd.base.tree import Tree, flatten
-from spmd.wire.reduction import Memory
 from spmd.wire.server.declaration import ParameterServer
-
-# keys of a parameter's memory, as stored in checkpoints; with those of `spmd.wire.reduction`
-# the parameters that each worker has read: [positions, workers, row], sharded over the servers'
-# positions on dim 0
-HELD = "held"
-SUM = "sum"  # sum of the weighted gradients of the next update: [positions, row], likewise
-GATHERED = "gathered"  # the sum of their weights, and their number: [2]
-# the servers' moving mean of squared gradients: [positions, row], sharded over positions
-SQUARES = "squares"
+from spmd.wire.transfer import GATHERED, HELD, SQUARES, SUM, Memory
 
 Leaves = dict[str, jax.Array]
 
 
-def init_memory(declared: ParameterServer, rows: jax.Array, workers: int) -> dict[str, jax.Array]:
+def init_server_memory(
+    declared: ParameterServer, rows: jax.Array, workers: int
+) -> dict[str, jax.Array]:
     """What is kept for a parameter [servers, width]: every worker has read its initial value."""
     servers, width = rows.shape
     zeros = jnp.zeros(rows.shape, jnp.float32)

@@ -15,8 +15,9 @@ from jax import lax
 from spmd.wire import collectives
 from spmd.wire.codec.base import RowCodec, packed_collective
 from spmd.wire.codec.bfloat16 import Bfloat16
-from spmd.wire.reduction import RESIDUAL, Memory, Transfer, where_finite
-from spmd.wire.server.arrivals import HELD, Leaves
+from spmd.wire.reduction import where_finite
+from spmd.wire.server.arrivals import Leaves
+from spmd.wire.transfer import HELD, RESIDUAL, Memory, Transfer
 
 Buckets = Sequence[Sequence[str]]  # paths that are communicated together
 

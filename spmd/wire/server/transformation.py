@@ -25,7 +25,6 @@ from spmd.wire.communication import (
     check_patterns,
     make_communication,
 )
-from spmd.wire.reduction import CODEC, MAX_EXACT_BUCKET, Memory, Transfer, make_buckets
 from spmd.wire.region import (
     Axes,
     as_arrays,
@@ -35,12 +34,20 @@ from spmd.wire.region import (
     check_encodable,
     check_grads,
 )
-from spmd.wire.server.arrivals import GATHERED, HELD, apply_arrivals, init_memory
+from spmd.wire.server.arrivals import apply_arrivals, init_server_memory
 from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
 from spmd.wire.server.exchange import Buckets, fetch_params, gather_rows, send_gradients
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.states import check_no_communication, check_transformation
+from spmd.wire.transfer import (
+    HELD,
+    MAX_EXACT_BUCKET,
+    Memory,
+    Transfer,
+    make_buckets,
+    partition_specs,
+)
 from spmd.wire.zero import check_elementwise, moment_specs
 
 # a server's parameters minus those that the loop carries: [servers, width], sharded over servers on
@@ -90,15 +97,7 @@ class ServerState:
     def specs(self) -> "ServerState":
         """The spec of every leaf."""
 
-        def spec(kind: str) -> PartitionSpec:
-            return PartitionSpec() if kind in (CODEC, GATHERED) else PartitionSpec(self.axes)
-
-        memory = {
-            path: {
-                kind: jax.tree.map(lambda _, k=kind: spec(k), part) for kind, part in entry.items()
-            }
-            for path, entry in self.memory.items()
-        }
+        memory = partition_specs(self.memory, self.axes)
         inner = jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs)
         return dataclasses.replace(self, step=PartitionSpec(), memory=memory, inner=inner)  # type: ignore[arg-type]
 
@@ -146,7 +145,7 @@ class Servers:
         if self.asynchronous:
             declared = self.clock.declared
             entries = {
-                path: init_memory(declared, row, self.clock.workers)
+                path: init_server_memory(declared, row, self.clock.workers)
                 | {ROUNDING: jnp.zeros_like(row)}
                 for path, row in arrays_by_path(rows).items()
             }
