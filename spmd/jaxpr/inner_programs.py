@@ -151,6 +151,27 @@ def repeats(equation: Any) -> int:
     return 1
 
 
+def counted_programs(equation: Any, cost: Callable[[Any], float]) -> list[tuple[Any, int]]:
+    """Return the jaxprs that a count of what a program does follows, and how often each runs: of
+    branches only the one that costs most.
+
+    Args:
+      equation: any; one that runs no program has none.
+      cost: of a jaxpr, in any unit.
+
+    Example:
+      >>> branches = lambda x: jax.lax.cond(x > 0, lambda x: x, lambda x: 2 * x + 1, x)
+      >>> equation = jax.make_jaxpr(branches)(1.0).eqns[-1]
+      >>> [(jaxpr, times)] = counted_programs(equation, lambda jaxpr: len(jaxpr.eqns))
+      >>> jaxpr.eqns[0].primitive.name, times
+      ('mul', 1)
+    """
+    jaxprs = list(inner_jaxprs(equation))
+    if equation.primitive.name == "cond":
+        return [(max(jaxprs, key=cost), 1)]
+    return [(jaxpr, repeats(equation)) for jaxpr in jaxprs]
+
+
 def constant_inputs(equation: Any) -> Mapping[str, Sequence[Any]] | None:
     """Return, by the param that holds a program, what the first inputs of the program are each time
     that it runs; None of an equation that is not a loop, branches, or a call without a derivative

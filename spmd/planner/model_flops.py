@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.jaxpr.inner_programs import inner_jaxprs, repeats
+from spmd.jaxpr.inner_programs import counted_programs, inner_jaxprs, repeats
 from spmd.jaxpr.programs import equations, named_axes
 from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
@@ -129,13 +129,11 @@ def flops_of(equation: Any) -> float:
         attention := attention_products(params.get("name") or "", *(x.shape for x in inputs[:2]))
     ):
         return attention
-    inner = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
-    if name == "cond":
-        return max(inner, default=0.0)
-    times = repeats(equation)
+    devices = 1
     if name == "shard_map":  # of the model's own code: its jaxpr is what one device does
-        times = math.prod(params["mesh"].shape[axis] for axis in named_axes(params))
-    return sum(inner) * times
+        devices = math.prod(params["mesh"].shape[axis] for axis in named_axes(params))
+    counted = counted_programs(equation, flops)
+    return sum(times * flops(jaxpr) for jaxpr, times in counted) * devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ import jax
 from spmd.base.deprecated import warn
 from spmd.base.tree import format_bytes
 from spmd.base.xla import scope_of
-from spmd.jaxpr.inner_programs import inner_jaxprs, repeats
+from spmd.jaxpr.inner_programs import counted_programs, inner_jaxprs
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.render.svg import bars
 
@@ -178,22 +178,21 @@ def _ops(
     jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
 ) -> Iterator[Op]:
     """Yield the collectives of a jaxpr that runs `times` times, in the scope `where`."""
+
+    def sent(inner: Any) -> int:
+        return sum(op.sent * op.count for op in _ops(inner, sizes, 1, branch, ""))
+
     for equation in jaxpr.eqns:
         here = "/".join(filter(None, (where, _scope(scope_of(equation)))))
         if equation.primitive.name in KINDS:
             yield from _ops_of(equation, sizes, times, branch, here)
-        elif equation.primitive.name != "cond":
-            for inner in inner_jaxprs(equation):
-                yield from _ops(inner, sizes, times * repeats(equation), branch, here)
-        elif here.endswith(WARM_UP):
+        elif equation.primitive.name == "cond" and here.endswith(WARM_UP):
             for number, inner in enumerate(inner_jaxprs(equation)):
                 for op in _ops(inner, sizes, times, branch, where):
                     yield dataclasses.replace(op, branch=number)
         else:
-            branches = [
-                tuple(_ops(inner, sizes, times, branch, here)) for inner in inner_jaxprs(equation)
-            ]
-            yield from max(branches, key=lambda ops: sum(op.sent * op.count for op in ops))
+            for inner, runs in counted_programs(equation, sent):
+                yield from _ops(inner, sizes, times * runs, branch, here)
 
 
 def _ops_of(
