@@ -51,7 +51,7 @@ _NAMES = {
     "spmd.sweeps.api": ("sweep",),
     "spmd.sweeps.search_space": ("log_uniform", "uniform"),
     "spmd.sweeps.successive_halving": ("Halving",),
-    "spmd.sync.param_server.simulation": ("simulate",),
+    "spmd.sync.simulation": ("simulate",),
     "spmd.train.state": ("State",),
     "spmd.trainer": ("Trainer",),
     "spmd.wire.server.declaration": ("ParameterServer",),
@@ -117,7 +117,7 @@ if TYPE_CHECKING:  # the same names, in a form that editors read
     from spmd.sweeps.api import sweep as sweep
     from spmd.sweeps.search_space import log_uniform as log_uniform, uniform as uniform
     from spmd.sweeps.successive_halving import Halving as Halving
-    from spmd.sync.param_server.simulation import simulate as simulate
+    from spmd.sync.simulation import simulate as simulate
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer
     from spmd.wire.server.declaration import ParameterServer as ParameterServer

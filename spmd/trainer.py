@@ -54,7 +54,6 @@ from spmd.run.restore_state import restore_matching, restore_state
 from spmd.run.saved_settings import data_changes, option_changes, saved_position
 from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
-from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.train.compiled_step import Program, prepare_program
 from spmd.train.evaluation import evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, Metrics
@@ -63,6 +62,7 @@ from spmd.train.skipped_updates import inner_state
 from spmd.train.state import State, check_alive, check_placed, replicated_moments
 from spmd.train.wrapped_optimizer import options_of
 from spmd.wire.comm_log import CommLog
+from spmd.wire.server.statistics import ServerStatistics
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from spmd.base.xla import from_bits, to_bits
 from spmd.errors import Problem
 from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
-from spmd.sync.param_server.packing import Storage
+from spmd.wire.server.packing import Storage
 
 # The first part of paths in a state: parameters, trained or not, and optimizer state, which mirrors
 # them.

@@ -8,12 +8,12 @@ import numpy as np
 from spmd.base.tree import format_bytes, nbytes
 from spmd.sync.build_communication import codec_applies
 from spmd.sync.gradient_sync import GradientSync
-from spmd.sync.param_server.packing import Storage
-from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.wire.codec.base import RowCodec
 from spmd.wire.comm_log import SENT
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.events import Events
+from spmd.wire.server.packing import Storage
+from spmd.wire.server.statistics import ServerStatistics
 from spmd.wire.transfer import Transfer
 
 PREVIEW_ROUNDS = 200  # rounds that are simulated ahead of a run

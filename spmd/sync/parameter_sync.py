@@ -1,18 +1,19 @@
 """Parameter communication: gather parameters from shards for use, and gather sharded updates."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from spmd.base.specs import Spec, entry_axes, keep_axes, mixes_data_axes, pspec, spec_axes
+from spmd.base.specs import Spec, keep_axes, mixes_data_axes, pspec, spec_axes
 from spmd.base.tree import Tree, flatten
 from spmd.base.xla import shard_map
 from spmd.layout.resolve import Placement
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import constrain
-from spmd.wire import collectives
-from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.codec.bfloat16 import send_rounded
+from spmd.wire.gathering import join_shards
 from spmd.wire.region import on_local_shards
 from spmd.wire.server.exchange import gather_rows
 
@@ -42,8 +43,8 @@ def gather_param(
     if outside or not sync.reduction.manual:
         return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
     with jax.named_scope("gather_params"):
-        gather = _all_gather if sync.of_quantized(path) else _gather
-        return gather(sync, placement.spec, shard, mesh_axes.data_axes)
+        rounded = not sync.of_quantized(path)
+        return _gather(sync, placement.spec, shard, mesh_axes.data_axes, rounded=rounded)
 
 
 def gather_again(sync: GradientSync, full: Tree, shards: Tree, used: Tree) -> Tree:
@@ -95,7 +96,9 @@ def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
     def local(shards: dict[str, Any]) -> dict[str, Any]:
         with jax.named_scope("gather_updates"):
             return {
-                path: _gather(sync, placements[path].state_spec, shard, extra_axes(path))
+                path: _gather(
+                    sync, placements[path].state_spec, shard, extra_axes(path), rounded=True
+                )
                 for path, shard in shards.items()
             }
 
@@ -115,36 +118,21 @@ def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(updates), list(gathered.values()))
 
 
-def _gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
-    """All-gather along `axes`, in the dtype of the layout."""
-    if sync.rounds_params and shard.dtype == jnp.float32:
-        codec = Bfloat16()
-        return codec.decode(_all_gather(sync, spec, codec.encode(shard), axes), 0)
-    return _all_gather(sync, spec, shard, axes)
-
-
-def _all_gather(sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...]) -> Any:
+def _gather(
+    sync: GradientSync, spec: Spec, shard: Any, axes: tuple[str, ...], *, rounded: bool
+) -> Any:
     """Per worker: an array that is sharded as `spec`, gathered along those of `axes` that are data
-    axes.
+    axes; `rounded`: as bfloat16, if the layout sends float32 parameters so.
     """
-    mesh_axes = sync.mesh_axes
+    data_axes, model_axes = sync.mesh_axes.data_axes, sync.mesh_axes.model_axes
+    gathered_spec = keep_axes(spec, tuple(axis for axis in data_axes if axis in axes))
 
-    def local(x: Any) -> Any:
-        for dim, entry in enumerate(spec):
-            x = collectives.all_gather(
-                x,
-                tuple(
-                    axis
-                    for axis in entry_axes(entry)
-                    if axis in axes and axis in mesh_axes.data_axes
-                ),
-                dim,
-            )
-        return x
-
-    model_axes = mesh_axes.model_axes
+    join: Callable[[Any], Any] = functools.partial(join_shards, spec=gathered_spec)
     # shards along one axis alone would be joined in the wrong order
-    if not model_axes or mixes_data_axes(spec, mesh_axes.data_axes):
-        return local(shard)
-    model_spec = pspec(keep_axes(spec, model_axes))
-    return on_local_shards(local, model_axes, model_spec, model_spec)(shard)
+    if not mixes_data_axes(spec, data_axes):
+        model_spec = pspec(keep_axes(spec, model_axes))
+        join = on_local_shards(join, model_axes, model_spec, model_spec)
+    [full] = send_rounded(
+        [shard], lambda shards: list(map(join, shards)), rounded=rounded and sync.rounds_params
+    )
+    return full

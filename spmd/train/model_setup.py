@@ -34,8 +34,7 @@ from spmd.nn.unchanged_models import with_calls
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.mesh_axes import MeshAxes
 from spmd.sync.notes import server_bytes
-from spmd.sync.param_server.packed_model import PackedModel, unpacked_for
-from spmd.sync.param_server.packing import Storage
+from spmd.sync.packed_model import PackedModel, place_packed, place_unpacked, unpacked_for
 from spmd.train.choose_frozen import choose_frozen, with_adapters
 from spmd.train.device_memory import memory_limit, tree_on_device
 from spmd.train.host_memory import check_memory, to_device
@@ -62,6 +61,7 @@ from spmd.train.state import (
 )
 from spmd.train.weight_average import average_of
 from spmd.wire.server.events import Events
+from spmd.wire.server.packing import Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +281,7 @@ class PlacedModel:
         """
         if self.storage is None or not self.storage.unpacks:
             return self.resolved
-        return self.storage.unpacked(self._fitted.layout, self._fitted.mesh)
+        return place_unpacked(self.storage, self._fitted.layout, self._fitted.mesh)
 
     def optimizer_params(self, params: Tree) -> Tree:
         """The parameters of a state as the optimizer sees them, under a trace."""
@@ -399,7 +399,7 @@ class PlacedModel:
         if self.storage is None:
             return self._fitted
         return dataclasses.replace(
-            self.storage.resolved(self._fitted.layout, self._fitted.mesh),
+            place_packed(self.storage, self._fitted.layout, self._fitted.mesh),
             frozen=self._fitted.frozen,
         )
 

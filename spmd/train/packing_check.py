@@ -14,8 +14,8 @@ import optax
 
 from spmd.base.tree import Tree
 from spmd.errors import OptimizerError, first_line
-from spmd.sync.param_server.packing import Storage
 from spmd.train.adapt_optimizer import interface_fix
+from spmd.wire.server.packing import Storage
 
 LONGEST = 160  # of a dim in the trial: longer than 128, from which optax factors second moments
 NOISE = 1e-5  # sums of float32 in another order; of what is rounded more coarsely, one rounding

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.errors import OptionError, import_extra
 from spmd.render.picture import Picture
-from spmd.sync.param_server.statistics import ServerStatistics
+from spmd.wire.server.statistics import ServerStatistics
 
 COMPUTES = "#3566c0"
 SENDS = "#c4571f"

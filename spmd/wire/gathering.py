@@ -16,7 +16,7 @@ from spmd.base.tree import Tree, describe, flatten, map_paths
 from spmd.errors import CommunicationError, OptionError, short_repr
 from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, packed_collective
-from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.codec.bfloat16 import send_rounded
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.communication import Communication, make_communication, shard_spec
 from spmd.wire.reduction import reduce_buckets
@@ -78,7 +78,7 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
                 fix="like=params, the full arrays that the gradients belong to.",
                 path=path,
             )
-        return _join(shard, spec)
+        return join_shards(shard, spec)
 
     structure = jax.tree.structure(shards)
     full = jax.tree.unflatten(
@@ -100,7 +100,8 @@ def _leaves_as(structure: Any, tree: Tree, what: str, fix: str) -> list[Any]:
         ) from None
 
 
-def _join(shard: jax.Array, spec: Spec) -> jax.Array:
+def join_shards(shard: jax.Array, spec: Spec) -> jax.Array:
+    """Return the array of which this worker has a shard; `spec` shards it over workers."""
     for dim, entry in enumerate(spec):
         shard = collectives.all_gather(shard, entry_axes(entry), dim)
     return shard
@@ -294,29 +295,20 @@ class Gathering:
 
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("gather_params"):
-            shards = [
-                x.astype(self.dtype) if self.dtype is not None and x.dtype == jnp.float32 else x
-                for x in shards
-            ]
-            rounded = [
-                self.weights == "bfloat16" and shard.dtype == jnp.float32 for shard in shards
-            ]
-            as_sent = [
-                Bfloat16().encode(shard) if encode else shard
-                for shard, encode in zip(shards, rounded, strict=True)
-            ]
-            full: list[Any] = [None] * len(shards)
-            for numbers in _small_together(
-                as_sent, [transfer.shard_layout for transfer in self.transfers]
-            ):
-                layouts = [self.transfers[number].shard_layout for number in numbers]
-                for number, gathered in zip(
-                    numbers,
-                    _all_gather([as_sent[number] for number in numbers], layouts),
-                    strict=True,
-                ):
-                    full[number] = Bfloat16().decode(gathered, 0) if rounded[number] else gathered
-            return full
+            if self.dtype is not None:
+                shards = [x.astype(self.dtype) if x.dtype == jnp.float32 else x for x in shards]
+            return send_rounded(shards, self._gather_as_is, rounded=self.weights == "bfloat16")
+
+    def _gather_as_is(self, shards: list[jax.Array]) -> list[jax.Array]:
+        layouts = [transfer.shard_layout for transfer in self.transfers]
+        full: list[Any] = [None] * len(shards)
+        for numbers in _small_together(shards, layouts):
+            gathered = _all_gather(
+                [shards[number] for number in numbers], [layouts[number] for number in numbers]
+            )
+            for number, leaf in zip(numbers, gathered, strict=True):
+                full[number] = leaf
+        return full
 
     def _reduce(
         self, grads: list[jax.Array], residuals: dict[int, jax.Array]

@@ -19,7 +19,7 @@ from spmd.base.tree import abstract, describe, flatten
 from spmd.errors import CheckpointError, DataError
 from spmd.run.checkpoint import Checkpoint, CheckpointStore
 from spmd.run.reshard_checkpoint import Repacking, Unpacked, sharded_over_devices
-from spmd.sync.param_server.packing import Storage
+from spmd.wire.server.packing import Storage
 
 # two dtypes, a scalar, an empty array, a list, layers that are alike, and sizes that nothing
 # divides

@@ -14,9 +14,10 @@ from spmd.base.specs import pspec
 from spmd.base.tree import flatten
 from spmd.layout.schema import Batch, Layout
 from spmd.mesh import MeshSpec
-from spmd.sync.param_server.packing import Storage
+from spmd.sync.packed_model import place_packed
 from spmd.wire.assignment import STRATEGIES, assign
 from spmd.wire.server.declaration import PLACEMENTS
+from spmd.wire.server.packing import Storage
 
 pytestmark = pytest.mark.optimized
 
@@ -228,7 +229,7 @@ def test_pack_gradients_under_jit(placement):
 def test_each_data_position_has_a_row(placement, servers, axes, data):
     params, storage = make(MODELS["mixed"], placement, 8, servers)
     layout, stored = Layout(batch=Batch((data,))), storage.pack(params)
-    resolved = storage.resolved(layout, MeshSpec.parse(axes))
+    resolved = place_packed(storage, layout, MeshSpec.parse(axes))
     assert (resolved.layout, resolved.mesh) == (layout, MeshSpec.parse(axes)) and set(
         resolved.placements
     ) == set(flatten(stored))
@@ -254,7 +255,7 @@ def test_each_data_position_has_a_row(placement, servers, axes, data):
 
 def test_packed_rows_are_replicated_over_other_axes():
     _, storage = make(MODELS["one"], "largest_first", 4, 4)
-    resolved = storage.resolved(Layout(), MeshSpec.parse("data=4,model=2"))
+    resolved = place_packed(storage, Layout(), MeshSpec.parse("data=4,model=2"))
     (place,) = resolved.placements.values()
     assert (
         place.spec == (("data",),) and place.shape == (4, 24) and place.copies(resolved.mesh) == 2

@@ -11,9 +11,9 @@ import pytest
 import spmd
 from spmd.errors import LayoutError, OptionError
 from spmd.sync.notes import server_bytes
-from spmd.sync.param_server.statistics import ServerStatistics
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events
+from spmd.wire.server.statistics import ServerStatistics
 
 WORKERS, ROWS = 6, 240
 TABLE = np.random.default_rng(0).integers(1, 128, (ROWS, WORKERS)) / 64

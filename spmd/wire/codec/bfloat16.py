@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,24 @@ class Bfloat16(RowCodec):
             for part, layout in zip(jnp.split(total, ends), layouts, strict=True)
         ]
         return means, [part.astype(jnp.float32) for part in sent], states
+
+
+def send_rounded(
+    params: list[jax.Array], send: Callable[[list[jax.Array]], list[jax.Array]], *, rounded: bool
+) -> list[jax.Array]:
+    """Return `send(params)`; `rounded`: what is float32 is sent as bfloat16."""
+    codec = Bfloat16()
+    encoded = [rounded and leaf.dtype == jnp.float32 for leaf in params]
+    received = send(
+        [
+            codec.encode(leaf) if encode else leaf
+            for leaf, encode in zip(params, encoded, strict=True)
+        ]
+    )
+    return [
+        codec.decode(leaf, 0) if decode else leaf
+        for leaf, decode in zip(received, encoded, strict=True)
+    ]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jax import lax
 
 from spmd.wire import collectives
 from spmd.wire.codec.base import RowCodec, packed_collective
-from spmd.wire.codec.bfloat16 import Bfloat16
+from spmd.wire.codec.bfloat16 import send_rounded
 from spmd.wire.reduction import where_finite
 from spmd.wire.server.arrivals import Leaves
 from spmd.wire.transfer import HELD, RESIDUAL, Memory, Transfer
@@ -79,16 +79,11 @@ def _send_params(
     params: list[jax.Array], rows: int, collective: Callable[[jax.Array], jax.Array], rounded: bool
 ) -> list[jax.Array]:
     """Send parameters [rows, ...] in one collective."""
-    as_bfloat16 = [rounded and leaf.dtype == jnp.float32 for leaf in params]
-    sent = [
-        Bfloat16().encode(leaf) if is_rounded else leaf
-        for leaf, is_rounded in zip(params, as_bfloat16, strict=True)
-    ]
-    received = packed_collective(sent, rows, collective)
-    return [
-        Bfloat16().decode(leaf, 0) if is_rounded else leaf
-        for leaf, is_rounded in zip(received, as_bfloat16, strict=True)
-    ]
+
+    def send(leaves: list[jax.Array]) -> list[jax.Array]:
+        return packed_collective(leaves, rows, collective)
+
+    return send_rounded(params, send, rounded=rounded)
 
 
 def send_gradients(

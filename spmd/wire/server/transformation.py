@@ -4,6 +4,7 @@ servers, too.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from spmd.wire.server.arrivals import apply_arrivals, init_server_memory
 from spmd.wire.server.clock import local_fix
 from spmd.wire.server.events import Events
 from spmd.wire.server.exchange import Buckets, fetch_params, gather_rows, send_gradients
+from spmd.wire.server.packing import from_server_rows, to_server_rows
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.states import check_no_communication, check_transformation
 from spmd.wire.transfer import (
@@ -95,8 +97,7 @@ class ServerState:
     inner_specs: tuple[PartitionSpec, ...]  # of the leaves of `inner`
 
     def specs(self) -> "ServerState":
-        """The spec of every leaf."""
-
+        """Return the spec of every leaf."""
         memory = partition_specs(self.memory, self.axes)
         inner = jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs)
         return dataclasses.replace(self, step=PartitionSpec(), memory=memory, inner=inner)  # type: ignore[arg-type]
@@ -109,7 +110,7 @@ class ServerState:
             return params
         params, sizes = as_arrays(params), bound_sizes(self.axes)
         held = fetch_params(self.memory, _exact_buckets(_pack_all(params, sizes), sizes), self.axes)
-        return map_paths(lambda path, leaf: _unpack(held[path][0], leaf), params)
+        return map_paths(lambda path, leaf: from_server_rows(held[path][0], leaf), params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Servers:
         full = gather_rows(
             arrays_by_path(change), _exact_buckets(_pack_all(params, sizes), sizes), self.axes
         )
-        updates = map_paths(lambda path, leaf: _unpack(full[path], leaf), params)
+        updates = map_paths(lambda path, leaf: from_server_rows(full[path], leaf), params)
         return updates, dataclasses.replace(state, step=state.step + 1, memory=memory, inner=inner)
 
     def _apply_mean(
@@ -435,25 +436,13 @@ def parameter_server(
 
 
 def _count(sizes: Mapping[str, int]) -> int:
-    workers = 1
-    for size in sizes.values():
-        workers *= size
-    return workers
+    return math.prod(sizes.values())
 
 
 def _pack_all(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """Every array as [servers, width], padded with zeros."""
     servers = _count(sizes)
-
-    def pack(leaf: jax.Array) -> jax.Array:
-        width = -(-leaf.size // servers)
-        return jnp.pad(leaf.reshape(-1), (0, servers * width - leaf.size)).reshape(servers, width)
-
-    return jax.tree.map(pack, tree)
-
-
-def _unpack(packed: jax.Array, like: jax.Array) -> jax.Array:
-    return packed.reshape(-1)[: like.size].reshape(like.shape)
+    return jax.tree.map(lambda leaf: to_server_rows(leaf, servers, servers), tree)
 
 
 def _exact_buckets(packed: Tree, sizes: Mapping[str, int]) -> Buckets:

@@ -1,4 +1,6 @@
-"""A model whose parameters are stored in packed rows, and unpacked where the model is called."""
+"""A model whose parameters are stored by servers, in packed rows, and unpacked where the model is
+called.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,9 +9,40 @@ from typing import Any
 import jax
 import optax
 
-from spmd.base.tree import Tree
+from spmd.base.specs import make_entry
+from spmd.base.tree import Tree, flatten, nbytes
+from spmd.layout.resolve import Placement, Resolved, spread
+from spmd.layout.schema import Layout
+from spmd.mesh import MeshSpec
 from spmd.models.base import Call, Model, Variables, WrappedModel
-from spmd.sync.param_server.packing import Storage
+from spmd.wire.server.packing import Storage
+
+
+def place_packed(storage: Storage, layout: Layout, mesh: MeshSpec) -> Resolved:
+    """Return where the stored arrays live: a row on each position along the data axes."""
+    spec = (layout.data_axes(),)
+    stored = flatten(jax.eval_shape(storage.pack, storage.like))
+    source = f"servers, {storage.placement}"
+    placements = {
+        path: Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, source)
+        for path, leaf in stored.items()
+    }
+    return Resolved(layout, mesh, placements)
+
+
+def place_unpacked(storage: Storage, layout: Layout, mesh: MeshSpec) -> Resolved:
+    """Return where unpacked parameters live, for an optimizer that sees them so: replicated, and
+    its state split over the data axes.
+    """
+    sizes = {make_entry(layout.data_axes()): storage.positions}
+    source = "unpacked from the servers"
+    placements = {}
+    for path, leaf in flatten(storage.like).items():
+        spec = spread(leaf.shape, sizes)
+        placements[path] = Placement(
+            path, leaf.shape, str(leaf.dtype), nbytes(leaf), (), spec, source
+        )
+    return Resolved(layout, mesh, placements)
 
 
 class PackedModel(WrappedModel):

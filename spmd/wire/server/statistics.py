@@ -9,9 +9,9 @@ import numpy as np
 
 from spmd.base.deprecated import warn
 from spmd.base.tree import format_bytes
-from spmd.sync.param_server.timeline import GradientSpans, spans
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events
+from spmd.wire.server.timeline import GradientSpans, spans
 from spmd.wire.server.timing import Network
 
 MAX_ROWS = 10  # printed workers; of more, those that compute least and most

@@ -1,7 +1,7 @@
-"""Parameters as the servers store them: packed into rows, one per position along the data axes.
+"""Parameters as servers store them: packed into rows, one per position along the data axes.
 
-Packing moves numbers and changes no bit. Arrays here are global; `Storage.resolved` decides where
-they live.
+Packing moves numbers and changes no bit. Arrays here are full; where their rows live is decided
+elsewhere.
 """
 
 import dataclasses
@@ -12,13 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.base.specs import make_entry
-from spmd.base.tree import Tree, flatten, map_paths, nbytes
+from spmd.base.tree import Tree, flatten, map_paths
 from spmd.base.xla import move_bits
-from spmd.layout.resolve import Placement, Resolved, spread
-from spmd.layout.schema import Layout
-from spmd.mesh import MeshSpec
 from spmd.wire.assignment import Assignment, assign
+
+
+def to_server_rows(leaf: jax.Array, servers: int, positions: int) -> jax.Array:
+    """Return an array split over servers, [positions, width]: a row for each, padded with zeros;
+    positions that are no servers have rows of zeros.
+
+    >>> to_server_rows(jnp.arange(1.0, 4.0), servers=2, positions=3).tolist()
+    [[1.0, 2.0], [3.0, 0.0], [0.0, 0.0]]
+    """
+    width = -(-leaf.size // servers)
+    padding = positions * width - leaf.size
+    return jnp.pad(leaf.reshape(-1), (0, padding)).reshape(positions, width)
+
+
+def from_server_rows(rows: jax.Array, like: Any) -> jax.Array:
+    """Return the array of the shape of `like` that has these rows, of all servers."""
+    return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,55 +85,19 @@ class Storage:
         """Whether every parameter is split over all servers."""
         return self.placement == "sliced"
 
-    def resolved(self, layout: Layout, mesh: MeshSpec) -> Resolved:
-        """Where the stored arrays live: a row on each position along the data axes."""
-        spec = (layout.data_axes(),)
-        stored = flatten(jax.eval_shape(self.pack, self.like))
-        source = f"servers, {self.placement}"
-        placements = {
-            path: Placement(path, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, source)
-            for path, leaf in stored.items()
-        }
-        return Resolved(layout, mesh, placements)
-
-    def unpacked(self, layout: Layout, mesh: MeshSpec) -> Resolved:
-        """Unpacked parameters, for an optimizer that sees them so: replicated, and its state split
-        over the data axes.
-        """
-
-        def place(path: str, leaf: Any) -> Placement:
-            sizes = {make_entry(layout.data_axes()): self.positions}
-            return Placement(
-                path,
-                leaf.shape,
-                str(leaf.dtype),
-                nbytes(leaf),
-                (),
-                spread(leaf.shape, sizes),
-                "unpacked from the servers",
-            )
-
-        return Resolved(
-            layout, mesh, {path: place(path, leaf) for path, leaf in flatten(self.like).items()}
-        )
-
     def pack(self, params: Tree) -> Tree:
         """Parameters (or their gradients) as they are stored."""
         return move_bits(self._packed, params)
 
     def _packed(self, params: Tree) -> Tree:
         if self.sliced:
-            return jax.tree.map(self._slice, params)
+            return jax.tree.map(
+                lambda leaf: to_server_rows(leaf, self.servers, self.positions), params
+            )
         flat = flatten(params)
         return {
             dtype: self._stack(assignment, flat) for dtype, assignment in self.assignments.items()
         }
-
-    def _slice(self, leaf: jax.Array) -> jax.Array:
-        width = -(-leaf.size // self.servers)
-        return jnp.pad(leaf.reshape(-1), (0, self.positions * width - leaf.size)).reshape(
-            self.positions, width
-        )
 
     def _stack(self, assignment: Assignment, flat: dict[str, Any]) -> jax.Array:
         width, rows = max(assignment.load), []
@@ -148,11 +125,7 @@ class Storage:
         """
         if self.sliced:
             return jax.tree.map(
-                lambda leaf, rows: (
-                    rows[: self.servers].reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
-                ),
-                self.like,
-                stored,
+                lambda leaf, rows: from_server_rows(rows[: self.servers], leaf), self.like, stored
             )
 
         def view(path: str, leaf: Any) -> jax.Array:

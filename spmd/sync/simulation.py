@@ -7,11 +7,11 @@ from spmd.layout.check import fit_layout
 from spmd.layout.gradients import Gradients
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec
-from spmd.sync.param_server.statistics import ServerStatistics
-from spmd.sync.param_server.timeline import check_number
 from spmd.wire.server.clock import check_bytes
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events
+from spmd.wire.server.statistics import ServerStatistics
+from spmd.wire.server.timeline import check_number
 
 
 def simulate(
