@@ -30,7 +30,7 @@ import spmd
 from spmd.base.tree import map_paths
 from spmd.sync import parameter_sync
 from spmd.sync.gradient_sync import GradientSync
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.step import train_step
 
@@ -137,7 +137,7 @@ def program(devices: list, arm: str):
     )
     rows = PER_GPU * len(devices)
     tokens = jax.ShapeDtypeStruct((rows, LENGTH), np.int32)
-    ready = Program(placed, {"tokens": tokens, "targets": tokens})
+    ready = TrainingProgram(placed, {"tokens": tokens, "targets": tokens})
     over_data = NamedSharding(mesh, PartitionSpec("data"))
     batch = map_paths(
         lambda _, s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=over_data), ready.sample

@@ -64,7 +64,7 @@ from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch, as_watch, check_watch
 from spmd.run.work import PeakSeconds, Work, tokens_per_row
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.state import State
 from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
@@ -382,7 +382,7 @@ def fit(
         trainer.placed.compiling = functools.partial(_compiling, account, visible)
         program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
     measure = trainer.measure_averaged if eval_average else trainer.measure
-    check_source(reader, program.clock, pad=program.pad_training, steps=steps, epochs=epochs)
+    check_source(reader, program.clock, pad=program.loss.pads, steps=steps, epochs=epochs)
     eval_names = [
         f"eval_{name}"
         for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)
@@ -496,7 +496,7 @@ def _compiling(account: TimeAccount, display: Any) -> Iterator[None]:
         yield
 
 
-def work_of(program: Program) -> Work:
+def work_of(program: TrainingProgram) -> Work:
     """What a row is for the devices of a program; their peak is known for GPUs that a shipped
     target describes.
     """
@@ -538,7 +538,7 @@ def _check_evaluation(
     eval_average: bool,
     config: Checkpoint | None,
     trainer: Trainer,
-    program: Program,
+    program: TrainingProgram,
 ) -> tuple[str, ...]:
     """The metrics of the evaluation; options that concern an evaluation are refused without one."""
     best = config.best if config is not None else None
@@ -559,7 +559,7 @@ def _check_evaluation(
     return (
         trainer.check_evaluation(eval_data)
         if is_arrays(eval_data) or isinstance(eval_data, Records)
-        else program.evaluation.names
+        else program.evaluation.outputs.names
     )
 
 

@@ -54,8 +54,8 @@ from spmd.run.restore_state import restore_matching, restore_state
 from spmd.run.saved_settings import data_changes, option_changes, saved_position
 from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
 from spmd.sync.notes import notes as exchange_notes, server_notes
-from spmd.train.compiled_step import Program, prepare_program
-from spmd.train.evaluation import evaluation_program, measured
+from spmd.train.compiled_step import TrainingProgram, prepare_program
+from spmd.train.evaluation import EvaluationProgram, evaluation_program, measured
 from spmd.train.metrics import IN_FLIGHT, Metrics
 from spmd.train.model_setup import PlacedModel, TrainConfig
 from spmd.train.skipped_updates import inner_state
@@ -126,9 +126,9 @@ class Trainer:
         self.layout = Layout.load(layout)
         self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
         self._placed = PlacedModel(config, self.mesh, self.layout)
-        self._program: Program | None = None
+        self._program: TrainingProgram | None = None
         self._placer: Placer | None = None
-        self._evaluations: dict[Any, tuple[Program, Placer]] = {}  # by the kind of batch
+        self._evaluations: dict[Any, tuple[EvaluationProgram, Placer]] = {}  # by the kind of batch
         self._in_flight: collections.deque[Metrics] = collections.deque()
         self._checkpoints = LoopCheckpoints()
         # the newest state, if it is still there, and its step
@@ -351,7 +351,9 @@ class Trainer:
             meta |= {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
         self._checkpoints.save(config, state, int(state.step), meta, metrics or {})
 
-    def about(self, source: Source | None, program: Program | None = None) -> dict[str, Any]:
+    def about(
+        self, source: Source | None, program: TrainingProgram | None = None
+    ) -> dict[str, Any]:
         """The description of a run in its checkpoints, besides the arrays and the position; without
         `data` if there is no source.
         """
@@ -360,7 +362,7 @@ class Trainer:
         if program is not None:
             chosen = {
                 "accumulated gradients of stacks": program.accumulated,
-                "parameters gathered by layer": program.by_layer,
+                "parameters gathered by layer": len(program.sync.layerwise),
             }
         return {
             **({} if source is None else {"data": {**source.fingerprint(), "seed": config.seed}}),
@@ -409,7 +411,7 @@ class Trainer:
         return self._placed.model.rebuild(state.variables)
 
     @outside_of_mesh()
-    def prepare(self, sample: Tree) -> tuple[Program, Placer]:
+    def prepare(self, sample: Tree) -> tuple[TrainingProgram, Placer]:
         """The compiled functions for full batches shaped like `sample`; checked now, compiled at
         the first call.
         """
@@ -418,11 +420,13 @@ class Trainer:
             self._placed = self._program.placed
             workers = self._placed.exchange.worker_count
             self._placer = self._make_placer(
-                self._program, pad=self._program.pad_training, workers=workers
+                self._program, pad=self._program.loss.pads, workers=workers
             )
         return self._program, self._placer
 
-    def _make_placer(self, program: Program, *, pad: bool, workers: int | None = None) -> Placer:
+    def _make_placer(
+        self, program: TrainingProgram | EvaluationProgram, *, pad: bool, workers: int | None = None
+    ) -> Placer:
         resolved = self.resolved
         return Placer(
             self.mesh,
@@ -556,7 +560,7 @@ class Trainer:
         check_alive(state)
         count = int(state.step)
         while (epoch := at.epoch) < epochs:
-            rounds = epoch_batches(reader, program.clock, at, count, pad=program.pad_training)
+            rounds = epoch_batches(reader, program.clock, at, count, pad=program.loss.pads)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
                 for batch in (
                     uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}")
@@ -705,18 +709,19 @@ class Trainer:
         """Names of what evaluation measures on arrays or records, which is traced: what does not
         fit is raised before training.
         """
-        return self._evaluation(self._eval_source(data, None).sample())[0].evaluation.names
+        return self._evaluation(self._eval_source(data, None).sample())[0].outputs.names
 
-    def _evaluation(self, sample: Tree) -> tuple[Program, Placer]:
+    def _evaluation(self, sample: Tree) -> tuple[EvaluationProgram, Placer]:
         """The functions for evaluation batches like `sample`; they fix nothing about the batches
         that are trained on.
         """
         kind = batch_signature(sample)
         if kind not in self._evaluations:
-            program = evaluation_program(self._placed, sample, self._program)
+            trained = None if self._program is None else self._program.evaluation
+            program = evaluation_program(self._placed, sample, trained)
             self._evaluations[kind] = (
                 program,
-                self._make_placer(program, pad=program.evaluation.pads),
+                self._make_placer(program, pad=program.outputs.pads),
             )
         return self._evaluations[kind]
 
@@ -748,10 +753,11 @@ class Trainer:
           DataError: the model fails on inputs of these shapes.
         """
         check_alive(state)
-        program = self._program or next(
-            (program for program, _ in reversed(self._evaluations.values())), None
-        )
-        if program is None:
+        if self._program is not None:
+            program = self._program.evaluation
+        elif self._evaluations:
+            program, _ = next(reversed(self._evaluations.values()))
+        else:
             fix = (
                 "trainer.prepare(batch) first, with arrays like a batch of training, or with their "
                 "shapes."

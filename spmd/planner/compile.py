@@ -30,7 +30,7 @@ from spmd.planner.cluster import Cluster
 from spmd.planner.gpu_kernels import VERSION, gpu_of
 from spmd.planner.target import Target
 from spmd.program_cache.folder import cache_folder
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.compiler_options import check_buffering
 
 PLUGIN = "jax_cuda13_plugin"
@@ -106,7 +106,7 @@ def widened_dtype(precision: str, compiled: Compiled) -> str:
 
 
 def compile_step(
-    program: Program,
+    program: TrainingProgram,
     cluster: Cluster,
     *,
     timeout: float = 600.0,
@@ -124,7 +124,7 @@ def compile_step(
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
     exact = platform == cluster.target.platform
-    options = dict(program.compiler_options) if exact else {}
+    options = dict(program.functions.options) if exact else {}
     layout = program.placed.resolved.layout
     # the request is the key of the cache: whatever changes the program is in it
     blob = pickle.dumps(_request(program, cluster, platform, options))
@@ -148,7 +148,7 @@ def compile_step(
 
 
 def _request(
-    program: Program, cluster: Cluster, platform: str, options: dict[str, Any]
+    program: TrainingProgram, cluster: Cluster, platform: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return everything that the compile server needs, and that the program depends on.
 

@@ -25,7 +25,7 @@ from spmd.planner.timeline import SyncPeriod, sync_period
 from spmd.planner.traffic import reduction_time
 from spmd.render.html import Html, filled, framed
 from spmd.sync.notes import exact_bytes
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.timing import Network
 
@@ -245,7 +245,7 @@ def _share(plan: Plan, codec: str) -> float:
     # the model's own code may name each axis
     sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {layout.data_axes()[-1]: 2}
     two = placed.with_layout(abstract_mesh(MeshSpec(tuple(sizes.items()))), layout)
-    program = Program(two, plan.program.sample)
+    program = TrainingProgram(two, plan.program.sample)
     return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)
 
 

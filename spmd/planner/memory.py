@@ -21,7 +21,7 @@ from spmd.planner.hlo import Module, arrays_of, plain_scopes
 from spmd.planner.overhead import Item, likelihood, overhead_items, program_items, total
 from spmd.planner.target import Overhead, Target
 from spmd.render.sparkline import gauge
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.device_memory import in_host_memory, memory_limit, on_device, tree_on_device
 from spmd.wire.transfer import HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 
@@ -360,7 +360,9 @@ def usable_memory(target: Target) -> int | None:
     return int(target.memory - target.overhead.runtime.expected)
 
 
-def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Cluster) -> Memory:
+def memory_of(
+    program: TrainingProgram, compiled: Compiled, module: Module, cluster: Cluster
+) -> Memory:
     """Return the memory of a compiled step."""
     target = cluster.target
     state, batch, weights, events = program.arguments
@@ -407,7 +409,7 @@ def memory_of(program: Program, compiled: Compiled, module: Module, cluster: Clu
     )
 
 
-def _gradients(program: Program, params: Tree) -> int:
+def _gradients(program: TrainingProgram, params: Tree) -> int:
     """Return the bytes of reduced gradients, sharded as the reduction leaves them."""
     placed = program.placed
     resolved, mean_spec = placed.resolved, placed.exchange.reduction.mean_spec
@@ -444,7 +446,7 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
     return tuple(largest)
 
 
-def check_step_memory(program: Program) -> str | None:
+def check_step_memory(program: TrainingProgram) -> str | None:
     """Return the memory of a step on a full batch, as one line; None if devices do not report
     their limit.
 

@@ -15,7 +15,7 @@ from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner.cost import attention_products
 from spmd.train.activations import Seen
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.loss_trace import trace_objective
 
 # a backward pass takes twice the operations of the forward pass (Chowdhery et al. 2022,
@@ -24,7 +24,7 @@ PASSES = 3
 WIDEST = 8  # outputs for each input of a layer inside a model; a head over a vocabulary has more
 
 
-def trace_model(program: Program) -> Any:
+def trace_model(program: TrainingProgram) -> Any:
     """The jaxpr of the loss on a full batch, for a single device, with attention as it is
     written.
     """
@@ -149,7 +149,7 @@ class LargeProducts:
     logits: frozenset[tuple[int, int]]
 
 
-def large_products(program: Program, jaxpr: Any) -> LargeProducts:
+def large_products(program: TrainingProgram, jaxpr: Any) -> LargeProducts:
     """Those of a program whose loss has this jaxpr."""
     leaves = jax.tree.leaves(program.sample)
     lengths = {size for leaf in leaves for size in leaf.shape[1:]}

@@ -32,7 +32,7 @@ from spmd.planner.model_flops import LargeProducts
 from spmd.planner.timeline import SyncPeriod, Timeline, Wait, unmarked_parts
 from spmd.planner.traffic import Traffic, Transfer, latency, sites_of, transfer_time
 from spmd.sync.notes import notes as exchange_notes
-from spmd.train.compiled_step import Program, prepare_program
+from spmd.train.compiled_step import TrainingProgram, prepare_program
 from spmd.train.compiler_options import AT_ONCE
 from spmd.train.model_setup import PlacedModel
 from spmd.wire.server.declaration import ParameterServer
@@ -56,7 +56,7 @@ GEMM = re.compile(r"gemm|matmul")
 
 
 def plan_notes(
-    program: Program,
+    program: TrainingProgram,
     cluster: Cluster,
     compiled: Compiled,
     module: Module,
@@ -97,7 +97,7 @@ def plan_notes(
     return notes
 
 
-def _traffic_notes(program: Program, traffic: Traffic) -> Iterator[str]:
+def _traffic_notes(program: TrainingProgram, traffic: Traffic) -> Iterator[str]:
     """Note communication that the layout does not ask for: reductions in low precision, and moved
     activations.
     """
@@ -142,13 +142,13 @@ def _pool_note(memory: Memory) -> list[str]:
     return [f"note: {reserved}; this step needs {needed}."]
 
 
-def _retried(program: Program, compiled: Compiled) -> list[str]:
+def _retried(program: TrainingProgram, compiled: Compiled) -> list[str]:
     """Note options of the compiler that were needed because XLA failed without them."""
     if not compiled.retried:
         return []
     changed = {}
     for name, value in compiled.options.items():
-        if program.compiler_options.get(name) != value:
+        if program.functions.options.get(name) != value:
             changed[name] = value
     options = ", ".join(f"{name}={as_toml(value)}" for name, value in changed.items())
     fix = f"fit does the same; {AT_ONCE}"
@@ -336,7 +336,7 @@ def _rematerialized(timeline: Timeline) -> list[str]:
 
 
 def small_collectives(
-    program: Program, traffic: Traffic, timeline: Timeline, cluster: Cluster
+    program: TrainingProgram, traffic: Traffic, timeline: Timeline, cluster: Cluster
 ) -> list[str]:
     """Note many collectives that send little each, where the layout keeps them separate."""
     layout = program.placed.resolved.layout
@@ -371,7 +371,7 @@ def small_collectives(
 
 
 def gathered_stacks(
-    program: Program, traffic: Traffic, cluster: Cluster, least: float
+    program: TrainingProgram, traffic: Traffic, cluster: Cluster, least: float
 ) -> list[str]:
     """Note stacks that are gathered in full before the loop over their layers, `least` bytes or
     more, where they need not be.
@@ -408,7 +408,7 @@ def gathered_stacks(
     ]
 
 
-def _sharded_stacks(program: Program) -> dict[int, str]:
+def _sharded_stacks(program: TrainingProgram) -> dict[int, str]:
     """Return the paths of sharded stacks that are not gathered by layer, by the number of elements
     on a device, once gathered.
     """

@@ -41,7 +41,7 @@ from spmd.planner.timeline import (
     timeline_of,
 )
 from spmd.planner.traffic import Traffic, Transfer, traffic_of
-from spmd.train.compiled_step import Program, prepare_program
+from spmd.train.compiled_step import TrainingProgram, prepare_program
 from spmd.train.model_setup import PlacedModel
 from spmd.wire.server.declaration import ParameterServer
 
@@ -146,7 +146,7 @@ class PlanData:
     schedules: Mapping[str, Schedule]
     compiled: Compiled
     notes: tuple[str, ...]
-    program: Program = dataclasses.field(repr=False)
+    program: TrainingProgram = dataclasses.field(repr=False)
     period: SyncPeriod
 
     @property

@@ -26,7 +26,7 @@ from spmd.jaxpr.primitives import Kind, of_kind
 from spmd.layout.resolve import Names, each_name, named_spec
 from spmd.layout.schema import Layout, Rule
 from spmd.planner.model_flops import trace_model
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 
 # names that shipped layouts have in their [axes]
 STREAM, HIDDEN, HEADS, VOCABULARY = "embed", "mlp", "heads", "vocab"
@@ -97,7 +97,7 @@ class Axes:
             self.join(one, other)
 
 
-def names_of(program: Program) -> dict[str, Names]:
+def names_of(program: TrainingProgram) -> dict[str, Names]:
     """Return logical axis names by path of a parameter, of those that have any: "embed" for the
     axis of most parameters, and "mlp", "heads" or "vocab" for axes of which each matrix has one at
     most; {} if there are none.
@@ -196,7 +196,7 @@ def _last_of_each(entries: Sequence[str | None]) -> list[str | None]:
     return [None if name in entries[place + 1 :] else name for place, name in enumerate(entries)]
 
 
-def without_names(layouts: Sequence[Layout], program: Program) -> tuple[Layout, ...]:
+def without_names(layouts: Sequence[Layout], program: TrainingProgram) -> tuple[Layout, ...]:
     """Return layouts for a model whose parameters have no name of their `[axes]`: those tables
     become rules by path, as `names_of` says.
     """

@@ -115,7 +115,7 @@ class Info:
     @property
     def suspects(self) -> str:
         """Known causes of a NaN in a batch under this loss, as the end of a sentence."""
-        return self._control.config.program.nan_causes
+        return self._control.config.program.loss.nan_causes
 
     @property
     def nonfinite(self) -> str:

@@ -17,7 +17,7 @@ from spmd.run.schedule import RunSchedule
 from spmd.run.time_account import TimeAccount
 from spmd.run.watch import Watch
 from spmd.run.work import Work
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.state import State
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class LoopConfig:
       watch: which steps have histograms.
     """
 
-    program: Program
+    program: TrainingProgram
     source: Source
     placer: Placer
     schedule: RunSchedule

@@ -51,7 +51,7 @@ class StepDispatcher:
             config.program.clock,
             run.position,
             run.step,
-            pad=config.program.pad_training,
+            pad=config.program.loss.pads,
             retries=config.data_retries,
             stops=lambda: bool(self._control.watchdog.stop_reason),
         )

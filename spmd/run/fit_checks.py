@@ -10,14 +10,14 @@ import jax
 from spmd.distributed.consistency import check_consistency
 from spmd.distributed.watchdog import current
 from spmd.run.callbacks import Callback
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.sync_schedule import unsynced_steps
 
 
 def check_processes_agree(
-    program: Program, hooks: list[Callback], options: Mapping[str, Any]
+    program: TrainingProgram, hooks: list[Callback], options: Mapping[str, Any]
 ) -> None:
     """Compare what must be equal in all processes: options, layout, shapes, and the text of the
     step's program.
@@ -25,7 +25,7 @@ def check_processes_agree(
     if jax.process_count() == 1:
         return
     facts = {"devices of each process": str(jax.local_device_count())}
-    for name, value in program.compiler_options.items():
+    for name, value in program.functions.options.items():
         facts[f"compiler option {name}"] = str(value)
     # Only callbacks that run programs on the devices of all processes must be equal in all.
     together = {type(hook).__name__: hook.every for hook in hooks if hook.together}

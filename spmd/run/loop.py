@@ -46,7 +46,7 @@ class Loop:
         self._dispatcher = StepDispatcher(config, run, control, self._metrics, self._intervals)
         self._evaluator = Evaluator(config, run, control, self._metrics)
         self._saver = Saver(control, self._metrics, self._evaluator, self._intervals)
-        program.say = config.progress.say
+        program.functions.say = config.progress.say
         if config.store is not None and jax.process_index() == 0:
             config.store.remove_leftovers()
             history.write_to(config.store.folder, after=step)

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.histograms import check_countable, read_counts
 
 # by kind ("parameters" or "gradients") and path, on the devices
@@ -85,7 +85,9 @@ def as_watch(value: Any) -> Watch | None:
     return Watch(value)
 
 
-def check_watch(watch: Watch | None, program: Program, traced: range, *, recorded: bool) -> None:
+def check_watch(
+    watch: Watch | None, program: TrainingProgram, traced: range, *, recorded: bool
+) -> None:
     """Check that a run can be watched.
 
     Args:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.base.tree import flatten
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.metrics import PerExample
 
 TEXT = ("tokens", "input_ids")  # keys of a batch
@@ -66,7 +66,7 @@ class Work:
 UNKNOWN = Work()
 
 
-def tokens_per_row(program: Program) -> int:
+def tokens_per_row(program: TrainingProgram) -> int:
     """Return the length of the rows of a batch of text, 0 for others.
 
     A batch is text if it has an integer array [rows, length] under "tokens" or "input_ids", at any

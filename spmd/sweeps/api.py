@@ -35,7 +35,7 @@ from spmd.sweeps.storage import SweepStore, is_writer, owned, spelled
 from spmd.sweeps.successive_halving import Halving
 from spmd.sweeps.train_chunk import Piece, calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.model_setup import TrainConfig
 from spmd.train.program_facts import text_facts
 from spmd.train.state import checksums
@@ -339,14 +339,18 @@ def _packed(
 
 
 def _measure(
-    score: str | None, mode: str, study: SweepConfig, program: Program, space: Mapping[str, Any]
+    score: str | None,
+    mode: str,
+    study: SweepConfig,
+    program: TrainingProgram,
+    space: Mapping[str, Any],
 ) -> tuple[str, str]:
     """The name and mode of the metric that ranks trials; no hyper-parameter may have the name of a
     column of the table.
     """
     if mode not in ("min", "max"):
         raise OptionError(f'mode="{mode}".', fix=did_you_mean(mode, ("min", "max")))
-    evaluated = [f"eval_{metric}" for metric in program.evaluation.names]
+    evaluated = [f"eval_{metric}" for metric in program.evaluation.outputs.names]
     scores = list(program.names)
     name = "loss"
     if study.eval_data is not None:

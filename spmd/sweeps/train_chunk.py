@@ -59,11 +59,9 @@ def calls(
     """The calls of a program's steps."""
     program = packed.program
     # XLA:CPU runs a convolution inside a loop an order of magnitude slower
-    if program.has_convolutions and program.placed.platform == "cpu":
+    if program.loss.unrolls:
         limit = 1
-    return pieces(
-        packed.study.data, start, stop, limit=limit, every=every, pad=program.pad_training
-    )
+    return pieces(packed.study.data, start, stop, limit=limit, every=every, pad=program.loss.pads)
 
 
 class Rows:
@@ -164,7 +162,7 @@ class Chunk:
     def evaluate(self) -> list[dict[str, float]]:
         """The loss and metrics on all rows of the evaluation's data, for each trial."""
         source = self.packed.study.eval_data
-        evaluation = self.packed.program.evaluation
+        evaluation = self.packed.program.evaluation.outputs
         if source is None:
             return [{} for _ in self.trials]
         total = np.zeros(())

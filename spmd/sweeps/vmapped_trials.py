@@ -25,6 +25,8 @@ from spmd.train.compiled_step import prepare_program
 from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
+from spmd.train.step import Step, already_in_shard_map, scan_steps, train_step
+from spmd.train.synchronous import Synchronous
 
 NET, DATA = "net", "data"
 
@@ -272,9 +274,7 @@ class VmappedTrials:
             def steps_of_trial(
                 state: State, values: Tree, rows: jax.Array
             ) -> tuple[State, jax.Array]:
-                return self.program.scan_steps_in_shard_map(
-                    self._optimizer(values), state, data, rows, weights
-                )
+                return self._scan_steps(self._optimizer(values), state, data, rows, weights)
 
             if shared:
                 return self._map_trials(
@@ -297,9 +297,11 @@ class VmappedTrials:
         return np.asarray(jax.device_get(_readable(sums)), np.float64)
 
     def _evaluation(self, rows: int) -> Any:
+        evaluation = self.program.evaluation
+
         def local(states: State, batch: Tree, weights: jax.Array) -> jax.Array:
             return self._map_trials(
-                lambda state: self.program.evaluate_in_trace(state, batch, weights), states
+                lambda state: evaluation.sum_batch(state.variables, batch, weights), states
             )
 
         replicated = PartitionSpec()
@@ -324,7 +326,33 @@ class VmappedTrials:
             self._evaluation(rows).trace(self.abstract(self.mesh.shape[NET]), *batch)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:
-        return self.program.map_trials(each, *trees, vectorize=not self.study.exact)
+        """Return the results of `each` on each entry along dim 0 of trees.
+
+        One after the other for a study that is exact, since larger operations sum in another order,
+        and where there are convolutions, which would become grouped ones.
+        """
+        loss = self.program.loss
+        if not self.study.exact and not loss.has_convolutions:
+            return jax.vmap(each)(*trees)
+        if not loss.unrolls:
+            return jax.lax.map(lambda entries: each(*entries), trees)
+        results = []
+        for at in range(jax.tree.leaves(trees)[0].shape[0]):
+            results.append(each(*jax.tree.map(operator.itemgetter(at), trees)))
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+
+    def _scan_steps(
+        self, optimizer: Any, state: State, data: Tree, rows: jax.Array, weights: jax.Array
+    ) -> tuple[State, jax.Array]:
+        """Return the state after `rows.shape[0]` updates of a trial, and their metrics, inside a
+        `jax.shard_map` over all axes: `data` is replicated, `rows` and `weights` are this worker's,
+        [steps, rows].
+        """
+        program = self.program
+        step = program.make_step(rows.shape[1] * self.placed.resolved.workers, True)
+        step = Step(step.worker, Synchronous(program.sync, optimizer), already_in_shard_map)
+        update = functools.partial(train_step, step)
+        return scan_steps(update, state, data, rows, weights, {}, unroll=program.loss.unrolls)
 
     def _function(
         self, key: tuple, local: Any, specs: tuple, outputs: int, donated: tuple[int, ...] = ()
@@ -335,7 +363,7 @@ class VmappedTrials:
                 out_specs = (out_specs,) * outputs
             mapped = shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             self._compiled[key] = jax.jit(
-                mapped, donate_argnums=donated, compiler_options=self.program.compiler_options
+                mapped, donate_argnums=donated, compiler_options=self.program.functions.options
             )
         return self._compiled[key]
 

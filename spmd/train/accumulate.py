@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd.base.tree import Tree, format_bytes
+from spmd.base.tree import Tree, flatten, format_bytes
 from spmd.sync.gradient_sync import GradientSync
-from spmd.sync.layer_gather import ROOM, full_bytes
+from spmd.sync.layer_gather import ROOM, choose_layerwise, full_bytes
+from spmd.train.loss_trace import TracedLoss
 from spmd.train.model_setup import PlacedModel
 
 
@@ -61,6 +62,29 @@ def accumulate(
         body, (total, carry), (xs, jnp.arange(count)), unroll=count if unroll else 1
     )
     return total, carry
+
+
+def choose_gathering(loss: TracedLoss) -> tuple[GradientSync, list[str]]:
+    """Return the reduction of gradients with the parameters that are gathered layer by layer, and
+    with the way in which microbatches add up their gradients; and notes on both.
+
+    Raises:
+      LayoutError: see `choose_layerwise`.
+    """
+    placed = loss.placed
+    state = placed.abstract_state
+    # the first inputs of the jaxpr
+    paths = [*flatten(state.params), *flatten(state.frozen)]
+    sync, notes = choose_layerwise(
+        placed.exchange,
+        placed.model,
+        loss.jaxpr.jaxpr,
+        paths,
+        loss.blocks,
+        placed.memory_left,
+    )
+    sync, more = choose_accumulation(placed, sync)
+    return sync, [*notes, *more]
 
 
 def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[GradientSync, list[str]]:

@@ -1,6 +1,7 @@
-"""The loss, traced on the shapes of a batch, and a check that the layout's pipeline fits it."""
+"""The loss, traced on the shapes of a batch."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,126 @@ import jax
 
 from spmd.base.tree import Tree, abstract
 from spmd.base.xla import scope_of
-from spmd.errors import LayoutError, ModelError, SpmdError
-from spmd.jaxpr.programs import equations
+from spmd.errors import LayoutError, SpmdError
+from spmd.jaxpr.programs import equations, has_convolution
 from spmd.models.base import Call, Variables
 from spmd.models.blocks import BlockTrace
+from spmd.models.frozen import join
 from spmd.nn.parallel_context import FUSED, ParallelConfig, parallel_scope
 from spmd.nn.schedule import Schedule
 from spmd.nn.written_attention import fuse_attention
+from spmd.sync.layer_gather import block_trace
 from spmd.train.activations import Seen
+from spmd.train.losses import nan_causes
 from spmd.train.model_setup import PlacedModel
-from spmd.train.objective import Objective, naming_in_trace
+from spmd.train.objective import LOSS, Objective, naming_in_trace
 from spmd.train.precision import cast_variables, compute_dtype
 from spmd.train.remat import module_policies
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedLoss:
+    """The loss of a placed model in training, traced on the shapes of a full batch.
+
+    Attributes:
+      objective: the loss, and the metrics that share its forward pass.
+      value: the shape of the loss, or of (sum, count).
+      extra: the shapes of its metrics, by name.
+      jaxpr: of (variables, batch, key).
+      called: the submodules that the model calls.
+      blocks: the calls of blocks.
+      schedules: the pipeline schedule of each stack, by path.
+      choices: what modules say about their choices; the keys are lines.
+      nan_causes: what in a batch makes the loss NaN, as the end of a sentence.
+    """
+
+    placed: PlacedModel
+    sample: Tree
+    objective: Objective
+    value: Any
+    extra: dict[str, Any]
+    jaxpr: Any
+    called: Seen
+    blocks: BlockTrace
+    schedules: dict[str, Schedule]
+    choices: dict[str, None]
+    nan_causes: str
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The number of rows of a full batch."""
+        return jax.tree.leaves(self.sample)[0].shape[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the loss and its metrics."""
+        return (LOSS, *self.extra)
+
+    @property
+    def rowwise(self) -> bool:
+        """Return whether the loss gives one value per row."""
+        return not isinstance(self.value, tuple) and self.value.shape == (self.rows,)
+
+    @functools.cached_property
+    def pads(self) -> bool:
+        """True if padding can be left out of the loss, its metrics and the statistics."""
+        by_row = all(leaf.shape == (self.rows,) for leaf in jax.tree.leaves(self.extra))
+        return self.rowwise and by_row and not jax.tree.leaves(self.placed.abstract_state.stats)
+
+    @functools.cached_property
+    def optimized(self) -> Tree:
+        """The shapes of the parameters as the optimizer sees them."""
+        return jax.eval_shape(self.placed.optimizer_params, self.placed.abstract_state.params)
+
+    @functools.cached_property
+    def has_convolutions(self) -> bool:
+        """True if the loss computes convolutions."""
+        return has_convolution(equations(self.jaxpr.jaxpr))
+
+    @property
+    def unrolls(self) -> bool:
+        """Return whether loops are unrolled, and the state is not donated."""
+        # XLA:CPU runs a convolution inside a loop an order of magnitude slower, and begins a step
+        # by copying the donated kernels of convolutions and of the layers behind them
+        return self.has_convolutions and self.placed.platform == "cpu"
+
+    @functools.cached_property
+    def parallel(self) -> ParallelConfig:
+        """The part of the layout that modules see in compiled programs."""
+        return dataclasses.replace(
+            self.placed.parallel, unroll=self.unrolls, schedules={}, notes={}
+        )
+
+
+def trace_loss(placed: PlacedModel, sample: Tree) -> TracedLoss:
+    """Trace the loss of a placed model in training, on a full batch like `sample`."""
+    placed.learn(sample)
+    state = placed.abstract_state
+    called = Seen(placed.resolved)
+    schedules: dict[str, Schedule] = {}
+    choices: dict[str, None] = {}
+    params = join(state.params, state.frozen)
+    blocks = block_trace(placed.exchange, placed.model, params, placed.memory_left)
+    objective = placed.objective.for_training()
+    rows = jax.tree.leaves(sample)[0].shape[0]
+    (value, extra), jaxpr = trace_objective(
+        placed, objective, sample, rows, called, schedules, choices, blocks
+    )
+    # now: later traces, with other rows, write to `outputs` too
+    causes = nan_causes(objective.loss, objective.outputs)
+    return TracedLoss(
+        placed,
+        sample,
+        objective,
+        value,
+        extra,
+        jaxpr,
+        called,
+        blocks,
+        schedules,
+        choices,
+        causes,
+    )
 
 
 def trace_objective(
@@ -130,42 +239,3 @@ def _check_second_derivative(
             "derivative only, in reverse mode."
         )
         raise LayoutError(why, fix='[attention] implementation = "as_written".') from fused
-
-
-def check_pipeline(placed: PlacedModel) -> None:
-    """Check a `[pipeline]` against the stacks that the traced loss has called.
-
-    Raises:
-      LayoutError: the loss calls no stack, or none of the kind that an option is for.
-      ModelError: the model has batch statistics, and the schedule is 1F1B.
-    """
-    parallel, source = placed.parallel, placed.resolved.layout.source
-    pipeline = parallel.pipeline
-    if pipeline.axis is not None and "pipeline" not in parallel.used:
-        raise LayoutError(
-            f'{source}: [pipeline] splits stacks of layers over "{pipeline.axis}", and the loss '
-            "calls none.",
-            fix="spmd.nn.LayerStack or spmd.nn.RNNStack in the model, or a layout without "
-            "[pipeline].",
-        )
-
-    def check_stack(key: str, part: str, kind: str, fix: str) -> None:
-        if part not in parallel.used:
-            raise LayoutError(
-                f"{source}: [pipeline] {key} is for spmd.nn.{kind}, and the loss calls none.",
-                fix=fix,
-            )
-
-    if pipeline.microbatches:
-        check_stack("microbatches", "microbatches", "LayerStack", "leave it out.")
-    if pipeline.groups > 1:
-        fix = 'leave it out; schedule = "gpipe".'
-        check_stack("groups", "microbatches", "LayerStack", fix)
-    if pipeline.time_chunk:
-        check_stack("time_chunk", "time_chunk", "RNNStack", "leave it out.")
-    if parallel.manual_backward and jax.tree.leaves(placed.abstract_state.stats):
-        raise ModelError(
-            f'{source}: [pipeline] schedule = "1f1b" runs the loss microbatch by microbatch, in an '
-            "order that keeps no batch statistics.",
-            fix='LayerNorm or GroupNorm in place of BatchNorm, or  schedule = "gpipe".',
-        )

@@ -390,9 +390,9 @@ def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any
     return loss(model, batch, rng) if len(required) >= 3 else loss(model, batch)
 
 
-def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
-    """Whether the loss gives one value per example (True), or one for all or a pair (False); only
-    shapes are looked at.
+def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> None:
+    """Check that the loss gives one value per example, one for all, or a pair; only shapes are
+    looked at.
 
     Raises:
       LossError: neither, or not a floating-point number.
@@ -404,7 +404,7 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
                 "count), two scalars.",
                 fix="(values.sum(), counts.sum()).",
             )
-        return False
+        return
     shown = describe(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise LossError(
@@ -424,7 +424,6 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> bool:
             metric,
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         )
-    return value.shape == (rows,)
 
 
 def check_names(names: Collection[str], others: Collection[str]) -> None:

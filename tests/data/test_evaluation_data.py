@@ -69,13 +69,13 @@ BAD = {
 
 @pytest.mark.parametrize("data, text", BAD.values(), ids=BAD.keys())
 def test_arrays_to_evaluate_that_do_not_fit_are_refused_before_training(data, text, monkeypatch):
-    monkeypatch.setattr("spmd.train.compiled_step.Program.step", never)
+    monkeypatch.setattr("spmd.train.compiled_step.TrainingProgram.step", never)
     with pytest.raises(DataError, match=text):
         trained(eval_data=data)
 
 
 def test_records_to_evaluate_that_do_not_fit_are_refused_before_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("spmd.train.compiled_step.Program.step", never)
+    monkeypatch.setattr("spmd.train.compiled_step.TrainingProgram.step", never)
     names = [f"x{at}" for at in range(5)]
     path = written.csv(tmp_path / "a.csv", [",".join(["1.5"] * 6)] * 9, ",".join([*names, "y"]))
     data = spmd.data.csv(path, columns={"x": names, "y": ["y"]}, batch_size=8)

@@ -57,7 +57,7 @@ def test_resident_data_trains_like_arrays_without_padding(count):
     resident = fit_normed(
         spmd.data.resident(examples(count), steps_per_call=3), batch_size=16, epochs=2
     )
-    assert not resident.trainer.prepare(examples(16))[0].pad_training
+    assert not resident.trainer.prepare(examples(16))[0].loss.pads
     assert len(resident.history) == 12
     assert_close(resident.state, plain.state)
 
@@ -76,11 +76,11 @@ def test_metrics_of_every_step_are_known():
 
 
 def test_many_steps_do_run_in_one_call(monkeypatch):
-    from spmd.train.compiled_step import Program
+    from spmd.train.compiled_step import TrainingProgram
 
-    calls, scan_steps = [], Program.scan_steps
+    calls, scan_steps = [], TrainingProgram.scan_steps
     monkeypatch.setattr(
-        Program,
+        TrainingProgram,
         "scan_steps",
         lambda self, *arguments: calls.append(arguments[2].shape) or scan_steps(self, *arguments),
     )

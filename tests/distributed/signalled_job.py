@@ -18,7 +18,7 @@ import optax
 import spmd
 from spmd.distributed.watchdog import current
 from spmd.run.checkpoint import CheckpointStore
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_functions import CompiledFunctions
 from spmd.train.model_setup import PlacedModel
 
 FOLDER, PHASE, RANK = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -64,9 +64,9 @@ LASTING = ("evaluate", "compile later", "write")  # where something is to save
 if PHASE == "setup":
     before(PlacedModel, "init")
 if PHASE == "compile":
-    before(Program, "_build", lambda program, key: key[0] == "step")
+    before(CompiledFunctions, "_build", lambda functions, key: key.kind == "step")
 if PHASE == "compile later":
-    before(Program, "_build", lambda program, key: key[0] == "evaluate")
+    before(CompiledFunctions, "_build", lambda functions, key: key.kind == "evaluate")
 if PHASE == "restore":
     before(CheckpointStore, "restore")
 if PHASE == "write":

@@ -24,7 +24,7 @@ from spmd.layout.compiler import (
 )
 from spmd.layout.toml_reader import dumps, loads
 from spmd.run import fit_checks
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_functions import CompiledFunctions
 from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, check_buffering
 from tests.layout.applied import MODEL, X, Y, error_text, fits
 
@@ -128,7 +128,7 @@ def test_cpus_that_wait_for_each_other_order_their_programs(monkeypatch):
 
 def test_plain_names_are_not_used_on_cpus_and_a_note_says_so():
     trainer = fits("[compiler]\nlatency_hiding = true\ncommand_buffers = false\n")
-    assert trainer._program.compiler_options == CPU_DEFAULTS
+    assert trainer._program.functions.options == CPU_DEFAULTS
     note = "note: [compiler] latency_hiding, command_buffers: for GPUs, not used on cpu."
     assert [line for line in trainer.notes() if "[compiler]" in line] == [note]
     assert not compiler_notes(EVERY_KEY, "gpu") and not compiler_notes(
@@ -233,7 +233,7 @@ def test_training_with_the_table_gives_the_same_bits():
     plain, _ = fit(spmd.Layout(mesh=(("data", -1),)))
     keys = dataclasses.replace(EVERY_KEY, options={"xla_cpu_enable_fast_math": False})
     tabled, result = fit(spmd.Layout(compiler=keys, mesh=(("data", -1),)))
-    assert result.trainer._program.compiler_options == CPU_DEFAULTS | {
+    assert result.trainer._program.functions.options == CPU_DEFAULTS | {
         "xla_cpu_enable_fast_math": False
     }
     jax.tree.map(np.testing.assert_array_equal, plain, tabled)
@@ -271,10 +271,10 @@ UNSCHEDULED = (
 
 def cannot_schedule(monkeypatch, error=UNSCHEDULED):
     """XLA fails, unless it compiles without double buffering."""
-    compiled = Program._jit
+    compiled = CompiledFunctions.jit
 
     def jit(self, function, **options):
-        if self.compiler_options.get(BUFFERING) == UNROLLING[False]:
+        if self.options.get(BUFFERING) == UNROLLING[False]:
             return compiled(self, function, **options)
 
         def failing(*arguments):
@@ -282,7 +282,7 @@ def cannot_schedule(monkeypatch, error=UNSCHEDULED):
 
         return failing
 
-    monkeypatch.setattr(Program, "_jit", jit)
+    monkeypatch.setattr(CompiledFunctions, "jit", jit)
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
@@ -293,7 +293,7 @@ def test_fit_compiles_again_without_double_buffering_where_xla_cannot_schedule_i
     plain, _ = fit(layout)
     cannot_schedule(monkeypatch)
     retried, result = fit(layout)
-    assert result.trainer._program.compiler_options == CPU_DEFAULTS | {BUFFERING: UNROLLING[False]}
+    assert result.trainer._program.functions.options == CPU_DEFAULTS | {BUFFERING: UNROLLING[False]}
     jax.tree.map(np.testing.assert_array_equal, plain, retried)
     why = UNSCHEDULED.partition("\n")[0]
     fix = "[compiler] double_buffering = false does so at once."

@@ -16,6 +16,7 @@ from flax import nnx
 import spmd
 from examples import gpt
 from spmd.errors import DataError, LayoutError
+from spmd.train.compiled_functions import FunctionKey
 from tests.compare import assert_close
 from tests.train.plain import LENGTH, MODELS, OPTIMIZER, ROWS, batches, leaves, reference
 
@@ -51,7 +52,7 @@ def compiled(trainer):
     state, batch = trainer.init(), trainer.place(batches("gpt")[0])
     return (
         trainer.prepare(None)[0]
-        ._function(("step", ROWS, True))
+        .functions.jitted(FunctionKey("step", ROWS, True))
         .lower(state, batch.leaves, batch.weights, {})
         .compile()
         .as_text()

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import spmd
+from spmd.train.compiled_functions import FunctionKey
 
 pytestmark = [
     pytest.mark.system,
@@ -64,7 +65,7 @@ def scheduled(overlap):
     def at(shape):
         return jax.ShapeDtypeStruct(shape, np.float32, sharding=replicated)
 
-    step = program._function(("step", rows, True))
+    step = program.functions.jitted(FunctionKey("step", rows, True))
     traced = step.trace(trainer.abstract_state, {"x": at((rows, 64, 512))}, at((rows,)), {})
     return traced.lower().compile().as_text().splitlines()
 

@@ -12,6 +12,7 @@ from flax import nnx
 import spmd
 from spmd.nn.parallel_context import UNSHARDED
 from spmd.nn.schedule import make_schedule
+from spmd.train.compiled_functions import FunctionKey
 from tests.nn.pipes import WIDTH, layers, loss_of, parallel_config
 
 SLOW = pytest.mark.slow
@@ -116,7 +117,7 @@ def step_of(mesh, layout, rows, *, length=8, model=Net, optimizer=None):
     program, _ = trainer.prepare({"tokens": tokens, "targets": tokens})
     state = trainer.init()
     batch = trainer.place({"tokens": tokens, "targets": tokens})
-    return trainer, program._function(("step", rows, True)).trace(
+    return trainer, program.functions.jitted(FunctionKey("step", rows, True)).trace(
         state, batch.leaves, batch.weights, {}
     )
 

@@ -512,7 +512,7 @@ class Stacked(nnx.Module):
 def step_arrays(trainer):
     """Shapes of the arrays in a traced step."""
     program, _ = trainer.prepare(BATCH)
-    return arrays_of(program._traced.jaxpr.jaxpr)
+    return arrays_of(program.traced.jaxpr.jaxpr)
 
 
 TOKENS = np.random.default_rng(0).integers(1, 32, (16, 25)).astype("int32")

@@ -68,7 +68,7 @@ def test_fit_reports_memory_and_compiles_once(monkeypatch, capsys):
     has(monkeypatch, 10_000_000)
     result = fit(progress=True)
     assert "a step needs " in capsys.readouterr().err
-    assert result.trainer.prepare(None)[0].compilations() == 1
+    assert result.trainer.prepare(None)[0].functions.compilations() == 1
 
 
 def test_check_agrees_with_plan(monkeypatch):

@@ -19,6 +19,7 @@ from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
 from spmd.planner.planning import plan
 from spmd.planner.traffic import traffic_of
+from spmd.train.compiled_functions import FunctionKey
 from tests.train.plain import MODELS, batches
 
 pytestmark = [pytest.mark.optimized, pytest.mark.system]
@@ -77,7 +78,7 @@ def both(layout):
     state, placed = trainer.init(), trainer.place(batch)
     events = placer.replicate_all(program.events(0, placed.rows, placed.has_rows))
     step = (
-        program._function(("step", placed.rows, True))
+        program.functions.jitted(FunctionKey("step", placed.rows, True))
         .lower(state, placed.leaves, placed.weights, events)
         .compile()
     )

@@ -491,15 +491,15 @@ def test_run_divides_its_time(clock, tmp_path):
 
 
 def test_compiling_counts_where_a_program_is_compiled(clock, monkeypatch):
-    from spmd.train.compiled_step import Program
+    from spmd.train.compiled_functions import CompiledFunctions
 
-    build = Program._build
+    build = CompiledFunctions._build
 
-    def slow(program, key):
+    def slow(functions, key):
         clock.now += {"step": 32.0, "evaluate": 8.0}[key[0]]
-        return build(program, key)
+        return build(functions, key)
 
-    monkeypatch.setattr(Program, "_build", slow)
+    monkeypatch.setattr(CompiledFunctions, "_build", slow)
     result = fit(epochs=2, eval_data=numbers(32, 1))
     assert spent(result.goodput) == {"compiling": 40.0}
     assert result.samples_per_second is None, "no time passed in training"

@@ -14,7 +14,7 @@ import spmd
 from spmd.data.sources import as_source
 from spmd.errors import CheckpointError, OptionError
 from spmd.run.history import History
-from spmd.train.compiled_step import Program
+from spmd.train.compiled_step import TrainingProgram
 from spmd.train.metrics import Metrics
 from tests.compare import assert_close
 
@@ -85,9 +85,9 @@ def test_a_loss_that_is_one_number_for_all_rows_is_weighed_too():
 
 def test_at_most_2_steps_are_in_flight_in_fit(monkeypatch):
     sent, late = [], []
-    step = Program.step
+    step = TrainingProgram.step
     monkeypatch.setattr(
-        Program,
+        TrainingProgram,
         "step",
         lambda self, *given, **options: sent.append(1) or step(self, *given, **options),
     )
@@ -141,7 +141,7 @@ def test_nothing_is_compiled_after_the_first_step_not_even_for_a_short_batch(lay
     with Compilations() as compilations:
         result = fit(numbers(104), epochs=3, layout=layout, callbacks=[compilations.start])
     assert len(result.history) == 12 and compilations.on
-    assert program_of(result).compilations() == 1
+    assert program_of(result).functions.compilations() == 1
     assert compilations.count == 0
 
 
@@ -168,15 +168,15 @@ def test_the_counter_would_notice():
     """
     with Compilations() as compilations:
         result = fit_net(labelled(104), epochs=3, callbacks=[compilations.start])
-    assert program_of(result).compilations() == 2
+    assert program_of(result).functions.compilations() == 2
     assert compilations.count == 1
 
 
 def test_evaluation_is_one_program_also_with_a_short_batch():
     result = fit(epochs=2, eval_data=numbers(70, 1))
-    assert program_of(result).compilations() == 2  # the step and the evaluation
+    assert program_of(result).functions.compilations() == 2  # the step and the evaluation
     result.evaluate(numbers(45, 2))
-    assert program_of(result).compilations() == 2
+    assert program_of(result).functions.compilations() == 2
 
 
 # the caller's things ------------------------------------------------------------------------------

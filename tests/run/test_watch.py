@@ -247,9 +247,9 @@ def test_watching_changes_nothing_else(tmp_path):
         plain.history["loss"]
     )
     assert list(histograms(tmp_path / "a")) == [3, 6]
-    compiled = [result.trainer._program.compilations() for result in (ours, plain)]
+    compiled = [result.trainer._program.functions.compilations() for result in (ours, plain)]
     assert compiled == [3, 1]  # with the step that counts, and the count of parameters
-    assert {key[0] for key in plain.trainer._program._compiled} == {"step"}
+    assert plain.trainer._program.functions.kinds() == {"step"}
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,7 @@ def test_one_kind_alone(watch, kinds, tmp_path):
     logger = Memory()
     result = linear(None, steps=4, watch=watch, loggers=[logger])
     assert logger.histograms == [(2, kinds), (4, kinds)]
-    assert (
-        "watched_step" in {key[0] for key in result.trainer._program._compiled}
-    ) == watch.gradients
+    assert ("watched_step" in result.trainer._program.functions.kinds()) == watch.gradients
 
 
 @pytest.mark.system
@@ -276,7 +274,7 @@ def test_data_on_the_devices(tmp_path):
     assert histograms(tmp_path / "a") == histograms(tmp_path / "b") and list(
         histograms(tmp_path / "a")
     ) == [5, 10]
-    assert {key[0] for key in ours.trainer._program._compiled} == {
+    assert ours.trainer._program.functions.kinds() == {
         "step",
         "scan_steps",
         "watched_step",

@@ -16,6 +16,7 @@ from flax import linen, nnx
 
 import spmd
 from examples import gpt
+from spmd.train.compiled_functions import FunctionKey
 from tests.compare import assert_close
 from tests.train.plain import MODELS, OPTIMIZER, ROWS, batches, equal, leaves, reference
 
@@ -41,7 +42,7 @@ def compiled(trainer, batch):
     """The step as XLA compiled it, to be run and read."""
     program, _ = trainer.prepare(batch)
     placed, rows = trainer.place(batch), len(next(iter(batch.values())))
-    lowered = program._function(("step", rows, True)).lower(
+    lowered = program.functions.jitted(FunctionKey("step", rows, True)).lower(
         trainer.abstract_state, placed.leaves, placed.weights, {}
     )
     return lowered.compile()
@@ -350,14 +351,14 @@ def test_what_a_module_returns_is_where_the_rule_says(kind, remat):
     program = trainer.prepare(batch)[0]
     state, placed = trainer.init(batch), trainer.place(batch)
     arguments = (state, placed.leaves, placed.weights, {})
-    text = str(program._function(("step", 16, True)).trace(*arguments).jaxpr)
+    text = str(program.functions.jitted(FunctionKey("step", 16, True)).trace(*arguments).jaxpr)
     assert "sharding_constraint" in text and ("remat" in text) == remat
-    step = program._function(("step", 16, True)).lower(*arguments).as_text()
+    step = program.functions.jitted(FunctionKey("step", 16, True)).lower(*arguments).as_text()
     assert re.search(r'sharding_constraint.*\{\}, \{"model"\}', step), (
         "in the manual step the data axes are taken out"
     )
     measured = (
-        program._function(("evaluate",))
+        program.evaluation.functions.jitted(FunctionKey("evaluate"))
         .lower(state.variables, placed.leaves, placed.weights)
         .as_text()
     )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd.train.compiled_functions import FunctionKey
 from tests.train.plain import MODELS, OPTIMIZER, batches, equal
 
 LAYOUTS = ["data_parallel", "fsdp", "zero1", "tensor_parallel", "fsdp_tensor_parallel"]
@@ -111,7 +112,7 @@ def arms_differ(trainer, state, layout, mesh, step):
     program = trainer.prepare(None)[0]
     batch = trainer.place(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), program.sample))
     jaxpr = str(
-        program._function(("step", batch.weights.shape[0], True))
+        program.functions.jitted(FunctionKey("step", batch.weights.shape[0], True))
         .trace(state, batch.leaves, batch.weights, {})
         .jaxpr
     )

@@ -16,7 +16,6 @@ import spmd
 from spmd.base.tree import flatten
 from spmd.errors import LossError, SpmdError
 from spmd.nn import LayerStack, RNNStack
-from spmd.train import compiled_step
 from tests.train import plain
 
 ROWS, FEATURES, CLASSES, WIDTH = 32, 8, 3, 16
@@ -724,7 +723,8 @@ def test_shipped_loss_is_proved_for(name):
 
 def test_loss_is_read_only_where_rows_are_seen_in_parts(monkeypatch):
     monkeypatch.setattr(
-        compiled_step, "read_objective", lambda *args: pytest.fail("nothing is seen in parts")
+        "spmd.train.batch_rows.loss.read_objective",
+        lambda *args: pytest.fail("nothing is seen in parts"),
     )
     for trainer in (trainer_of(summed, mesh="data=1"), trainer_of(summed, reduction="compiler")):
         assert trainer.prepare(data())[0].reading.mean

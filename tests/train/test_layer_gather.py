@@ -457,7 +457,7 @@ def test_the_loops_communicate_nothing_that_they_compute():
     program, _ = trainer_of(sharded("layer", codec="bfloat16")).prepare(batch())
     loops = [
         op.params["jaxpr"].jaxpr
-        for op in equations(program._traced.jaxpr.jaxpr)
+        for op in equations(program.traced.jaxpr.jaxpr)
         if op.primitive.name == "scan"
     ]
     kinds = [{op.primitive.name for op in equations(jaxpr)} for jaxpr in loops]
@@ -474,7 +474,7 @@ def test_the_loops_communicate_nothing_that_they_compute():
 
 def test_weights_are_gathered_in_the_dtype_of_the_computation():
     program, _ = trainer_of(sharded("layer"), precision="bfloat16").prepare(batch())
-    found = list(equations(program._traced.jaxpr.jaxpr))
+    found = list(equations(program.traced.jaxpr.jaxpr))
 
     def dtypes(primitive):
         return {

@@ -459,7 +459,7 @@ def test_codecs_are_used_at_synchronizations():
 def test_steps_with_and_without_sync_share_one_compilation():
     trainer = trainer_by_hand(SGD, mode="local", every=3)
     ran(trainer, 7)
-    assert trainer.prepare(None)[0].compilations() == 1
+    assert trainer.prepare(None)[0].functions.compilations() == 1
 
 
 @pytest.mark.system

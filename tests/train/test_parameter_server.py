@@ -16,6 +16,7 @@ import spmd
 from spmd.base.tree import flatten
 from spmd.data.device_dataset import resident
 from spmd.errors import DataError, OptimizerError, OptionError
+from spmd.train.compiled_functions import FunctionKey
 from spmd.wire.server.timing import parse_staleness_scale
 from tests.compare import assert_close
 from tests.train.served import (
@@ -830,7 +831,7 @@ def test_no_step_is_compiled_twice():
     trainer = trainer_of(served(**LATE), optimizer=optax.sgd(0.05))
     for _ in trainer.steps(data(640), batch_size=32):
         pass
-    assert trainer.prepare(None)[0].compilations() == 1
+    assert trainer.prepare(None)[0].functions.compilations() == 1
 
 
 @pytest.mark.system
@@ -852,7 +853,7 @@ def test_server_state_is_a_shard_of_the_full_state():
             )
 
         batch = jax.tree.map(at, data())
-        step = program._function(("step", ROWS, True))
+        step = program.functions.jitted(FunctionKey("step", ROWS, True))
         compiled = step.lower(
             trainer.abstract_state, batch, at(np.ones(ROWS, np.float32)), program.abstract_events
         ).compile()

@@ -103,7 +103,7 @@ def factor_dtypes(trainer):
     program = trainer.prepare(batch())[0]
     products = [
         equation
-        for equation in equations(program._traced.jaxpr.jaxpr)
+        for equation in equations(program.traced.jaxpr.jaxpr)
         if equation.primitive.name == "dot_general"
     ]
     return [

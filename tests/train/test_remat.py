@@ -95,7 +95,7 @@ def train(trainer):
 
 def step_equations(trainer):
     program = trainer.prepare(batch())[0]
-    return list(equations(program._traced.jaxpr.jaxpr))
+    return list(equations(program.traced.jaxpr.jaxpr))
 
 
 def products(trainer):

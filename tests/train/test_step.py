@@ -268,7 +268,7 @@ def test_a_short_batch_is_exact(rows, reduction, loss, norm, programs):
         state, metrics = trainer.step(state, short)
         states.append((state.params, state.stats, metrics["loss"]))
     assert_within(states[0], states[1], 2e-6)
-    assert eight.prepare(None)[0].compilations() == programs
+    assert eight.prepare(None)[0].functions.compilations() == programs
     without = eight.step(eight.init(), full)[0].params
     assert np.abs(np.asarray(without["out"]["bias"]) - states[0][0]["out"]["bias"]).max() > 1e-3, (
         "the short batch did train"
@@ -783,7 +783,7 @@ def test_nothing_is_compiled_after_the_first_step_and_nothing_moves_in_secret():
     with jax.transfer_guard("disallow"):
         for batch in batches:
             state, _ = trainer.step(state, batch)
-    assert program.compilations() == 1
+    assert program.functions.compilations() == 1
 
 
 def test_moments_lie_as_their_own_parameters_do_whatever_those_are_called():

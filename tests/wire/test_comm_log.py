@@ -27,6 +27,7 @@ from spmd.layout.gradients import GradientRule
 from spmd.layout.schema import Batch, Default, OptimizerState
 from spmd.run.callbacks import Callback
 from spmd.run.loggers import JsonLines
+from spmd.train.compiled_functions import FunctionKey
 from spmd.wire.comm_log import KINDS, SENT, read_collectives
 
 CODECS = {
@@ -123,7 +124,7 @@ def lowered(trainer):
     weights = jax.ShapeDtypeStruct(
         (program.rows,), jnp.float32, sharding=place((trainer.resolved.data_axes,))
     )
-    return program._function(("step", program.rows, True)).lower(
+    return program.functions.jitted(FunctionKey("step", program.rows, True)).lower(
         trainer.abstract_state, map_paths(at, program.sample), weights, {}
     )
 
@@ -935,7 +936,7 @@ def test_log_needs_no_extra_trace():
             state, metrics = trainer.step(state, batch())
             assert metrics["wire_bytes"] > 0
         assert trainer.wire.ops
-        assert trainer._program.compilations() == (steps > 0)
+        assert trainer._program.functions.compilations() == (steps > 0)
         return len(traced)
 
     assert count(wire=True, steps=2) == count(wire=False, steps=1) == count(wire=True, steps=0)

@@ -17,13 +17,21 @@ from spmd.models.base import Call, Variables
 from spmd.models.blocks import NamedBlocks
 from spmd.nn.layer_stack import split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, named_layers, parallel_scope
+from spmd.sync.gradient_sync import GradientSync
 from spmd.train.activations import Seen
 from spmd.train.batch_rows.compute import Compute
 from spmd.train.batch_rows.kinds import KEY, Fixed, Kind, Local, PerRow, Summed, is_mean
 from spmd.train.batch_rows.pairs import Unreadable
-from spmd.train.batch_rows.reading import Parts, Reading, describe
+from spmd.train.batch_rows.reading import (
+    Parts,
+    Reading,
+    check_pipelined,
+    check_reading,
+    describe,
+)
 from spmd.train.batch_rows.row_arrays import Place
 from spmd.train.batch_rows.walk import Held, Shared, read_loss
+from spmd.train.loss_trace import TracedLoss
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS, Objective
 from spmd.train.precision import cast_variables, compute_dtype
@@ -31,6 +39,49 @@ from spmd.train.remat import module_policies
 
 # stands for the axes over which layers average their statistics, while a loss is read
 WORKERS = "workers"
+
+
+def read_training_loss(loss: TracedLoss, sync: GradientSync, backward: str) -> Reading:
+    """Read the loss of a training step, where it sees rows in parts or layers do; else, and where
+    it is meant for parts, it is that of the batch.
+
+    Args:
+      sync: says which blocks are called in ways of their own.
+      backward: a function of the loss with a backward pass that is not linear; "" if there is none.
+
+    Raises:
+      LossError: the step cannot compute the loss in parts; see `check_reading`.
+    """
+    placed, parts = loss.placed, parts_of(loss.placed)
+    pipelined = placed.parallel.stages > 1
+    of_parts = not parts.several or getattr(loss.objective.loss, "of_parts", False)
+    if of_parts and not pipelined:
+        return Reading(mean=True)
+    blocks = [path for group in sync.blocks for path in group]
+    reading = read_objective(placed, loss.objective, loss.sample, parts, blocks)
+    if not of_parts:
+        mean = reading.mean and not backward
+        reading = dataclasses.replace(reading, mean=mean, backward=backward)
+    source = placed.resolved.layout.source
+    if pipelined:
+        check_pipelined(reading, source)
+    if of_parts:
+        return Reading(mean=True)
+    alone = placed.exchange.asynchronous or bool(placed.exchange.local)
+    by_layer = bool(sync.layerwise) or pipelined
+    check_reading(reading, parts, source, loss.rows, alone=alone, by_layer=by_layer)
+    return reading
+
+
+def parts_of(placed: PlacedModel) -> Parts:
+    """Return the parts in which a step sees a full batch."""
+    positions = placed.resolved.workers
+    return Parts(
+        workers=positions if placed.exchange.reduction.manual else 1,
+        simulated=placed.exchange.worker_count // positions,
+        microbatches=placed.config.accumulate,
+        ticks=placed.parallel.manual_backward,
+    )
 
 
 def read_objective(
