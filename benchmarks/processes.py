@@ -108,7 +108,7 @@ def steps_of_fit(turn: Turn) -> None:
     from spmd import api
 
     def lower(program: Any, *_: Any) -> None:  # which a process that is alone does as well
-        program.text(), program.placed.init_facts()
+        program.text(), program.placed.states.init_facts()
 
     once = {
         "consistency": timed(api, "_check_processes_agree", lower),

@@ -217,7 +217,7 @@ def _restore(
         if alone
         else []
     )
-    trainer.placed.release()  # so that the restored state finds their memory free
+    trainer.placed.spec.release()  # so that the restored state finds their memory free
     if in_memory is None:
         state, state_changes = trainer.load(store, step)
     else:

@@ -235,8 +235,8 @@ class Trainer:
           ModelError: the model cannot be traced without data.
         """
         if batch is not None:
-            self._placed.learn(abstract(as_arrays(batch, "the batch")))
-        return self._placed.init()
+            self._placed.spec.learn(abstract(as_arrays(batch, "the batch")))
+        return self._placed.states.init()
 
     @property
     def abstract_state(self) -> State:
@@ -290,7 +290,7 @@ class Trainer:
         if only is not None and only != PARAMS:
             return restore_matching(self._placed, reader, chosen, only)
         if only is not None:
-            return self._placed.begin(
+            return self._placed.states.begin(
                 *reader.restore_params(chosen, self.abstract_state, self._placed.packing)
             )
         state, warnings = self.load(reader, chosen)
@@ -381,7 +381,11 @@ class Trainer:
     @functools.cached_property
     def script_numbers(self) -> ScriptNumbers:
         """The numbers that the script gave the optimizer and that the state keeps."""
-        return find_script_numbers(*self._placed.optimizer_at_start, self._placed.optimized)
+        return find_script_numbers(
+            self._placed.optimizer.init,
+            self._placed.stored_variables.params,
+            self._placed.optimized,
+        )
 
     @outside_of_mesh()
     def load(self, reader: CheckpointReader, step: int) -> tuple[State, list[str]]:
@@ -633,7 +637,7 @@ class Trainer:
           trainer.evaluate(trainer.averaged(state), test_data, batch_size=128)
         """
         check_alive(state)
-        return self._placed.averaged(state)
+        return self._placed.states.averaged(state)
 
     @outside_of_mesh()
     def evaluate(

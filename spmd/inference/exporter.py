@@ -362,7 +362,7 @@ def _state_as_written(
     def place(new: Any, old: Any) -> Any:
         return old if new is old else place_copy(to_host(new), old.sharding)
 
-    variables = placed.variables(state)
+    variables = placed.states.variables(state)
     unpacked = map_paths(as_written, {"params": variables.params, "frozen": variables.frozen})
     params = unpacked["params"]
     frozen = unpacked["frozen"]

@@ -59,7 +59,7 @@ def forward_of(trainer: Trainer, state: State, inputs: Tree = None) -> Forward:
     """
     check_alive(state)
     placed = trainer.placed
-    variables = placed.variables(state)
+    variables = placed.states.variables(state)
     leaves, tree = jax.tree_util.tree_flatten(variables)
     paths = tuple(flatten(variables))
     if len(paths) != len(leaves):
@@ -106,7 +106,7 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
     """
     calls: list[Tree] = []
     fix = "inputs=, an example of the model's inputs, or their shapes."
-    if placed.sample is None:
+    if placed.spec.sample is None:
         raise OptionError("the model's inputs are not known before the first batch.", fix=fix)
 
     def loss(variables: Variables, sample: Tree) -> None:
@@ -117,7 +117,7 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
             )
 
     try:
-        jax.eval_shape(loss, variables, placed.sample)
+        jax.eval_shape(loss, variables, placed.spec.sample)
     except Exception as error:
         raise OptionError(
             f"the model's inputs cannot be found by tracing the loss: {type(error).__name__}.",
@@ -126,7 +126,7 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
     how = ""
     if not calls:
         how = "never as model(x)"
-    rows = jax.tree.leaves(placed.sample)[0].shape[0]
+    rows = jax.tree.leaves(placed.spec.sample)[0].shape[0]
     for call in calls:
         # an empty tree, or None, has no leaf, so none with rows
         firsts = {leaf.shape[:1] for leaf in jax.tree.leaves(call)}

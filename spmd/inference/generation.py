@@ -203,7 +203,7 @@ class Generator:
                 fix="Generator(trainer), or leave it out.",
             )
         check_alive(state)
-        return self._placed_model.variables(state)
+        return self._placed_model.states.variables(state)
 
     @functools.cached_property
     def _parallel(self) -> ParallelConfig:

@@ -202,7 +202,7 @@ def without_names(layouts: Sequence[Layout], program: TrainingProgram) -> tuple[
     """
     placed = program.placed
     declared = {name for layout in layouts for name, _ in layout.axes}
-    for names in placed.axis_names.values():
+    for names in placed.spec.axis_names.values():
         if not declared.isdisjoint(each_name(names)):
             return tuple(layouts)
     names = names_of(program)

@@ -112,7 +112,7 @@ def model_size(plan: PlanData) -> str:
     """Write how many numbers the parameters are, in how many arrays, and their bytes before
     training and before they are sharded.
     """
-    leaves = plan.program.placed.abstract_params.values()
+    leaves = plan.program.placed.spec.params.values()
     count = size = 0
     for leaf in leaves:
         count += math.prod(leaf.shape)

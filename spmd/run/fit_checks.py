@@ -33,7 +33,7 @@ def check_processes_agree(
     for name, value in {**options, "callbacks": together, "layout": layout}.items():
         facts |= leaves_by_name(name, value)
     facts |= array_facts(program.placed)
-    init_facts, init_text = program.placed.init_facts()
+    init_facts, init_text = program.placed.states.init_facts()
     init_text_facts = text_facts(init_text, "the initial values")
     step_text_facts = text_facts(program.text(), "the step")
     with current().in_phase("compile"):

@@ -33,7 +33,11 @@ def restore_state(
     check_sync_schedule(saved.parameter_server, layout.parameter_server, step)
     check_same_trained(saved, layout, step)
     state, changes = reader.restore(
-        step, placed.abstract_state, placed.init_memory, placed.packing, placed.init_optimizer
+        step,
+        placed.abstract_state,
+        placed.states.init_memory,
+        placed.packing,
+        placed.states.init_optimizer,
     )
     with reader.naming_errors(step):
         state, changed = numbers.update(state, saved_numbers(meta, placed.abstract_state))
@@ -55,7 +59,7 @@ def restore_matching(
     restored = reader.restore_matching(
         step, placed.abstract_state, pattern, packed=placed.packing is not None
     )
-    state = placed.init()
+    state = placed.states.init()
     trees = {"params": state.params, "stats": state.stats, "frozen": state.frozen}
     new = []
     for name, tree in trees.items():
@@ -70,4 +74,4 @@ def restore_matching(
         mixed[name] = map_paths(
             lambda path, leaf, name=name: restored.get(f"{name}/{path}", leaf), tree
         )
-    return placed.restart(dataclasses.replace(state, **mixed))
+    return placed.states.restart(dataclasses.replace(state, **mixed))

@@ -155,7 +155,7 @@ class VmappedTrials:
 
     def _open(self, seed: Any, built_from: int, values: Tree) -> State:
         build = self.study.model({**self.first.all_values, SEED: built_from})
-        return self.placed.opened(build, self._optimizer(values), seed)
+        return self.placed.states.open_in_trace(build, self._optimizer(values), seed)
 
     @functools.cached_property
     def _compiled_open(self) -> Any:
@@ -322,7 +322,7 @@ class VmappedTrials:
         batch = abstract(
             (sample, np.zeros(rows, np.float32)), NamedSharding(self.mesh, PartitionSpec())
         )
-        with naming_differences(sample, self.placed.sample):
+        with naming_differences(sample, self.placed.spec.sample):
             self._evaluation(rows).trace(self.abstract(self.mesh.shape[NET]), *batch)
 
     def _map_trials(self, each: Any, *trees: Tree) -> Any:

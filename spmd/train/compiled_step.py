@@ -454,7 +454,7 @@ def prepare_program(placed: PlacedModel, sample: Tree) -> TrainingProgram:
     """
     sample = abstract(sample)
     check_leaves(sample, "the batch")
-    placed.learn(sample)
+    placed.spec.learn(sample)
     for check_batch in BATCH_CHECKS:
         check_batch(placed, sample)
     try:

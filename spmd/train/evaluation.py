@@ -120,7 +120,7 @@ class EvaluationProgram:
         except Exception as error:
             fix = (
                 "what the loss calls the model with; the batches that it was trained on hold "
-                f"{_describe_leaves(self._placed.sample)}"
+                f"{_describe_leaves(self._placed.spec.sample)}"
             )
             entry = self._entry_for_model(inputs)
             if entry is not None:
@@ -213,7 +213,7 @@ def evaluation_program(
       DataError: the loss or a metric fails on such batches, and they differ from those that are
         trained on.
     """
-    with naming_differences(sample, placed.sample):
+    with naming_differences(sample, placed.spec.sample):
         if trained is not None and batch_signature(trained.sample) == batch_signature(sample):
             program = trained
         else:

@@ -103,7 +103,7 @@ class TracedLoss:
 
 def trace_loss(placed: PlacedModel, sample: Tree) -> TracedLoss:
     """Trace the loss of a placed model in training, on a full batch like `sample`."""
-    placed.learn(sample)
+    placed.spec.learn(sample)
     state = placed.abstract_state
     called = Seen(placed.resolved)
     schedules: dict[str, Schedule] = {}

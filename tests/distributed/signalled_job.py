@@ -19,7 +19,7 @@ import spmd
 from spmd.distributed.watchdog import current
 from spmd.run.checkpoint import CheckpointStore
 from spmd.train.compiled_functions import CompiledFunctions
-from spmd.train.model_setup import PlacedModel
+from spmd.train.state_factory import StateFactory
 
 FOLDER, PHASE, RANK = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
@@ -62,7 +62,7 @@ def evaluation():
 
 LASTING = ("evaluate", "compile later", "write")  # where something is to save
 if PHASE == "setup":
-    before(PlacedModel, "init")
+    before(StateFactory, "init")
 if PHASE == "compile":
     before(CompiledFunctions, "_build", lambda functions, key: key.kind == "step")
 if PHASE == "compile later":

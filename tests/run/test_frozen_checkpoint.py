@@ -52,7 +52,7 @@ def fit(name, steps, kept="int8", **options):
 
 
 def bits(result):
-    state = result.trainer.placed.variables(result.state)
+    state = result.trainer.placed.states.variables(result.state)
     return {
         path: np.asarray(leaf)
         for path, leaf in flatten(jax.device_get((state.params, state.frozen))).items()

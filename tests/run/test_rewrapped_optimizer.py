@@ -150,10 +150,10 @@ def test_wrappers_change_with_the_layout(runs):
     ):
         now = trainer("both", layout=layout)
         state = now.restore(folder)
-        assert same(now.placed.unpacked(state.params), saved.params)
-        assert same(now.placed.unpacked(state.opt.inner.inner[0].mu), saved.opt[0].mu)
+        assert same(now.placed.states.unpacked(state.params), saved.params)
+        assert same(now.placed.states.unpacked(state.opt.inner.inner[0].mu), saved.opt[0].mu)
         assert (
-            same(now.placed.unpacked(state.opt.inner.average), saved.params)
+            same(now.placed.states.unpacked(state.opt.inner.average), saved.params)
             and int(state.opt.counted) == 0
         )
 

@@ -311,7 +311,7 @@ def test_sigterm_before_the_first_step_ends_at_once(where, tmp_path, monkeypatch
         fit(steps=2, checkpoint=tmp_path)
         monkeypatch.setattr(CheckpointStore, "restore", terminate)
     if where == "model":
-        monkeypatch.setattr("spmd.train.model_setup.PlacedModel.init", terminate)
+        monkeypatch.setattr("spmd.train.state_factory.StateFactory.init", terminate)
     recorder = Recorder()
     before = signal.getsignal(signal.SIGTERM)
     callbacks = (

@@ -131,7 +131,7 @@ def arrays(tree):
 
 
 def trained_arrays(trainer, state):
-    return arrays(trainer.placed.unpacked(state.params))
+    return arrays(trainer.placed.states.unpacked(state.params))
 
 
 def assert_equal(ours, theirs):

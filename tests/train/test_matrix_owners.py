@@ -272,7 +272,7 @@ CASES = [
 )
 def test_equals_one_device(optimizer, name, matrices):
     trainer = trainer_of(OPTIMIZERS[optimizer], name, matrices)
-    params = trainer.placed.unpacked(steps(trainer).params)
+    params = trainer.placed.states.unpacked(steps(trainer).params)
     assert_close(jax.tree.leaves(params), jax.tree.leaves(reference(optimizer)), 1e-5)
 
 
@@ -1040,7 +1040,7 @@ def test_updates_of_single_gradients_are_made_by_owners():
         )
         model, loss = spmd.FunctionalModel(make, apply), spmd.losses.mean_squared_error
         trainer = spmd.Trainer(model, loss=loss, optimizer=MUON(), mesh=mesh, layout=declared)
-        return jax.device_get(trainer.placed.unpacked(steps(trainer).params)), trainer
+        return jax.device_get(trainer.placed.states.unpacked(steps(trainer).params)), trainer
 
     (one, _), (eight, trainer) = weights(one_device()), weights("data=8")
     assert relative_difference(eight, one) < 1e-5
@@ -1053,7 +1053,11 @@ def test_average_of_weights_that_owners_update():
     for name in ("fsdp", "servers, largest first"):
         trainer = trainer_of(OPTIMIZERS["muon, averaged"], name, "owner")
         averages.append(
-            jax.device_get(trainer.placed.unpacked(trainer.placed.averaged(steps(trainer)).params))
+            jax.device_get(
+                trainer.placed.states.unpacked(
+                    trainer.placed.states.averaged(steps(trainer)).params
+                )
+            )
         )
     assert relative_difference(*averages) < 1e-5
 

@@ -182,7 +182,7 @@ def train(trainer, steps=STEPS, by=1e3):
         copied = jax.tree.map(jnp.copy, state)
         states.append(
             jax.device_get(
-                dataclasses.replace(copied, params=trainer.placed.unpacked(copied.params))
+                dataclasses.replace(copied, params=trainer.placed.states.unpacked(copied.params))
             )
         )
     return states, metrics

@@ -146,7 +146,9 @@ def train(trainer, steps=4):
     for number in range(steps):
         state, _ = trainer.step(state, data(seed=number))
         seen.append(
-            flatten(jax.device_get(trainer.placed.unpacked(jax.tree.map(jnp.copy, state.params))))
+            flatten(
+                jax.device_get(trainer.placed.states.unpacked(jax.tree.map(jnp.copy, state.params)))
+            )
         )
     return state, seen
 
@@ -180,7 +182,7 @@ def test_average_on_a_mesh_equals_one_device(place):
     trainer = trainer_on(layout, mesh)
     state, seen = train(trainer)
     averaged = trainer.averaged(state)
-    average = flatten(jax.device_get(trainer.placed.unpacked(averaged.params)))
+    average = flatten(jax.device_get(trainer.placed.states.unpacked(averaged.params)))
     for path, value in average.items():
         np.testing.assert_allclose(
             value,
@@ -240,7 +242,7 @@ def test_average_of_a_circular_pipeline_is_in_the_order_of_the_layers():
     )
     trainer = trainer_on(layout, "data=4,stage=2")
     state, seen = train(trainer)
-    kept = flatten(jax.device_get(trainer.placed.unpacked(trainer.averaged(state).params)))[
+    kept = flatten(jax.device_get(trainer.placed.states.unpacked(trainer.averaged(state).params)))[
         "blocks/layers/kernel"
     ]
     np.testing.assert_allclose(
