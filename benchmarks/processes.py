@@ -111,7 +111,7 @@ def steps_of_fit(turn: Turn) -> None:
         program.text(), program.placed.states.init_facts()
 
     once = {
-        "consistency": timed(api, "_check_processes_agree", lower),
+        "consistency": timed(api, "check_processes_agree", lower),
         "replicas": timed(api, "check_replicas"),
     }
     watched = Watched()

@@ -5,13 +5,11 @@ loop.
 import collections
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from spmd.base.log_info import log_info
@@ -21,46 +19,47 @@ from spmd.data.batches import (
     HostBatch,
     Placer,
     as_arrays,
-    batch_signature,
     check_leaves,
     check_matches,
+    with_rows,
 )
-from spmd.data.prefetch import allow_transfers, prefetch
-from spmd.data.retries import read_epoch
-from spmd.data.sources import Source, as_source, bind_rows, is_arrays
-from spmd.data.work_assignment import Position, check_participation, epoch_batches, epoch_ended
-from spmd.distributed import uneven_batches, watchdog
+from spmd.data.prefetch import prefetch
+from spmd.data.sources import Source, as_source, bind_rows
+from spmd.data.work_assignment import Position, check_participation, epoch_batches
+from spmd.distributed import uneven_batches
 from spmd.errors import (
-    CheckpointError,
     DataError,
     OptionError,
     check_integer,
-    raise_problems,
-    short_repr,
 )
-from spmd.layout.compiler import compiler_notes
 from spmd.layout.resolve import Resolved
 from spmd.layout.schema import Layout
-from spmd.layout.summary import notes, summary
-from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
+from spmd.layout.summary import summary
+from spmd.mesh import make_mesh, outside_of_mesh
 from spmd.nn.schedule import Schedule
 from spmd.program_cache.activate import active_folder, use_folder
 from spmd.program_cache.folder import choose_folder
-from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
-from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
-from spmd.run.loop_checkpoints import LoopCheckpoints
-from spmd.run.reshard_checkpoint import PARAMS, packing_meta
-from spmd.run.restore_state import restore_matching, restore_state
-from spmd.run.saved_settings import data_changes, option_changes, saved_position
+from spmd.run.checkpoint import Checkpoint
+from spmd.run.checkpoint_reader import CheckpointReader
+from spmd.run.evaluations import Evaluations, make_placer
+from spmd.run.loop_checkpoints import (
+    LoopCheckpoints,
+    as_loop_checkpoint,
+    open_newest,
+    position_of_loop,
+    position_to_save,
+)
+from spmd.run.reshard_checkpoint import packing_meta
+from spmd.run.restore_state import open_checkpoint, restore_only, restore_state
+from spmd.run.saved_settings import describe_run
 from spmd.run.script_numbers import ScriptNumbers, find_script_numbers
-from spmd.sync.notes import notes as exchange_notes, server_notes
 from spmd.train.compiled_step import TrainingProgram, prepare_program
-from spmd.train.evaluation import EvaluationProgram, evaluation_program, measured
+from spmd.train.evaluation import EvaluationProgram
 from spmd.train.metrics import IN_FLIGHT, Metrics
 from spmd.train.model_setup import PlacedModel, TrainConfig
-from spmd.train.skipped_updates import inner_state
-from spmd.train.state import State, check_alive, check_placed, replicated_moments
-from spmd.train.wrapped_optimizer import options_of
+from spmd.train.program_checks import check_collectives_known
+from spmd.train.program_notes import trainer_notes
+from spmd.train.state import State, StepNumbers, check_alive, check_placed
 from spmd.wire.comm_log import CommLog
 from spmd.wire.server.statistics import ServerStatistics
 
@@ -93,6 +92,7 @@ class Trainer:
     Example:
       >>> import optax, spmd
       >>> import jax.numpy as jnp
+      >>> import numpy as np
       >>> model = spmd.FunctionalModel(
       ...     lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"]
       ... )
@@ -128,11 +128,10 @@ class Trainer:
         self._placed = PlacedModel(config, self.mesh, self.layout)
         self._program: TrainingProgram | None = None
         self._placer: Placer | None = None
-        self._evaluations: dict[Any, tuple[EvaluationProgram, Placer]] = {}  # by the kind of batch
+        self._evaluations = Evaluations()
         self._in_flight: collections.deque[Metrics] = collections.deque()
         self._checkpoints = LoopCheckpoints()
-        # the newest state, if it is still there, and its step
-        self._last: tuple[Callable[[], State | None], int] = (lambda: None, 0)
+        self._numbers = StepNumbers()
 
     @property
     def placed(self) -> PlacedModel:
@@ -161,46 +160,15 @@ class Trainer:
                 "trainer.wire before the first batch: what is sent depends on it.",
                 fix="trainer.prepare(batch) first.",
             )
-        if not self._placed.exchange.reduction.manual and not self.schedules:
-            alone, placed_by_xla = (
-                "a single worker exchanges nothing",
-                'under reduction "compiler" XLA places the collectives',
-            )
-            fix = 'several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
-            raise OptionError(
-                f"trainer.wire: {alone if self.resolved.workers == 1 else placed_by_xla}.", fix=fix
-            )
+        check_collectives_known(self._program.loss)
         return self._program.wire
 
     def notes(self) -> list[str]:
         """Notes on what is replicated, repeated work, codec state, and moments that could not be
         sharded.
         """
-        placed = self._placed
-        compiler = compiler_notes(self.layout.compiler, placed.platform)
-        lines = [
-            *notes(self.resolved),
-            *placed.given.notes(),
-            *exchange_notes(placed.exchange),
-            *compiler,
-        ]
-        lines += [] if self._program is None else self._program.notes
-        if placed.storage is not None and placed.events is not None:
-            lines += server_notes(placed.storage, placed.events)
-        lines += [
-            f"{name}: {str(schedule).splitlines()[0]}." for name, schedule in self.schedules.items()
-        ]
-        state = dataclasses.replace(
-            placed.abstract_state, opt=inner_state(placed.abstract_state.opt)
-        )
-        unsharded, moments = replicated_moments(state, placed.optimized), jax.tree.leaves(state.opt)
-        if unsharded and any(not leaf.sharding.is_fully_replicated for leaf in moments):
-            names = ", ".join(unsharded[:3])
-            lines.append(
-                f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay "
-                f"replicated: {names}, ..."
-            )
-        return lines
+        program_notes = [] if self._program is None else self._program.notes
+        return trainer_notes(self._placed, program_notes, self.schedules)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -273,26 +241,10 @@ class Trainer:
           state = trainer.restore("runs/digits", step="best")
           trainer.evaluate(state, test_data, batch_size=128)
         """
-        config = as_checkpoint(checkpoint)
-        if only is not None and not isinstance(only, str):
-            raise OptionError(
-                f"only={short_repr(only)}.",
-                fix='"params", or a pattern of paths such as "encoder/**".',
-            )
-        if config is None:
-            raise CheckpointError(
-                f"checkpoint={short_repr(checkpoint)}: there is no such folder.",
-                fix="the folder of a run.",
-            )
-        check_run_folder(config.path)
-        reader = CheckpointReader(config.path)
+        reader = open_checkpoint(checkpoint, only)
         chosen = reader.step(step)
-        if only is not None and only != PARAMS:
-            return restore_matching(self._placed, reader, chosen, only)
         if only is not None:
-            return self._placed.states.begin(
-                *reader.restore_params(chosen, self.abstract_state, self._placed.packing)
-            )
+            return restore_only(self._placed, reader, chosen, only)
         state, warnings = self.load(reader, chosen)
         for line in warnings:
             log_info(f"restored from step {state.step}: {line}")
@@ -334,21 +286,14 @@ class Trainer:
                   trainer.save(info, "runs/loop")
         """
         info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
-        config = as_checkpoint(checkpoint)
-        if config is None:
-            raise CheckpointError(
-                "checkpoint=None: there is no folder to save in.", fix='such as "runs/loop".'
-            )
+        config = as_loop_checkpoint(checkpoint)
         check_alive(state)
         check_placed(state, self.abstract_state)
         source = None if info is None else info.source
         meta = self.about(source, self._program)
         if info is not None and source is not None:
-            ended = epoch_ended(
-                source, info.position, drop=self.layout.parameter_server.drop_remainder
-            )
-            position = Position(info.position.epoch + 1) if ended else info.position
-            meta |= {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
+            drop = self.layout.parameter_server.drop_remainder
+            meta |= position_to_save(source, info.position, drop=drop)
         self._checkpoints.save(config, state, int(state.step), meta, metrics or {})
 
     def about(
@@ -357,26 +302,7 @@ class Trainer:
         """The description of a run in its checkpoints, besides the arrays and the position; without
         `data` if there is no source.
         """
-        config = self._placed.config
-        chosen = {}
-        if program is not None:
-            chosen = {
-                "accumulated gradients of stacks": program.accumulated,
-                "parameters gathered by layer": len(program.sync.layerwise),
-            }
-        return {
-            **({} if source is None else {"data": {**source.fingerprint(), "seed": config.seed}}),
-            "layout": self.layout.to_toml(),
-            "mesh": str(MeshSpec.parse(self.mesh)),
-            "options": {
-                "precision": config.precision,
-                "accumulate": config.accumulate,
-                **{name: value for name, value in chosen.items() if value},
-                **options_of(self._placed.given_optimizer),
-            },
-            "storage": self.packing,
-            "optimizer": self.script_numbers.to_json(),
-        }
+        return describe_run(self._placed, self.layout, source, program, self.script_numbers)
 
     @functools.cached_property
     def script_numbers(self) -> ScriptNumbers:
@@ -396,10 +322,10 @@ class Trainer:
 
     @property
     def packing(self) -> dict[str, Any] | None:
-        """How the state keeps parameters, for a checkpoint; None where it does as the model has
-        them.
+        """The form in which a state keeps parameters, for a checkpoint; None where it is that of
+        the model.
         """
-        return None if self._placed.packing is None else packing_meta(self._placed.packing)
+        return packing_meta(self._placed.packing)
 
     @outside_of_mesh()
     def rebuild(self, state: State) -> Any:
@@ -423,23 +349,10 @@ class Trainer:
             self._program = prepare_program(self._placed, sample)
             self._placed = self._program.placed
             workers = self._placed.exchange.worker_count
-            self._placer = self._make_placer(
-                self._program, pad=self._program.loss.pads, workers=workers
+            self._placer = make_placer(
+                self._placed, self._program.rows, pad=self._program.loss.pads, workers=workers
             )
         return self._program, self._placer
-
-    def _make_placer(
-        self, program: TrainingProgram | EvaluationProgram, *, pad: bool, workers: int | None = None
-    ) -> Placer:
-        resolved = self.resolved
-        return Placer(
-            self.mesh,
-            resolved.batch_spec,
-            resolved.data_axes,
-            program.rows,
-            pad=pad,
-            workers=workers,
-        )
 
     @outside_of_mesh()
     def place(self, batch: Tree) -> Batch:
@@ -457,12 +370,7 @@ class Trainer:
         batch = as_arrays(batch, "the batch")
         rows = check_leaves(batch, "the batch")
         global_rows = rows * jax.process_count()  # each process passes its part
-        program, placer = self.prepare(
-            jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((global_rows, *x.shape[1:]), x.dtype),
-                abstract(batch),
-            )
-        )
+        program, placer = self.prepare(with_rows(abstract(batch), global_rows))
         if global_rows > program.rows:
             fix = "the first batch must be the largest."
             raise DataError(
@@ -488,7 +396,8 @@ class Trainer:
         placed = batch if isinstance(batch, Batch) else self.place(batch)
         check_alive(state)
         program, placer = self.prepare(placed.leaves)
-        number = self._number(state)
+        # where all steps are alike, their numbers do not matter
+        number = self._numbers.find(state) if self._counts else 0
         check_participation(program.clock, number, placed)
         with placer.allow_row_transfers():
             events = placer.replicate_all(program.events(number, placed.rows, placed.has_rows))
@@ -496,7 +405,7 @@ class Trainer:
                 state, placed.leaves, placed.weights, events, split=placed.split
             )
         if self._counts:
-            self._last = (weakref.ref(state), number + 1)
+            self._numbers.record(state, number + 1)
         metrics = Metrics(program.names, packed, program.static_metrics.at(number))
         self._in_flight.append(metrics)
         if len(self._in_flight) >= IN_FLIGHT:
@@ -507,12 +416,6 @@ class Trainer:
     def _counts(self) -> bool:
         """Whether it matters which step it is."""
         return self.layout.gradients.start_step > 0 or self._placed.events is not None
-
-    def _number(self, state: State) -> int:
-        """Updates made so far, without waiting for the device where that can be known."""
-        if not self._counts:
-            return 0  # all steps are alike
-        return self._last[1] if state is self._last[0]() else int(state.step)
 
     def steps(
         self,
@@ -559,65 +462,28 @@ class Trainer:
                 raise OptionError(
                     "steps: state and resume both say where to begin.", fix="one of them."
                 )
-            state, at = self._resumed(resume, reader)
-        state = self.init() if state is None else state
+            checkpoints = open_newest(resume)
+            if checkpoints is not None:
+                state = self.restore(resume)
+                meta = self.about(reader, self._program)
+                at = position_of_loop(checkpoints, int(state.step), meta)
+        if state is None:
+            state = self.init()
         check_alive(state)
         count = int(state.step)
         while (epoch := at.epoch) < epochs:
             rounds = epoch_batches(reader, program.clock, at, count, pad=program.loss.pads)
             with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                for batch in (
-                    uneven_batches.require_equal_counts(batches, f"epoch {epoch + 1}")
-                    if reader.threaded
-                    else batches
-                ):
+                if reader.threaded:
+                    what = f"epoch {epoch + 1}"
+                    batches = uneven_batches.require_equal_counts(batches, what)
+                for batch in batches:
                     state, metrics = self.step(state, batch)
                     count += 1
                     at.advance(batch.has_rows)
                     at.reader = batch.position
                     yield StepInfo(count, metrics, state, dataclasses.replace(at), reader)
             at = Position(epoch + 1)
-
-    def _resumed(
-        self, folder: str | Path | Checkpoint, source: Source
-    ) -> tuple[State | None, Position]:
-        """The state of the newest checkpoint, if there is one yet, and its position in the data."""
-        config = as_checkpoint(folder)
-        if config is None:
-            return None, Position()
-        reader = CheckpointReader(config.path)
-        if reader.folder.exists():
-            check_run_folder(config.path)
-        newest, damaged = reader.newest_intact()
-        if damaged:
-            store = CheckpointStore(config)
-            try:
-                store.move_damaged(damaged)
-            finally:
-                store.release()
-        if newest is None:
-            return None, Position()
-        state = self.restore(config)
-        step = int(state.step)
-        for change in option_changes(reader.meta(step), self.about(source, self._program)):
-            log_info(f"resumed from step {step}: {change}")
-        fix = (
-            "or  steps(data, state=trainer.restore(folder))  to begin with the first epoch of the "
-            "data."
-        )
-        position, data = saved_position(reader.meta(step), step, reader, fix)
-        problems = data_changes(data, {**source.fingerprint(), "seed": self._placed.config.seed})
-        fix = (
-            "use the data that the loop began with, or  steps(data, state=trainer.restore(folder)) "
-            " to begin on these."
-        )
-        headline = f"the loop in {reader.folder} cannot be resumed: its data is not the same"
-        raise_problems(
-            CheckpointError,
-            headline,
-            [dataclasses.replace(problem, fix=fix) for problem in problems.values()],
-        )
-        return state, position
 
     @outside_of_mesh()
     def averaged(self, state: State) -> State:
@@ -682,24 +548,16 @@ class Trainer:
         ended it. A batch that cannot be read is tried again `retries` times. `draws` is filled with
         functions that draw metrics, by name.
         """
-        reader = self._eval_source(data, batch_size)
-        check_alive(state)
-        program, placer = bind_rows(reader, self._evaluation(reader.sample()))
-        placed = map(
-            placer,
-            allow_transfers(
-                read_epoch(
-                    reader, 0, retries=retries, stops=lambda: bool(watchdog.current().stop_reason)
-                )
-            ),
+        return self._evaluations.measure(
+            self._placed,
+            self._trained_evaluation,
+            state,
+            stops,
+            data,
+            batch_size=batch_size,
+            retries=retries,
+            draws=draws,
         )
-        batches = (
-            uneven_batches.require_equal_counts(placed, "the evaluation's data")
-            if reader.threaded
-            else placed
-        )
-        with watchdog.current().in_phase("eval"):
-            return measured(program, placer, state, batches, stops, draws)
 
     @outside_of_mesh()
     def measure_averaged(
@@ -713,31 +571,12 @@ class Trainer:
         """Names of what evaluation measures on arrays or records, which is traced: what does not
         fit is raised before training.
         """
-        return self._evaluation(self._eval_source(data, None).sample())[0].outputs.names
+        return self._evaluations.names(self._placed, self._trained_evaluation, data)
 
-    def _evaluation(self, sample: Tree) -> tuple[EvaluationProgram, Placer]:
-        """The functions for evaluation batches like `sample`; they fix nothing about the batches
-        that are trained on.
-        """
-        kind = batch_signature(sample)
-        if kind not in self._evaluations:
-            trained = None if self._program is None else self._program.evaluation
-            program = evaluation_program(self._placed, sample, trained)
-            self._evaluations[kind] = (
-                program,
-                self._make_placer(program, pad=program.outputs.pads),
-            )
-        return self._evaluations[kind]
-
-    def _eval_source(self, data: Any, batch_size: int | None) -> Source:
-        if is_arrays(data):
-            rows = (
-                self._program.rows
-                if batch_size is None and self._program is not None
-                else batch_size
-            )
-            return as_source(data, batch_size=rows, shuffle=False, seed=0, short_ok=True)
-        return as_source(data, batch_size=batch_size, shuffle=None, seed=0, short_ok=True)
+    @property
+    def _trained_evaluation(self) -> EvaluationProgram | None:
+        """The program that evaluates batches of training; None before the first."""
+        return None if self._program is None else self._program.evaluation
 
     @outside_of_mesh()
     def predict(self, state: State, inputs: Tree) -> Tree:
@@ -756,37 +595,4 @@ class Trainer:
             `prepare`.
           DataError: the model fails on inputs of these shapes.
         """
-        check_alive(state)
-        if self._program is not None:
-            program = self._program.evaluation
-        elif self._evaluations:
-            program, _ = next(reversed(self._evaluations.values()))
-        else:
-            fix = (
-                "trainer.prepare(batch) first, with arrays like a batch of training, or with their "
-                "shapes."
-            )
-            raise OptionError(
-                "predict() before the first batch: the batch size is not known.", fix=fix
-            )
-        data = self.resolved.data_axes
-        inputs = as_arrays(inputs, "the inputs")
-        rows = check_leaves(inputs, "the inputs")
-        if rows == 0:
-            raise DataError("the inputs are empty: 0 rows.", fix="at least one row.")
-        placer = Placer(self.mesh, lambda path: (data,), data, program.rows, pad=True)
-        arrays, outputs = jax.tree.map(np.asarray, inputs), []
-        program.check_inputs(
-            jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((program.rows, *x.shape[1:]), x.dtype),
-                abstract(arrays),
-            )
-        )
-        for first in range(0, rows, program.rows):
-            index = np.arange(first, min(first + program.rows, rows))
-            with placer.allow_row_transfers():
-                out = jax.device_get(
-                    program.predict(state, placer(HostBatch(arrays, len(index), index)).leaves)
-                )
-            outputs.append(jax.tree.map(lambda x: x[: len(index)], out))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+        return self._evaluations.predict(self._placed, self._trained_evaluation, state, inputs)

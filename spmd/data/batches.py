@@ -242,6 +242,15 @@ def check_leaves(tree: Tree, name: str) -> int:
     return next(iter(sizes.values()))
 
 
+def with_rows(batch: Tree, rows: int) -> Tree:
+    """Return the shapes of a batch of this number of rows.
+
+    >>> with_rows({"x": np.ones((2, 3), np.float32)}, 8)
+    {'x': ShapeDtypeStruct(shape=(8, 3), dtype=float32)}
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+
+
 def check_matches(tree: Tree, sample: Tree, name: str) -> None:
     """Check that a batch has the leaves, dtypes and shapes of the first one; only the number of
     rows may differ.

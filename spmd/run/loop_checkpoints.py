@@ -2,14 +2,20 @@
 so that two runs are never mixed in one folder.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd.base.log_info import log_info
+from spmd.data.sources import Source
+from spmd.data.work_assignment import Position, epoch_ended
 from spmd.distributed import watchdog
-from spmd.errors import CheckpointError, OptionError, did_you_mean, short_repr
-from spmd.run.checkpoint import Checkpoint, CheckpointStore
+from spmd.errors import CheckpointError, OptionError, did_you_mean, raise_problems, short_repr
+from spmd.run.checkpoint import Checkpoint, CheckpointStore, as_checkpoint
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
+from spmd.run.saved_settings import data_changes, option_changes, saved_position
 from spmd.train.state import State
 
 
@@ -107,6 +113,78 @@ class LoopCheckpoints:
             )
             raise CheckpointError(f"{why}.", fix="save a step once, with all that belongs to it.")
         return False
+
+
+def as_loop_checkpoint(checkpoint: str | Path | Checkpoint) -> Checkpoint:
+    """Return the checkpoint that `Trainer.save` gets.
+
+    Raises:
+      CheckpointError: None.
+    """
+    config = as_checkpoint(checkpoint)
+    if config is None:
+        raise CheckpointError(
+            "checkpoint=None: there is no folder to save in.", fix='such as "runs/loop".'
+        )
+    return config
+
+
+def position_to_save(source: Source, position: Position, *, drop: bool) -> dict[str, Any]:
+    """Return the description of a loop's position in its data, for its checkpoint.
+
+    Args:
+      drop: whether a short last batch is dropped.
+    """
+    if epoch_ended(source, position, drop=drop):
+        position = Position(position.epoch + 1)
+    return {"position": dataclasses.asdict(position), "callbacks": [], "pace": None}
+
+
+def open_newest(checkpoint: str | Path | Checkpoint) -> CheckpointReader | None:
+    """Return a reader of the checkpoints of a loop that resumes, behind the newest undamaged one;
+    None if there is none yet.
+    """
+    config = as_checkpoint(checkpoint)
+    if config is None:
+        return None
+    reader = CheckpointReader(config.path)
+    if reader.folder.exists():
+        check_run_folder(config.path)
+    newest, damaged = reader.newest_intact()
+    if damaged:
+        store = CheckpointStore(config)
+        try:
+            store.move_damaged(damaged)
+        finally:
+            store.release()
+    return None if newest is None else reader
+
+
+def position_of_loop(reader: CheckpointReader, step: int, meta: Mapping[str, Any]) -> Position:
+    """Return the position in the data of a loop that resumes from a step; lines say which options
+    have changed.
+
+    Args:
+      meta: describes the loop that resumes.
+
+    Raises:
+      CheckpointError: the step has no position, or the data has changed.
+    """
+    saved = reader.meta(step)
+    for change in option_changes(saved, meta):
+        log_info(f"resumed from step {step}: {change}")
+    anew = "steps(data, state=trainer.restore(folder))"
+    position, data = saved_position(
+        saved, step, reader, f"or  {anew}  to begin with the first epoch of the data."
+    )
+    problems = data_changes(data, meta["data"])
+    fix = f"use the data that the loop began with, or  {anew}  to begin on these."
+    raise_problems(
+        CheckpointError,
+        f"the loop in {reader.folder} cannot be resumed: its data is not the same",
+        [dataclasses.replace(problem, fix=fix) for problem in problems.values()],
+    )
+    return position
 
 
 def check_config(config: Checkpoint, metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -66,11 +66,11 @@ def packing_from_meta(saved: Mapping[str, Any] | None, like: Tree) -> Packing:
     )
 
 
-def packing_meta(packing: Packing) -> dict[str, Any] | None:
+def packing_meta(packing: Packing | None) -> dict[str, Any] | None:
     """Return the metadata that describes a packing. With servers it includes the parameters'
     shapes, which packed arrays do not show.
     """
-    if isinstance(packing, Unpacked):
+    if packing is None or isinstance(packing, Unpacked):
         return None
     if isinstance(packing, StageOrder):
         return {"stages": packing.stages, "groups": packing.groups, "paths": list(packing.paths)}

@@ -3,19 +3,44 @@ pattern matches.
 """
 
 import dataclasses
+from typing import Any
 
 from spmd.base.log_info import log_info
 from spmd.base.tree import flatten, map_paths
-from spmd.errors import join_names
+from spmd.errors import CheckpointError, OptionError, join_names, short_repr
 from spmd.layout.schema import Layout
 from spmd.layout.toml_reader import loads
-from spmd.run.checkpoint_reader import CheckpointReader
+from spmd.run.checkpoint import as_checkpoint
+from spmd.run.checkpoint_reader import CheckpointReader, check_run_folder
+from spmd.run.reshard_checkpoint import PARAMS
 from spmd.run.restore_comm_state import check_sync_schedule
 from spmd.run.saved_settings import saved_numbers
 from spmd.run.script_numbers import ScriptNumbers
 from spmd.train.choose_frozen import check_same_trained
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
+
+
+def open_checkpoint(checkpoint: Any, only: Any) -> CheckpointReader:
+    """Return a reader of the checkpoints from which `Trainer.restore` takes `only` some arrays.
+
+    Raises:
+      CheckpointError: there is no such folder, or it has no run.
+      OptionError: `only` is no pattern.
+    """
+    config = as_checkpoint(checkpoint)
+    if only is not None and not isinstance(only, str):
+        raise OptionError(
+            f"only={short_repr(only)}.",
+            fix='"params", or a pattern of paths such as "encoder/**".',
+        )
+    if config is None:
+        raise CheckpointError(
+            f"checkpoint={short_repr(checkpoint)}: there is no such folder.",
+            fix="the folder of a run.",
+        )
+    check_run_folder(config.path)
+    return CheckpointReader(config.path)
 
 
 def restore_state(
@@ -44,11 +69,9 @@ def restore_state(
     return state, [*changed, *changes]
 
 
-def restore_matching(
-    placed: PlacedModel, reader: CheckpointReader, step: int, pattern: str
-) -> State:
+def restore_only(placed: PlacedModel, reader: CheckpointReader, step: int, pattern: str) -> State:
     """Return a new state at step 0, in which the arrays of the model that a pattern matches are
-    those of the checkpoint.
+    those of the checkpoint; "params": all of them.
 
     A line names the arrays that begin as in a new state.
 
@@ -56,6 +79,9 @@ def restore_matching(
       CheckpointError: arrays do not fit.
       OptionError: the pattern matches none.
     """
+    if pattern == PARAMS:
+        params = reader.restore_params(step, placed.abstract_state, placed.packing)
+        return placed.states.begin(*params)
     restored = reader.restore_matching(
         step, placed.abstract_state, pattern, packed=placed.packing is not None
     )

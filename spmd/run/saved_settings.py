@@ -1,18 +1,63 @@
-"""Settings that a checkpoint was saved with, compared with those of a run that resumes; and the
-position of a run that resumes on other data, or on the same data in other batches or another order.
+"""The settings of a run, as a checkpoint keeps them, compared with those of a run that resumes; and
+the position of a run that resumes on other data, or on the same data in other batches or another
+order.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spmd.data.sources import RECORDS_SEED
+from spmd.data.sources import RECORDS_SEED, Source
 from spmd.data.work_assignment import Position
 from spmd.errors import CheckpointError, Problem
+from spmd.layout.schema import Layout
+from spmd.mesh import MeshSpec
 from spmd.run.checkpoint_reader import CheckpointReader, arrays_by_path
+from spmd.run.reshard_checkpoint import packing_meta
 from spmd.run.rewrap_optimizer import Rewrapping
+from spmd.run.script_numbers import ScriptNumbers
+from spmd.train.compiled_step import TrainingProgram
+from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
+from spmd.train.wrapped_optimizer import options_of
 
 SIZES = {"batch_size", "batches"}  # facts of data that say nothing about the order of its examples
+
+
+def describe_run(
+    placed: PlacedModel,
+    layout: Layout,
+    source: Source | None,
+    program: TrainingProgram | None,
+    numbers: ScriptNumbers,
+) -> dict[str, Any]:
+    """Return the description of a run in its checkpoints, besides the arrays and the position.
+
+    Args:
+      layout: as it was declared.
+      source: of the data; without `data` if there is none.
+      numbers: of the optimizer.
+    """
+    config = placed.config
+    options = {"precision": config.precision, "accumulate": config.accumulate}
+    if program is not None and program.accumulated:
+        options["accumulated gradients of stacks"] = program.accumulated
+    if program is not None and program.sync.layerwise:
+        options["parameters gathered by layer"] = len(program.sync.layerwise)
+    meta = {
+        "layout": layout.to_toml(),
+        "mesh": str(MeshSpec.parse(placed.mesh)),
+        "options": {**options, **options_of(placed.given_optimizer)},
+        "storage": packing_meta(placed.packing),
+        "optimizer": numbers.to_json(),
+    }
+    if source is None:
+        return meta
+    return {"data": describe_data(source, config.seed), **meta}
+
+
+def describe_data(source: Source, seed: int) -> dict[str, Any]:
+    """Return the description of a run's data in its checkpoints."""
+    return {**source.fingerprint(), "seed": seed}
 
 
 def saved_position(

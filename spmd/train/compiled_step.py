@@ -18,24 +18,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd.base.specs import Spec, pspec
 from spmd.base.tree import Tree, abstract, map_paths
 from spmd.data.batches import check_leaves
-from spmd.errors import DataError, LossError, option
+from spmd.errors import DataError, LossError
 from spmd.layout.gradients import Gradients
-from spmd.nn.moe import microbatch_notes
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import choose_gathering
-from spmd.train.activations import Seen
 from spmd.train.asynchronous import Asynchronous
 from spmd.train.batch_rows.loss import read_training_loss
-from spmd.train.batch_rows.reading import BY_COMPILER, FullBatchError, Reading
+from spmd.train.batch_rows.reading import BY_COMPILER, FullBatchError
 from spmd.train.compiled_functions import CompiledFunctions, FunctionKey
 from spmd.train.evaluation import EvaluationProgram
 from spmd.train.export_step import export_step
 from spmd.train.histograms import count_tree
-from spmd.train.host_memory import memory_notes
 from spmd.train.local_sgd import LocalSGD
-from spmd.train.loss_trace import TracedLoss, trace_loss, trace_objective
+from spmd.train.loss_trace import trace_loss
 from spmd.train.losses import check_masks, check_targets
-from spmd.train.matrix_owners import owner_notes
 from spmd.train.model_setup import PlacedModel
 from spmd.train.objective import LEAKS
 from spmd.train.own_derivatives import nonlinear_backward
@@ -47,12 +43,11 @@ from spmd.train.program_checks import (
     STEP_CHECKS,
     step_metrics,
 )
-from spmd.train.skipped_updates import scale_notes
+from spmd.train.program_notes import loss_notes, reading_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, scan_steps, step_and_gradients, train_step
 from spmd.train.synchronous import Synchronous
-from spmd.train.unread_weights import unread_weight_notes
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.server.events import Events
@@ -79,10 +74,10 @@ class TrainingProgram:
         for check in LOSS_CHECKS:
             check(self.loss)
         self.sync, gather_notes = choose_gathering(self.loss)
-        notes = _notes(self.loss, gather_notes)
+        notes = loss_notes(self.loss, gather_notes)
         self.own_backward = nonlinear_backward(self.loss.jaxpr.jaxpr)
         self.reading = read_training_loss(self.loss, self.sync, self.own_backward)
-        self.notes = [*notes, *_reading_notes(self.reading, self.loss)]
+        self.notes = [*notes, *reading_notes(self.reading, self.loss)]
         for check in OUTPUT_CHECKS:
             check(self.loss)
         self.names = (*self.loss.names, *step_metrics(placed))
@@ -403,44 +398,6 @@ class TrainingProgram:
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(()))
             for name, x in self.events(0, self.rows).items()
         }
-
-
-def _notes(loss: TracedLoss, gather_notes: list[str]) -> list[str]:
-    """Return lines on what was decided for a traced loss."""
-    placed = loss.placed
-    opt = placed.abstract_state.opt
-
-    def trace_with_metrics() -> Any:
-        called = Seen(placed.resolved)
-        _, jaxpr = trace_objective(placed, placed.objective, loss.sample, loss.rows, called)
-        return jaxpr.jaxpr
-
-    return [
-        *gather_notes,
-        *loss.choices,
-        *placed.products.notes(),
-        *memory_notes(placed.resolved.layout, placed.platform),
-        *scale_notes(opt),
-        *owner_notes(placed.given_optimizer, loss.optimized, opt, placed.optimized, placed.mesh),
-        *microbatch_notes(placed.parallel, loss.rows, placed.config.accumulate),
-        *unread_weight_notes(placed, loss.sample, loss.jaxpr.jaxpr, trace_with_metrics),
-    ]
-
-
-def _reading_notes(reading: Reading, loss: TracedLoss) -> list[str]:
-    """Return lines on what workers share, and on modules that average over rows."""
-    notes = [] if reading.mean else [reading.note()]
-    microbatches = loss.placed.config.accumulate
-    if reading.averages and microbatches > 1:
-        rows = (
-            f"the {loss.rows // microbatches} rows of a microbatch, not over the {loss.rows} of "
-            "the batch"
-        )
-        notes.append(
-            f"note: a module such as BatchNorm averages over {rows}, as "
-            f"{option('accumulate', microbatches)} asks for."
-        )
-    return notes
 
 
 def prepare_program(placed: PlacedModel, sample: Tree) -> TrainingProgram:

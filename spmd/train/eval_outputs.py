@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.base.tree import Tree
+from spmd.data.batches import with_rows
 from spmd.errors import SpmdError
 from spmd.jaxpr.programs import equations
 from spmd.models.base import Variables
@@ -115,10 +116,8 @@ class EvalOutputs:
         batch, key = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch), jax.random.key(0)
 
         def trace(rows: int) -> tuple[Any, tuple]:
-            sized = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch
-            )
-            return jax.make_jaxpr(forward, return_shape=True)(variables, sized, key)
+            shapes = with_rows(batch, rows)
+            return jax.make_jaxpr(forward, return_shape=True)(variables, shapes, key)
 
         kinds = [held.kind for held in held_inputs(variables, batch)]
         traces = traces_by_name(

@@ -10,6 +10,7 @@ import jax
 
 from spmd.base.tree import Tree, abstract
 from spmd.base.xla import scope_of
+from spmd.data.batches import with_rows
 from spmd.errors import LayoutError, SpmdError
 from spmd.jaxpr.programs import equations, has_convolution
 from spmd.models.base import Call, Variables
@@ -186,7 +187,7 @@ def trace_objective(
         return scoped_forward
 
     variables = abstract(placed.abstract_state.variables)
-    sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), sample)
+    sample = with_rows(sample, rows)
     with naming_in_trace("the loss", sample):
         trace = jax.make_jaxpr(under(declared), return_shape=True)
         arguments = variables, sample, jax.eval_shape(lambda: jax.random.key(0))

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from spmd.base.tree import Tree
 from spmd.data.batches import check_batch
-from spmd.errors import LayoutError, ModelError
+from spmd.errors import LayoutError, ModelError, OptionError
 from spmd.layout.compiler import xla_options
 from spmd.train.compiler_options import check_compiler_options
 from spmd.train.differentiable import check_gradient, check_products
@@ -225,3 +225,21 @@ STEP_CHECKS: tuple[Callable[[TracedLoss, Callable[[], Any]], None], ...] = (
     check_trained,
     check_mesh_used,
 )
+
+# On request ---------------------------------------------------------------------------------------
+
+
+def check_collectives_known(loss: TracedLoss) -> None:
+    """Check that the collectives of the step can be listed: that XLA does not place all of them.
+
+    Raises:
+      OptionError: it does, or there are none.
+    """
+    placed = loss.placed
+    if placed.exchange.reduction.manual or loss.schedules:
+        return
+    why = 'under reduction "compiler" XLA places the collectives'
+    if placed.resolved.workers == 1:
+        why = "a single worker exchanges nothing"
+    fix = 'several workers and  [gradients] reduction = "all_reduce"  or "reduce_scatter".'
+    raise OptionError(f"trainer.wire: {why}.", fix=fix)

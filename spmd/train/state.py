@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -332,6 +333,23 @@ def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(
         host.shape, sharding, lambda index: np.array(host[index], copy=True)
     )
+
+
+class StepNumbers:
+    """The number of the newest step, without waiting for the device where that can be known."""
+
+    def __init__(self):
+        # the newest state, if it is still there, and its number
+        self._newest: tuple[Callable[[], State | None], int] = (lambda: None, 0)
+
+    def record(self, state: State, number: int) -> None:
+        """Keep the number of updates of the newest state, and no reference to it."""
+        self._newest = weakref.ref(state), number
+
+    def find(self, state: State) -> int:
+        """Return the number of updates made to a state so far."""
+        newest, number = self._newest
+        return number if state is newest() else int(state.step)
 
 
 def check_alive(state: State) -> None:

@@ -13,7 +13,6 @@ from spmd.models.base import Model, Variables
 from spmd.models.frozen import Frozen, FrozenModel
 from spmd.nn.layer_order import StageOrder
 from spmd.sync.gradient_sync import GradientSync
-from spmd.sync.param_server.packing import Storage
 from spmd.train.host_memory import to_device
 from spmd.train.model_spec import ModelSpec
 from spmd.train.state import (
@@ -29,6 +28,7 @@ from spmd.train.state import (
     take,
 )
 from spmd.train.weight_average import average_of
+from spmd.wire.server.packing import Storage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

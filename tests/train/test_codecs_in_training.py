@@ -476,7 +476,7 @@ def test_wire_bytes_is_known_without_waiting_and_the_state_can_be_released():
     trainer = trainer_of(layout("int8"))
     _, metrics = trainer.step(trainer.init(), data())
     assert metrics["wire_bytes"] == trainer.wire.bytes() and "_values" not in vars(metrics)
-    assert trainer._last[0]() is None
+    assert trainer._numbers._newest[0]() is None
 
 
 # checkpoints --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from spmd.base.tree import Tree, abstract, format_bytes
+from spmd.data.batches import with_rows
 from spmd.errors import LossError, ModelError
 from spmd.jaxpr.programs import without_unused
 from spmd.models.base import Call, Variables
@@ -120,7 +121,7 @@ def read_objective(
     def trace(rows: int) -> Any:
         key = jax.eval_shape(lambda: jax.random.key(0))
         traced = jax.make_jaxpr(compute_loss, axis_env=[(WORKERS, 2)])
-        return traced(variables, _with_rows(sample, rows), key)
+        return traced(variables, with_rows(sample, rows), key)
 
     inputs = held_inputs(variables, sample, draws=parts.ticks or parts.microbatches > 1)
     problem = ""
@@ -163,11 +164,6 @@ def _other_numbers_of_rows(placed: PlacedModel, parts: Parts, rows: int) -> list
     if fewest >= rows:
         return [2 * rows]
     return [fewest, 2 * rows]
-
-
-def _with_rows(batch: Tree, rows: int) -> Tree:
-    """Return the shapes of a batch of this number of rows."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
 
 
 class Output(NamedTuple):
@@ -316,7 +312,7 @@ def _computed(
 
     def trace(rows: int) -> Any:
         traced = jax.make_jaxpr(function, return_shape=True)
-        return traced(variables, _with_rows(batch, rows), key)
+        return traced(variables, with_rows(batch, rows), key)
 
     first, shapes = trace(rows)
     arrays = jax.tree.leaves((variables, batch, key))
