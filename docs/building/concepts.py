@@ -303,7 +303,7 @@ STEP = (  # kind, title, where in the code
     ("a", "5 encode, per bucket", "wire/codec/, codec.mean"),
     ("c", "6 reduce over workers", "wire/collectives.py: all_to_all, all_gather, ..."),
     ("f", "mean gradients", "next residual = gradient + residual - kept"),
-    ("a", "7 optimizer", "train/synchronous.py, update"),
+    ("a", "7 optimizer", "train/update_rules.py, update"),
     ("c", "8 gather updates (ZeRO-1)", "sync/parameter_sync.py, gather_updates"),
     ("f", "next state", "sharded as before, in the old state's memory"),
 )

@@ -266,7 +266,7 @@ def timeline_of(
 
 def sync_turn(instr: Instruction) -> str:
     """Return the part of a synchronization that a conditional is, such as "send/0", by the scopes
-    of `spmd.train.local_sgd`; "" if it is none.
+    of `spmd.wire.server.local_training`; "" if it is none.
 
     >>> scope = 'metadata={op_name="jit(f)/shard_map/receive/3/cond"}'
     >>> sync_turn(Instruction("c", (), "conditional", (), scope))

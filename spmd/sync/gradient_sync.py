@@ -25,11 +25,9 @@ from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.reduction import Averaging
 from spmd.wire.reduction_registry import REDUCTIONS, Reduction
 from spmd.wire.server.arrivals import init_server_memory
+from spmd.wire.server.local_training import LocalTraining, init_local_memory
 from spmd.wire.transfer import (
     MAX_EXACT_BUCKET,
-    OUTER,
-    OWN,
-    READ,
     RESIDUAL,
     Memory,
     Transfer,
@@ -171,12 +169,18 @@ class GradientSync:
         the servers. Works under a trace.
         """
         flat, workers = flatten(params), self.resolved.workers
-        servers: Memory = {}
+        declared, servers = self.resolved.layout.parameter_server, {}
         if self.asynchronous:
             workers = self.worker_count
-            servers = {path: self._init_async(leaf) for path, leaf in flat.items()}
+            servers = {
+                path: init_server_memory(declared, leaf, self.worker_count)
+                for path, leaf in flat.items()
+            }
         elif self.local:
-            servers = {path: self._init_local(leaf) for path, leaf in flat.items()}
+            servers = {
+                path: init_local_memory(declared, leaf, self.worker_count)
+                for path, leaf in flat.items()
+            }
         elif not self.reduction.manual:
             return {}
         memory = self.communication.init_memory(key, flat, workers)
@@ -207,23 +211,20 @@ class GradientSync:
             path: comm_state[path] | {RESIDUAL: residual} for path, residual in residuals.items()
         }
 
-    def _init_local(self, leaf: jax.Array) -> dict[str, jax.Array]:
-        """Return what local SGD keeps: every worker starts with the servers' parameters."""
-        declared = self.resolved.layout.parameter_server
-        entry = {OWN: jnp.broadcast_to(leaf, (self.worker_count, *leaf.shape))}
-        if declared.mode == "local":
-            entry[READ] = leaf
-            if declared.outer_momentum:
-                entry[OUTER] = jnp.zeros(leaf.shape, jnp.float32)
-        return entry
-
-    def _init_async(self, leaf: jax.Array) -> dict[str, jax.Array]:
-        """Return what servers keep: every worker has read the initial parameters."""
-        return init_server_memory(self.resolved.layout.parameter_server, leaf, self.worker_count)
-
     def specs(self, comm_state: Tree) -> Tree:
         """Return the spec of every leaf of the state."""
         return self.communication.memory_specs(comm_state)
+
+    @property
+    def local_training(self) -> LocalTraining:
+        """Return how workers synchronize that have parameters of their own."""
+        return LocalTraining(
+            self.resolved.layout.parameter_server,
+            self.averaging,
+            self.buckets,
+            self.worker_count,
+            self.rounds_params,
+        )
 
     def map_params(self, function: Callable[..., Any], *trees: Tree) -> Tree:
         """Map `function(placement, leaf, ...)` over trees of parameters, trained or frozen."""

@@ -22,14 +22,12 @@ from spmd.errors import DataError, LossError
 from spmd.layout.gradients import Gradients
 from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import choose_gathering
-from spmd.train.asynchronous import Asynchronous
 from spmd.train.batch_rows.loss import read_training_loss
 from spmd.train.batch_rows.reading import BY_COMPILER, FullBatchError
 from spmd.train.compiled_functions import CompiledFunctions, FunctionKey
 from spmd.train.evaluation import EvaluationProgram
 from spmd.train.export_step import export_step
 from spmd.train.histograms import count_tree
-from spmd.train.local_sgd import LocalSGD
 from spmd.train.loss_trace import trace_loss
 from spmd.train.losses import check_masks, check_targets
 from spmd.train.model_setup import PlacedModel
@@ -47,7 +45,7 @@ from spmd.train.program_notes import loss_notes, reading_notes
 from spmd.train.state import State
 from spmd.train.static_metrics import StaticMetrics
 from spmd.train.step import Step, UpdateRule, scan_steps, step_and_gradients, train_step
-from spmd.train.synchronous import Synchronous
+from spmd.train.update_rules import Asynchronous, LocalSGD, Synchronous
 from spmd.train.worker_gradients import WorkerGradients
 from spmd.wire.comm_log import CommLog, read_collectives
 from spmd.wire.server.events import Events

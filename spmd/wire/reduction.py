@@ -25,14 +25,13 @@ from spmd.wire.transfer import (
     BUCKET_BYTES,
     CODEC,
     RESIDUAL,
+    Leaves,
     Memory,
     Transfer,
     init_memory,
     make_buckets,
     memory_specs,
 )
-
-Grads = dict[str, jax.Array]
 
 # What `Averaging` measures in every step: the norm of a worker's residuals (root mean square over
 # workers), and |mean - exact mean| / |exact mean| of the codecs' inputs (gradients plus residuals).
@@ -81,8 +80,8 @@ class Averaging:
         return memory_specs(memory, self.axes, self.transfers)
 
     def reduce(
-        self, grads: Grads, memory: Memory, step: Any = 0
-    ) -> tuple[Grads, Memory, jax.Array]:
+        self, grads: Leaves, memory: Memory, step: Any = 0
+    ) -> tuple[Leaves, Memory, jax.Array]:
         """Return this worker's shards of the mean gradients, the next memory, and measurements.
 
         Args:
@@ -93,7 +92,7 @@ class Averaging:
         Returns:
           The measurements are float32[2, diagnostics], values and counts (1), equal on all workers.
         """
-        means: Grads = {}
+        means: Leaves = {}
         after: Memory = {}
         measured = jnp.zeros(3)
         for nested in (False, True):
@@ -118,7 +117,7 @@ class Averaging:
         dtype = self.transfers[path].dtype
         return grad if dtype is None else grad.astype(dtype)
 
-    def _nested(self, grads: Grads, memory: Memory) -> Callable[..., Any]:
+    def _nested(self, grads: Leaves, memory: Memory) -> Callable[..., Any]:
         """Return `_reduce` on each device's local shard along the model axes."""
         axes = tuple(self.model_axes)
         grad_specs = {path: pspec(self.transfers[path].model_spec) for path in grads}
@@ -131,7 +130,7 @@ class Averaging:
         outputs = (*specs, PartitionSpec(self._measured_axes))
         return on_local_shards(self._reduce, axes, (*specs, PartitionSpec()), outputs)
 
-    def _reduce(self, grads: Grads, memory: Memory, step: Any) -> tuple[Grads, Memory, jax.Array]:
+    def _reduce(self, grads: Leaves, memory: Memory, step: Any) -> tuple[Leaves, Memory, jax.Array]:
         """Return the means, the next memory, and what this device measures, float32[3]."""
         if self.start_step:
             with jax.named_scope(WARM_UP):
@@ -148,7 +147,7 @@ class Averaging:
                     measured += self._measured(path, grad, *entries, means[path])
         return means, after, measured
 
-    def _exactly(self, grads: Grads, memory: Memory) -> tuple[Grads, Memory]:
+    def _exactly(self, grads: Leaves, memory: Memory) -> tuple[Leaves, Memory]:
         with jax.named_scope("reduce_gradients/exact"):
             means = {
                 path: exact_mean(self.transfers[path].shard_layout, grad)
@@ -156,7 +155,7 @@ class Averaging:
             }
         return means, memory
 
-    def _encoded(self, grads: Grads, memory: Memory) -> tuple[Grads, Memory]:
+    def _encoded(self, grads: Leaves, memory: Memory) -> tuple[Leaves, Memory]:
         transfers = {path: self.transfers[path] for path in grads}
         return reduce_buckets(
             transfers, grads, memory, bucket_bytes=self.bucket_bytes, inside=self.inside
@@ -211,20 +210,20 @@ class Averaging:
 
 def reduce_buckets(
     transfers: Mapping[str, Transfer],
-    grads: Grads,
+    grads: Leaves,
     memory: Memory,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     inside: tuple[str, ...] = (),
     numbered: bool = True,
-) -> tuple[Grads, Memory]:
+) -> tuple[Leaves, Memory]:
     """Return this worker's shards of the mean gradients, and the next memory.
 
     Args:
       transfers: of these gradients.
       numbered: whether the scope of a bucket, in the log of collectives, has its number.
     """
-    means: Grads = {}
+    means: Leaves = {}
     after = dict(memory)
     for number, paths in enumerate(make_buckets(transfers, bucket_bytes)):
         chosen = [transfers[path] for path in paths]

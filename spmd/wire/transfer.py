@@ -41,7 +41,8 @@ OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], shar
 BUCKET_BYTES = 25 * 2**20
 MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 
-Memory = dict[str, dict[str, Any]]
+Leaves = dict[str, jax.Array]  # by parameter path
+Memory = dict[str, dict[str, Any]]  # by parameter path and kind
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,7 @@ from jax import lax
 
 from spmd.base.tree import Tree, flatten
 from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.transfer import GATHERED, HELD, SQUARES, SUM, Memory
-
-Leaves = dict[str, jax.Array]
+from spmd.wire.transfer import GATHERED, HELD, SQUARES, SUM, Leaves, Memory
 
 
 def init_server_memory(

@@ -16,8 +16,7 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import RowCodec, packed_collective
 from spmd.wire.codec.bfloat16 import send_rounded
 from spmd.wire.reduction import where_finite
-from spmd.wire.server.arrivals import Leaves
-from spmd.wire.transfer import HELD, RESIDUAL, Memory, Transfer
+from spmd.wire.transfer import HELD, RESIDUAL, Leaves, Memory, Transfer
 
 Buckets = Sequence[Sequence[str]]  # paths that are communicated together
 
