@@ -25,6 +25,7 @@ from reported import head, print_sections, write
 import spmd
 from spmd.resume import open_checkpoints_in_memory
 from spmd.run.checkpoint import CheckpointStore
+from spmd.run.config import RunConfig
 from spmd.run.memory_restore import newest_in_memory
 
 ARRAYS, SHAPE = 16, (2048, 1024)
@@ -83,7 +84,7 @@ class Arms:
         config = spmd.Checkpoint(place / "run", memory_every=1)
         self.store = CheckpointStore(config)
         self.memory = open_checkpoints_in_memory(
-            config, self.store, trainer, contextlib.ExitStack(), resume=False
+            RunConfig(checkpoint=config), self.store, trainer, contextlib.ExitStack()
         )
         self.meta = {"mesh": "m", "layout": "l", "storage": None}
         self.bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))

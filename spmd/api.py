@@ -16,22 +16,15 @@ import jax
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.base.tree import Tree
 from spmd.data.device_dataset import Resident, replicate_arrays
-from spmd.data.records import Records
-from spmd.data.sources import as_source, bind_rows, is_arrays
+from spmd.data.sources import Source, as_source, bind_rows
 from spmd.data.work_assignment import check_source
 from spmd.distributed.exit_codes import TERMINATED
-from spmd.distributed.initialize import join, shrink_factor, was_restarted
+from spmd.distributed.initialize import join, shrink_factor
 from spmd.distributed.records import report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current
-from spmd.errors import (
-    OptionError,
-    check_integer,
-    did_you_mean,
-    first_line,
-    option,
-)
+from spmd.errors import first_line
 from spmd.inference.exporter import ExportReport, export
 from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, outside_of_mesh
@@ -45,34 +38,36 @@ from spmd.planner.step_profile import StepProfile, check_target, profile_of
 from spmd.planner.target import Target
 from spmd.program_cache.counts import Compilations, compilations
 from spmd.program_cache.folder import choose_folder
-from spmd.resume import CHANGED_DATA, open_checkpoints_in_memory, open_store, start, wants_resume
-from spmd.run.begin_outputs import begin_outputs, facts_of
-from spmd.run.callback_calls import as_callbacks, callback_name, watched_metrics
-from spmd.run.callbacks import Callback
+from spmd.resume import open_checkpoints_in_memory, open_store, start
+from spmd.run.begin_outputs import begin_outputs
+from spmd.run.callback_calls import as_callbacks
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
-from spmd.run.config import LoopConfig
-from spmd.run.fit_checks import check_processes_agree, warn_of_unsynced_steps
+from spmd.run.config import LoopParts, RunConfig, check_numbers
+from spmd.run.fit_checks import (
+    check_metrics,
+    check_processes_agree,
+    check_watch,
+    warn_of_unsynced_steps,
+)
 from spmd.run.goodput import COMPILING, Goodput
 from spmd.run.history import History
 from spmd.run.loggers import check_loggers
 from spmd.run.loop import Loop
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.report_cycles import report_unfinished
-from spmd.run.schedule import RunSchedule, check_length
 from spmd.run.signals import SIGTERM_REASON, interruptible
 from spmd.run.step_profiler import Profile, StepProfiler, as_profile
 from spmd.run.time_account import TimeAccount
-from spmd.run.watch import Watch, as_watch, check_watch
+from spmd.run.watch import Watch, as_watch
 from spmd.run.work import PeakSeconds, Work, tokens_per_row
 from spmd.train.compiled_step import TrainingProgram
 from spmd.train.state import State
-from spmd.train.weight_average import average_of
 from spmd.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `fit` returns.
+    """The result of `fit`.
 
     Attributes:
       state: the last state, on the mesh, sharded by the layout.
@@ -318,173 +313,182 @@ def fit(
       >>> round(float(result.state.params["w"][0, 0]), 3)
       3.0
     """
-    schedule = _schedule(epochs, steps, eval_every, log_every, prefetch)
-    check_integer(data_retries, "data_retries", 0)
-    config = as_checkpoint(checkpoint)
-    traced = as_profile(profile, None if config is None else Path(config.path))
-    account = TimeAccount.open(None if config is None else Path(config.path))
-    join()
-    folder = choose_folder(compile_cache, None if config is None else config.path)
-    with current().in_phase("compile"):  # the first look at devices waits for all processes
-        folder = agree_on_folder(folder)
-        # a run that restarted with fewer processes makes more microbatches, so that a device's rows
-        # stay as many
-        shrunk = shrink_factor()
-    before, hooks, outputs, watched = (
-        compilations(),
-        as_callbacks(callbacks),
-        check_loggers(loggers),
-        as_watch(watch),
+    check_numbers(epochs, steps, eval_every, log_every, prefetch, data_retries)
+    checkpoint = as_checkpoint(checkpoint)
+    folder = None if checkpoint is None else Path(checkpoint.path)
+    profile = as_profile(profile, folder)
+    account = TimeAccount.open(folder)
+    programs, factor = _join_cluster(compile_cache, folder)
+    before = compilations()
+    config = RunConfig(
+        epochs=epochs,
+        steps=steps,
+        eval_every=eval_every,
+        eval_average=eval_average,
+        evaluates=eval_data is not None,
+        log_every=log_every,
+        prefetch=prefetch,
+        data_retries=data_retries,
+        checkpoint=checkpoint,
+        resume=resume,
+        callbacks=as_callbacks(callbacks),
+        loggers=check_loggers(loggers),
+        profile=profile,
+        watch=as_watch(watch),
     )
-    options = {
-        "precision": precision,
-        "accumulate": accumulate if shrunk == 1 else accumulate * shrunk,
-        "seed": seed,
-    }
-    source_data = data.arrays if isinstance(data, Resident) else data
-    reader, display = (
-        as_source(source_data, batch_size=batch_size, shuffle=shuffle, seed=seed),
-        make_progress(progress),
-    )
-    chosen = None  # the text of a layout that was searched
+    arrays = data.arrays if isinstance(data, Resident) else data
+    source = as_source(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    display = make_progress(progress)
+    trained: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
+    trained |= {"precision": precision, "seed": seed}
+    searched = None
     if isinstance(layout, str) and layout == AUTO:
         check_auto(mesh, precision, accumulate)
-        resumes = wants_resume(resume) or (config is not None and was_restarted())
-        # a folder that cannot be used is an error before the search
-        with contextlib.ExitStack() as opened:
-            open_store(config, opened, resume=resumes)
-        saved = Path(config.path) / "layout.toml" if config is not None and resumes else None
-        step = {
-            "loss": loss,
-            "optimizer": optimizer,
-            "metrics": metrics,
-            "precision": precision,
-            "seed": seed,
-        }
-        layout, options["accumulate"], chosen, line = auto_layout(
-            model, reader.sample(), **step, saved=saved, say=display.say
-        )
-        if jax.process_index() == 0:
-            display.note(line)
+        layout, accumulate, searched = _search_layout(model, source, trained, config, display)
+    elif factor > 1:
+        accumulate *= factor
     visible = display if jax.process_index() == 0 else NoProgress()
     with visible.doing("tracing"):
         trainer = Trainer(
             model,
-            loss=loss,
-            optimizer=optimizer,
             mesh=mesh,
             layout=layout,
-            metrics=metrics,
-            compile_cache=folder or False,
-            **options,
+            accumulate=accumulate,
+            compile_cache=programs or False,
+            **trained,
         )
-        predicted_for = check_target(traced.target, trainer.placed) if traced is not None else None
+        target = None if profile is None else check_target(profile.target, trainer.placed)
         trainer.placed.compiling = functools.partial(_compiling, account, visible)
-        program, placer = bind_rows(reader, trainer.prepare(reader.sample()))
-    measure = trainer.measure_averaged if eval_average else trainer.measure
-    check_source(reader, program.clock, pad=program.loss.pads, steps=steps, epochs=epochs)
-    eval_names = [
-        f"eval_{name}"
-        for name in _check_evaluation(eval_data, eval_every, eval_average, config, trainer, program)
-    ]
-    _check_names(
-        hooks,
-        config,
-        (*program.names, *program.static_metrics.names, *eval_names),
-        evaluates=eval_data is not None,
-    )
-    traced_steps = range(0) if traced is None else range(traced.begin + 1, traced.end + 1)
-    check_watch(watched, program, traced_steps, recorded=bool(outputs) or config is not None)
-    meta = trainer.about(reader, program)
-    facts = {
-        "epochs and so on": schedule,
-        "checkpoint": config,
-        "eval_data": eval_data is not None,
-        "eval_average": eval_average,
-        **meta,
-    }
-    facts |= {"profile": None if traced is None else traced.steps, "watch": watched}
-    check_processes_agree(program, hooks, facts)
+        program, placer = bind_rows(source, trainer.prepare(source.sample()))
+    check_source(source, program.clock, pad=program.loss.pads, steps=steps, epochs=epochs)
+    check_metrics(config, program, trainer, eval_data)
+    check_watch(config, program)
+    meta = trainer.about(source, program)
+    check_processes_agree(program, config.shared_facts(meta))
+    room = None
     with visible.doing("compiling"):
-        room = (
-            check_step_memory(program) if check_memory and not isinstance(data, Resident) else None
-        )
+        if check_memory and not isinstance(data, Resident):
+            room = check_step_memory(program)
     # until the loop takes over, any failure releases the folder
     with contextlib.ExitStack() as opened:
-        resumes = wants_resume(resume) or (config is not None and was_restarted())
-        store = open_store(config, opened, resume=resumes)
-        memory = open_checkpoints_in_memory(config, store, trainer, opened, resume=resumes)
-        start_point = start(
-            store, trainer, meta, account, memory, changed_data=resume == CHANGED_DATA
-        )
+        store = open_store(config, opened)
+        memory = open_checkpoints_in_memory(config, store, trainer, opened)
+        start_point = start(config, store, trainer, meta, account, memory)
         if jax.process_count() > 1:
             check_replicas(start_point.state, "before the first step")
-        lengths = {
-            "batch_size": program.rows,
-            "epochs": schedule.epochs,
-            "steps": schedule.steps,
-            "log_every": log_every,
-        }
-        describe = functools.partial(
-            facts_of, store, trainer, meta, start_point, lengths, resumes=resumes
-        )
         outputs, display = begin_outputs(
-            store, trainer, outputs, display, start_point, room, describe, chosen, resumes=resumes
+            config, store, trainer, display, start_point, meta, program.rows, room, searched
         )
-        summarize = functools.partial(
-            profile_of, placed=trainer.placed, target=predicted_for, rows=program.rows
-        )
-        profiler = (
-            None
-            if traced is None
-            else StepProfiler(traced, config and Path(config.path), display, summarize)
-        )
-        loop_config = LoopConfig(
+        parts = LoopParts(
+            config=config,
             program=program,
-            source=reader,
+            source=source,
             placer=placer,
-            schedule=schedule,
-            evaluate=None
-            if eval_data is None
-            else functools.partial(measure, data=eval_data, retries=data_retries),
-            callbacks=hooks,
+            evaluate=_evaluate_by(config, trainer, eval_data),
             loggers=outputs,
             progress=display,
             store=store,
             meta=meta,
-            prefetch=prefetch,
-            device_data=replicate_arrays(source_data, trainer.mesh)
-            if isinstance(data, Resident)
-            else None,
-            steps_per_call=data.steps_per_call if isinstance(data, Resident) else 1,
             memory=memory,
-            data_retries=data_retries,
-            profiler=profiler,
+            profiler=_make_profiler(config, program, target, display),
             work=work_of(program),
-            watch=watched,
+            **_data_on_devices(data, trainer),
         )
-        if watched is not None:
-            display.say(f"{watched}.")
-        loop = Loop(loop_config, start_point, account)
+        if config.watch is not None:
+            display.say(f"{config.watch}.")
+        loop = Loop(parts, start_point, account)
         opened.pop_all()
     loop.train()
-    run, seconds = loop.run, loop.run.pace.seconds - loop.run.began.seconds
-    warn_of_unsynced_steps(program.clock.declared if program.clock is not None else None, run.step)
+    return _result(loop, parts, trainer, compilations() - before)
+
+
+def _join_cluster(
+    compile_cache: str | Path | bool | None, run_folder: Path | None
+) -> tuple[Path | None, int]:
+    """Join the other processes of a run; return the folder of compiled programs, and by how many
+    times fewer processes it was restarted.
+    """
+    join()
+    folder = choose_folder(compile_cache, run_folder)
+    # the first look at devices waits for all processes
+    with current().in_phase("compile"):
+        folder = agree_on_folder(folder)
+        # a run that restarted with fewer processes makes more microbatches, so that a device's rows
+        # stay as many
+        return folder, shrink_factor()
+
+
+def _search_layout(
+    model: Any, source: Source, trained: dict[str, Any], config: RunConfig, display: Any
+) -> tuple[Layout, int, str]:
+    """Search for the fastest layout; return it, its number of microbatches, and it as TOML."""
+    # a folder that cannot be used is an error before the search
+    with contextlib.ExitStack() as opened:
+        open_store(config, opened)
+    saved = None
+    if config.folder is not None and config.resumes:
+        saved = config.folder / "layout.toml"
+    layout, accumulate, toml, line = auto_layout(
+        model, source.sample(), **trained, saved=saved, say=display.say
+    )
+    if jax.process_index() == 0:
+        display.note(line)
+    return layout, accumulate, toml
+
+
+def _evaluate_by(
+    config: RunConfig, trainer: Trainer, eval_data: Any
+) -> Callable[..., dict[str, float] | None] | None:
+    """Return the function that evaluates a state of the run; None without data."""
+    if not config.evaluates:
+        return None
+    measure = trainer.measure_averaged if config.eval_average else trainer.measure
+    return functools.partial(measure, data=eval_data, retries=config.data_retries)
+
+
+def _make_profiler(
+    config: RunConfig, program: TrainingProgram, target: Any, display: Any
+) -> StepProfiler | None:
+    """Return what traces steps, and compares them with those predicted for a target."""
+    if config.profile is None:
+        return None
+    summarize = functools.partial(
+        profile_of, placed=program.placed, target=target, rows=program.rows
+    )
+    return StepProfiler(config.profile, config.folder, display, summarize)
+
+
+def _data_on_devices(data: Any, trainer: Trainer) -> dict[str, Any]:
+    """Return the parts of a loop on data that live on the devices; {} for other data."""
+    if not isinstance(data, Resident):
+        return {}
+    return {
+        "device_data": replicate_arrays(data.arrays, trainer.mesh),
+        "steps_per_call": data.steps_per_call,
+    }
+
+
+def _result(loop: Loop, parts: LoopParts, trainer: Trainer, compiled: Compilations) -> Result:
+    """Return the result of a run that has ended; a run that SIGTERM has ended exits."""
+    run, clock, store = loop.run, parts.program.clock, parts.store
+    warn_of_unsynced_steps(None if clock is None else clock.declared, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     report_unfinished(run.state.opt, run.step, saved=store is not None)
-    of_steps = None if profiler is None else profiler.profile
-    rate = (run.samples - run.began.samples) / seconds if run.samples and seconds > 0 else None
+    seconds = run.pace.seconds - run.began.seconds
+    rate = None
+    if run.samples and seconds > 0:
+        rate = (run.samples - run.began.samples) / seconds
     return Result(
         run.state,
         run.history,
         run.stop_reason,
         trainer,
-        account.goodput,
-        compilations() - before,
-        of_steps,
+        run.account.goodput,
+        compiled,
+        None if parts.profiler is None else parts.profiler.profile,
         rate,
     )
 
@@ -497,8 +501,8 @@ def _compiling(account: TimeAccount, display: Any) -> Iterator[None]:
 
 
 def work_of(program: TrainingProgram) -> Work:
-    """What a row is for the devices of a program; their peak is known for GPUs that a shipped
-    target describes.
+    """Return the work of a row for the devices of a program; their peak is known for GPUs that a
+    shipped target describes.
     """
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
@@ -518,66 +522,3 @@ def work_of(program: TrainingProgram) -> Work:
         return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
     return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
-
-
-def _schedule(
-    epochs: int | None, steps: int | None, eval_every: int | None, log_every: int, prefetch: int
-) -> RunSchedule:
-    check_length(epochs, steps)
-    check_integer(eval_every, "eval_every", optional=True)
-    check_integer(log_every, "log_every")
-    check_integer(prefetch, "prefetch", 0)
-    return RunSchedule(
-        epochs if epochs is not None or steps is not None else 1, steps, eval_every, log_every
-    )
-
-
-def _check_evaluation(
-    eval_data: Any,
-    eval_every: int | None,
-    eval_average: bool,
-    config: Checkpoint | None,
-    trainer: Trainer,
-    program: TrainingProgram,
-) -> tuple[str, ...]:
-    """The metrics of the evaluation; options that concern an evaluation are refused without one."""
-    best = config.best if config is not None else None
-    for name, value in (
-        ("eval_every", eval_every),
-        ("eval_average", eval_average or None),
-        ("Checkpoint(best=...)", best),
-    ):
-        if eval_data is None and value is not None:
-            raise OptionError(
-                f"{name} is {value!r}, but there is nothing to evaluate.",
-                fix=f"{option('eval_data', '...')}, or leave it out.",
-            )
-    if eval_data is None:
-        return ()
-    if eval_average:
-        jax.eval_shape(average_of, trainer.abstract_state.opt, trainer.abstract_state.params)
-    return (
-        trainer.check_evaluation(eval_data)
-        if is_arrays(eval_data) or isinstance(eval_data, Records)
-        else program.evaluation.outputs.names
-    )
-
-
-def _check_names(
-    hooks: list[Callback], config: Checkpoint | None, known: tuple[str, ...], *, evaluates: bool
-) -> None:
-    """Refuse, before anything is compiled, a callback or checkpoint that watches an unknown
-    metric.
-    """
-    wanted = [(callback_name(hook), name) for hook in hooks for name in watched_metrics(hook)]
-    wanted += (
-        [("Checkpoint", config.best)] if config is not None and config.best is not None else []
-    )
-    for who, name in wanted:
-        if name not in known and name.startswith("eval_") and not evaluates:
-            raise OptionError(
-                f'{who}: there is no metric "{name}", since there is no evaluation.',
-                fix=f"{option('eval_data', '...')}, which has it.",
-            )
-        if name not in known:
-            raise OptionError(f'{who}: there is no metric "{name}".', fix=did_you_mean(name, known))

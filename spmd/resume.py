@@ -18,8 +18,8 @@ from spmd.errors import (
     quoted,
     raise_problems,
 )
-from spmd.run.checkpoint import Checkpoint, CheckpointStore
-from spmd.run.config import StartPoint
+from spmd.run.checkpoint import CheckpointStore
+from spmd.run.config import CHANGED_DATA, RunConfig, StartPoint
 from spmd.run.goodput import RESTORING
 from spmd.run.memory_checkpoint import MemoryCheckpoints, open_memory
 from spmd.run.memory_folder import newest_step
@@ -36,45 +36,25 @@ from spmd.run.time_account import TimeAccount
 from spmd.train.state import place_copy, seed_data
 from spmd.trainer import Trainer
 
-# fit(resume=...): resume although the data, its batches or its order have changed
-CHANGED_DATA = "changed_data"
 
-
-def wants_resume(resume: bool | str) -> bool:
-    """Whether `fit(resume=...)` asks to resume.
-
-    Raises:
-      OptionError: it is neither a bool nor "changed_data".
-    """
-    if not isinstance(resume, bool) and resume != CHANGED_DATA:
-        fix = (
-            f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its order '
-            "have changed."
-        )
-        raise OptionError(f"resume={resume!r}", fix=fix)
-    return bool(resume)
-
-
-def open_store(
-    config: Checkpoint | None, opened: contextlib.ExitStack, *, resume: bool
-) -> CheckpointStore | None:
-    """The run's checkpoints. Existing ones are resumed or are an error; they are never
+def open_store(config: RunConfig, opened: contextlib.ExitStack) -> CheckpointStore | None:
+    """Return the run's checkpoints. Existing ones are resumed or are an error; they are never
     overwritten.
     """
     watch = current()
     # from here on all processes run in step, and waiting for each other has a time limit
     watch.record_progress("compile", 0)
     opened.callback(watch.record_progress, "script", 0)
-    if config is None:
-        if resume:
+    if config.checkpoint is None:
+        if config.resumes:
             raise OptionError(
                 "resume=True without a checkpoint folder.",
                 fix=f"{option('checkpoint', quoted('runs/name'))}.",
             )
         return None
-    store = CheckpointStore(config)
+    store = CheckpointStore(config.checkpoint)
     opened.callback(store.release)
-    if store.latest() is not None and not resume:
+    if store.latest() is not None and not config.resumes:
         fix = "resume=True to continue it, or another folder."
         raise CheckpointError(
             f"{store.folder} already holds a run, up to step {store.latest()}.", fix=fix
@@ -83,35 +63,36 @@ def open_store(
 
 
 def open_checkpoints_in_memory(
-    config: Checkpoint | None,
+    config: RunConfig,
     store: CheckpointStore | None,
     trainer: Trainer,
     opened: contextlib.ExitStack,
-    *,
-    resume: bool,
 ) -> MemoryCheckpoints | None:
-    """The run's checkpoints in memory, if it makes any. Without `resume`, those of an earlier run
-    in the same folder are forgotten.
+    """Return the run's checkpoints in memory, if it makes any. Those of an earlier run in the same
+    folder are forgotten, if this one does not resume.
     """
-    if config is None or store is None:
+    if config.checkpoint is None or store is None:
         return None
     if config.memory_every is None:
-        latest = store.latest()
-        if (
-            resume
-            and jax.process_index() == 0
-            and (step := newest_step(store.folder)) > (-1 if latest is None else latest)
-        ):
-            why = (
-                "step %d of this run is in memory, and is not used: Checkpoint has no "
-                "memory_every. The next save forgets it."
-            )
-            logging.getLogger("spmd").warning(why, step)
+        if config.resumes and jax.process_index() == 0:
+            _warn_of_unused_memory(store)
         return None
-    memory = open_memory(config.memory_folder, store.folder, trainer.abstract_state, resume=resume)
+    folder = config.checkpoint.memory_folder
+    memory = open_memory(folder, store.folder, trainer.abstract_state, resume=config.resumes)
     if memory is not None:
         opened.callback(memory.close, remove=False)
     return memory
+
+
+def _warn_of_unused_memory(store: CheckpointStore) -> None:
+    latest = store.latest()
+    step = newest_step(store.folder)
+    if step > (-1 if latest is None else latest):
+        why = (
+            "step %d of this run is in memory, and is not used: Checkpoint has no "
+            "memory_every. The next save forgets it."
+        )
+        logging.getLogger("spmd").warning(why, step)
 
 
 def _newest(
@@ -135,24 +116,24 @@ def _newest(
 
 
 def start(
+    config: RunConfig,
     store: CheckpointStore | None,
     trainer: Trainer,
     meta: dict[str, Any],
     account: TimeAccount,
     memory: MemoryCheckpoints | None = None,
-    *,
-    changed_data: bool,
 ) -> StartPoint:
-    """The starting point of a run: the newest state in memory or undamaged checkpoint on disk, or
-    step 0 if there is none.
+    """Return the starting point of a run: the newest state in memory or undamaged checkpoint on
+    disk, or step 0 if there is none.
 
     Raises:
       CheckpointError: the data differs from the saved run's, or comes in other batches or another
-        order, without `changed_data`.
+        order, without `resume="changed_data"`.
     """
     start_point = None
     if store is not None and (store.latest() is not None or memory is not None):
         with account(RESTORING):
+            changed_data = config.resume == CHANGED_DATA
             start_point = _restore(store, trainer, meta, account, memory, changed_data=changed_data)
     if start_point is None:
         account.resume(None)

@@ -66,8 +66,8 @@ from spmd.wire.server.statistics import ServerStatistics
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What `Trainer.steps` yields after each update: its number, its metrics, and the state after
-    it; and for `Trainer.save`, the position in the data, and the data.
+    """The number of an update that `Trainer.steps` has made, its metrics, and the state after it;
+    and for `Trainer.save`, the position in the data, and the data.
     """
 
     step: int
@@ -149,7 +149,7 @@ class Trainer:
 
     @property
     def wire(self) -> CommLog:
-        """What a step sends: every collective of the manual step, with axes, payload and bytes;
+        """The collectives of a step: every one of the manual step, with axes, payload and bytes;
         prints as a table.
 
         Raises:
@@ -414,7 +414,7 @@ class Trainer:
 
     @property
     def _counts(self) -> bool:
-        """Whether it matters which step it is."""
+        """True if steps differ by their number."""
         return self.layout.gradients.start_step > 0 or self._placed.events is not None
 
     def steps(
@@ -544,9 +544,9 @@ class Trainer:
         retries: int = 0,
         draws: dict[str, Callable[[], Any]] | None = None,
     ) -> dict[str, float] | None:
-        """As `evaluate`; None where `stops`, asked before each batch by its number from 1, has
-        ended it. A batch that cannot be read is tried again `retries` times. `draws` is filled with
-        functions that draw metrics, by name.
+        """Return what `evaluate` does; None where `stops`, asked before each batch by its number
+        from 1, has ended it. A batch that cannot be read is tried again `retries` times. `draws` is
+        filled with functions that draw metrics, by name.
         """
         return self._evaluations.measure(
             self._placed,
@@ -563,7 +563,7 @@ class Trainer:
     def measure_averaged(
         self, state: State, stops: Callable[[int], bool], data: Any, **options: Any
     ) -> dict[str, float] | None:
-        """As `measure`, of the average of the weights."""
+        """Return what `measure` does, of the average of the weights."""
         return self.measure(self.averaged(state), stops, data, **options)
 
     @outside_of_mesh()

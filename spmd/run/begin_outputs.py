@@ -1,8 +1,7 @@
 """Loggers and progress of a run, begun before its first step, and the facts that loggers get."""
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,66 +9,35 @@ import jax
 from spmd.base.user_paths import run_file, write_text
 from spmd.errors import CheckpointError
 from spmd.run.checkpoint import CheckpointStore
-from spmd.run.config import StartPoint
+from spmd.run.config import RunConfig, StartPoint
 from spmd.run.loggers import JsonLines, Logger, begin_loggers, write_record
 from spmd.run.progress import NoProgress
 from spmd.run.run_facts import ID_FILE, RunFacts, environment, run_id
 
 
-def facts_of(
-    store: CheckpointStore | None,
-    trainer: Any,
-    meta: Mapping[str, Any],
-    start_point: StartPoint,
-    lengths: Mapping[str, int | None],
-    *,
-    resumes: bool,
-    follows: bool,
-) -> RunFacts:
-    """Return the facts of a run that loggers get; `trainer` is the run's `Trainer`."""
-    folder = None if store is None else store.folder
-    chosen_lengths = {name: value for name, value in lengths.items() if value is not None}
-    config = {
-        "layout": meta["layout"],
-        "mesh": meta["mesh"],
-        **chosen_lengths,
-        **meta["options"],
-        "seed": trainer.placed.config.seed,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
-        **environment(),
-    }
-    return RunFacts(
-        config,
-        folder,
-        int(start_point.state.step),
-        resumes,
-        follows,
-        *run_id(folder, resumes=resumes),
-    )
-
-
 def begin_outputs(
+    config: RunConfig,
     store: CheckpointStore | None,
     trainer: Any,
-    loggers: list[Logger],
     display: Any,
     start_point: StartPoint,
+    meta: Mapping[str, Any],
+    rows: int,
     room: str | None,
-    describe: Callable[..., RunFacts],
     chosen: str | None = None,
-    *,
-    resumes: bool,
 ) -> tuple[list[Logger], Any]:
     """Return loggers and progress, on process 0 only; write the layout, and report notes.
 
     Args:
       trainer: the run's `Trainer`.
+      meta: describes the run in its checkpoints.
+      rows: of a full batch.
       room: a line on the memory that is left; None: nothing to say.
-      describe: makes the facts that loggers get.
       chosen: the layout as TOML, where another one was asked for.
     """
     if jax.process_index() != 0:
         return [], NoProgress()
+    loggers = list(config.loggers)
     began_before = store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
         write_text(
@@ -78,11 +46,21 @@ def begin_outputs(
             CheckpointError,
         )
         loggers.append(JsonLines(run_file(store.folder, "metrics.jsonl")))
-    if store is not None and not resumes:
+    if store is not None and not config.resumes:
         # The id is that of an abandoned run; a tracker that is added later would take it for this
         # one's.
         (store.folder / ID_FILE).unlink(missing_ok=True)
-    lines = begin_loggers(loggers, functools.partial(describe, follows=began_before))
+
+    def describe() -> RunFacts:
+        lengths = {"batch_size": rows, **config.lengths()}
+        seed = trainer.placed.config.seed
+        facts = _logged_config(meta, lengths, seed, start_point)
+        folder = None if store is None else store.folder
+        step = int(start_point.state.step)
+        identity = run_id(folder, resumes=config.resumes)
+        return RunFacts(facts, folder, step, config.resumes, began_before, *identity)
+
+    lines = begin_loggers(loggers, describe)
     step = int(start_point.state.step)
     beginning = ""
     if step:
@@ -90,11 +68,11 @@ def begin_outputs(
     elif began_before and store is not None:
         # A reader of the records sees that those before this one belong to the interrupted run.
         write_record(loggers, {"step": 0, "event": "started again"})
-        if resumes:
+        if config.resumes:
             logging.getLogger("spmd").warning(
                 "the run in %s has no checkpoint: training starts again at step 0", store.folder
             )
-    elif resumes and store is not None:
+    elif config.resumes and store is not None:
         # Perhaps another folder was meant.
         beginning = f"{store.folder} holds no run to resume: a new one begins"
     if beginning:
@@ -108,6 +86,21 @@ def begin_outputs(
         else:
             display.say(line)
     return loggers, display
+
+
+def _logged_config(
+    meta: Mapping[str, Any], lengths: Mapping[str, int], seed: int, start_point: StartPoint
+) -> dict[str, Any]:
+    """Return the configuration that loggers get, by name."""
+    return {
+        "layout": meta["layout"],
+        "mesh": meta["mesh"],
+        **lengths,
+        **meta["options"],
+        "seed": seed,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(start_point.state.params)),
+        **environment(),
+    }
 
 
 def _record_resumption(

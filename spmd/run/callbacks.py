@@ -62,7 +62,7 @@ class Info:
         """The model on its mesh, as `Trainer.placed`: with `state`, all that a program of one's own
         needs.
         """
-        return self._control.config.program.placed
+        return self._control.parts.program.placed
 
     def stop(self, reason: str) -> None:
         """Stop the run cleanly: the last checkpoint is written and `fit` returns.
@@ -115,7 +115,7 @@ class Info:
     @property
     def suspects(self) -> str:
         """Known causes of a NaN in a batch under this loss, as the end of a sentence."""
-        return self._control.config.program.loss.nan_causes
+        return self._control.parts.program.loss.nan_causes
 
     @property
     def nonfinite(self) -> str:

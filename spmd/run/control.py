@@ -12,7 +12,7 @@ from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
 from spmd.run.callback_calls import ReadOnlyMetrics, notify
 from spmd.run.callbacks import Info
-from spmd.run.config import LoopConfig, RunState
+from spmd.run.config import LoopParts, RunState
 from spmd.run.loggers import write_record
 from spmd.run.pictures import FOLDER, unused_name, write_picture
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
@@ -21,11 +21,11 @@ from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 class RunControl:
     """Stops the run, and notifies callbacks of its events."""
 
-    def __init__(self, config: LoopConfig, run: RunState):
-        self.config = config
+    def __init__(self, parts: LoopParts, run: RunState):
+        self.parts = parts
         self.run = run
         self.watchdog = watchdog.current()
-        self.last_step = config.schedule.steps
+        self.last_step = parts.config.steps
         self._notified_stop = False
         self._signalled_at: float | None = None
         # A warning says once that there is no folder for pictures.
@@ -87,15 +87,15 @@ class RunControl:
 
     def finished(self) -> bool:
         """Return whether the run is at its planned end, in steps or in epochs."""
-        epochs = self.config.schedule.epochs
+        epochs = self.parts.config.epochs
         return self.steps_done() or (epochs is not None and self.run.position.epoch >= epochs)
 
     def total_steps(self) -> int | None:
         """Return the steps of the complete run; None where the length of an epoch is not known."""
         if self.last_step is not None:
             return self.last_step
-        per_epoch = self.config.source.steps_per_epoch
-        epochs = self.config.schedule.epochs
+        per_epoch = self.parts.source.steps_per_epoch
+        epochs = self.parts.config.epochs
         if per_epoch is None or epochs is None:
             return None
         return per_epoch * epochs
@@ -106,7 +106,7 @@ class RunControl:
         """Write a picture of a step to the run's folder, and a record that names it to all loggers;
         `source`: see `write_picture`.
         """
-        if self.config.store is None:
+        if self.parts.store is None:
             if not self._noted_pictures:
                 self._noted_pictures = True
                 text = (
@@ -122,14 +122,14 @@ class RunControl:
             self._pictures = (step, set())
         names = self._pictures[1]
         name = unused_name(name, names)
-        path = write_picture(self.config.store.folder, name, step, picture, source)
+        path = write_picture(self.parts.store.folder, name, step, picture, source)
         names.add(name)
         record = {"step": step, "epoch": epoch, FOLDER: {name: path.as_posix()}}
-        write_record(self.config.loggers, record)
+        write_record(self.parts.loggers, record)
 
     def last_checkpoint(self) -> str:
         """Return a sentence that says where the newest checkpoint is."""
-        store = self.config.store
+        store = self.parts.store
         step = None if store is None else store.latest()
         if store is None or step is None:
             return "There is no checkpoint."
@@ -140,7 +140,7 @@ class RunControl:
         if metrics is None:
             metrics = ReadOnlyMetrics()
         info = Info(self, self.run.step, self.run.epoch, metrics, 0, exact=True)
-        notify(self.config.callbacks, event, info)
+        notify(self.parts.config.callbacks, event, info)
 
     def notify_stop(self) -> None:
         """Call `on_stop`, once however the run ends."""

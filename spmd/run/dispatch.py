@@ -15,9 +15,8 @@ from spmd.data.device_dataset import row_indices
 from spmd.data.prefetch import allow_transfers, prefetch
 from spmd.data.work_assignment import epoch_batches
 from spmd.distributed import uneven_batches
-from spmd.run.config import LoopConfig, RunState
+from spmd.run.config import LoopParts, RunState
 from spmd.run.control import RunControl
-from spmd.run.schedule import Intervals
 from spmd.run.step_metrics import StepMetrics
 
 
@@ -26,36 +25,36 @@ class StepDispatcher:
 
     def __init__(
         self,
-        config: LoopConfig,
+        parts: LoopParts,
         run: RunState,
         control: RunControl,
         metrics: StepMetrics,
-        intervals: Intervals,
     ):
-        self._config = config
+        self._parts = parts
         self._run = run
         self._control = control
         self._metrics = metrics
-        self._intervals = intervals
-        self._steps_per_call = min([config.steps_per_call, *intervals.all, *_full_steps(config)])
-        if config.profiler is not None:
-            config.profiler.check(self._steps_per_call)
+        self._steps_per_call = min(
+            [parts.steps_per_call, *parts.config.intervals, *_full_steps(parts)]
+        )
+        if parts.profiler is not None:
+            parts.profiler.check(self._steps_per_call)
 
     @contextlib.contextmanager
     def epoch(self) -> Iterator[Iterator[Callable[[], None]]]:
         """Yield the calls that dispatch the current epoch, or what is left of it."""
-        config = self._config
+        parts = self._parts
         run = self._run
         batches = epoch_batches(
-            config.source,
-            config.program.clock,
+            parts.source,
+            parts.program.clock,
             run.position,
             run.step,
-            pad=config.program.loss.pads,
-            retries=config.data_retries,
+            pad=parts.program.loss.pads,
+            retries=parts.config.data_retries,
             stops=lambda: bool(self._control.watchdog.stop_reason),
         )
-        if config.device_data is not None:
+        if parts.device_data is not None:
             yield self._device_calls(list(batches))
             return
         stops: Callable[[], bool] = self._control.stopped_by_signal
@@ -63,15 +62,15 @@ class StepDispatcher:
             # One of several processes cannot leave here: the others may have their batch.
             stops = _never
         # An iterable of the user's is read in a thread, and by each process separately.
-        threaded = config.source.threaded
+        threaded = parts.source.threaded
         ahead = 0
         if threaded:
-            ahead = config.prefetch
+            ahead = parts.config.prefetch
             if not ahead:
                 # The user's iterable may transfer arrays, and is read in this thread, in which
                 # JAX's transfer guard is on.
                 batches = allow_transfers(batches)
-        with prefetch(batches, config.placer, ahead, stops) as placed:
+        with prefetch(batches, parts.placer, ahead, stops) as placed:
             ready = placed
             if threaded:
                 ready = uneven_batches.require_equal_counts(placed, f"epoch {run.epoch + 1}")
@@ -85,21 +84,21 @@ class StepDispatcher:
         for one more could block those that have none.
         """
         return (
-            self._config.source.threaded and jax.process_count() > 1 and self._control.steps_done()
+            self._parts.source.threaded and jax.process_count() > 1 and self._control.steps_done()
         )
 
     def may_have_more_batches(self) -> bool:
         """Return whether the epoch may have more batches after the last step, as far as its length
         is known: a run that resumes looks for them.
         """
-        return self._run.position.batch != self._config.source.steps_per_epoch
+        return self._run.position.batch != self._parts.source.steps_per_epoch
 
     def _dispatch(self, batch: Batch) -> None:
         """Dispatch one step."""
-        program = self._config.program
-        placer = self._config.placer
+        program = self._parts.program
+        placer = self._parts.placer
         run = self._run
-        watch = self._config.watch
+        watch = self._parts.config.watch
         if watch is not None and not watch.is_due(run.step + 1):
             watch = None
         counts: dict[str, Any] = {}
@@ -133,26 +132,24 @@ class StepDispatcher:
         """
         count = min(self._steps_per_call, self._steps_until_due(), len(batches))
         step = self._run.step
-        watch = self._config.watch
+        watch = self._parts.config.watch
         # A watched step is another program: none is among the steps of a call.
         watched = watch is not None and step // watch.every < (step + count) // watch.every
         # Calls have one number of steps, since XLA would compile a program for each.
         full = count == self._steps_per_call and not watched
-        if full and (
-            self._config.placer.pad or batches[count - 1].rows == self._config.program.rows
-        ):
+        if full and (self._parts.placer.pad or batches[count - 1].rows == self._parts.program.rows):
             self._dispatch_many(batches[:count])
         else:
             count = 1
-            self._dispatch(self._config.placer(batches[0]))
+            self._dispatch(self._parts.placer(batches[0]))
         del batches[:count]
 
     def _dispatch_many(self, batches: list[HostBatch]) -> None:
         """Dispatch `len(batches)` steps in one call; only row numbers are sent. A short batch is
         padded with rows of weight 0.
         """
-        program = self._config.program
-        placer = self._config.placer
+        program = self._parts.program
+        placer = self._parts.placer
         run = self._run
         host_index, host_weights = row_indices(batches, program.rows)
         index = placer.replicate(host_index)
@@ -168,7 +165,7 @@ class StepDispatcher:
         events = placer.replicate_all(stacked)
         with self._traced(len(batches)):
             run.state, packed = program.scan_steps(
-                run.state, self._config.device_data, index, weights, events
+                run.state, self._parts.device_data, index, weights, events
             )
             run.step += len(batches)
         for batch in batches:
@@ -177,7 +174,7 @@ class StepDispatcher:
 
     def _traced(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Return a context around a call of `count` steps, which the profiler may trace."""
-        profiler = self._config.profiler
+        profiler = self._parts.profiler
         if profiler is None:
             return contextlib.nullcontext()
         return profiler.trace_call(self._run, count)
@@ -186,7 +183,7 @@ class StepDispatcher:
         """Return the steps until something must read the state, or the run ends."""
         step = self._run.step
         last = self._control.last_step
-        steps = self._intervals.steps_left(step)
+        steps = self._parts.config.steps_left(step)
         if last is not None:
             steps.append(last - step)
         return min(steps, default=self._steps_per_call)
@@ -196,15 +193,15 @@ def _never() -> bool:
     return False
 
 
-def _full_steps(config: LoopConfig) -> list[int]:
+def _full_steps(parts: LoopParts) -> list[int]:
     """Return the number of steps of an epoch that fit one call: all but a short last one that
     cannot be padded; nothing where the length is not known.
     """
-    steps = config.source.steps_per_epoch
-    program = config.program
-    short = getattr(config.source, "examples", 0) % program.rows
+    steps = parts.source.steps_per_epoch
+    program = parts.program
+    short = getattr(parts.source, "examples", 0) % program.rows
     if steps is None:
         return []
-    if short and (program.drops_remainder or not config.placer.pad):
+    if short and (program.drops_remainder or not parts.placer.pad):
         steps -= 1
     return [max(1, steps)]

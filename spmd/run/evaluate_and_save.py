@@ -10,12 +10,11 @@ import jax
 
 from spmd.errors import OptionError, did_you_mean, raise_callback_errors
 from spmd.run.callback_calls import as_numbers, save_callbacks
-from spmd.run.config import LoopConfig, RunState
+from spmd.run.config import LoopParts, RunState
 from spmd.run.control import RunControl
 from spmd.run.goodput import EVALUATING, SAVING, duration
 from spmd.run.loggers import write_record
 from spmd.run.report_cycles import report_perturbed
-from spmd.run.schedule import Intervals
 from spmd.run.signals import SIGINT_REASON, SIGTERM_REASON
 from spmd.run.step_metrics import StepMetrics
 
@@ -23,10 +22,8 @@ from spmd.run.step_metrics import StepMetrics
 class Evaluator:
     """Evaluates at most once after each step; says which evaluations a signal ended."""
 
-    def __init__(
-        self, config: LoopConfig, run: RunState, control: RunControl, metrics: StepMetrics
-    ):
-        self._config = config
+    def __init__(self, parts: LoopParts, run: RunState, control: RunControl, metrics: StepMetrics):
+        self._parts = parts
         self._run = run
         self._control = control
         self._metrics = metrics
@@ -39,9 +36,9 @@ class Evaluator:
         """Evaluate the newest state, unless that was done; report the results to callbacks,
         history, loggers and display.
         """
-        config = self._config
+        parts = self._parts
         run = self._run
-        if config.evaluate is None or self.completed_at == run.step:
+        if parts.evaluate is None or self.completed_at == run.step:
             return
         self._metrics.drain()
         if not self._reported_perturbed:
@@ -50,12 +47,12 @@ class Evaluator:
         self._control.watchdog.record_progress("eval", run.step)
         draws: dict[str, Callable[[], Any]] = {}
         with (
-            config.progress.doing("evaluating"),
+            parts.progress.doing("evaluating"),
             run.account(EVALUATING),
             # The user's evaluation data may come from anywhere.
             jax.transfer_guard("allow"),
         ):
-            results = config.evaluate(run.state, self._control.stops_evaluation, draws=draws)
+            results = parts.evaluate(run.state, self._control.stops_evaluation, draws=draws)
         self._control.watchdog.record_progress("step", run.step)
         if results is None:
             self._report_unfinished()
@@ -68,15 +65,15 @@ class Evaluator:
             run.evaluated = as_numbers(extended, run.step)
         finally:
             run.history.add_evaluation(run.step, run.evaluated)
-            write_record(config.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
-            config.progress.evaluated(run.step, run.evaluated)
+            write_record(parts.loggers, {"step": run.step, "epoch": run.epoch, **run.evaluated})
+            parts.progress.evaluated(run.step, run.evaluated)
         self._show(draws)
 
     def _show(self, draws: dict[str, Callable[[], Any]]) -> None:
         """Give pictures of metrics to the loggers of a run that has a folder; after the results,
         which a failure must not lose.
         """
-        if self._config.store is None or jax.process_index() != 0 or not draws:
+        if self._parts.store is None or jax.process_index() != 0 or not draws:
             return
         step = self._run.step
         with (
@@ -97,10 +94,10 @@ class Evaluator:
         run.stop_reason = self._control.watchdog.stop_reason
         run.history.unfinished.append(run.step)
         write_record(
-            self._config.loggers,
+            self._parts.loggers,
             {"step": run.step, "epoch": run.epoch, "event": "evaluation not completed"},
         )
-        self._config.progress.say(
+        self._parts.progress.say(
             f"step {run.step}: the evaluation was not completed ({run.stop_reason})"
         )
 
@@ -108,26 +105,23 @@ class Evaluator:
 class Saver:
     """Writes checkpoints; without a checkpoint folder it does nothing."""
 
-    def __init__(
-        self, control: RunControl, metrics: StepMetrics, evaluator: Evaluator, intervals: Intervals
-    ):
-        self._config = control.config
+    def __init__(self, control: RunControl, metrics: StepMetrics, evaluator: Evaluator):
+        self._parts = control.parts
         self._run = control.run
         self._control = control
         self._metrics = metrics
         self._evaluator = evaluator
-        self._intervals = intervals
 
     def copy_early(self) -> None:
         """Copy the state on the devices before the host waits for the step, where no evaluation
         comes first that may need the memory.
         """
-        if self._config.store is not None and self._config.store.config.best is None:
-            self._config.store.copy(self._run.state, self._run.step)
+        if self._parts.store is not None and self._parts.store.config.best is None:
+            self._parts.store.copy(self._run.state, self._run.step)
 
     def save(self) -> None:
         """Start to write a checkpoint of the newest state, unless this step was saved."""
-        store = self._config.store
+        store = self._parts.store
         run = self._run
         if store is None:
             return
@@ -167,7 +161,7 @@ class Saver:
 
     def report_interrupt(self) -> None:
         """Say what is kept of a run that Ctrl-C or SIGTERM has stopped, once it is on disk."""
-        store = self._config.store
+        store = self._parts.store
         run = self._run
         endings = {SIGINT_REASON: "interrupted", SIGTERM_REASON: "ended by SIGTERM"}
         ending = endings.get(run.stop_reason or "")
@@ -180,11 +174,11 @@ class Saver:
             outcome = (
                 f"the checkpoint is in {store.folder}, and fit(..., resume=True) resumes from it"
             )
-        self._config.progress.note(f"{ending} after step {run.step}: {outcome}.")
+        self._parts.progress.note(f"{ending} after step {run.step}: {outcome}.")
 
     def save_in_memory(self) -> None:
         """Start to write a checkpoint of the newest state to the memory of the hosts."""
-        memory = self._config.memory
+        memory = self._parts.memory
         run = self._run
         if memory is None:
             return
@@ -197,22 +191,22 @@ class Saver:
 
     def report_memory(self) -> None:
         """Report, at the end of the run, what was written to memory."""
-        if (memory := self._config.memory) is not None:
+        if (memory := self._parts.memory) is not None:
             # The time that is left is for the checkpoint on disk, which replaces those in memory.
             if self._control.stopped_by_signal():
                 memory.stop()
             memory.wait()
             write_record(
-                self._config.loggers,
+                self._parts.loggers,
                 {"step": self._run.step, "event": "memory", **dataclasses.asdict(memory.counts)},
             )
-            self._config.progress.say(str(memory.counts))
+            self._parts.progress.say(str(memory.counts))
 
     def save_after_error(self, error: BaseException) -> None:
         """Save the newest state and wait until it is on disk; add a note to the error that says
         where.
         """
-        store = self._config.store
+        store = self._parts.store
         run = self._run
         if store is not None:
             with run.account(SAVING):
@@ -227,12 +221,13 @@ class Saver:
         """Return everything beside the arrays that a resumed run needs."""
         run = self._run
         evaluator = self._evaluator
-        skipped = evaluator.completed_at != run.step and self._intervals.evaluates(run.step)
+        due = self._parts.config.evaluates_after(run.step)
+        skipped = due and evaluator.completed_at != run.step
         owes = run.step == evaluator.unfinished_at or skipped
         return {
-            **self._config.meta,
+            **self._parts.meta,
             "position": dataclasses.asdict(run.position),
-            "callbacks": save_callbacks(self._config.callbacks, run.step),
+            "callbacks": save_callbacks(self._parts.config.callbacks, run.step),
             "pace": run.account.to_checkpoint(),
             "owes_evaluation": owes,
             "evaluated": evaluator.completed_at == run.step,

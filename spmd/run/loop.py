@@ -9,48 +9,45 @@ import jax
 from spmd.data.work_assignment import Position
 from spmd.errors import DivergedError, note_second_error
 from spmd.run.callback_calls import restore_callbacks
-from spmd.run.config import LoopConfig, RunState, StartPoint
+from spmd.run.config import LoopParts, RunState, StartPoint, is_due
 from spmd.run.control import RunControl
 from spmd.run.dispatch import StepDispatcher
 from spmd.run.evaluate_and_save import Evaluator, Saver
 from spmd.run.goodput import SAVING, TRAINING
 from spmd.run.history import History
 from spmd.run.loggers import close_loggers
-from spmd.run.schedule import Intervals, is_due
 from spmd.run.signals import SIGTERM_REASON, stop_by
 from spmd.run.step_metrics import StepMetrics
 from spmd.run.time_account import TimeAccount
 
 
 class Loop:
-    """One run: `config` never changes, `run` is how far it has come, and each part below has one
+    """One run: `parts` never changes, `run` is how far it has come, and each object below has one
     job.
     """
 
-    def __init__(self, config: LoopConfig, start: StartPoint, account: TimeAccount):
+    def __init__(self, parts: LoopParts, start: StartPoint, account: TimeAccount):
         step = int(start.state.step)
-        program = config.program
+        program = parts.program
         history = History(program.names, program.static_metrics.at)
         self.run = run = RunState(
             start.state, step, start.position, start.position.epoch, account, history
         )
-        self._config = config
+        self._parts = parts
         self._start = start
         self._first_step = step
-        self._control = control = RunControl(config, run)
+        self._control = control = RunControl(parts, run)
         self._watchdog = control.watchdog
-        self._intervals = Intervals.of(
-            config.schedule, config.store and config.store.config, config.callbacks
-        )
-        self._metrics = StepMetrics(config, run, control)
-        self._dispatcher = StepDispatcher(config, run, control, self._metrics, self._intervals)
-        self._evaluator = Evaluator(config, run, control, self._metrics)
-        self._saver = Saver(control, self._metrics, self._evaluator, self._intervals)
-        program.functions.say = config.progress.say
-        if config.store is not None and jax.process_index() == 0:
-            config.store.remove_leftovers()
-            history.write_to(config.store.folder, after=step)
-            account.write_to(config.store.folder)
+        self._config = parts.config
+        self._metrics = StepMetrics(parts, run, control)
+        self._dispatcher = StepDispatcher(parts, run, control, self._metrics)
+        self._evaluator = Evaluator(parts, run, control, self._metrics)
+        self._saver = Saver(control, self._metrics, self._evaluator)
+        program.functions.say = parts.progress.say
+        if parts.store is not None and jax.process_index() == 0:
+            parts.store.remove_leftovers()
+            history.write_to(parts.store.folder, after=step)
+            account.write_to(parts.store.folder)
 
     def train(self) -> None:
         """Train until the planned end, or until a callback or the user stops the run. However it
@@ -65,7 +62,7 @@ class Loop:
         try:
             self._watchdog.begin_run(run.step)
             run.began = self._metrics.pace()
-            self._config.progress.start(run.step, control.total_steps())
+            self._parts.progress.start(run.step, control.total_steps())
             stop_by(control.ask)
             # JAX raises at a transfer that nothing asked for: one to the host would wait for the
             # devices in every step.
@@ -77,8 +74,8 @@ class Loop:
                 while not control.should_stop() and not control.finished():
                     self._epoch()
                 self._metrics.drain()
-                if self._config.profiler is not None:
-                    self._config.profiler.end(run)
+                if self._parts.profiler is not None:
+                    self._parts.profiler.end(run)
                 if not control.stopped_by_signal():
                     self._evaluator.evaluate()
                 self._metrics.log()
@@ -143,18 +140,18 @@ class Loop:
     def _after_step(self) -> None:
         """Evaluate, then save: a checkpoint is ranked by the evaluation of its own step."""
         step = self.run.step
-        intervals = self._intervals
-        evaluates = is_due(intervals.evaluate, step)
-        saves = is_due(intervals.save, step)
+        config = self._config
+        evaluates = is_due(config.eval_every, step)
+        saves = is_due(config.save_every, step)
         if saves and not evaluates:
             self._saver.copy_early()
-        if any(is_due(every, step) for every in intervals.callbacks):
+        if any(is_due(every, step) for every in config.callback_intervals):
             self._metrics.drain()
         if evaluates:
             self._evaluator.evaluate()
         if saves:
             self._saver.save()
-        if is_due(intervals.memory, step):
+        if is_due(config.memory_every, step):
             self._saver.save_in_memory()
 
     def _end_of_epoch(self) -> None:
@@ -162,10 +159,10 @@ class Loop:
         next epoch.
         """
         self.run.position = Position(self.run.epoch + 1)
-        if self._intervals.evaluate is None:
+        if self._config.eval_every is None:
             self._evaluator.evaluate()
         self._after_step()
-        if self._intervals.save is None:
+        if self._config.save_every is None:
             self._saver.save()
 
     def _rescue(self, error: BaseException) -> None:
@@ -200,22 +197,22 @@ class Loop:
 
     def _close_memory(self, *, remove: bool) -> None:
         """Close the checkpoints in memory, and remove them if the disk has the last step."""
-        if (memory := self._config.memory) is not None:
+        if (memory := self._parts.memory) is not None:
             memory.close(remove=remove)
 
     def _close(self, *, wait_for_save: bool = True) -> None:
         """Wait for the last checkpoint, and close what a run has opened, in reverse order."""
         account = self.run.account
-        progress = self._config.progress
+        progress = self._parts.progress
         # Each callback of the stack is called, though another may fail.
         with contextlib.ExitStack() as closing:
             closing.callback(lambda: progress.say(repr(account.goodput)))
             closing.callback(account.close)
-            closing.callback(close_loggers, self._config.loggers)
-            if self._config.store is not None and wait_for_save:
+            closing.callback(close_loggers, self._parts.loggers)
+            if self._parts.store is not None and wait_for_save:
                 closing.enter_context(account(SAVING))
-                closing.callback(self._config.store.close)
+                closing.callback(self._parts.store.close)
             closing.callback(self.run.history.close)
             closing.callback(progress.close)
-            if self._config.profiler is not None:
-                closing.callback(self._config.profiler.close, account)
+            if self._parts.profiler is not None:
+                closing.callback(self._parts.profiler.close, account)

@@ -14,7 +14,7 @@ from spmd.data.batches import Batch, HostBatch
 from spmd.errors import DivergedError, option, quoted
 from spmd.run.callback_calls import ReadOnlyMetrics, notify, step_callbacks
 from spmd.run.callbacks import Info
-from spmd.run.config import LoopConfig, RunState
+from spmd.run.config import LoopParts, RunState
 from spmd.run.control import RunControl
 from spmd.run.known_callbacks import check_first_loss
 from spmd.run.loggers import write_record
@@ -34,8 +34,8 @@ class StepMetrics:
     record, on the host.
     """
 
-    def __init__(self, config: LoopConfig, run: RunState, control: RunControl):
-        self._config = config
+    def __init__(self, parts: LoopParts, run: RunState, control: RunControl):
+        self._parts = parts
         self._run = run
         self._control = control
         self._unread: collections.deque[tuple[int, int, jax.Array, Batches, float, Counts]] = (
@@ -50,15 +50,15 @@ class StepMetrics:
         self._unlogged: collections.deque[tuple[int, int, np.ndarray | Counts]] = (
             collections.deque()
         )
-        self._window = np.zeros((2, len(config.program.names)))
+        self._window = np.zeros((2, len(parts.program.names)))
         self._newest = None
         self._newest_step = (run.step, run.position.epoch)
-        self._callbacks = step_callbacks(config.callbacks)
+        self._callbacks = step_callbacks(parts.config.callbacks)
         self._fetch = fetch()
         self._reports_short = averages_batches(run.state.opt)
         self._skips_index: int | None = None
-        if LEFT in config.program.names:
-            self._skips_index = config.program.names.index(LEFT)
+        if LEFT in parts.program.names:
+            self._skips_index = parts.program.names.index(LEFT)
 
     def add(
         self, first_step: int, packed: jax.Array, batches: Batches, counts: Counts = NO_COUNTS
@@ -120,7 +120,7 @@ class StepMetrics:
         if packed.ndim != 3:
             packed = packed[None]
         self._run.history.add_steps(first, packed)
-        if counts and self._config.loggers:
+        if counts and self._parts.loggers:
             self._unlogged.append((first, epoch, counts))
         self._unlogged.extend((step, epoch, sums) for step, sums in enumerate(packed, first))
         return packed
@@ -132,13 +132,13 @@ class StepMetrics:
         step, epoch, content = self._unlogged.popleft()
         if not isinstance(content, np.ndarray):
             histograms = histogram_record(
-                jax.tree.map(self._fetch, content), self._config.program.placed.given.stacks()
+                jax.tree.map(self._fetch, content), self._parts.program.placed.given.stacks()
             )
-            write_record(self._config.loggers, {"step": step, "epoch": epoch, **histograms})
+            write_record(self._parts.loggers, {"step": step, "epoch": epoch, **histograms})
             return
         self._window += content
         self._newest_step = (step, epoch)
-        if step % self._config.schedule.log_every == 0:
+        if step % self._parts.config.log_every == 0:
             self.log(rates=rates)
 
     def devices_idle(self) -> bool:
@@ -150,7 +150,7 @@ class StepMetrics:
         due.
         """
         run = self._run
-        program = self._config.program
+        program = self._parts.program
         first, epoch, packed, batches, dispatched, counts = self._unread.popleft()
         rows = [batch.rows for batch in batches]
         was_done = _is_done(packed)
@@ -159,14 +159,14 @@ class StepMetrics:
         packed = self._add_to_history(first, epoch, packed, counts)
         self._control.watchdog.record_progress("step", first + len(packed) - 1)
         # Histograms are logged before callbacks are called: one may end the run because of them.
-        if counts and self._config.loggers:
+        if counts and self._parts.loggers:
             self._log_oldest()
         run.samples += sum(rows)
         # There are calls now that can be measured without the first two.
         if self._compiled is not None and run.samples > self._compiled.samples:
             run.began = self._compiled
             self._compiled = None
-            self._config.progress.begin(run.began)
+            self._parts.progress.begin(run.began)
         short = next(
             (first + offset for offset, count in enumerate(rows) if count < program.rows), None
         )
@@ -175,7 +175,7 @@ class StepMetrics:
             report_short_batch(short, rows[short - first], program.rows)
         if first == 1 and not self._skipped(packed[0]):
             check_first_loss(
-                self._config.callbacks, self._means(packed[0]).get("loss", 0.0), batches[0]
+                self._parts.config.callbacks, self._means(packed[0]).get("loss", 0.0), batches[0]
             )
         newest = first + len(packed) - 1 == run.step
         for offset, sums in enumerate(packed):
@@ -200,7 +200,7 @@ class StepMetrics:
         self._read_calls += 1
         if self._read_calls == 2:
             self._compiled = self.pace()
-        if self._config.progress.due():
+        if self._parts.progress.due():
             self.show()
 
     def pace(self) -> Pace:
@@ -215,8 +215,8 @@ class StepMetrics:
             metrics = {**self._means(self._newest), **self._run.evaluated}
             pace = self._run.pace = self.pace()
             if last:
-                self._config.progress.begin(self._run.began)
-            self._config.progress.update(step, epoch, metrics, pace, self._config.work, last=last)
+                self._parts.progress.begin(self._run.began)
+            self._parts.progress.update(step, epoch, metrics, pace, self._parts.work, last=last)
 
     def log(self, *, rates: bool = True) -> None:
         """Log the means since the last record; the last record of a run may cover fewer steps.
@@ -231,14 +231,14 @@ class StepMetrics:
                 "step": step,
                 "epoch": epoch,
                 **self._means(self._window),
-                **self._config.program.static_metrics.at(step - 1),
+                **self._parts.program.static_metrics.at(step - 1),
             }
             if rates:
-                record |= self._run.account.rates(step, self._run.samples, self._config.work)
+                record |= self._run.account.rates(step, self._run.samples, self._parts.work)
             if memory:
                 record["peak_memory"] = memory
             self._window = np.zeros_like(self._window)
-            write_record(self._config.loggers, record)
+            write_record(self._parts.loggers, record)
 
     def _skipped(self, sums: np.ndarray) -> bool:
         """Return whether the update of a step was skipped."""
@@ -248,7 +248,7 @@ class StepMetrics:
         """Return means by name. A mean over nothing is left out: it is not a number, nor a NaN to
         stop for.
         """
-        named_means = zip(self._config.program.names, means(*sums).tolist(), sums[1], strict=True)
+        named_means = zip(self._parts.program.names, means(*sums).tolist(), sums[1], strict=True)
         return {name: value for name, value, count in named_means if count}
 
 

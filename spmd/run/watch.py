@@ -6,8 +6,7 @@ from typing import Any
 
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.compiled_step import TrainingProgram
-from spmd.train.histograms import check_countable, read_counts
+from spmd.train.histograms import read_counts
 
 # by kind ("parameters" or "gradients") and path, on the devices
 Counts = Mapping[str, Mapping[str, Any]]
@@ -83,45 +82,6 @@ def as_watch(value: Any) -> Watch | None:
             fix="a number of steps, such as 100; or spmd.Watch(every=100).",
         )
     return Watch(value)
-
-
-def check_watch(
-    watch: Watch | None, program: TrainingProgram, traced: range, *, recorded: bool
-) -> None:
-    """Check that a run can be watched.
-
-    Args:
-      traced: the steps that `profile` traces, counted from 1.
-      recorded: whether the run has a logger or a folder.
-
-    Raises:
-      OptionError: it has neither, workers have gradients of their own, a traced step would be
-        watched, or an array has too many elements.
-    """
-    if watch is None:
-        return
-    if not recorded:
-        raise OptionError(
-            "watch: the run has neither loggers nor a folder, so nothing would record its "
-            "histograms.",
-            fix="checkpoint=...",
-        )
-    exchange = program.placed.exchange
-    if watch.gradients and (exchange.local or exchange.asynchronous):
-        mode = exchange.resolved.layout.parameter_server.mode
-        why = (
-            f'watch: under a parameter server in mode "{mode}" each worker\'s gradient is an '
-            "update, and there is no mean to count."
-        )
-        raise OptionError(why, fix=f"spmd.Watch(every={watch.every}, gradients=False).")
-    traced_and_due = [step for step in traced if watch.is_due(step)]
-    if watch.gradients and traced_and_due:
-        why = (
-            f"watch: step {traced_and_due[0]} counts gradients in another program than that which "
-            "profile traces."
-        )
-        raise OptionError(why, fix="other steps for one of them; or spmd.Watch(gradients=False).")
-    check_countable(program.placed.abstract_variables.params, program.placed.given.stacks())
 
 
 def histogram_record(counts: Counts, stacks: Mapping[str, int]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.program_cache.activate import use_folder
 from spmd.program_cache.folder import choose_folder
 from spmd.run.checkpoint import Checkpoint, as_checkpoint
+from spmd.run.config import check_length
 from spmd.run.progress import NoProgress, make_progress
-from spmd.run.schedule import check_length
 from spmd.run.signals import interruptible
 from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room

@@ -78,13 +78,13 @@ class EvalOutputs:
 
     @functools.cached_property
     def pads(self) -> bool:
-        """Whether padding can be left out of the loss and all metrics."""
+        """True if padding can be left out of the loss and all metrics."""
         leaves = jax.tree.leaves(self._shapes, is_leaf=lambda leaf: isinstance(leaf, Columns))
         return all(isinstance(leaf, Columns) or leaf.shape == (self.rows,) for leaf in leaves)
 
     @property
     def undefined(self) -> dict[str, str]:
-        """Why a metric from sums is NaN, by name."""
+        """The reasons why metrics from sums are NaN, by name."""
         return {
             name: metric.undefined
             for name, metric in self.objective.metrics.items()

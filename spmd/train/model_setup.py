@@ -58,8 +58,8 @@ from spmd.wire.server.packing import Storage
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """What is trained and how, on any mesh and under any layout; the arguments of `fit` with these
-    names.
+    """The model that is trained and how, on any mesh and under any layout; the arguments of `fit`
+    with these names.
     """
 
     model: Any

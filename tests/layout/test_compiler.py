@@ -251,7 +251,7 @@ def test_processes_compare_their_options(monkeypatch):
         with monkeypatch.context() as several:
             several.setattr(jax, "process_count", lambda: 2)
             layout = trainer.layout.to_toml()
-            fit_checks.check_processes_agree(trainer._program, [], {"layout": layout})
+            fit_checks.check_processes_agree(trainer._program, {"layout": layout})
     differing = {
         name: (facts[0][name], facts[1][name])
         for name in facts[0]

@@ -26,6 +26,7 @@ from small import fit, numbers
 import spmd
 from spmd.errors import CallbackError, MissingExtraError, OptionError
 from spmd.run import begin_outputs as outputs, trackers
+from spmd.run.config import RunConfig
 from spmd.run.loggers import close_loggers
 from spmd.run.pictures import size
 from spmd.run.run_facts import ID_FILE, RunFacts, git_state
@@ -587,9 +588,8 @@ def test_only_process_0_has_a_tracker(tmp_path, monkeypatch):
     log = Fake()
     monkeypatch.setattr(outputs.jax, "process_index", lambda: 1)
     unused: Any = None
-    loggers, _ = outputs.begin_outputs(
-        unused, unused, [log], unused, unused, None, unused, resumes=True
-    )
+    config = RunConfig(loggers=[log])
+    loggers, _ = outputs.begin_outputs(config, unused, unused, unused, unused, unused, unused, None)
     assert loggers == [] and log.calls == []
 
 

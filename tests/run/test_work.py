@@ -88,8 +88,8 @@ def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(monkeypatch, preci
     works, log = [], Memory()
     monkeypatch.setattr(
         spmd.api,
-        "LoopConfig",
-        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+        "LoopParts",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopParts(**parts),
     )
     trained(log, layout="fsdp", mesh={"data": 8}, precision=precision)
     (work,) = works
@@ -114,8 +114,8 @@ def test_the_peak_is_that_of_the_dtype_of_the_products(monkeypatch):
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: h100)
     monkeypatch.setattr(
         spmd.api,
-        "LoopConfig",
-        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+        "LoopParts",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopParts(**parts),
     )
 
     def apply(params, tokens):
@@ -164,8 +164,8 @@ def test_hfu_counts_what_is_computed_again(monkeypatch, resident):
     monkeypatch.setattr(spmd.api, "of_device", lambda kind: slow)
     monkeypatch.setattr(
         spmd.api,
-        "LoopConfig",
-        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopConfig(**parts),
+        "LoopParts",
+        lambda **parts: works.append(parts["work"]) or spmd.run.config.LoopParts(**parts),
     )
     layout = spmd.Layout(name="fsdp", mesh={"data": 8}, remat=spmd.Remat("nothing", ("layers/*",)))
     data = {"x": np.ones((64, 32), "float32"), "y": np.zeros((64, 32), "float32")}
