@@ -26,7 +26,7 @@ from spmd.train.evaluation import naming_differences
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
 from spmd.train.step import Step, already_in_shard_map, scan_steps, train_step
-from spmd.train.synchronous import Synchronous
+from spmd.train.update_rules import Synchronous
 
 NET, DATA = "net", "data"
 
