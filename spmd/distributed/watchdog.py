@@ -404,10 +404,8 @@ class ClusterWatchdog(Watchdog):
             if (idle := time.monotonic() - progress_at) > timeout:
                 gone = _gone(unanswered())
                 reason = f"stalled in {phase} (limit {timeout:g} s){gone}"
-                message = (
-                    f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
-                )
-                self._abort(reason, STALLED, message)
+                text = f"stalled: no progress for {idle:.1f} s in {phase} (limit {timeout:g}){gone}"
+                self._abort(reason, STALLED, text)
 
     def _report_lost(self, text: str) -> NoReturn:
         """Report a host that is lost, and exit; JAX would abort this process a little later,
