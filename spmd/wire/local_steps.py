@@ -4,6 +4,7 @@ as an optax transformation.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from spmd.errors import CommunicationError, OptionError, check_integer, short_re
 from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
-from spmd.wire.communication import WireState, check_state, make_communication
+from spmd.wire.communication import Communication, WireState, check_state, make_communication
 from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes
 from spmd.wire.states import check_no_communication, check_transformation
+from spmd.wire.transfer import Leaves, Memory
 
 DATA = ("step", "params", "inner", "outer", "pending", "fresh", "wire")
 
@@ -94,6 +96,136 @@ def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
             fragments,
         ).owner
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSteps:
+    """The parts that `local_sgd` is made of; attributes as its arguments."""
+
+    communication: Communication
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformationExtraArgs
+    every: int
+    fragments: int
+    overlap: int
+    mix: float
+
+    def init(self, params: Tree) -> LocalState:
+        """Return the state at step 0: every worker has `params`."""
+        params = as_arrays(params)
+        sizes, in_region = axis_sizes(self.communication.axes, params)
+        workers = 1 if in_region else math.prod(sizes.values())
+        stacked = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params
+        )
+        inner_state = jax.vmap(self.inner.init, axis_size=workers)(stacked)
+        outer_state = tuple(self.outer.init(part) for part in _split(params, self.fragments))
+        check_no_communication("inner", inner_state)
+        check_no_communication("outer", outer_state)
+        return LocalState(
+            step=jnp.zeros((), jnp.int32),
+            params=stacked,
+            inner=inner_state,
+            outer=outer_state,
+            pending=jax.tree.map(jnp.zeros_like, params) if self.overlap else None,
+            fresh=jnp.zeros(self.fragments, bool),
+            wire=self.communication.init(params),
+            axes=self.communication.axes,
+            mix=self.mix,
+        )
+
+    def update(
+        self, grads: Tree, state: LocalState, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, LocalState]:
+        """Return the change of the global parameters, of most steps zero, and the next state."""
+        if params is None:
+            raise OptionError(
+                "wire.local_sgd: update without params.",
+                fix="update(grads, state, params), with the global parameters.",
+            )
+        grads, params = as_arrays(grads), as_arrays(params)
+        self._check_state(state, params)
+        local, inner_state = self._step(grads, state, params, extra)
+        number, memory = state.step + 1, dict(state.wire.memory)
+        waiting = flatten(state.pending) if self.overlap else {}
+        outer_states, fresh = [], []
+        pending: Leaves = {}
+        updates: Leaves = {}
+        parts = zip(_split(params, self.fragments), _split(local, self.fragments), strict=True)
+        for turn, (full, own) in enumerate(parts):
+            sent_at = (turn + 1) * (self.every // self.fragments)
+            send = (number - sent_at) % self.every == 0
+            arrived_at = number - self.overlap
+            receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
+            unchanged = {
+                path: waiting[path] if self.overlap else jnp.zeros_like(leaf)
+                for path, leaf in full.items()
+            }
+            part_memory = {path: memory[path] for path in full if path in memory}
+            synchronize = functools.partial(self._synchronize, full, own, state.wire.step)
+            keep = functools.partial(_keep, unchanged)
+            with jax.named_scope(f"synchronize/{turn}"):
+                computed, part_memory, outer_state = lax.cond(
+                    send, synchronize, keep, part_memory, state.outer[turn]
+                )
+            memory |= part_memory
+            outer_states.append(outer_state)
+            pending |= computed
+            for path, leaf in computed.items():
+                updates[path] = jnp.where(receive, leaf, jnp.zeros_like(leaf))
+            fresh.append(receive)
+        after = LocalState(
+            step=number,
+            params=jax.tree.map(lambda x: x[None], local),
+            inner=inner_state,
+            outer=tuple(outer_states),
+            pending=_unflatten(params, pending) if self.overlap else None,
+            fresh=jnp.stack(fresh),
+            wire=WireState(state.wire.step + 1, memory, state.axes),
+            axes=state.axes,
+            mix=state.mix,
+        )
+        return _unflatten(params, updates), after
+
+    def _check_state(self, state: LocalState, params: Tree) -> None:
+        bound_sizes(self.communication.axes)
+        check_state(state, LocalState, self.communication.axes)
+        shapes = jax.tree.map(lambda leaf: (1, *leaf.shape), params)
+        if jax.tree.map(jnp.shape, state.params) != shapes:
+            raise CommunicationError(
+                "the state is not that of these parameters, or is not split over workers.",
+                fix="init with these parameters, and wire.specs(state) among the in_specs and "
+                "out_specs of jax.shard_map.",
+            )
+
+    def _step(
+        self, grads: Tree, state: LocalState, params: Tree, extra: dict[str, Any]
+    ) -> tuple[Tree, Any]:
+        """Return this worker's own parameters and optimizer state after a step of its own."""
+        local = state.local_params(params)
+        grads, stacked = jax.tree.map(lambda x: x[None], (grads, local))
+
+        def update(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
+            return self.inner.update(grads, inner_state, params, **extra)
+
+        updates, inner_state = jax.vmap(update, axis_size=1)(grads, state.inner, stacked)
+        return optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates)), inner_state
+
+    def _synchronize(
+        self, full: Leaves, own: Leaves, step: jax.Array, memory: Memory, outer_state: Any
+    ) -> tuple[Leaves, Memory, Any]:
+        """Return the outer updates of a fragment: the mean over workers of (global - local
+        parameters) is the outer optimizer's gradient.
+        """
+        deltas = {path: (leaf - own[path]).astype(leaf.dtype) for path, leaf in full.items()}
+        state = WireState(step, memory, self.communication.axes)
+        mean, after = self.communication.update(deltas, state)
+        updates, outer_state = self.outer.update(mean, outer_state, full)
+        return updates, after.memory, outer_state
+
+
+def _keep(updates: Leaves, memory: Memory, outer_state: Any) -> tuple[Leaves, Memory, Any]:
+    return updates, memory, outer_state
 
 
 def local_sgd(
@@ -175,126 +307,16 @@ def local_sgd(
         raise OptionError(f"local_sgd: mix={short_repr(mix)}.", fix="a share from 0 to below 1.")
     check_transformation("inner", inner)
     check_transformation("outer", outer)
-    inner, outer = optax.with_extra_args_support(inner), optax.with_extra_args_support(outer)
-
-    def init(params: Tree) -> LocalState:
-        params = as_arrays(params)
-        sizes, in_region = axis_sizes(communication.axes, params)
-        workers = 1
-        for size in () if in_region else sizes.values():
-            workers *= size
-        stacked = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params
-        )
-        inner_state, outer_state = (
-            jax.vmap(inner.init, axis_size=workers)(stacked),
-            tuple(outer.init(part) for part in _split(params, fragments)),
-        )
-        check_no_communication("inner", inner_state)
-        check_no_communication("outer", outer_state)
-        return LocalState(
-            step=jnp.zeros((), jnp.int32),
-            params=stacked,
-            inner=inner_state,
-            outer=outer_state,
-            pending=jax.tree.map(jnp.zeros_like, params) if overlap else None,
-            fresh=jnp.zeros(fragments, bool),
-            wire=communication.init(params),
-            axes=communication.axes,
-            mix=mix,
-        )
-
-    def update(
-        grads: Tree, state: LocalState, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, LocalState]:
-        if params is None:
-            raise OptionError(
-                "wire.local_sgd: update without params.",
-                fix="update(grads, state, params), with the global parameters.",
-            )
-        grads, params = as_arrays(grads), as_arrays(params)
-        bound_sizes(communication.axes)
-        check_state(state, LocalState, communication.axes)
-        if jax.tree.map(jnp.shape, state.params) != jax.tree.map(
-            lambda leaf: (1, *leaf.shape), params
-        ):
-            raise CommunicationError(
-                "the state is not that of these parameters, or is not split over workers.",
-                fix="init with these parameters, and wire.specs(state) among the in_specs and "
-                "out_specs of jax.shard_map.",
-            )
-        local = state.local_params(params)
-        stacked = jax.tree.map(lambda x: x[None], (grads, local))
-        updates, inner_state = jax.vmap(
-            lambda g, s, p: inner.update(g, s, p, **extra), axis_size=1
-        )(stacked[0], state.inner, stacked[1])
-        local = optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates))
-        number = state.step + 1
-        parts = list(zip(_split(params, fragments), _split(local, fragments), strict=True))
-        outer_updates, pending, outer_states, memory, fresh = (
-            {},
-            {},
-            [],
-            dict(state.wire.memory),
-            [],
-        )
-        waiting = flatten(state.pending) if overlap else {}
-        for turn, (full, own) in enumerate(parts):
-            sent_at = (turn + 1) * (every // fragments)
-            send, receive = (
-                (number - sent_at) % every == 0,
-                ((number - overlap - sent_at) % every == 0) & (number > overlap),
-            )
-            part_memory = {path: memory[path] for path in full if path in memory}
-
-            def synchronize(
-                part_memory: dict, outer_state: Any, full: dict = full, own: dict = own
-            ) -> tuple:
-                deltas = {path: (full[path] - own[path]).astype(full[path].dtype) for path in full}
-                mean, after = communication.update(
-                    deltas, WireState(state.wire.step, part_memory, state.axes)
-                )
-                outer_part, outer_state = outer.update(mean, outer_state, full)
-                return outer_part, after.memory, outer_state
-
-            def nothing(
-                part_memory: dict, outer_state: Any, full: dict = full, turn: int = turn
-            ) -> tuple:
-                return (
-                    {
-                        path: waiting[path] if overlap else jnp.zeros_like(leaf)
-                        for path, leaf in full.items()
-                    },
-                    part_memory,
-                    outer_state,
-                )
-
-            with jax.named_scope(f"synchronize/{turn}"):
-                computed, part_memory, outer_state = lax.cond(
-                    send, synchronize, nothing, part_memory, state.outer[turn]
-                )
-            memory |= part_memory
-            outer_states.append(outer_state)
-            pending |= computed
-            outer_updates |= {
-                path: jnp.where(receive, leaf, jnp.zeros_like(leaf))
-                for path, leaf in computed.items()
-            }
-            fresh.append(receive)
-        after = LocalState(
-            step=number,
-            params=jax.tree.map(lambda x: x[None], local),
-            inner=inner_state,
-            outer=tuple(outer_states),
-            pending=_unflatten(params, pending) if overlap else None,
-            fresh=jnp.stack(fresh),
-            wire=WireState(state.wire.step + 1, memory, state.axes),
-            axes=state.axes,
-            mix=state.mix,
-        )
-        return _unflatten(params, outer_updates), after
-
-    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+    steps = LocalSteps(
+        communication,
+        optax.with_extra_args_support(inner),
+        optax.with_extra_args_support(outer),
+        every,
+        fragments,
+        overlap,
+        mix,
+    )
+    return optax.GradientTransformationExtraArgs(steps.init, steps.update)  # type: ignore[arg-type]
 
 
 def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
