@@ -1,4 +1,4 @@
-"""What the rest of the library knows of a model: three trees of arrays and a way to call them."""
+"""The interface of a model to the rest of the library: trees of arrays and a way to call them."""
 
 import abc
 import contextvars
@@ -18,12 +18,16 @@ from spmd.base.tree import Tree, describe
 from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
 from spmd.wire import collectives
 
-STACKED = "stacked"  # metadata of a stack's parameter: of how many layers it is, along dim 0
-# names, in a traced loss, the parameters that a stack takes to its layers
+# Metadata of a stack's parameter: of how many layers it is, along dim 0.
+STACKED = "stacked"
+# Names, in a traced loss, the parameters that a stack takes to its layers. JAX keeps no names of
+# variables in a program; the name of a `checkpoint_name` is one that survives tracing.
 LAYER_PARAMS = "layer_params"
-# whether the module that is called next is recomputed by its caller
+# Whether the module that is called next is recomputed by its caller: of two nested
+# `jax.checkpoint` the outer one decides.
 RECOMPUTED = contextvars.ContextVar("recomputed", default=False)
-PATH = "path"  # metadata of a stack's parameter in a bound model: its path in the model
+# Metadata of a stack's parameter in a bound model: its path in the model.
+PATH = "path"
 
 
 @functools.partial(
@@ -45,7 +49,7 @@ class Variables:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a model is called inside a step.
+    """One way to call a model inside a step.
 
     `key` is the same on all workers; `localize` turns it into the key that draws this worker's
     rows. `sync_axes` are the mesh axes over which batch statistics are averaged (empty where the
@@ -70,7 +74,7 @@ class Call:
 
 
 class Model(abc.ABC):
-    """What the rest of the library needs of a model."""
+    """A user's model of any kind, as the rest of the library uses it."""
 
     @property
     def concrete(self) -> Variables | None:
@@ -81,7 +85,7 @@ class Model(abc.ABC):
 
     @property
     def handed_over(self) -> bool:
-        """Whether the arrays of `concrete` may be used and consumed, not only copied."""
+        """Return whether the arrays of `concrete` may be used and consumed, not only copied."""
         return False
 
     def release(self) -> None:
@@ -89,40 +93,40 @@ class Model(abc.ABC):
         return
 
     @abc.abstractmethod
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        """All arrays, under a trace; `run` calls the loss with a stand-in for the model, for one
-        that needs data.
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
+        """Return all arrays, under a trace; `run_loss` calls the loss with a stand-in for the
+        model, for a model that needs data.
         """
 
-    def shapes(self, run: Callable[[Any], Any]) -> Variables:
-        """Shapes and dtypes of what `init` makes, without allocating it."""
+    def shapes(self, run_loss: Callable[[Any], Any]) -> Variables:
+        """Return shapes and dtypes of what `make_variables` makes, without allocating it."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return trace_abstractly(lambda key: self.init(key, run), "the model", key)
+        return trace_abstractly(lambda key: self.make_variables(key, run_loss), "the model", key)
 
     @abc.abstractmethod
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        """Logical axis names by path, for the parameters that carry them; of a stack's those of one
-        layer.
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
+        """Return logical axis names by path, for the parameters that carry them; of a stack's
+        parameter the names of one layer.
         """
 
     def stacks(self) -> dict[str, int]:
-        """How many layers a parameter has along dim 0, by path, for those of a stack
-        (`spmd.nn.LayerStack`).
+        """Return how many layers a parameter has along dim 0, by path, for the parameters of
+        stacks (`spmd.nn.LayerStack`).
         """
         return {}
 
     def kernels(self) -> frozenset[str]:
-        """Paths of the parameters that can be quantized: kernels that a layer multiplies by, and
-        uses in no other way.
+        """Return paths of the parameters that can be quantized: kernels that a layer multiplies
+        by, and uses in no other way.
         """
         return frozenset()
 
     def adapters(self) -> frozenset[str]:
-        """Paths of the parameters of adapters."""
+        """Return paths of the parameters of adapters."""
         return frozenset()
 
     def notes(self) -> list[str]:
-        """What a person should know of how the model is trained."""
+        """Return lines that a person should read about how the model is trained."""
         return []
 
     def check_workers(self) -> None:
@@ -133,13 +137,13 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def bind(self, variables: Variables, call: Call) -> Any:
-        """The model with these arrays in it, ready to be called inside a trace; what the loss
-        receives.
+        """Return the model with these arrays in it, ready to be called inside a trace: the loss
+        receives it.
         """
 
     @abc.abstractmethod
     def get_stats(self, bound: Any) -> Tree:
-        """The stats a bound model holds after it was called."""
+        """Return the stats that a bound model holds after it was called."""
 
     @abc.abstractmethod
     def check_remat(self, patterns: tuple[str, ...]) -> None:
@@ -153,19 +157,19 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def rebuild(self, variables: Variables) -> Any:
-        """The user's own kind of object, holding these arrays."""
+        """Return an object of the user's kind that holds these arrays."""
 
 
 class WrappedModel(Model):
-    """A model that keeps the arrays of `model` in another way; what a subclass does not define is
-    as of the model.
+    """A model that keeps the arrays of `model` in another way; methods that a subclass does not
+    define are the model's.
     """
 
     def __init__(self, model: Model):
         self._model = model
 
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        return self._model.names(key, run)
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
+        return self._model.names(key, run_loss)
 
     def stacks(self) -> dict[str, int]:
         return self._model.stacks()
@@ -190,8 +194,12 @@ class WrappedModel(Model):
 
 
 def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> Any:
-    """`jax.eval_shape` with our own error: nothing is allocated, nothing is compiled."""
+    """Return shapes as `jax.eval_shape` does, and raise our own errors: nothing is allocated,
+    nothing is compiled.
+    """
     try:
+        # Flax (0.12) shards a variable with names of axes as soon as it is made, and raises where
+        # there is no mesh; a layout shards it later.
         with nnx.use_eager_sharding(False):
             return jax.eval_shape(function, *args)
     except (SpmdError, KeyboardInterrupt):
@@ -215,7 +223,8 @@ NO_VALUES = (
     "(jax.lax.cond, jax.numpy.where), at the "
     "line that raised this."
 )
-VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstract array
+# Errors of JAX where a program needs the value of an abstract array.
+VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -225,16 +234,23 @@ VALUE_ERRORS = (  # what JAX raises where a program needs the value of an abstra
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether an exception is one of these, or was raised because of one, as numpy does."""
-    return error is not None and (isinstance(error, VALUE_ERRORS) or needs_values(error.__cause__))
+    """Return whether an exception is one of `VALUE_ERRORS`, or was raised because of one."""
+    # numpy raises an error of its own from that of a tracer
+    while error is not None:
+        if isinstance(error, VALUE_ERRORS):
+            return True
+        error = error.__cause__
+    return False
 
 
 def explain_jax_error(error: Exception) -> tuple[str, str] | None:
-    """What is wrong and how to fix it, of errors of JAX that are not about shapes; None of
-    others.
+    """Return the reason and the fix of an error of JAX that is not about shapes; None for other
+    errors.
     """
+    # JAX (0.10, 0.11) has no exception classes for these: its messages are all there is.
     message = str(error)
-    if isinstance(error, NameError) and (axis := re.search(r"unbound axis name: (\w+)", message)):
+    axis = re.search(r"unbound axis name: (\w+)", message)
+    if isinstance(error, NameError) and axis:
         return (
             f'the model or the loss runs a collective over an axis "{axis[1]}" (such as '
             "jax.lax.pmean), which is not bound here.",
@@ -258,7 +274,7 @@ def explain_jax_error(error: Exception) -> tuple[str, str] | None:
     return None
 
 
-# arguments and fields that switch between training and evaluation, with their values in training
+# Arguments and fields that switch between training and evaluation, with their values in training.
 SWITCHES = {
     **dict.fromkeys(("train", "training", "is_train", "is_training"), True),
     **dict.fromkeys(("deterministic", "use_running_average", "eval_mode"), False),
@@ -268,26 +284,27 @@ SWITCHES = {
 def open_parameters(
     function: Callable[..., Any], kwargs: Mapping[str, Any], positional: int
 ) -> list[inspect.Parameter]:
-    """The parameters of a function that a call leaves open, which gives the first ones by position,
-    and others by name.
+    """Return the parameters of a function that a call leaves open: the call passes the first
+    `positional` ones by position, and `kwargs` by name.
     """
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = enumerate(inspect.signature(function).parameters.values())
-    return [
-        p
-        for index, p in parameters
-        if p.name not in kwargs and not (index < positional and p.kind in by_position)
-    ]
+    open_ones = []
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        passed = index < positional and parameter.kind in by_position
+        if not passed and parameter.name not in kwargs:
+            open_ones.append(parameter)
+    return open_ones
 
 
 def with_train_flag(
     function: Callable[..., Any], kwargs: dict[str, Any], *, training: bool, positional: int = 0
 ) -> dict[str, Any]:
-    """`kwargs` with the train/eval switch that `function` takes, unless the caller gave it, as one
-    of its first arguments or by name.
+    """Return `kwargs` with the switches of training that `function` takes, unless the caller gave
+    them, as one of its first arguments or by name.
     """
     names = [parameter.name for parameter in open_parameters(function, kwargs, positional)]
-    return {**{name: SWITCHES[name] == training for name in SWITCHES if name in names}, **kwargs}
+    switches = {name: SWITCHES[name] == training for name in SWITCHES if name in names}
+    return switches | kwargs
 
 
 @dataclasses.dataclass(eq=False)
@@ -299,7 +316,7 @@ class UnboundAxes:
     names: dict[str, None] = dataclasses.field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """Say so."""
+        """Return a line for each of these axes."""
         return [
             f'note: BatchNorm(axis_name="{name}"): the model binds no such axis; it averages over '
             "the workers."
@@ -308,37 +325,51 @@ class UnboundAxes:
 
 
 def averaging_axes(
-    own: Any, sync_axes: tuple[str, ...], unbound: UnboundAxes
+    axis_name: Any, sync_axes: tuple[str, ...], unbound: UnboundAxes
 ) -> tuple[str, ...] | None:
-    """The axes over which a BatchNorm averages its statistics: those of the workers, and of its own
-    axis_name what the model binds.
+    """Return the axes over which a BatchNorm averages its statistics: those of the workers, and
+    those of its `axis_name` that the model binds.
 
     Called where the layer is called: `linen.vmap` or `nnx.vmap` bind names of axes around it.
     """
-    names = own if isinstance(own, tuple | list) else () if own is None else (own,)
-    bound = [name for name in names if collectives.is_bound(name)]
-    unbound.names.update(dict.fromkeys(str(name) for name in names if name not in bound))
-    return (*(name for name in bound if name not in sync_axes), *sync_axes) or None
+    names = axis_name
+    if axis_name is None:
+        names = ()
+    elif not isinstance(axis_name, tuple | list):
+        names = (axis_name,)
+    bound = []
+    for name in names:
+        if not collectives.is_bound(name):
+            unbound.names[str(name)] = None
+        elif name not in sync_axes:
+            bound.append(name)
+    return (*bound, *sync_axes) or None
 
 
 def shape_text(arrays: Mapping[str, Any], path: str) -> str:
-    """Dtype and shape of an array, or "nothing"."""
-    return describe(arrays[path]) if path in arrays else "nothing"
+    """Return dtype and shape of an array, or "nothing"."""
+    if path not in arrays:
+        return "nothing"
+    return describe(arrays[path])
 
 
-def shape_problems(given: Mapping[str, Any], made: Mapping[str, Any], maker: str) -> list[Problem]:
-    """Arrays by path whose shapes are not those that `maker` makes; dtypes may differ."""
-    return [
-        Problem(path, [f"given {shape_text(given, path)}, {maker} makes {shape_text(made, path)}"])
-        for path in dict.fromkeys([*made, *given])
-        if path not in given or path not in made or np.shape(given[path]) != np.shape(made[path])
-    ]
+def shape_problems(passed: Mapping[str, Any], made: Mapping[str, Any], maker: str) -> list[Problem]:
+    """Return the problems of arrays by path whose shapes are not those that `maker` makes; dtypes
+    may differ.
+    """
+    problems = []
+    for path in dict.fromkeys([*made, *passed]):
+        if path not in passed or path not in made or np.shape(passed[path]) != np.shape(made[path]):
+            text = f"given {shape_text(passed, path)}, {maker} makes {shape_text(made, path)}"
+            problems.append(Problem(path, [text]))
+    return problems
 
 
 def remat_policies(
     remat: tuple[tuple[str, Callable[..., Any]], ...], paths: Iterable[str]
 ) -> dict[str, Callable[..., Any]]:
-    """The policy of each of these submodules that a pattern of `Call.remat` matches, by path.
+    """Return the policy of each of these submodules that a pattern of `Call.remat` matches, by
+    path.
 
     Raises:
       ModelError: two for one submodule, or one inside another: of two nested `jax.checkpoint` the
@@ -362,16 +393,19 @@ def remat_policies(
             if parent in policies and policies[parent][1] is not policy
         ]
         for pattern, other in others:
-            why = f'[remat]: "{first}" and "{pattern}" say different things of {path}' + (
-                f", a part of {other}." if other != path else "."
-            )
+            why = f'[remat]: "{first}" and "{pattern}" say different things of {path}'
+            if other != path:
+                why += f", a part of {other}"
             raise ModelError(
-                why, fix="one of the two: what is said of a module holds for all of its parts."
+                f"{why}.",
+                fix="one of the two: what is said of a module holds for all of its parts.",
             )
     return {path: policy for path, (_, policy) in policies.items()}
 
 
-def no_such_module(pattern: str, known: list[str]) -> ModelError:
-    """The error for a remat pattern that names nothing."""
-    fix = f"one of {', '.join(known[:12])}" if known else ""
+def no_such_module(pattern: str, paths: list[str]) -> ModelError:
+    """Return the error for a remat pattern that matches none of these submodules."""
+    fix = ""
+    if paths:
+        fix = f"one of {', '.join(paths[:12])}"
     return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.', fix=fix)

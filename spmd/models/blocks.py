@@ -1,5 +1,5 @@
-"""Blocks of a model: sibling submodules with equal parameters, each called once as `block(x)`; how
-their calls are found and taken over.
+"""Blocks of a model: sibling submodules with equal parameters, each called once as `block(x)`.
+Their calls are found here, and can be replaced.
 """
 
 import abc
@@ -17,7 +17,7 @@ from spmd.models.base import LAYER_PARAMS
 INSIDE = (
     "it is called inside of a transformation of JAX, such as jax.checkpoint, jax.vmap or jax.jit"
 )
-# (parameters by name, other variables) -> (outputs, what the call keeps)
+# (parameters by name, other variables) -> (outputs, variables that the call changed)
 RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]
 
 
@@ -26,13 +26,13 @@ class BlockCalls(abc.ABC):
 
     @abc.abstractmethod
     def takes(self, path: str) -> bool:
-        """Return whether a call of the submodule with this path, now, is to go through `run`."""
+        """Return whether a call of the submodule with this path, now, goes through `call_block`."""
 
     @abc.abstractmethod
-    def run(
+    def call_block(
         self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
     ) -> tuple[Tree, Tree]:
-        """Outputs of a call, and what it keeps.
+        """Return outputs of a call, and the variables that it changed.
 
         Args:
           function: the call. What it closes over are the call's inputs.
@@ -41,10 +41,8 @@ class BlockCalls(abc.ABC):
 
 
 def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]]:
-    """Paths of siblings with equal names, shapes and dtypes of parameters, at least two of them;
-    with matrices, and without `stacked` ones.
-
-    Those inside of others are among them.
+    """Return paths of siblings with equal names, shapes and dtypes of parameters, at least two of
+    them; with matrices, and without `stacked` parameters. A sibling may be inside of another one.
 
     >>> block_groups(
     ...     {
@@ -61,21 +59,22 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
         parts = path.split("/")
         for count in range(1, len(parts)):
             prefix = "/".join(parts[:count])
-            members.setdefault(prefix, []).append(
-                ("/".join(parts[count:]), np.shape(leaf), str(leaf.dtype))
-            )
-            left_out |= {prefix} if path in stacked else set()
+            array = ("/".join(parts[count:]), np.shape(leaf), str(leaf.dtype))
+            members.setdefault(prefix, []).append(array)
+            if path in stacked:
+                left_out.add(prefix)
     groups: dict[tuple, list[str]] = {}
     for prefix, arrays in members.items():
         if prefix not in left_out and any(len(shape) > 1 for _, shape, _ in arrays):
-            groups.setdefault((prefix.rpartition("/")[0], tuple(sorted(arrays))), []).append(prefix)
+            parent = prefix.rpartition("/")[0]
+            groups.setdefault((parent, tuple(sorted(arrays))), []).append(prefix)
     return [tuple(paths) for paths in groups.values() if len(paths) > 1]
 
 
 @dataclasses.dataclass
 class NamedBlocks(BlockCalls):
-    """Calls blocks with these paths as `named` says: by a name with which a reader of the traced
-    loss finds them.
+    """Calls blocks with these paths through `named`, which gives the calls a name by which a reader
+    of the traced loss finds them.
     """
 
     paths: frozenset[str]
@@ -85,7 +84,7 @@ class NamedBlocks(BlockCalls):
     def takes(self, path: str) -> bool:
         return not self._inside and path in self.paths
 
-    def run(
+    def call_block(
         self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
     ) -> tuple[Tree, Tree]:
         self._inside = True
@@ -97,8 +96,8 @@ class NamedBlocks(BlockCalls):
 
 @dataclasses.dataclass
 class BlockTrace(BlockCalls):
-    """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records how
-    it calls them.
+    """Names the parameters that a traced loss takes to blocks, as `LAYER_PARAMS`, and records the
+    calls.
 
     Attributes:
       groups: as `block_groups` returns them.
@@ -116,14 +115,14 @@ class BlockTrace(BlockCalls):
         self._inside = False
 
     def begin(self) -> None:
-        """The model was bound, under the trace in which all blocks are to be called."""
+        """Remember the trace under which the model was bound: all blocks are to be called in it."""
         self._trace = current_trace()
 
     def takes(self, path: str) -> bool:
         return not self._inside and path in self._paths
 
-    def call(self, path: str, function: Callable[[], Any]) -> Any:
-        """`function()`, a call of this block."""
+    def record_call(self, path: str, function: Callable[[], Any]) -> Any:
+        """Return `function()`, which calls this block."""
         self.order.append(path)
         if current_trace() != self._trace:
             self.reasons[path] = INSIDE
@@ -133,12 +132,11 @@ class BlockTrace(BlockCalls):
         finally:
             self._inside = False
 
-    def run(
+    def call_block(
         self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
     ) -> tuple[Tree, Tree]:
-        return self.call(
-            path,
-            lambda: function(
-                {name: checkpoint_name(leaf, LAYER_PARAMS) for name, leaf in params.items()}, others
-            ),
-        )
+        def call_named() -> tuple[Tree, Tree]:
+            named = {name: checkpoint_name(leaf, LAYER_PARAMS) for name, leaf in params.items()}
+            return function(named, others)
+
+        return self.record_call(path, call_named)

@@ -33,7 +33,7 @@ from spmd.models.base import (
 )
 from spmd.models.blocks import BlockCalls, BlockTrace
 from spmd.models.intercept import Around, change_outputs, surround
-from spmd.models.linen_record import NOT_KEPT, Record, Seen, recording, without
+from spmd.models.linen_record import NOT_KEPT, Observations, Record, recording, without
 from spmd.models.linen_switches import check_arguments, set_fields
 
 # flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT, without importing its kernels
@@ -47,56 +47,50 @@ class LinenModel(Model):
     """
 
     def __init__(self, module: linen.Module):
-        self._given: Variables | None = None
+        self._passed: Variables | None = None
         if module.scope is not None:
             module, variables = module.unbind()
-            self._given = _split(variables)
-        self._module, self._seen = module, Seen()
+            self._passed = _split(variables)
+        self._module = module
+        self._observed = Observations()
 
     @property
     def concrete(self) -> Variables | None:
-        return (
-            None
-            if self._given is None
-            else dataclasses.replace(self._given, stats=self._seen.kept(self._given.stats))
+        if self._passed is None:
+            return None
+        return dataclasses.replace(
+            self._passed, stats=self._observed.without_sown(self._passed.stats)
         )
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        made = _split(self._boxed(key, run))
-        given = self.concrete
-        if given is None:
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
+        made = _split(self._boxed(key, run_loss))
+        passed = self.concrete
+        if passed is None:
             return made
-        given_by_path, made_by_path = (
-            {path.removeprefix("stats/"): leaf for path, leaf in flatten(tree).items()}
-            for tree in (given, made)
-        )
-        # A loss need not call all of a module that has its arrays, and statistics keep the shapes
-        # that they have.
-        wanted = {
-            path: given_by_path[path]
-            if path in given_by_path and not path.startswith("params/")
-            else leaf
-            for path, leaf in made_by_path.items()
-        }
-        problems = shape_problems(
-            {path: leaf for path, leaf in given_by_path.items() if path in wanted},
-            wanted,
-            "the module",
-        )
+        made_by_path = _by_path(made)
+        passed_by_path = _by_path(passed)
+        # A loss need not call all of a module that has its arrays.
+        for path in passed_by_path.keys() - made_by_path.keys():
+            del passed_by_path[path]
+        # Statistics keep the shapes that they have.
+        for path, leaf in passed_by_path.items():
+            if not path.startswith("params/"):
+                made_by_path[path] = leaf
+        problems = shape_problems(passed_by_path, made_by_path, "the module")
         raise_problems(
             ModelError, "the linen module is bound to other arrays than its `init` makes", problems
         )
-        return given
+        return passed
 
-    def _boxed(self, key: Any, run: Callable[[Any], Any]) -> dict:
-        probe = _LinenInit(self._module, key, self._seen)
-        run(probe)
+    def _boxed(self, key: Any, run_loss: Callable[[Any], Any]) -> dict:
+        probe = _LinenInit(self._module, key, self._observed)
+        run_loss(probe)
         if not probe.called:
             raise ModelError(
                 "the loss never calls the model, so a linen module cannot be initialised from it.",
                 fix="model(inputs) in the loss.",
             )
-        self._seen.check_sown()
+        self._observed.check_sown()
         if BY_GRADIENT in probe.variables:
             paths = join_names(flatten(linen.meta.unbox(probe.variables[BY_GRADIENT])), most=2)
             why = (
@@ -112,13 +106,13 @@ class LinenModel(Model):
                 'products = "float8" in the layout.'
             )
             raise ModelError(why, fix=fix)
-        return self._seen.kept(probe.variables)
+        return self._observed.without_sown(probe.variables)
 
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
         names: dict[str, tuple] = {}
 
         def visit():
-            specs = linen.get_partition_spec(self._boxed(key, run).get("params", {}))
+            specs = linen.get_partition_spec(self._boxed(key, run_loss).get("params", {}))
             leaves = jax.tree_util.tree_leaves_with_path(
                 specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
             )
@@ -128,15 +122,17 @@ class LinenModel(Model):
         return names
 
     def notes(self) -> list[str]:
-        return self._seen.notes()
+        return self._observed.notes()
 
     def bind(self, variables: Variables, call: Call) -> "LinenCall":
-        maker = "its `init` made" if self._given is None else "the bound module has"
-        return LinenCall(self._module, variables, call, self._seen, maker)
+        maker = "the bound module has"
+        if self._passed is None:
+            maker = "its `init` made"
+        return LinenCall(self._module, variables, call, self._observed, maker)
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
         for pattern in patterns:
-            if not matches(pattern, self._seen.rematerialised):
+            if not matches(pattern, self._observed.rematerialised):
                 raise no_such_module(pattern, [])
 
     def get_stats(self, bound: "LinenCall") -> Tree:
@@ -146,8 +142,12 @@ class LinenModel(Model):
         return self._module.bind({"params": variables.params, **variables.stats})
 
 
+def _by_path(variables: Variables) -> dict[str, Any]:
+    return {path.removeprefix("stats/"): leaf for path, leaf in flatten(variables).items()}
+
+
 def _split(variables: Any) -> Variables:
-    """A linen module's collections; what is no parameter changes with a call."""
+    """Return a linen module's collections; all but parameters may change with a call."""
     plain = without(linen.meta.unbox(unfreeze(variables)), {*NOT_KEPT})
     return Variables(plain.pop("params", {}), plain, {})
 
@@ -155,8 +155,9 @@ def _split(variables: Any) -> Variables:
 class _LinenHandle:
     """A linen module in a loss: it is called, and so are its methods; its fields can be read."""
 
-    def __init__(self, module: linen.Module, seen: Seen):
-        self._module, self._seen = module, seen
+    def __init__(self, module: linen.Module, observed: Observations):
+        self._module = module
+        self._observed = observed
 
     def __call__(
         self, *args: Any, method: Method = None, mutable: str | Sequence[str] = (), **kwargs: Any
@@ -169,7 +170,9 @@ class _LinenHandle:
             values}), and the values are not kept.
           rngs: keys of random streams by name, in place of the step's own.
         """
-        named = (mutable,) if isinstance(mutable, str) else mutable
+        named = mutable
+        if isinstance(mutable, str):
+            named = (mutable,)
         if (
             not isinstance(named, Sequence)
             or not all(isinstance(name, str) for name in named)
@@ -180,13 +183,11 @@ class _LinenHandle:
                 "it."
             )
             raise ModelError(f"model(..., mutable={short_repr(mutable)}).", fix=fix)
-        self._seen.returned.update(named)
+        self._observed.returned.update(named)
         outputs, collections = self._apply(args, kwargs, method, tuple(named))
-        return (
-            (outputs, {name: collections[name] for name in named if name in collections})
-            if mutable
-            else outputs
-        )
+        if not mutable:
+            return outputs
+        return (outputs, {name: collections[name] for name in named if name in collections})
 
     def _apply(
         self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]
@@ -201,9 +202,9 @@ class _LinenHandle:
         module = self._module
         if name in {field.name for field in dataclasses.fields(module)}:
             value = getattr(module, name)
-            return (
-                functools.partial(self, method=name) if isinstance(value, linen.Module) else value
-            )
+            if not isinstance(value, linen.Module):
+                return value
+            return functools.partial(self, method=name)
         if callable(getattr(type(module), name, None)) and not hasattr(linen.Module, name):
             return functools.partial(self, method=name)
         why = f"{type(module).__name__} has no method and no field {name!r}"
@@ -220,7 +221,8 @@ class _LinenHandle:
         module = set_fields(self._module, function, training=training)
         filled = with_train_flag(function, kwargs, training=training, positional=1 + len(args))
         parameters = inspect.signature(function).parameters
-        twice = {  # `linen.merge_param` takes one of the two
+        # `linen.merge_param` (flax 0.12) raises where a switch is both a field and an argument.
+        twice = {
             name
             for name in filled.keys() - kwargs.keys()
             if isinstance(getattr(module, name, None), bool) and parameters[name].default is None
@@ -232,16 +234,22 @@ def _function(module: linen.Module, method: Method) -> Callable[..., Any]:
     """The function that a call of the module calls, with the module as its first argument."""
     if isinstance(method, str):
         value = getattr(type(module), method, None) or getattr(module, method)
-        return type(value).__call__ if isinstance(value, linen.Module) else value
-    return type(module).__call__ if method is None else getattr(method, "__func__", method)
+        if isinstance(value, linen.Module):
+            return type(value).__call__
+        return value
+    if method is None:
+        return type(module).__call__
+    return getattr(method, "__func__", method)
 
 
 class _LinenInit(_LinenHandle):
     """Stands in for a linen module in the loss: its calls initialise it."""
 
-    def __init__(self, module: linen.Module, key: Any, seen: Seen):
-        super().__init__(module, seen)
-        self._key, self.called, self.variables = key, False, dict[str, Any]()
+    def __init__(self, module: linen.Module, key: Any, observed: Observations):
+        super().__init__(module, observed)
+        self._key = key
+        self.called = False
+        self.variables = dict[str, Any]()
         self._makers: dict[str, str] = {}  # calls by the paths of the arrays that they made
 
     def _apply(
@@ -250,28 +258,31 @@ class _LinenInit(_LinenHandle):
         rngs = kwargs.pop("rngs", None) or {}
         module, switched = self._prepared(args, kwargs, method, training=True)
         self._check_arguments(module, {"params": self._key, **rngs}, args, switched, method)
-        mutable, record = DenyList(tuple({*NOT_KEPT} - {*named})), Record()
+        mutable = DenyList(tuple({*NOT_KEPT} - {*named}))
+        record = Record()
         with recording(record):
             keys = {"params": self._key, **rngs}
             outputs, variables = module.init_with_output(
                 keys, *args, method=method, mutable=mutable, **switched
             )
-        self._seen.training.draws |= record.draws
-        self._seen.training.sown |= record.sown
-        self.called, kept = True, without(variables, set(NOT_KEPT))
-        self._check_shapes(kept, _call_text(module, method, args, switched))
-        self.variables = _joined(self.variables, kept)
+        self._observed.training.draws |= record.draws
+        self._observed.training.sown |= record.sown
+        self.called = True
+        made = without(variables, set(NOT_KEPT))
+        self._check_shapes(made, _call_text(module, method, args, switched))
+        self.variables = _joined(self.variables, made)
         return outputs, variables
 
     def _check_shapes(self, made: Mapping[str, Any], name: str) -> None:
         """Refuse calls that make one array in two shapes."""
-        before, after = (flatten(linen.meta.unbox(tree)) for tree in (self.variables, made))
+        before = flatten(linen.meta.unbox(self.variables))
+        after = flatten(linen.meta.unbox(made))
         problems = []
         for path, leaf in after.items():
             if (
                 path in before
                 and before[path].shape != leaf.shape
-                and path.rpartition("/")[0] not in self._seen.training.sown
+                and path.rpartition("/")[0] not in self._observed.training.sown
             ):
                 text = (
                     f"{self._makers[path]} makes {describe(before[path])}, {name} makes "
@@ -295,19 +306,16 @@ class _LinenInit(_LinenHandle):
     ) -> None:
         """Refuse an unknown argument that switches training."""
         function = _function(module, method)
-        given = (function, len(args), *sorted(kwargs))
-        if (
-            given in self._seen.checked
-            or getattr(type(module), getattr(function, "__name__", ""), None) is not function
-        ):
-            return  # the last: a function of the loss
+        signature = (function, len(args), *sorted(kwargs))
+        if signature in self._observed.checked:
+            return
+        if getattr(type(module), getattr(function, "__name__", ""), None) is not function:
+            return  # a function of the loss, and no method
 
-        def run(more: dict[str, bool]) -> tuple[Record, set[str]] | None:
-            record, intercept, made = (
-                Record(),
-                _interceptor(Call(training=True), Seen()),
-                set[str](),
-            )
+        def trace_call(more: dict[str, bool]) -> tuple[Record, set[str]] | None:
+            record = Record()
+            intercept = _interceptor(Call(training=True), Observations())
+            made = set[str]()
             options = {
                 "rngs": keys,
                 "method": method,
@@ -329,26 +337,29 @@ class _LinenInit(_LinenHandle):
                 return None
             return record, made
 
-        check_arguments(function, kwargs, 1 + len(args), run)
-        self._seen.checked.add(given)
+        check_arguments(function, kwargs, 1 + len(args), trace_call)
+        self._observed.checked.add(signature)
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Nested dicts joined; the first one's leaves stay."""
+    """Return nested dicts joined; the first one's leaves stay."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         return first
-    return {
-        **second,
-        **{
-            name: _joined(part, second[name]) if name in second else part
-            for name, part in first.items()
-        },
-    }
+    joined = dict(second)
+    for name, part in first.items():
+        joined[name] = _joined(part, second.get(name, {}))
+    return joined
+
+
+def _input_text(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return describe(value)
+    return short_repr(value)
 
 
 def _call_text(module: linen.Module, method: Method, args: tuple, kwargs: Mapping[str, Any]) -> str:
-    """A call of a module, with the shapes of its inputs and its switches, for an error."""
-    texts = [describe(value) if hasattr(value, "dtype") else short_repr(value) for value in args]
+    """Return a call of a module as text, with the shapes of its inputs and its switches."""
+    texts = [_input_text(value) for value in args]
     texts += [f"{name}={value}" for name, value in kwargs.items() if isinstance(value, bool)]
     called = getattr(_function(module, method), "__name__", "a function")
     return f"{type(module).__name__}.{called}({', '.join(texts)})"
@@ -360,98 +371,104 @@ class LinenCall(_LinenHandle):
     """
 
     def __init__(
-        self, module: linen.Module, variables: Variables, call: Call, seen: Seen, maker: str
+        self,
+        module: linen.Module,
+        variables: Variables,
+        call: Call,
+        observed: Observations,
+        maker: str,
     ):
-        super().__init__(module, seen)
-        self._call, self._maker = call, maker
-        self.params, self.stats, self._calls = variables.params, variables.stats, 0
+        super().__init__(module, observed)
+        self._call = call
+        self._maker = maker
+        self.params = variables.params
+        self.stats = variables.stats
+        self._calls = 0
 
     def _apply(
         self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]
     ) -> tuple[Any, Mapping[str, Any]]:
-        call, variables, rngs = (
-            self._call,
-            {"params": self.params, **self.stats},
-            dict(kwargs.pop("rngs", None) or {}),
-        )
+        call = self._call
+        rngs = dict(kwargs.pop("rngs", None) or {})
         module, kwargs = self._prepared(args, kwargs, method, training=call.training)
-        with linen.intercept_methods(_interceptor(call, self._seen)):
-            if not call.training:
-                try:
-                    return module.apply(
-                        variables, *args, rngs=rngs, method=method, mutable=list(named), **kwargs
-                    )
-                except ModifyScopeVariableError as error:
-                    what = str(error).partition(" (http")[0].rstrip(".")
-                    fix = (
-                        "change it in training only, as BatchNorm(use_running_average=not train) "
-                        "does, `train` being an argument."
-                    )
-                    raise ModelError(
-                        f"the linen module changes its statistics in evaluation: {what}.", fix=fix
-                    ) from error
-            key = jax.random.fold_in(call.key, self._calls)
-            self._calls += 1  # a loss that calls the model twice draws twice
-            # Flax gives "params" in place of a stream that it does not have, and lifted transforms
-            # split streams by name.
-            outputs, changed, given, record = None, {}, None, self._seen.training
-            mutable = DenyList(("params", *({*NOT_KEPT} - {*named})))
-            # again, if the call asks for one that no call has asked for
-            while given != (names := {"params", *record.streams}):
-                given = names
-                keys = {
-                    name: call.localize(key_of_stream(key, name)) for name in sorted(names)
-                } | rngs
-                with recording(record):
-                    outputs, changed = module.apply(
-                        variables, *args, rngs=keys, method=method, mutable=mutable, **kwargs
-                    )
-        self._seen.check_sown()
-        kept = self._seen.kept(
-            {name: part for name, part in changed.items() if name not in NOT_KEPT}
+        apply = functools.partial(
+            module.apply, {"params": self.params, **self.stats}, *args, method=method, **kwargs
         )
-        self._check_shapes(kept, _call_text(module, method, args, kwargs))
-        self.stats = {**self.stats, **kept}
+        with linen.intercept_methods(_interceptor(call, self._observed)):
+            if not call.training:
+                return _evaluated(apply, rngs, named)
+            key = jax.random.fold_in(call.key, self._calls)
+            # A loss that calls the model twice draws twice.
+            self._calls += 1
+            # Flax (0.12, Scope.make_rng) gives "params" in place of a stream that it does not have,
+            # and lifted transforms split streams by name: the call is repeated if it asks for a
+            # stream that no call has asked for.
+            outputs = None
+            changed: Any = {}
+            streams = None
+            record = self._observed.training
+            mutable = DenyList(("params", *({*NOT_KEPT} - {*named})))
+            while streams != {"params", *record.streams}:
+                streams = {"params", *record.streams}
+                keys = {name: call.localize(key_of_stream(key, name)) for name in sorted(streams)}
+                with recording(record):
+                    outputs, changed = apply(rngs=keys | rngs, mutable=mutable)
+        self._observed.check_sown()
+        stats = {name: part for name, part in changed.items() if name not in NOT_KEPT}
+        stats = self._observed.without_sown(stats)
+        self._check_shapes(stats, _call_text(module, method, args, kwargs))
+        self.stats = {**self.stats, **stats}
         return outputs, changed
 
     def _check_shapes(self, after: Mapping[str, Any], name: str) -> None:
         """Refuse a call that gives collections other arrays, or arrays other shapes."""
-        old, new = (
-            flatten({collection: self.stats.get(collection, {}) for collection in after}),
-            flatten(after),
+        old = flatten({collection: self.stats.get(collection, {}) for collection in after})
+        new = flatten(after)
+        fix = (
+            "a variable of one shape, that does not depend on the number of rows, made in "
+            "every call in training"
         )
-        paths = [
-            path for path in dict.fromkeys([*old, *new]) if _shape(old, path) != _shape(new, path)
-        ]
-        if not paths:
-            return
-        problems = []
-        for path in paths:
-            text = f"{self._maker} {shape_text(old, path)}, {name} makes {shape_text(new, path)}"
-            fix = (
-                "a variable of one shape, that does not depend on the number of rows, made in "
-                "every call in training"
-            )
-            bound = (
+        if self._maker.startswith("the bound"):
+            fix += (
                 "; arrays that the module's `init` makes in training, such as module.init(key, x, "
                 "train=True)"
             )
-            problems.append(
-                Problem(
-                    path, [text], f"{fix}{bound if self._maker.startswith('the bound') else ''}."
-                )
-            )
+        problems = []
+        for path in dict.fromkeys([*old, *new]):
+            if _shape(old, path) != _shape(new, path):
+                text = f"{self._maker} {shape_text(old, path)}, "
+                text += f"{name} makes {shape_text(new, path)}"
+                problems.append(Problem(path, [text], f"{fix}."))
         raise_problems(
             ModelError, "a call of the linen module changes the shapes of its collections", problems
         )
 
 
+def _evaluated(
+    apply: Callable[..., Any], rngs: dict[str, Any], named: tuple[str, ...]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return outputs of a call in evaluation, and the collections that it returns."""
+    try:
+        return apply(rngs=rngs, mutable=list(named))
+    except ModifyScopeVariableError as error:
+        reason = str(error).partition(" (http")[0].rstrip(".")
+        fix = (
+            "change it in training only, as BatchNorm(use_running_average=not train) "
+            "does, `train` being an argument."
+        )
+        raise ModelError(
+            f"the linen module changes its statistics in evaluation: {reason}.", fix=fix
+        ) from error
+
+
 def _shape(arrays: Mapping[str, Any], path: str) -> tuple[int, ...] | None:
-    return tuple(arrays[path].shape) if path in arrays else None
+    if path not in arrays:
+        return None
+    return tuple(arrays[path].shape)
 
 
 def key_of_stream(key: jax.Array, name: str) -> jax.Array:
-    """The key of a random stream of a linen module, "dropout" or another."""
+    """Return the key of a random stream of a linen module, "dropout" or another."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
@@ -472,23 +489,22 @@ def _call_block(
         def run_packed(
             scope_of: Any, variables_of: Any, variables: tuple, rngs: tuple
         ) -> tuple[Any, Any]:
-            (collections,) = variables  # of the module, and of modules that it was given
-            own = dict(collections[0].get("params", {}))
-            names = flatten(own)
+            # Of the module first, then of modules that were made elsewhere and passed to it: flax
+            # lifts the scopes of all.
+            (collections,) = variables
+            block_params = dict(collections[0].get("params", {}))
 
-            def run(params: dict[str, Any], others: tuple) -> tuple[Any, Any]:
-                variables, rngs = others
-                named = map_paths(lambda name, _: params[name], own)
-                scope = scope_of((({**variables[0][0], "params": named}, *variables[0][1:]),), rngs)
+            def call_with(params: dict[str, Any], others: tuple) -> tuple[Any, Any]:
+                ((first, *outer),), rngs = others
+                named = map_paths(lambda name, _: params[name], block_params)
+                scope = scope_of((({**first, "params": named}, *outer),), rngs)
                 return function(scope), variables_of(scope)
 
             if len(collections) > 1 and isinstance(blocks, BlockTrace):
                 blocks.reasons[path] = "it uses modules that were made outside of it"
-            rest = (
-                {name: part for name, part in collections[0].items() if name != "params"},
-                *collections[1:],
-            )
-            return blocks.run(path, run, names, ((rest,), rngs))
+            first = {name: part for name, part in collections[0].items() if name != "params"}
+            others = ((first, *collections[1:]),), rngs
+            return blocks.call_block(path, call_with, flatten(block_params), others)
 
         return lift.pack(run_packed, (True,), (True,), (True,))(scopes)
 
@@ -498,32 +514,32 @@ def _call_block(
     return lift_direct_transform(lifted, (own_call,), module)
 
 
-def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
-    """Linen's hook for what nnx lets us set on the module: synchronised BatchNorm, remat by path,
-    and what outputs go through.
+def _interceptor(call: Call, observed: Observations) -> Callable[..., Any]:
+    """Return a function for `linen.intercept_methods`, which does in calls what is set on an nnx
+    module: synchronised BatchNorm, remat by path, and functions that outputs go through.
     """
     active: set[str] = set()
     called: dict[str, None] = {}  # paths, in order
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, path = context.module, "/".join(context.module.path)
+        module = context.module
+        path = "/".join(context.module.path)
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         if call.training:
-            seen.note_call(module, path, kwargs)
+            observed.note_call(module, path, kwargs)
+        # Linen modules are frozen outside of `setup` (flax 0.12, Module.__setattr__); these are
+        # clones of the user's, made for this call.
         if isinstance(module, linen.BatchNorm):
-            object.__setattr__(
-                module, "axis_name", averaging_axes(module.axis_name, call.sync_axes, seen.unbound)
-            )
+            axes = averaging_axes(module.axis_name, call.sync_axes, observed.unbound)
+            object.__setattr__(module, "axis_name", axes)
         if call.dtype is not None and getattr(module, "dtype", call.dtype) is None:
             object.__setattr__(module, "dtype", call.dtype)
         if isinstance(module, linen.Dense | linen.DenseGeneral):
-            object.__setattr__(
-                module,
-                "dot_general",
-                call.products(path, module.dot_general_cls or module.dot_general),
-            )
-        if path in active:  # called by `_call_again`
+            product = call.products(path, module.dot_general_cls or module.dot_general)
+            object.__setattr__(module, "dot_general", product)
+        # `_call_again` calls the module inside of the functions around it, which stay once.
+        if path in active:
             return next_fun(*args, **kwargs)
         around: dict[str, Around] = {}
         if (change := call.output_hook(path)) is not None:
@@ -531,9 +547,11 @@ def _interceptor(call: Call, seen: Seen) -> Callable[..., Any]:
         if call.blocks is not None and call.blocks.takes(path):
             around["block"] = functools.partial(_call_block, call.blocks, path)
         called[path] = None
-        policies = remat_policies(call.remat, called) if call.remat else {}
+        policies = {}
+        if call.remat:
+            policies = remat_policies(call.remat, called)
         if path in policies:
-            seen.rematerialised.add(path)
+            observed.rematerialised.add(path)
             around["remat"] = functools.partial(_recompute, policies[path])
         if not around.keys() & {"block", "remat"}:
 

@@ -28,14 +28,14 @@ from spmd.models.base import (
 from spmd.models.frozen import is_quantized, quantized_product
 from spmd.models.intercept import Around, change_outputs, intercept
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
-from spmd.models.nnx_blocks import call_block
+from spmd.models.nnx_blocks import call_block, modules_by_path, path_of_keys
 from spmd.models.quantized import dequantize
 
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter
 
-ADAPTERS = 0x10AA  # of the run's key, what adapters are drawn from
-# by id: a module may define its own hash
+ADAPTERS = 0x10AA  # folded into the run's key, of which adapters are drawn
+# By id, since a module may define its own hash.
 HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
 
@@ -46,9 +46,9 @@ def hand_over(module: nnx.Module) -> None:
     HANDED_OVER[id(module)] = module
 
 
-# the attribute of a module with what a person should know of how it is trained
+# The attribute of a module with lines that a person should read about how it is trained.
 NOTES = "training_notes"
-# the attribute of a module that says where its weights are from; it stays with `result.model`
+# The attribute of a module that says where its weights are from; it stays with `result.model`.
 ORIGIN = "pretrained_origin"
 
 
@@ -72,12 +72,15 @@ class NnxModel(Model):
         self._stat_paths: tuple = ()
         self._called: set[str] = set()  # remat patterns of which a module was called
         self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
-        self._said: tuple[str, ...] = ()  # notes that the module has
+        self._module_notes: tuple[str, ...] = ()
         self._unbound = UnboundAxes()
         self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
-        # what the user has, which may be without adapters
-        self._given = concrete if passed is None else passed
-        self._concrete = None if concrete is None else self._split(concrete)
+        self._passed = concrete
+        if passed is not None:
+            self._passed = passed
+        self._concrete = None
+        if concrete is not None:
+            self._concrete = self._split(concrete)
         self._check_alive()
 
     @property
@@ -86,28 +89,26 @@ class NnxModel(Model):
         return self._concrete
 
     def _check_alive(self) -> None:
-        leaves = jax.tree.leaves(self._concrete)
-        if any(
-            isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
-            for leaf in leaves
-        ):
-            raise ModelError(CONSUMED, fix=CONSUMED_FIX)
+        for leaf in jax.tree.leaves(self._concrete):
+            is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+            if is_array and leaf.is_deleted():
+                raise ModelError(CONSUMED, fix=CONSUMED_FIX)
 
     @property
     def handed_over(self) -> bool:
-        return self._given is not None and HANDED_OVER.get(id(self._given)) is self._given
+        return self._passed is not None and HANDED_OVER.get(id(self._passed)) is self._passed
 
     def release(self) -> None:
-        if self._given is None or not self.handed_over:
+        if self._passed is None or not self.handed_over:
             return
         for leaf in jax.tree.leaves(self._concrete):
             if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                 leaf.delete()
-        intercept(self._given, {"outputs": _refuse_call})
+        intercept(self._passed, {"outputs": _refuse_call})
 
     def with_adapters(self, adapters: "Sequence[Adapter]", seed: Any) -> "NnxModel":
-        """The model with adapters in its layers, drawn from a key of this seed. A module that was
-        passed stays as it is.
+        """Return the model with adapters in its layers, drawn from a key of this seed. A module
+        that was passed stays as it is.
 
         Raises:
           LayoutError: as `add_adapters`.
@@ -115,25 +116,24 @@ class NnxModel(Model):
 
         def build() -> nnx.Module:
             module = self._factory()
-            # shares its arrays
-            module = module if self._given is None else nnx.merge(*nnx.split(module))
-            add_adapters(
-                module, adapters, nnx.Rngs(jax.random.fold_in(jax.random.key(seed), ADAPTERS))
-            )
+            if self._passed is not None:
+                module = nnx.merge(*nnx.split(module))  # another module with the same arrays
+            key = jax.random.fold_in(jax.random.key(seed), ADAPTERS)
+            add_adapters(module, adapters, nnx.Rngs(key))
             return module
 
-        if self._given is None:
+        if self._passed is None:
             return NnxModel(build)
         self._check_alive()
         adapted = build()
-        return NnxModel(lambda: adapted, concrete=adapted, passed=self._given)
+        return NnxModel(lambda: adapted, concrete=adapted, passed=self._passed)
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        del key, run
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
+        del key, run_loss
         return self._split(self._factory())
 
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        del key, run
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
+        del key, run_loss
         names_by_path: dict[str, tuple] = {}
         for path, metadata in self._metadata.items():
             names = (
@@ -164,11 +164,11 @@ class NnxModel(Model):
 
     @property
     def _metadata(self) -> dict[str, dict[str, Any]]:
-        """Metadata of flax of each parameter, by path."""
+        """Return metadata of flax of each parameter, by path."""
         return {path: metadata for path, (metadata, _) in self._parameters.items()}
 
-    def shapes(self, run: Callable[[Any], Any]) -> Variables:
-        del run
+    def shapes(self, run_loss: Callable[[Any], Any]) -> Variables:
+        del run_loss
         shapes: Any = self._shapes
         if shapes is None:
             shapes = self._shapes = trace_abstractly(
@@ -180,17 +180,12 @@ class NnxModel(Model):
         """Return the arrays of a module of the factory, and note what flax knows of its parameters.
         Called under a trace.
         """
-        layers = {
-            "/".join(map(str, path))
-            for path, sub in nnx.iter_modules(module)
-            if isinstance(sub, nnx.Linear)
-        }
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-            owner = "/".join(map(str, path[:-1]))
-            self._layers["/".join(map(str, path))] = (
-                dict(variable.get_metadata()),
-                owner if owner in layers else None,
-            )
+        modules = modules_by_path(module)
+        for keys, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            layer = path_of_keys(keys[:-1])
+            if not isinstance(modules.get(layer), nnx.Linear):
+                layer = None
+            self._layers[path_of_keys(keys)] = (dict(variable.get_metadata()), layer)
         return self._split(module)
 
     def remember(self, shapes: Variables) -> None:
@@ -201,19 +196,21 @@ class NnxModel(Model):
 
     @property
     def _parameters(self) -> dict[str, tuple[dict[str, Any], str | None]]:
-        """Metadata of flax of each parameter, by path, and the path of the `nnx.Linear` that it is
-        of, or None.
+        """Return metadata of flax of each parameter, by path, and the path of the `nnx.Linear` that
+        has the parameter, or None.
         """
         self.shapes(lambda model: None)
         return self._layers
 
     def notes(self) -> list[str]:
-        lines = [*self._said, *self._unbound.notes()]
+        lines = [*self._module_notes, *self._unbound.notes()]
         if self._frozen:
-            undo = (
-                " If .eval() set that, call model.train() first." if self._given is not None else ""
-            )
-            more = f" and {len(self._frozen) - 1} more" if len(self._frozen) > 1 else ""
+            undo = ""
+            if self._passed is not None:
+                undo = " If .eval() set that, call model.train() first."
+            more = ""
+            if len(self._frozen) > 1:
+                more = f" and {len(self._frozen) - 1} more"
             lines.append(
                 "note: batch statistics are frozen, by use_running_average=True: "
                 f"{next(iter(self._frozen))}{more}.{undo}"
@@ -221,10 +218,8 @@ class NnxModel(Model):
         return lines
 
     def _split(self, module: nnx.Module) -> Variables:
-        self._said, self._frozen = (
-            getattr(module, NOTES, ()),
-            _frozen(module, given=self._given is not None),
-        )
+        self._module_notes = getattr(module, NOTES, ())
+        self._frozen = _frozen(module, built=self._passed is None)
         _mark_arrays(module)
         self._graphdef, params, rngs, stats = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._uncalled = set(adapter_paths(module))
@@ -233,28 +228,25 @@ class NnxModel(Model):
         self._impls = {
             path: jax.random.key_impl(leaf) for path, leaf in flatten(rngs).items() if _is_key(leaf)
         }
-        return Variables(
-            params,
-            stats,
-            jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, rngs),
-        )
+        return Variables(params, stats, jax.tree.map(_key_data, rngs))
 
     def bind(self, variables: Variables, call: Call) -> nnx.Module:
         def localize(key: Any) -> Any:
-            return (
-                key
-                if call.key is None
-                else call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
-            )
+            if call.key is None:
+                return key
+            return call.localize(jax.random.fold_in(key, jax.random.bits(call.key)))
 
         rngs = self._keys(variables.rngs, localize)
         module = nnx.merge(self._graphdef, variables.params, rngs, variables.stats)
-        for path, variable in (
-            nnx.to_flat_state(nnx.state(module, nnx.Param)) if self.stacks() else ()
-        ):
-            variable.set_metadata(PATH, "/".join(map(str, path)))
-        module.train() if call.training else module.eval()
-        modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+        if self.stacks():
+            for keys, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+                variable.set_metadata(PATH, path_of_keys(keys))
+        if call.training:
+            module.train()
+        else:
+            module.eval()
+        modules = modules_by_path(module)
+        # `train()` sets every BatchNorm to averages of the batch.
         for path in self._frozen:
             modules[path].use_running_average = True  # type: ignore[attr-defined]
         for path, sub in modules.items():
@@ -264,32 +256,41 @@ class NnxModel(Model):
                 sub.dot_general = call.products(path, sub.dot_general)
         recomputed = self._recomputed(call, modules)
         for path, sub in modules.items():
-            around: dict[str, Around] = {}
-            if isinstance(sub, nnx.Linear) and is_quantized(sub.kernel.get_raw_value()):
-                # of a kernel that the loss reads itself
-                sub.kernel.set_metadata(on_get_value=_values)
-                around["kernel"] = _dequantize_kernel
-            if isinstance(sub, nnx.BatchNorm):
-                around["axes"] = _average_over(call.sync_axes, self._unbound)
-            if path in self._uncalled:
-                around["noted"] = _note(functools.partial(self._uncalled.discard, path))
+            around = self._around(call, path, sub)
             if path in recomputed:
                 around["remat"] = recomputed[path]
-            if callable(sub) and call.blocks is not None and call.blocks.takes(path):
-                around["block"] = functools.partial(call_block, call.blocks, path)
-            if callable(sub) and (change := call.output_hook(path)) is not None:
-                around["outputs"] = change_outputs(change)
-            if callable(sub) and path:
-                around["scope"] = _in_scope(_scope_of(path))
             intercept(sub, around)
         return module
 
+    def _around(self, call: Call, path: str, module: Any) -> dict[str, Around]:
+        """Return the functions around calls of a submodule, but for the one that recomputes it."""
+        around: dict[str, Around] = {}
+        if isinstance(module, nnx.Linear) and is_quantized(module.kernel.get_raw_value()):
+            # A loss that reads the kernel itself gets its values.
+            module.kernel.set_metadata(on_get_value=_values)
+            around["kernel"] = _dequantize_kernel
+        if isinstance(module, nnx.BatchNorm):
+            around["axes"] = _average_over(call.sync_axes, self._unbound)
+        if path in self._uncalled:
+            around["noted"] = _note(functools.partial(self._uncalled.discard, path))
+        if not callable(module):
+            return around
+        if call.blocks is not None and call.blocks.takes(path):
+            around["block"] = functools.partial(call_block, call.blocks, path)
+        change = call.output_hook(path)
+        if change is not None:
+            around["outputs"] = change_outputs(change)
+        if path:
+            around["scope"] = _in_scope(_scope_of(path))
+        return around
+
     def _recomputed(self, call: Call, modules: Mapping[str, Any]) -> dict[str, Around]:
-        """Return what recomputes the submodules that patterns of `call.remat` match, by path."""
+        """Return the functions that recompute submodules which patterns of `call.remat` match."""
         callables = [path for path, sub in modules.items() if callable(sub)]
         patterns: dict[str, list[str]] = {}  # by path
         for pattern, _ in call.remat:
-            if not (paths := matches(pattern, callables)):
+            paths = matches(pattern, callables)
+            if not paths:
                 raise no_such_module(pattern, sorted(filter(None, modules)))
             for path in paths:
                 patterns.setdefault(path, []).append(pattern)
@@ -299,7 +300,8 @@ class NnxModel(Model):
         }
 
     def check_remat(self, patterns: tuple[str, ...]) -> None:
-        for pattern in patterns:  # one that matches no submodule is refused by `bind` already
+        # `bind` has refused patterns that match no submodule.
+        for pattern in patterns:
             if pattern not in self._called:
                 why = (
                     f'[remat] modules: "{pattern}" matches submodules that the model never calls '
@@ -332,7 +334,8 @@ class NnxModel(Model):
                 return data
             change_all = change
             wrapped: Any = jax.random.wrap_key_data(data, impl=impl)
-            for _ in range(wrapped.ndim):  # a stack has a key for every layer
+            # A stack has a key for every layer.
+            for _ in range(wrapped.ndim):
                 change_all = jax.vmap(change_all)
             return change_all(wrapped)
 
@@ -355,20 +358,20 @@ def _mark_arrays(module: nnx.Module) -> None:
     """
     for _, sub in nnx.iter_modules(module):
         for name, value in list(vars(sub).items()):
-            leaves = (
-                jax.tree.leaves(value) if isinstance(value, tuple | list | dict | Tracer) else ()
-            )
+            leaves = ()
+            if isinstance(value, tuple | list | dict | Tracer):
+                leaves = jax.tree.leaves(value)
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 setattr(sub, name, nnx.data(value))
 
 
-def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
-    """Paths of the modules that were made to use running averages, in training as well.
+def _frozen(module: nnx.Module, *, built: bool) -> tuple[str, ...]:
+    """Return paths of the modules that were made to use running averages, in training as well.
 
-    A module that was given, not made by a factory, may have been put in evaluation mode by
-    `.eval()`, which turns dropout off as well: one in which everything is, is trained all the same.
+    A module that was not `built` by a factory may have been put in evaluation mode by `.eval()`,
+    which turns dropout off as well: a module in which all of these are off is trained all the same.
     """
-    modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+    modules = modules_by_path(module)
     averages = {
         path: vars(sub)["use_running_average"]
         for path, sub in modules.items()
@@ -379,13 +382,16 @@ def _frozen(module: nnx.Module, *, given: bool) -> tuple[str, ...]:
         for sub in modules.values()
         if isinstance(switch := getattr(sub, "deterministic", None), bool)
     ]
-    evaluating = given and bool(dropout) and all((*averages.values(), *dropout))
-    return () if evaluating else tuple(path for path, kept in averages.items() if kept is True)
+    if not built and dropout and all((*averages.values(), *dropout)):
+        return ()
+    return tuple(path for path, is_frozen in averages.items() if is_frozen is True)
 
 
 def _values(variable: Any, value: Any) -> Any:
     del variable
-    return dequantize(value) if is_quantized(value) else value
+    if is_quantized(value):
+        return dequantize(value)
+    return value
 
 
 def _dequantize_kernel(
@@ -394,33 +400,34 @@ def _dequantize_kernel(
     """Call an `nnx.Linear` with a quantized kernel, whose values exist only while its product is
     computed.
 
-    Of the backward pass, too: it keeps the codes, and not the values.
+    The backward pass keeps the codes, too, and not the values.
     """
-    kernel, given = vars(module)["kernel"], vars(module)["dot_general"]
-    quantized, bias = kernel.get_raw_value(), vars(module).get("bias")
-    like = jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)
+    attributes = vars(module)
+    kernel = attributes["kernel"]
+    product = attributes["dot_general"]
+    quantized = kernel.get_raw_value()
+    arrays = [inputs, jax.ShapeDtypeStruct(quantized.shape, quantized.dtype)]
+    if attributes.get("bias") is not None:
+        arrays.append(attributes["bias"].get_value())
     promoted = jax.eval_shape(
-        lambda *arrays: module.promote_dtype(arrays, dtype=module.dtype),
-        inputs,
-        like,
-        *([] if bias is None else [bias.get_value()]),
+        lambda *arrays: module.promote_dtype(arrays, dtype=module.dtype), *arrays
     )
     values = dequantize(quantized, promoted[1].dtype)
 
     def dot_general(lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         if rhs is not values:
-            return given(lhs, rhs, *args, **kwargs)
+            return product(lhs, rhs, *args, **kwargs)
         return quantized_product(
-            lambda lhs, rhs: given(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype
+            lambda lhs, rhs: product(lhs, rhs, *args, **kwargs), lhs, quantized, values.dtype
         )
 
-    # without nnx's checks, which forbid to change a module inside of a transformation: it is as
-    # before when the call ends
-    vars(module).update(kernel=kernel.replace(values), dot_general=dot_general)
+    # Set without nnx's checks (flax 0.12), which forbid to change a module inside of a
+    # transformation: the module is as before when the call ends.
+    attributes.update(kernel=kernel.replace(values), dot_general=dot_general)
     try:
         return call(module, inputs, *args, **kwargs)
     finally:
-        vars(module).update(kernel=kernel, dot_general=given)
+        attributes.update(kernel=kernel, dot_general=product)
 
 
 @functools.lru_cache(maxsize=256)
@@ -428,19 +435,27 @@ def _average_over(sync_axes: tuple[str, ...], unbound: UnboundAxes) -> Around:
     """Average the statistics of an `nnx.BatchNorm` over the workers, too."""
 
     def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        own = vars(module)["axis_name"]
-        # lax.pmean takes several axes
-        vars(module)["axis_name"] = averaging_axes(own, sync_axes, unbound)
+        # Set without nnx's checks, as a kernel is; `lax.pmean`, to which nnx passes it, takes
+        # several axes.
+        attributes = vars(module)
+        axis_name = attributes["axis_name"]
+        attributes["axis_name"] = averaging_axes(axis_name, sync_axes, unbound)
         try:
             return call(module, *args, **kwargs)
         finally:
-            vars(module)["axis_name"] = own
+            attributes["axis_name"] = axis_name
 
     return around
 
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Any:
+    if _is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf
 
 
 def _note(note: Callable[[], None]) -> Around:
@@ -461,7 +476,8 @@ def _recompute(policy: Callable[..., Any], note: Callable[[], None]) -> Around:
         if not RECOMPUTED.get():
             remat = nnx.remat(lambda module: call(module, *args, **kwargs), policy=policy)
             return remat(module)
-        token = RECOMPUTED.set(False)  # modules inside this one are recomputed once more
+        # The caller recomputes this module alone: modules inside of it are recomputed once more.
+        token = RECOMPUTED.set(False)
         try:
             return call(module, *args, **kwargs)
         finally:
@@ -489,7 +505,9 @@ def _scope_of(path: str) -> str:
     ('blocks/0', 'attn')
     """
     *parents, last = path.split("/")
-    return f"{_scope_of('/'.join(parents))}/{last}" if parents and last.isdigit() else last
+    if not (parents and last.isdigit()):
+        return last
+    return f"{_scope_of('/'.join(parents))}/{last}"
 
 
 @functools.lru_cache(maxsize=4096)

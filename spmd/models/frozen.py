@@ -18,7 +18,7 @@ from spmd.models.quantized import KINDS, Quantized, dequantize, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Which parameters are not trained, by path, and how they are kept.
+    """Parameters that are not trained, by path, and the dtype or format that they are kept in.
 
     Attributes:
       kept: of those in `lower`, "bfloat16", "float16", "int8" or "nf4", with `block` values for
@@ -32,59 +32,68 @@ class Frozen:
     lower: frozenset[str] = frozenset()
 
     def split(self, params: Tree) -> tuple[Tree, Tree]:
-        """The trained parameters and the others, as they are kept: two trees like `params`, with
-        None for what is in the other one.
+        """Return the trained parameters and the frozen ones, as they are kept: two trees like
+        `params`, with None for the leaves of the other tree.
         """
-        trained = map_paths(lambda path, leaf: None if path in self.paths else leaf, params)
-        return trained, map_paths(
-            lambda path, leaf: self._keep(path, leaf) if path in self.paths else None, params
-        )
+        return map_paths(self._trained_leaf, params), map_paths(self._frozen_leaf, params)
 
-    def _keep(self, path: str, leaf: Any) -> Any:
-        return (
-            _lowered(leaf, self.kept, self.block)
-            if self.kept is not None and path in self.lower
-            else leaf
-        )
+    def _trained_leaf(self, path: str, leaf: Any) -> Any:
+        if path in self.paths:
+            return None
+        return leaf
+
+    def _frozen_leaf(self, path: str, leaf: Any) -> Any:
+        if path not in self.paths:
+            return None
+        if self.kept is None or path not in self.lower:
+            return leaf
+        return _lowered(leaf, self.kept, self.block)
 
     def arrays(self, params: Tree) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-        """Of each parameter that is not trained, by path, the arrays in which it is kept, by their
-        paths: of a quantized one two.
+        """Return, by path of each parameter that is not trained, the arrays in which it is kept, by
+        their paths: two for a quantized parameter.
         """
         if not self.paths:
             return {}
-        _, kept = jax.eval_shape(self.split, params)
+        _, frozen = jax.eval_shape(self.split, params)
         arrays: dict[str, dict[str, jax.ShapeDtypeStruct]] = {
             path: {} for path in flatten(params) if path in self.paths
         }
-        for path, leaf in flatten(kept).items():
-            arrays[path if path in arrays else path.rpartition("/")[0]][path] = leaf
+        for path, leaf in flatten(frozen).items():
+            parameter = path
+            if path not in arrays:
+                parameter = path.rpartition("/")[0]  # codes or scales
+            arrays[parameter][path] = leaf
         return arrays
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # array by array, where it lies
-def _lowered(leaf: Any, kept: str, block: int) -> Any:
-    return quantize(leaf, kept, block) if kept in KINDS else leaf.astype(kept)
+# Compiled array by array, so that each is rounded where it lies, and one at a time.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _lowered(leaf: Any, kind: str, block: int) -> Any:
+    if kind in KINDS:
+        return quantize(leaf, kind, block)
+    return leaf.astype(kind)
 
 
 def join(params: Tree, frozen: Tree) -> Tree:
-    """All parameters, from what `Frozen.split` made; those that are quantized stay so.
+    """Return all parameters, from the trees of `Frozen.split`; quantized ones stay quantized.
 
     >>> join({"a": 1, "b": None}, {"a": None, "b": 2}), join({"a": 1}, {})
     ({'a': 1, 'b': 2}, {'a': 1})
     """
     if not jax.tree.leaves(frozen):
         return params
-    return jax.tree.map(
-        lambda one, other: other if one is None else one,
-        params,
-        frozen,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    return jax.tree.map(_either, params, frozen, is_leaf=lambda leaf: leaf is None)
+
+
+def _either(trained: Any, frozen: Any) -> Any:
+    if trained is None:
+        return frozen
+    return trained
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a node of a tree is a quantized array."""
+    """Return whether a node of a tree is a quantized array."""
     return isinstance(leaf, Quantized)
 
 
@@ -102,39 +111,37 @@ class FrozenModel(WrappedModel):
     @property
     def concrete(self) -> Variables | None:
         """The arrays of a model that was passed with arrays."""
-        return None if self._model.concrete is None else self._split(self._model.concrete)
+        if self._model.concrete is None:
+            return None
+        return self._split(self._model.concrete)
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        """All arrays."""
-        return self._split(self._model.init(key, run))
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
+        """Return all arrays."""
+        return self._split(self._model.make_variables(key, run_loss))
 
     def stacks(self) -> dict[str, int]:
-        """Those of the model; of quantized parameters those of codes and scales."""
+        """Return the stacks of the model, with the codes and scales of quantized parameters."""
         stacks = self._model.stacks()
-        parts = {
-            f"{path}/{part}": stacks[path]
-            for path in stacks
-            if path in self._frozen.lower
-            for part in ("codes", "scales")
-        }
-        return stacks | (parts if self._frozen.kept in KINDS else {})
+        if self._frozen.kept not in KINDS:
+            return stacks
+        parts = {}
+        for path in stacks:
+            if path in self._frozen.lower:
+                parts[f"{path}/codes"] = stacks[path]
+                parts[f"{path}/scales"] = stacks[path]
+        return stacks | parts
 
     def bind(self, variables: Variables, call: Call) -> Any:
-        """The model with all of its parameters."""
-        return self._model.bind(
-            dataclasses.replace(
-                variables, params=join(variables.params, variables.frozen), frozen={}
-            ),
-            call,
-        )
+        """Return the model with all of its parameters in it."""
+        params = join(variables.params, variables.frozen)
+        return self._model.bind(dataclasses.replace(variables, params=params, frozen={}), call)
 
     def rebuild(self, variables: Variables) -> Any:
-        """An object of the user's kind; quantized parameters are arrays again, where their codes
-        lie.
+        """Return an object of the user's kind; quantized parameters are arrays again, where their
+        codes lie.
         """
-        params = join(
-            variables.params, jax.tree.map(_restored, variables.frozen, is_leaf=is_quantized)
-        )
+        frozen = jax.tree.map(_restored, variables.frozen, is_leaf=is_quantized)
+        params = join(variables.params, frozen)
         return self._model.rebuild(dataclasses.replace(variables, params=params, frozen={}))
 
 
@@ -147,27 +154,29 @@ def _restored(leaf: Any) -> Any:
 def quantized_product(
     product: Callable[[jax.Array, jax.Array], jax.Array], lhs: jax.Array, rhs: Quantized, dtype: Any
 ) -> jax.Array:
-    """`product(lhs, values)` with the values of a frozen array, in `dtype`. The backward pass
-    computes them again from the codes.
+    """Return `product(lhs, values)` with the values of a frozen array, in `dtype`. The backward
+    pass computes them again from the codes.
 
     `product` is linear in `lhs`, but for rounding, and closes over no arrays.
     """
-
-    shape, of = lhs.shape, lhs.dtype
+    shape = lhs.shape
+    lhs_dtype = lhs.dtype
 
     @jax.custom_vjp
-    def run(lhs: jax.Array, rhs: Quantized) -> jax.Array:
+    def multiply(lhs: jax.Array, rhs: Quantized) -> jax.Array:
         return product(lhs, dequantize(rhs, dtype))
 
     def forward(lhs: jax.Array, rhs: Quantized) -> tuple[jax.Array, Quantized]:
-        return run(lhs, rhs), rhs
+        return multiply(lhs, rhs), rhs
 
     def backward(rhs: Quantized, gradient: jax.Array) -> tuple:
-        # or a compiler would keep the values of the forward pass
+        # Without a barrier XLA merges this with the forward pass's `dequantize`, and keeps the
+        # values in between.
         codes, gradient = lax.optimization_barrier((rhs.codes, gradient))
         values = dequantize(dataclasses.replace(rhs, codes=codes), dtype)
-        _, of_lhs = jax.vjp(lambda lhs: product(lhs, values), jnp.zeros(shape, of))
-        return *of_lhs(gradient), None
+        zeros = jnp.zeros(shape, lhs_dtype)
+        _, transpose = jax.vjp(lambda lhs: product(lhs, values), zeros)
+        return *transpose(gradient), None
 
-    run.defvjp(forward, backward)
-    return run(lhs, rhs)
+    multiply.defvjp(forward, backward)
+    return multiply(lhs, rhs)

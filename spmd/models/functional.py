@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,8 @@ from spmd.models.base import (
     with_train_flag,
 )
 
-RESERVED = ("rng", "axis_name", *SWITCHES)  # arguments of `apply` that are passed by name
+# Arguments of `apply` that are passed by name.
+RESERVED = ("rng", "axis_name", *SWITCHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,21 @@ class FunctionalModel:
     stateful: bool = False
 
     def bind(self, params: Tree, state: Tree = None) -> "FunctionCall":
-        """The model with these parameters: to be called, or to be trained from there, by
+        """Return the model with these parameters: to be called, or to be trained from there, by
         `fit(model.bind(params), ...)`.
         """
         if self.stateful != (state is not None):
-            fix = (
-                "model.bind(params, state)."
-                if self.stateful
-                else "model.bind(params), or FunctionalModel(..., stateful=True)."
-            )
+            fix = "model.bind(params), or FunctionalModel(..., stateful=True)."
+            if self.stateful:
+                fix = "model.bind(params, state)."
             raise ModelError(
                 f"bind: the model is {'' if self.stateful else 'not '}stateful.", fix=fix
             )
-        arrays = {"params": params, "state": state} if self.stateful else {"params": params}
+        arrays = {"params": params}
+        if self.stateful:
+            arrays["state"] = state
         made = arrays
-        # arrays that are given need no init that can be traced
+        # Arrays that are passed need no `init` that can be traced.
         with contextlib.suppress(ModelError):
             made = trace_abstractly(
                 self._made, "the model", jax.eval_shape(lambda: jax.random.key(0))
@@ -78,34 +80,34 @@ class FunctionalModel:
         return FunctionCall(self, params, state, Call(training=False))
 
     def _made(self, key: Any) -> dict[str, Tree]:
-        """What `init` makes, by name."""
+        """Return the trees that `init` makes, by name."""
         made = self.init(key)
-        return (
-            dict(zip(("params", "state"), _pair(made, "init", "(params, state)"), strict=True))
-            if self.stateful
-            else {"params": made}
-        )
+        if not self.stateful:
+            return {"params": made}
+        params, state = _pair(made, "init", "(params, state)")
+        return {"params": params, "state": state}
 
 
 class FunctionModel(Model):
     """A `FunctionalModel` behind the common interface; `variables`, if it was given with them."""
 
     def __init__(self, model: FunctionalModel, variables: Variables | None = None):
-        self._model, self._variables = model, variables
+        self._model = model
+        self._variables = variables
 
     @property
     def concrete(self) -> Variables | None:
         return self._variables
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
-        del run
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
+        del run_loss
         if self._variables is not None:
             return self._variables
         made = self._model._made(key)
         return Variables(made["params"], made.get("state", {}), {})
 
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
-        del key, run
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
+        del key, run_loss
         return {}
 
     def check_workers(self) -> None:
@@ -150,52 +152,64 @@ class FunctionCall:
     """
 
     def __init__(self, model: FunctionalModel, params: Tree, state: Tree, call: Call):
-        self._model, self.params, self.state, self._call, self._calls = (
-            model,
-            params,
-            {} if state is None else state,
-            call,
-            0,
-        )
+        self._model = model
+        self.params = params
+        self.state = state
+        if state is None:
+            self.state = {}
+        self._call = call
+        self._calls = 0
 
     @property
-    def given(self) -> FunctionModel:
-        """The model that begins with these arrays."""
+    def as_model(self) -> FunctionModel:
+        """Return the model that begins with these arrays."""
         return FunctionModel(self._model, Variables(self.params, self.state, {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
-        call, apply = self._call, self._model.apply
-        positional = len(args) + (2 if self._model.stateful else 1)
-        known = [parameter.name for parameter in open_parameters(apply, kwargs, positional)]
+        call = self._call
+        apply = self._model.apply
+        positional = len(args) + len(_leading(self._model))
+        open_names = [parameter.name for parameter in open_parameters(apply, kwargs, positional)]
         kwargs = with_train_flag(apply, kwargs, training=call.training, positional=positional)
-        if "rng" in known and call.key is not None:
+        if "rng" in open_names and call.key is not None:
             kwargs.setdefault("rng", call.localize(jax.random.fold_in(call.key, self._calls)))
             self._calls += 1
-        if "axis_name" in known:
+        if "axis_name" in open_names:
             kwargs.setdefault("axis_name", call.sync_axes or None)
         _check_call(self._model, len(args), kwargs)
-        if call.dtype is not None:  # flax layers cast their inputs; a function does not
-            args = jax.tree.map(
-                lambda x: x.astype(call.dtype) if getattr(x, "dtype", None) == "float32" else x,
-                args,
-            )
+        # Flax layers cast their inputs; a function does not.
+        if call.dtype is not None:
+            args = jax.tree.map(functools.partial(_cast, dtype=call.dtype), args)
         if not self._model.stateful:
             return apply(self.params, *args, **kwargs)
-        outputs, state = _pair(
-            apply(self.params, self.state, *args, **kwargs), "apply", "(outputs, state)"
-        )
+        returned = apply(self.params, self.state, *args, **kwargs)
+        outputs, state = _pair(returned, "apply", "(outputs, state)")
         _check_state(self.state, state)
-        self.state = state if call.training else self.state
+        if call.training:
+            self.state = state
         return outputs
+
+
+def _leading(model: FunctionalModel) -> tuple[str, ...]:
+    """Return the first arguments of `apply`."""
+    if model.stateful:
+        return "params", "state"
+    return ("params",)
+
+
+def _cast(leaf: Any, dtype: Any) -> Any:
+    if getattr(leaf, "dtype", None) == "float32":
+        return leaf.astype(dtype)
+    return leaf
 
 
 def _check_call(model: FunctionalModel, inputs: int, kwargs: Mapping[str, Any]) -> None:
     """Refuse a call that Python would refuse, if names that spmd passes itself are why."""
     signature = inspect.signature(model.apply)
-    first = ["params", "state"][: 2 if model.stateful else 1]
+    leading = _leading(model)
     try:
-        signature.bind(*first, *range(inputs), **kwargs)
+        signature.bind(*leading, *range(inputs), **kwargs)
     except TypeError as error:
         names = list(signature.parameters)
         reserved = [name for name in names if name in RESERVED]
@@ -206,7 +220,7 @@ def _check_call(model: FunctionalModel, inputs: int, kwargs: Mapping[str, Any]) 
         if not among_inputs and not needs_key:
             return
         why = (
-            f"apply{signature} is called with {' and '.join(first)}, and {inputs} "
+            f"apply{signature} is called with {' and '.join(leading)}, and {inputs} "
             f"input{'' if inputs == 1 else 's'}: {error}.\n"
         )
         why += (
@@ -221,37 +235,42 @@ def _check_call(model: FunctionalModel, inputs: int, kwargs: Mapping[str, Any]) 
 
 
 def _reordered(signature: inspect.Signature) -> str:
-    """The text of a function that calls `apply`, with the reserved names after its inputs."""
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    keywords = [
-        p.replace(kind=p.KEYWORD_ONLY, default=None if p.name == "rng" else p.default)
-        for p in bare
-        if p.name in RESERVED
-    ]
-    parameters = sorted(
-        [*(p for p in bare if p.name not in RESERVED), *keywords],
-        key=lambda parameter: parameter.kind,
-    )
+    """Return the text of a function that calls `apply`, with the reserved names after its
+    inputs.
+    """
+    inputs = []
+    keywords = []
+    arguments = []
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    arguments = [
-        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else f"{stars.get(p.kind, '')}{p.name}"
-        for p in bare
-    ]
+    for parameter in signature.parameters.values():
+        name = parameter.name
+        bare = parameter.replace(annotation=parameter.empty)
+        if name == "rng":
+            keywords.append(bare.replace(kind=parameter.KEYWORD_ONLY, default=None))
+        elif name in RESERVED:
+            keywords.append(bare.replace(kind=parameter.KEYWORD_ONLY))
+        else:
+            inputs.append(bare)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            arguments.append(f"{name}={name}")
+        else:
+            arguments.append(f"{stars.get(parameter.kind, '')}{name}")
+    parameters = sorted([*inputs, *keywords], key=lambda parameter: parameter.kind)
     return f"lambda {str(inspect.Signature(parameters))[1:-1]}: apply({', '.join(arguments)})"
 
 
-def _pair(made: Any, function: str, wanted: str) -> tuple:
-    """What a stateful model's function returned."""
-    if not isinstance(made, tuple) or len(made) != 2:
+def _pair(returned: Any, function: str, form: str) -> tuple:
+    """Return the two parts that a function of a stateful model returned."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
         raise ModelError(
-            f"{function} of a stateful model returned {type_name(made)}.",
-            fix=f"{wanted}, a tuple of two.",
+            f"{function} of a stateful model returned {type_name(returned)}.",
+            fix=f"{form}, a tuple of two.",
         )
-    return made
+    return returned
 
 
 def _check_shapes(arrays: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
-    """Arrays that a model is bound to must have the shapes of those that it makes."""
+    """Refuse arrays for `bind` that have other shapes than those that the model makes."""
     problems = shape_problems(flatten(arrays), flatten(made), "init")
     if problems:
         text = problems_text(
@@ -265,8 +284,9 @@ def _check_shapes(arrays: Mapping[str, Tree], made: Mapping[str, Tree]) -> None:
 
 
 def _check_state(before: Tree, after: Tree) -> None:
-    """State must keep its tree and its shapes."""
-    old, new = flatten(before), flatten(after)
+    """Refuse a state that is another tree than before, or has other shapes."""
+    old = flatten(before)
+    new = flatten(after)
     for path in [*old, *new]:
         if path not in old or path not in new or old[path].shape != new[path].shape:
             why = (

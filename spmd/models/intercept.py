@@ -63,7 +63,9 @@ def intercept(module: nnx.Module, around: Mapping[str, Around], *, name: str | N
     if not around:
         return
     functions = {**interceptions(module), **around}
-    make = _cached_subclass if functions.keys() <= LASTING else _subclass
+    make = _subclass
+    if functions.keys() <= LASTING:
+        make = _cached_subclass
     kind = original_class(module)
     module.__class__ = make(kind, name or type(module).__name__, tuple(functions.items()))
 

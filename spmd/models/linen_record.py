@@ -51,7 +51,7 @@ def _make_rng(scope: Scope, name: str = "params") -> Any:
     return _MAKE_RNG(scope, name)
 
 
-# not Scope.put_variable: lifted transforms write back all variables by it, changed or not
+# Not Scope.put_variable: lifted transforms write back all variables by it, changed or not.
 def _set_value(variable: Any, new: Any) -> None:
     _VALUE.fset(variable, new)
     for record in _PATCHES.value:
@@ -89,7 +89,7 @@ _PATCHES = Patches(
 
 
 @dataclasses.dataclass
-class Seen:
+class Observations:
     """Everything that traces of a linen module have shown.
 
     Attributes:
@@ -110,12 +110,12 @@ class Seen:
     checked: set[tuple] = dataclasses.field(default_factory=set)
     unbound: UnboundAxes = dataclasses.field(default_factory=UnboundAxes)
 
-    def kept(self, collections: Mapping[str, Any]) -> dict[str, Any]:
-        """Collections without what calls sow and return: each call sows it anew."""
-        return without(
-            collections,
-            {path for path in self.training.sown if path.partition("/")[0] in self.returned},
-        )
+    def without_sown(self, collections: Mapping[str, Any]) -> dict[str, Any]:
+        """Return collections without the values that calls sow and return: each call sows them
+        anew.
+        """
+        sown = {path for path in self.training.sown if path.partition("/")[0] in self.returned}
+        return without(collections, sown)
 
     def check_sown(self) -> None:
         """Refuse values that the module sows and the loss does not take: they are no statistics,
@@ -148,9 +148,10 @@ class Seen:
         """Record a module that is called in training, if it has statistics or drops."""
         if isinstance(module, linen.BatchNorm):
             self.norms[path] = None
-        rate = (
-            module.rate if isinstance(module, linen.Dropout) else getattr(module, "dropout_rate", 0)
-        )
+        if isinstance(module, linen.Dropout):
+            rate = module.rate
+        else:
+            rate = getattr(module, "dropout_rate", 0)
         if (
             isinstance(module, linen.Dropout | linen.MultiHeadDotProductAttention)
             and isinstance(rate, int | float)
@@ -161,37 +162,43 @@ class Seen:
                 self.dropouts[path] = rate
 
     def notes(self) -> list[str]:
-        """Norms and dropouts that stayed in evaluation mode in training."""
-        frozen = [
-            path
-            for path in self.norms
-            if "/".join(filter(None, ("batch_stats", path, "mean"))) not in self.training.writes
-        ]
+        """Return lines on norms and dropouts that stayed in evaluation mode in training."""
+        frozen = []
+        for path in self.norms:
+            mean = "/".join(filter(None, ("batch_stats", path, "mean")))
+            if mean not in self.training.writes:
+                frozen.append(path)
         drawn = {path for path, _ in self.training.draws}
         idle = [
             f"{path or 'the module'} (rate {rate})"
             for path, rate in self.dropouts.items()
             if path not in drawn
         ]
-        lines = []
-        for names, what in (
-            (frozen, "batch statistics are frozen, by use_running_average=True"),
-            (idle, "dropout drops nothing in training, by deterministic=True"),
-        ):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines += [f"note: {what}: {names[0] or 'the module'}{more}."] if names else []
-        return lines + self.unbound.notes()
+        return [
+            *_note("batch statistics are frozen, by use_running_average=True", frozen),
+            *_note("dropout drops nothing in training, by deterministic=True", idle),
+            *self.unbound.notes(),
+        ]
+
+
+def _note(text: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = ""
+    if len(names) > 1:
+        more = f" and {len(names) - 1} more"
+    return [f"note: {text}: {names[0] or 'the module'}{more}."]
 
 
 def without(tree: Mapping[str, Any], paths: set[str], at: str = "") -> dict[str, Any]:
-    """Nested dicts without what is at these paths, nor dicts that are empty then."""
-    rest: dict[str, Any] = {}
+    """Return nested dicts without the nodes at these paths, nor dicts that are empty then."""
+    pruned: dict[str, Any] = {}
     for name, part in tree.items():
         path = f"{at}/{name}".lstrip("/")
         if path in paths:
             continue
         if not isinstance(part, Mapping):
-            rest[name] = part
+            pruned[name] = part
         elif (inner := without(part, paths, path)) or not part:
-            rest[name] = inner
-    return rest
+            pruned[name] = inner
+    return pruned

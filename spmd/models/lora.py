@@ -16,11 +16,13 @@ from spmd.base.path_match import matches, suggest
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.models.base import STACKED
 from spmd.models.intercept import intercept, interceptions, original_class
+from spmd.models.nnx_blocks import modules_by_path
 
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter
 
-NAMES = ("lora_a", "lora_b")  # an adapter's parameters, in the layer beside its kernel
+# Parameters of an adapter, in the layer beside its kernel.
+NAMES = ("lora_a", "lora_b")
 
 
 def add_adapters(
@@ -56,13 +58,11 @@ def add_adapters(
       >>> mlp.layers[0].lora_a.shape, mlp.layers[0].lora_b.shape, mlp(jnp.ones((1, 4))).shape
       ((4, 2), (2, 8), (1, 2))
     """
-    modules = {"/".join(map(str, path)): sub for path, sub in nnx.iter_modules(module)}
+    modules = modules_by_path(module)
     chosen: dict[str, int] = {}
-    problems = [
-        problem
-        for number in range(len(adapters))
-        for problem in _problems(adapters, number, modules, chosen)
-    ]
+    problems = []
+    for number in range(len(adapters)):
+        problems += _problems(adapters, number, modules, chosen)
     raise_problems(LayoutError, "adapters do not fit the model", problems)
     for path, number in chosen.items():
         _adapt(modules[path], adapters[number], rngs)
@@ -70,19 +70,19 @@ def add_adapters(
 
 
 def adapter_paths(module: nnx.Module) -> "dict[str, Adapter]":
-    """The adapter of each layer that has one, by path.
+    """Return the adapter of each layer that has one, by path.
 
     Example:
       >>> adapter_paths(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
       {}
     """
-    found: Any = nnx.iter_modules(module)
-    return {"/".join(map(str, path)): sub.adapter for path, sub in found if _has_adapter(sub)}
+    layers = modules_by_path(module)
+    return {path: sub.adapter for path, sub in layers.items() if _has_adapter(sub)}
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
-    """A module without adapters that computes the same: kernels are `kernel + scale * lora_a @
-    lora_b`, computed in float32.
+    """Return a module without adapters that computes the same: kernels are `kernel + scale *
+    lora_a @ lora_b`, computed in float32.
 
     The given module stays as it is, and shares all arrays but those kernels with the result, which
     lie as they did.
@@ -111,7 +111,10 @@ def _has_adapter(module: Any) -> bool:
 
 
 def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    wide = jnp.float64 if kernel.dtype == jnp.float64 else jnp.float32
+    if kernel.dtype == jnp.float64:
+        wide = jnp.float64
+    else:
+        wide = jnp.float32
     delta = jnp.matmul(a.astype(wide), b.astype(wide), precision="highest")
     return (kernel.astype(wide) + scale * delta).astype(kernel.dtype)
 
@@ -127,10 +130,16 @@ def _problems(
     matched = matches(adapter.modules, layers)
     if not matched:
         yield Problem(where, *_no_match(adapter.modules, modules, layers), **at, kind="no_match")
-    for pattern in adapter.except_ if matched else ():
-        if not matches(pattern, matched):
+        return
+    left = matched
+    for pattern in adapter.except_:
+        excepted = matches(pattern, matched)
+        left = [path for path in left if path not in excepted]
+        if not excepted:
             near = suggest(pattern, matched)
-            fix = f'did you mean "{near[0]}"?' if near else f"one of {join_names(matched)}."
+            fix = f"one of {join_names(matched)}."
+            if near:
+                fix = f'did you mean "{near[0]}"?'
             yield Problem(
                 f'{where}, except "{pattern}"',
                 ["it matches no layer of this adapter."],
@@ -138,10 +147,7 @@ def _problems(
                 **at,
                 kind="no_match",
             )
-    left = [
-        path for path in matched if not any(matches(pattern, [path]) for pattern in adapter.except_)
-    ]
-    if matched and not left:
+    if not left:
         yield Problem(
             where,
             ["its except leaves no layer of it."],
@@ -185,49 +191,45 @@ def _problems(
 
 
 def _name(adapters: "Sequence[Adapter]", number: int) -> str:
-    line = adapters[number].line
-    return f"[[adapters]] rule {number + 1}" + (f", line {line}" if line else "")
+    name = f"[[adapters]] rule {number + 1}"
+    if adapters[number].line:
+        name += f", line {adapters[number].line}"
+    return name
 
 
 def _no_match(pattern: str, modules: dict[str, Any], layers: list[str]) -> tuple[list[str], str]:
     """Return why a pattern matches no layer, and a fix that does."""
-    known = (
-        f"layers that can have one: {join_names(layers)}."
-        if layers
-        else "this model has no nnx.Linear."
-    )
+    fix = "this model has no nnx.Linear."
+    if layers:
+        fix = f"layers that can have one: {join_names(layers)}."
     others = [
         f"{path} ({type(modules[path]).__name__})"
         for path in matches(pattern, filter(None, modules))
     ]
-    near = suggest(pattern, layers)
     if others:
         inside = matches(f"{pattern}/**", layers)
-        fix = (
-            f'modules = "{pattern}/**" for the {len(inside)} nnx.Linear inside.'
-            if inside
-            else known
-        )
-        return [
-            f"it matches {join_names(others)}, and only nnx.Linear layers can have an adapter."
-        ], fix
+        if inside:
+            fix = f'modules = "{pattern}/**" for the {len(inside)} nnx.Linear inside.'
+        why = f"it matches {join_names(others)}, and only nnx.Linear layers can have an adapter."
+        return [why], fix
     if matches(pattern, [f"{path}/{name}" for path in layers for name in ("kernel", "bias")]):
         above = pattern.rpartition("/")[0]
-        fix = f'modules = "{above}".' if matches(above, layers) else known
+        if matches(above, layers):
+            fix = f'modules = "{above}".'
         return ["it matches parameters, and here a path names layers."], fix
-    return [
-        "it matches no module of the model."
-    ], f'did you mean "{near[0]}", which matches {near[1]}?' if near else known
+    near = suggest(pattern, layers)
+    if near:
+        fix = f'did you mean "{near[0]}", which matches {near[1]}?'
+    return ["it matches no module of the model."], fix
 
 
 def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     """Give a layer an adapter."""
-    kernel, metadata = layer.kernel.get_value(), layer.kernel.get_metadata()
-    (first, second), bound, key = (
-        adapter_shapes(kernel, adapter.rank),
-        kernel.shape[-2] ** -0.5,
-        rngs.params(),
-    )
+    kernel = layer.kernel.get_value()
+    metadata = layer.kernel.get_metadata()
+    first, second = adapter_shapes(kernel, adapter.rank)
+    bound = kernel.shape[-2] ** -0.5
+    key = rngs.params()
     draw = functools.partial(
         jax.random.uniform, shape=first.shape, dtype=first.dtype, minval=-bound, maxval=bound
     )
@@ -238,36 +240,43 @@ def _adapt(layer: Any, adapter: "Adapter", rngs: nnx.Rngs) -> None:
     layer.lora_dropout = nnx.data(None)
     if adapter.dropout:
         layer.lora_dropout = nnx.Dropout(adapter.dropout)
-        layer.lora_dropout.rngs = (
-            rngs.dropout.split(kernel.shape[:-2]) if kernel.ndim > 2 else rngs.dropout.fork()
-        )
+        if kernel.ndim > 2:
+            layer.lora_dropout.rngs = rngs.dropout.split(kernel.shape[:-2])
+        else:
+            layer.lora_dropout.rngs = rngs.dropout.fork()
     intercept(layer, {"adapter": _add_adapter}, name=f"Adapted{type(layer).__name__}")
 
 
 def adapter_shapes(kernel: Any, rank: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shape, dtype and sharding of `lora_a` and `lora_b` for a kernel [..., in, out]."""
     *stack, inputs, outputs = kernel.shape
-    dtype = kernel.dtype if kernel.dtype.itemsize > 2 else jnp.dtype(jnp.float32)
+    if kernel.dtype.itemsize > 2:
+        dtype = kernel.dtype
+    else:
+        dtype = jnp.dtype(jnp.float32)
     a = jax.ShapeDtypeStruct((*stack, inputs, rank), dtype, sharding=_sharding(kernel, without=-1))
-    return a, jax.ShapeDtypeStruct(
-        (*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2)
-    )
+    b = jax.ShapeDtypeStruct((*stack, rank, outputs), dtype, sharding=_sharding(kernel, without=-2))
+    return a, b
 
 
 def _param(value: jax.Array, kernel: dict[str, Any], without: int) -> nnx.Param:
-    """A parameter with the kernel's metadata, but for the name of the dim that is the adapter's
-    rank instead.
+    """Return a parameter with the kernel's metadata, but for the name of the dim that is the
+    adapter's rank instead.
     """
-    param, names = nnx.Param(value, eager_sharding=False), kernel.get("out_sharding")
-    param.set_metadata("out_sharding", _blank(names, without)) if names else None
-    param.set_metadata(STACKED, kernel[STACKED]) if STACKED in kernel else None
+    # Eager sharding (flax 0.12) would move it, which lies as the kernel lies.
+    param = nnx.Param(value, eager_sharding=False)
+    names = kernel.get("out_sharding")
+    if names:
+        param.set_metadata("out_sharding", _blank(names, without))
+    if STACKED in kernel:
+        param.set_metadata(STACKED, kernel[STACKED])
     return param
 
 
 def _blank(entries: Sequence[Any], dim: int) -> tuple[Any, ...]:
-    kept = list(entries)
-    kept[dim] = None
-    return tuple(kept)
+    blanked = list(entries)
+    blanked[dim] = None
+    return tuple(blanked)
 
 
 def _sharding(kernel: Any, without: int | None = None) -> Sharding | None:
@@ -276,7 +285,9 @@ def _sharding(kernel: Any, without: int | None = None) -> Sharding | None:
         return None
     if without is None or not isinstance(kernel.sharding, NamedSharding):
         return kernel.sharding
-    spec = (*kernel.sharding.spec, *(None,) * (kernel.ndim - len(kernel.sharding.spec)))
+    # JAX leaves out entries of the last dims where these are not sharded.
+    spec = [*kernel.sharding.spec]
+    spec += [None] * (kernel.ndim - len(spec))
     return NamedSharding(kernel.sharding.mesh, PartitionSpec(*_blank(spec, without)))
 
 
@@ -287,8 +298,11 @@ def _add_adapter(
     none.
     """
     y = call(layer, inputs, *args, **kwargs)
-    a, b = layer.lora_a[...], layer.lora_b[...]
-    x = inputs if layer.lora_dropout is None else layer.lora_dropout(inputs)
+    a = layer.lora_a[...]
+    b = layer.lora_b[...]
+    x = inputs
+    if layer.lora_dropout is not None:
+        x = layer.lora_dropout(inputs)
     x, a, b = layer.promote_dtype((x.astype(a.dtype), a, b), dtype=layer.dtype)
     contraction = (((x.ndim - 1,), (0,)), ((), ()))
     low = layer.adapter.scale * layer.dot_general(x, a, contraction, precision=layer.precision)

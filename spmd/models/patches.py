@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_ABSENT: Any = object()  # an attribute that its owner did not have
+# In place of an attribute that its owner did not have.
+_ABSENT: Any = object()
 
 
 class Patches:
@@ -60,7 +61,8 @@ class Patches:
 
     def _count(self, more: int) -> None:
         with self._lock:
-            before, self._scopes = self._scopes, self._scopes + more
+            before = self._scopes
+            self._scopes = self._scopes + more
             if before == 0:
                 self._replace()
             elif self._scopes == 0:

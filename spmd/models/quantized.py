@@ -15,25 +15,12 @@ KINDS = ("int8", "nf4")
 # The 16 levels of NF4: quantiles of a normal distribution, of its largest magnitude (Dettmers et
 # al., arXiv:2305.14314, appendix E).
 NF4_LEVELS = np.array(
-    (
-        *(
-            -1.0,
-            -0.6961928009986877,
-            -0.5250730514526367,
-            -0.39491748809814453,
-            -0.28444138169288635,
-            -0.18477343022823334,
-        ),
-        *(
-            -0.09105003625154495,
-            0.0,
-            0.07958029955625534,
-            0.16093020141124725,
-            0.24611230194568634,
-            0.33791524171829224,
-        ),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
+    """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+    -0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+    0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+    """.split(),
     np.float32,
 )
 
@@ -64,38 +51,41 @@ class Quantized:
     dtype: Any
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """Of the values, as of an array."""
+        """Return values of the array."""
         return dequantize(self)[index]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         *leading, rows, out = self.codes.shape
-        return (*leading, rows * (2 if self.kind == "nf4" else 1), out)
+        return (*leading, rows * _rows_per_byte(self.kind), out)
+
+
+def _rows_per_byte(kind: str) -> int:
+    if kind == "nf4":
+        return 2
+    return 1
 
 
 def block_problem(shape: tuple[int, ...], kind: str, block: int) -> tuple[str, str] | None:
-    """Why an array of this shape has no blocks of this size along dim -2, and a fix; None if it
-    has.
+    """Return the reason why an array of this shape has no blocks of this size along dim -2, and a
+    fix; None if it has.
 
     >>> block_problem((2, 96, 8), "nf4", 64)
     ('dim -2 of [2, 96, 8] has 96 values: 96 / 64 leaves 32.', 'block = 48 or 96.')
     """
     if len(shape) < 2:
         return f"an array of shape {list(shape)} has no dim -2 for blocks.", "matrices only."
-    step, size = 2 if kind == "nf4" else 1, shape[-2]
+    step = _rows_per_byte(kind)
+    size = shape[-2]
     if block % step == 0 and size > 0 and size % block == 0:
         return None
-    known = [count for count in range(step, size + 1, step) if size % count == 0]
-    near = [
-        f"{count}"
-        for count in (
-            max((n for n in known if n < block), default=0),
-            min((n for n in known if n > block), default=0),
-        )
-        if count
-    ]
-    fix = f"block = {' or '.join(near)}." if near else "int8, which takes an odd number of rows."
+    divisors = [count for count in range(step, size + 1, step) if size % count == 0]
+    smaller = [f"{count}" for count in divisors if count < block][-1:]
+    larger = [f"{count}" for count in divisors if count > block][:1]
+    fix = "int8, which takes an odd number of rows."
+    if smaller or larger:
+        fix = f"block = {' or '.join(smaller + larger)}."
     if block % step:
         return f"blocks of {block} values; {kind} keeps two in a byte.", fix
     return (
@@ -126,7 +116,9 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
     *leading, rows, out = array.shape
     values = array.astype(jnp.float32).reshape(*leading, rows // block, block, out)
     largest = largest_magnitude(values, -2)
-    scales = largest / np.float32(127) if kind == "int8" else largest
+    scales = largest
+    if kind == "int8":
+        scales = largest / np.float32(127)
     scaled = values / jnp.where(scales > 0, scales, 1)
     if kind == "int8":
         codes = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8).reshape(array.shape)
@@ -137,20 +129,20 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
         )
         pairs = nearest.reshape(*leading, rows // 2, 2, out)
         codes = pairs[..., 0, :] | (pairs[..., 1, :] << 4)
-    return Quantized(
-        codes, jnp.where(jnp.isfinite(scales), scales, jnp.nan)[..., 0, :], kind, block, array.dtype
-    )
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)[..., 0, :]
+    return Quantized(codes, scales, kind, block, array.dtype)
 
 
 def dequantize(quantized: Quantized, dtype: Any = None) -> jax.Array:
-    """The array [..., in, out] that codes and scales stand for, computed in float32 and rounded to
-    `dtype`, by default its own.
+    """Return the array [..., in, out] that codes and scales stand for, computed in float32 and
+    rounded to `dtype`, by default its own.
 
     Example:
       >>> dequantize(quantize(jnp.array([[2.0], [-1.0]]), "int8", block=2), jnp.bfloat16).tolist()
       [[2.0], [-1.0078125]]
     """
-    codes, block = quantized.codes, quantized.block
+    codes = quantized.codes
+    block = quantized.block
     *leading, rows, out = quantized.shape
     if quantized.kind == "nf4":
         codes = jnp.stack([codes & 15, codes >> 4], axis=-2).reshape(*leading, rows, out)
@@ -158,4 +150,6 @@ def dequantize(quantized: Quantized, dtype: Any = None) -> jax.Array:
     else:
         values = codes.astype(jnp.float32)
     values = values.reshape(*leading, rows // block, block, out) * quantized.scales[..., None, :]
-    return values.reshape(*leading, rows, out).astype(quantized.dtype if dtype is None else dtype)
+    if dtype is None:
+        dtype = quantized.dtype
+    return values.reshape(*leading, rows, out).astype(dtype)

@@ -1,4 +1,4 @@
-"""Which kind of model the user gave."""
+"""The user's model, of any kind, behind the common interface."""
 
 import inspect
 from collections.abc import Callable
@@ -14,17 +14,18 @@ from spmd.models.functional import FunctionalModel, FunctionCall, FunctionModel
 
 
 def wrap(model: Any) -> Model:
-    """The user's model behind the common interface.
+    """Return the user's model behind the common interface.
 
     Raises:
       ModelError: not an nnx.Module, a linen.Module, a FunctionalModel, nor a function of no
         arguments returning one.
     """
-    _check_library(model if isinstance(model, type) else type(model))
     if isinstance(model, type):
+        _check_library(model)
         raise ModelError(
             f"{option('model', model.__name__)} is a class.", fix=f"{how_to_build(model)}."
         )
+    _check_library(type(model))
     if isinstance(model, Model):
         return model
     if isinstance(model, nnx.Module):
@@ -34,7 +35,7 @@ def wrap(model: Any) -> Model:
     if isinstance(model, FunctionalModel):
         return FunctionModel(model)
     if isinstance(model, FunctionCall):
-        return model.given
+        return model.as_model
     if callable(model):
         return _wrap_factory(model)
     fix = (
@@ -45,22 +46,27 @@ def wrap(model: Any) -> Model:
 
 
 def how_to_build(kind: type) -> str:
-    """A fix for a class in the place of a model, with the arguments that it needs.
+    """Return a fix for a class in the place of a model, with the arguments that it needs.
 
     >>> how_to_build(type("Net", (linen.Module,), {"__annotations__": {"width": int}}))
     'Net(width=...)'
     >>> how_to_build(nnx.Linear)
     'a function that builds it: lambda: Linear(in_features=..., out_features=..., rngs=nnx.Rngs(0))'
     """
-    # of the class itself, nnx hides them behind its metaclass
-    needs = missing_arguments(kind.__init__)[1:]
-    needs = [name for name in needs if name not in ("parent", "name")]
-    arguments = ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in needs]
+    arguments = []
+    # Not the arguments of the class, which nnx hides behind its metaclass.
+    for name in missing_arguments(kind.__init__)[1:]:
+        if name == "rngs":
+            arguments.append("rngs=nnx.Rngs(0)")
+        elif name not in ("parent", "name"):
+            arguments.append(f"{name}=...")
     call = f"{kind.__name__}({', '.join(arguments)})"
-    return call if issubclass(kind, linen.Module) else f"a function that builds it: lambda: {call}"
+    if issubclass(kind, linen.Module):
+        return call
+    return f"a function that builds it: lambda: {call}"
 
 
-# by package: its name, why its models cannot be trained as they are, and what can be done
+# By package: its name, why its models cannot be trained as they are, and what can be done.
 LIBRARIES = {
     "torch": (
         "PyTorch",
@@ -100,31 +106,28 @@ def _check_library(kind: type) -> None:
     """Refuse the models of other libraries by their packages' names; most of them can be called,
     and would be taken for factories.
     """
-    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
-    library = next(
-        (
-            LIBRARIES[name]
-            for name in (ALIASES.get(package, package) for package in packages)
-            if name in LIBRARIES
-        ),
-        None,
-    )
-    if library is not None:
-        name, why, fix = library
-        raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.", fix=f"{fix}.")
+    for base in kind.__mro__:
+        package = base.__module__.partition(".")[0]
+        package = ALIASES.get(package, package)
+        if package in LIBRARIES:
+            name, why, fix = LIBRARIES[package]
+            raise ModelError(f"the model is a {kind.__name__} of {name}, {why}.", fix=f"{fix}.")
 
 
 def _wrap_factory(factory: Callable[[], Any]) -> Model:
-    """What a factory returns, found by tracing it without allocating anything."""
+    """Return the model that a factory returns; it is traced without allocating anything."""
     missing = missing_arguments(factory)
     if missing:
         fix = f"a function of none: lambda: factory({missing[0]}=...)."
         raise ModelError(f"the model's factory takes arguments: {', '.join(missing)}.", fix=fix)
-    nnx_model, built = NnxModel(factory), list[Any]()
+    nnx_model = NnxModel(factory)
+    built = list[Any]()
 
     def build() -> Any:
         built.append(factory())
-        return nnx_model.examine(built[0]) if isinstance(built[0], nnx.Module) else None
+        if not isinstance(built[0], nnx.Module):
+            return None
+        return nnx_model.examine(built[0])
 
     shapes = trace_abstractly(build, "the model's factory")
     (model,) = built
@@ -139,7 +142,7 @@ def _wrap_factory(factory: Callable[[], Any]) -> Model:
 
 
 def missing_arguments(factory: Callable[..., Any]) -> list[str]:
-    """The arguments without which a function of the user's cannot be called."""
+    """Return the arguments without which a function of the user's cannot be called."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

@@ -37,13 +37,14 @@ class GatheredBlocks(BlockCalls):
         """Return whether the module with this path is a block."""
         return path in self._blocks
 
-    def run(
+    def call_block(
         self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
     ) -> tuple[Tree, Tree]:
         """Return outputs of the block, and what its call keeps. `params` are this worker's
         shards.
         """
-        names, structure = [*flatten(params)], jax.tree.structure(params)
+        names = [*flatten(params)]
+        structure = jax.tree.structure(params)
         paths = {name: f"{path}/{name}" for name in names}
         communication, block = Stack.of(self._gather, paths, params, others, self._residuals)
         remat_policy = self._gather.remat_policy(path)

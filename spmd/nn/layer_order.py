@@ -48,11 +48,9 @@ class StageOrder:
 
     def _permute(self, params: Tree, direction: Callable[[np.ndarray], np.ndarray]) -> Tree:
         def permute(path: str, leaf: Any) -> Any:
-            return (
-                leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))]
-                if path in self.paths
-                else leaf
-            )
+            if path not in self.paths:
+                return leaf
+            return leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))]
 
         return move_bits(lambda tree: map_paths(permute, tree), params)
 
@@ -73,7 +71,9 @@ class StageOrderedModel(WrappedModel):
     @property
     def concrete(self) -> Variables | None:
         """The arrays of a model that was passed already initialized, in stage order."""
-        return None if self._model.concrete is None else self._packed(self._model.concrete)
+        if self._model.concrete is None:
+            return None
+        return self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
         return dataclasses.replace(
@@ -82,9 +82,9 @@ class StageOrderedModel(WrappedModel):
             frozen=self._order.pack(variables.frozen),
         )
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
         """All arrays, in stage order."""
-        return self._packed(self._model.init(key, run))
+        return self._packed(self._model.make_variables(key, run_loss))
 
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""
@@ -101,4 +101,6 @@ def make_stage_order(
     order is kept.
     """
     paths = tuple(path for path in {**flatten(like), **stacks} if path in stacks)
-    return StageOrder(like, stages, groups, paths) if groups > 1 and stages > 1 and paths else None
+    if not (groups > 1 and stages > 1 and paths):
+        return None
+    return StageOrder(like, stages, groups, paths)

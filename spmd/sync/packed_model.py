@@ -63,13 +63,13 @@ class PackedModel(WrappedModel):
     def _unpacked(self, variables: Variables) -> Variables:
         return dataclasses.replace(variables, params=self.storage.unpack(variables.params))
 
-    def init(self, key: Any, run: Callable[[Any], Any]) -> Variables:
+    def make_variables(self, key: Any, run_loss: Callable[[Any], Any]) -> Variables:
         """All arrays, parameters packed."""
-        return self._packed(self._model.init(key, run))
+        return self._packed(self._model.make_variables(key, run_loss))
 
-    def names(self, key: Any, run: Callable[[Any], Any]) -> dict[str, tuple]:
+    def names(self, key: Any, run_loss: Callable[[Any], Any]) -> dict[str, tuple]:
         """Rows have no logical axes."""
-        del key, run
+        del key, run_loss
         return {}
 
     def bind(self, variables: Variables, call: Call) -> Any:

@@ -262,7 +262,7 @@ def make_state_builder(
     the device that keeps it.
     """
     return jax.jit(
-        lambda: make_state(model.init(jax.random.key(seed), run), opening, seed, memory),
+        lambda: make_state(model.make_variables(jax.random.key(seed), run), opening, seed, memory),
         out_shardings=shardings,
     )
 

@@ -86,7 +86,7 @@ class StateFactory:
         model = self.spec.rebuilt(build, seed)
         if self.frozen.paths:
             model = FrozenModel(model, self.frozen)
-        variables = model.init(jax.random.key(seed), self.spec.call_on_zeros)
+        variables = model.make_variables(jax.random.key(seed), self.spec.call_on_zeros)
         return make_state(variables, optimizer.init, seed, self.exchange.init)
 
     def init_facts(self) -> tuple[dict[str, str], str]:
@@ -137,7 +137,7 @@ class StateFactory:
             return rngs
 
         def make_rngs() -> Tree:
-            return self.model.init(jax.random.key(self.seed), self.spec.call_on_zeros).rngs
+            return self.model.make_variables(jax.random.key(self.seed), self.spec.call_on_zeros).rngs
 
         with nnx.use_eager_sharding(False):
             return jax.jit(make_rngs, out_shardings=self.shardings.rngs)()
