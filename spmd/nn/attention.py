@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -91,16 +91,17 @@ def attention(
       >>> attention(x, x, x, causal=True)[0, 0, 0]  # the first position sees only itself
       Array([0., 1., 2., 3.], dtype=float32)
     """
-    segments = (
-        segment_ids
-        if isinstance(segment_ids, tuple) or segment_ids is None
-        else (segment_ids, segment_ids)
-    )
+    segments = segment_ids
+    if not (isinstance(segment_ids, tuple) or segment_ids is None):
+        segments = (segment_ids, segment_ids)
     arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments)
     _check(query, key, value, arrays)
     _check_dropout(dropout, dropout_key)
     _check_numbers(scale, soft_cap)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    else:
+        scale = float(scale)
     scoring = Scoring(scale, causal, _window(window), soft_cap, dropout)
     if dropout and dropout_key is not None:
         scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -142,49 +143,60 @@ def attend(
             return _as_written(as_written)
     if axis is not None:
         parallel.used.add("sequence")
-    wanted, platform = (
-        implementation or parallel.attention,
-        parallel.platform or jax.default_backend(),
-    )
+    choice = implementation or parallel.attention
+    platform = parallel.platform or jax.default_backend()
     local = _Sharded(parallel, call)
-    name, reasons = choose(wanted, local.call, platform)
-    if name in reasons and implementation is not None and as_written is not None:
-        return _as_written(as_written)  # what the model asks of JAX, JAX may take
+    name, reasons = choose(choice, local.call, platform)
     if name in reasons:
-        raise _cannot(
-            wanted, reasons[name], implementation is None, choose("auto", local.call, platform)[0]
-        )
-    if wanted == "auto" and KERNELS[name].on_shards and local.replicates_rows:
+        # An implementation that the model asks JAX for may be one that JAX has, and we have not.
+        if implementation is not None and as_written is not None:
+            return _as_written(as_written)
+        other, _ = choose("auto", local.call, platform)
+        raise _cannot(choice, reasons[name], implementation is None, other)
+    if choice == "auto" and KERNELS[name].on_shards and local.replicates_rows:
         reasons[name] = f"the workers do not divide {call.query.shape[0]} rows"
         name = "xla"
     if name != "xla" or reasons:
-        by = "computed as it is written, with all scores" if name == "xla" else name
-        declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
-        parallel.notes[
-            f"{'note: ' if reasons else ''}attention of {local.call}: {by}{declined}."
-        ] = None
+        by = name
+        if name == "xla":
+            by = "computed as it is written, with all scores"
+        _note(parallel, f"attention of {local.call}: {by}", reasons)
     if name == "xla":
-        if implementation is None and wanted == "auto":
+        if implementation is None and choice == "auto":
             parallel.used.add(STORED)
-        return _as_written(as_written or functools.partial(KERNELS[name].run, call))
+        return _as_written(as_written or functools.partial(KERNELS[name].compute, call))
     parallel.used.add(FUSED)
-    return local.run(KERNELS[name].run) if KERNELS[name].on_shards else KERNELS[name].run(call)
+    if KERNELS[name].on_shards:
+        return local.compute(KERNELS[name].compute)
+    return KERNELS[name].compute(call)
 
 
 def _as_written(function: Callable[[], jax.Array]) -> jax.Array:
-    """Attention in a scope in which nothing is replaced."""
+    """Return attention that is computed in a scope in which nothing is replaced."""
     with jax.named_scope(AS_WRITTEN):
         return function()
 
 
-def _cannot(wanted: str, why: str, by_layout: bool, other: str) -> OptionError | LayoutError:
-    """The error for an implementation that cannot compute what it is asked for; `other` is what
-    "auto" takes.
+def _note(parallel: ParallelConfig, choice: str, reasons: Mapping[str, str]) -> None:
+    """Note a choice, and the reasons against others."""
+    text = "; ".join([choice, *(f"{other}: {why}" for other, why in reasons.items())])
+    if reasons:
+        text = f"note: {text}"
+    parallel.notes[f"{text}."] = None
+
+
+def _cannot(
+    implementation: str, why: str, by_layout: bool, other: str
+) -> OptionError | LayoutError:
+    """Return the error for an implementation that cannot compute this attention; `other` is the one
+    that "auto" takes.
     """
-    fix = f'implementation = "auto", which is {"as written" if other == "xla" else other} here.'
+    if other == "xla":
+        other = "as written"
+    fix = f'implementation = "auto", which is {other} here.'
     if by_layout:
-        return LayoutError(f'[attention] implementation = "{wanted}": {why}.', fix=fix)
-    return OptionError(f'attention(implementation="{wanted}"): {why}.', fix=fix)
+        return LayoutError(f'[attention] implementation = "{implementation}": {why}.', fix=fix)
+    return OptionError(f'attention(implementation="{implementation}"): {why}.', fix=fix)
 
 
 class _Sharded:
@@ -196,9 +208,13 @@ class _Sharded:
     """
 
     def __init__(self, parallel: ParallelConfig, call: Attend):
-        self.parallel, self.full = parallel, call
-        (rows, _, heads, _), groups = call.query.shape, call.key.shape[2]
-        mesh_axes = tuple(parallel.mesh.shape) if parallel.mesh is not None else ()
+        self.parallel = parallel
+        self.full = call
+        (rows, _, heads, _) = call.query.shape
+        groups = call.key.shape[2]
+        mesh_axes = ()
+        if parallel.mesh is not None:
+            mesh_axes = tuple(parallel.mesh.shape)
         self.axes = tuple(axis for axis in mesh_axes if axis not in manual_axes())
         self.rows = parallel.auto_row_axes(rows)
         others = (
@@ -209,24 +225,19 @@ class _Sharded:
         )
         self.heads: tuple[str, ...] = ()
         for axis in self.axes:
-            more = (*self.heads, axis)
-            if (axis not in others or parallel.axis_size(axis) == 1) and heads % self._devices(
-                more
-            ) == 0:
-                self.heads = more
-        # each device needs the groups of its heads: where there are fewer groups than devices, they
-        # are repeated
-        self.groups = (
-            groups
-            if groups % self._devices(self.heads) == 0
-            else math.lcm(groups, self._devices(self.heads))
-        )
-        self.groups = self.groups if heads % self.groups == 0 else heads
+            free = axis not in others or parallel.axis_size(axis) == 1
+            if free and heads % self._devices((*self.heads, axis)) == 0:
+                self.heads = (*self.heads, axis)
+        # Each device needs the groups of its heads: where there are fewer groups than devices, they
+        # are repeated.
+        self.groups = math.lcm(groups, self._devices(self.heads))
+        if heads % self.groups != 0:
+            self.groups = heads
 
     @property
     def replicates_rows(self) -> bool:
-        """Whether every worker would compute the rows of all: under `vmap`, or where the workers do
-        not divide them.
+        """Return whether every worker would compute the rows of all: under `vmap`, or where the
+        workers do not divide them.
         """
         return bool(self.parallel.auto_data_axes) and not self.rows
 
@@ -236,7 +247,8 @@ class _Sharded:
     @property
     def call(self) -> Attend:
         """The shapes on one device."""
-        rows, heads = self._devices(self.rows), self._devices(self.heads)
+        rows = self._devices(self.rows)
+        heads = self._devices(self.heads)
 
         def local(x: Any, heads_of_x: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -244,56 +256,63 @@ class _Sharded:
             )
 
         call = self.full
-        query, key, value = (
-            local(call.query, call.query.shape[2]),
-            local(call.key, self.groups),
-            local(call.value, self.groups),
-        )
+        query = local(call.query, call.query.shape[2])
+        key = local(call.key, self.groups)
+        value = local(call.value, self.groups)
         return dataclasses.replace(call, query=query, key=key, value=value)
 
     @property
     def repeated(self) -> Inputs:
         """The arrays, with as many groups as devices need."""
-        call, repeats = self.full, self.groups // self.full.key.shape[2]
-        key, value = (
-            jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (call.key, call.value)
-        )
+        call = self.full
+        repeats = self.groups // call.key.shape[2]
+        if repeats == 1:
+            return call.inputs
+        key = jnp.repeat(call.key, repeats, axis=2)
+        value = jnp.repeat(call.value, repeats, axis=2)
         return call.inputs._replace(key=key, value=value)
 
-    def run(self, function: Any) -> jax.Array:
-        """`function` of the attention on each device's shards, in a region in which all mesh axes
-        are manual.
+    def _scores_spec(self, x: Any) -> PartitionSpec | None:
+        """Return the spec of an array with the dims of scores, or with dims of 1."""
+        if x is None:
+            return None
+        rows = heads = None
+        if x.shape[0] > 1:
+            rows = self.rows or None
+        if x.shape[1] > 1:
+            heads = self.heads or None
+        return PartitionSpec(rows, heads)
+
+    def compute(self, function: Any) -> jax.Array:
+        """Return `function` of the attention on each device's shards, in a region in which all mesh
+        axes are manual.
         """
-        call, rows, heads = self.full, self.rows or None, self.heads or None
+        call = self.full
         if not self.axes:
             return function(call)
-        inputs, by_head = self.repeated, PartitionSpec(rows, None, heads)
-
-        def of_scores(x: jax.Array | None) -> PartitionSpec | None:
-            return (
-                None
-                if x is None
-                else PartitionSpec(
-                    rows if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None
-                )
-            )
-
+        inputs = self.repeated
+        rows = self.rows or None
+        by_head = PartitionSpec(rows, None, self.heads or None)
         arrays = call.arrays
-        by_row = jax.tree.map(lambda _: PartitionSpec(rows), arrays)
-        specs = by_row._replace(
-            mask=of_scores(arrays.mask),
-            bias=of_scores(arrays.bias),
-            count=None if arrays.count is None else PartitionSpec(),
+        specs = jax.tree.map(lambda _: PartitionSpec(rows), arrays)
+        specs = specs._replace(
+            mask=self._scores_spec(arrays.mask), bias=self._scores_spec(arrays.bias)
         )
+        if arrays.count is not None:
+            specs = specs._replace(count=PartitionSpec())
 
         def on_shards(*shards: Any) -> jax.Array:
             query, key, value, arrays = on_this_device(
                 call.scoring, Inputs(*shards), self.rows, self.heads
             )
+            # `shard_map` makes two arrays of one that it gets twice, and the kernel for TPUs takes
+            # the same segments for queries and keys only.
             if arrays.segments is not None and call.arrays.segments[0] is call.arrays.segments[1]:  # type: ignore[index]
                 arrays = arrays._replace(segments=(arrays.segments[0],) * 2)
             return function(Attend(call.scoring, query, key, value, arrays))
 
+        # A kernel that XLA cannot partition sees the shards of one device: cuDNN's attention is
+        # partitioned by a call back into Python, which cannot be exported, Pallas's not at all.
         return self.parallel.shard_map(
             self.axes, on_shards, (by_head, by_head, by_head, specs), by_head
         )(*inputs)
@@ -302,64 +321,71 @@ class _Sharded:
 def _ring(
     parallel: ParallelConfig, axis: str, call: Attend, implementation: str | None
 ) -> jax.Array:
-    """Attention over a sequence that is sharded over `axis`."""
+    """Return attention over a sequence that is sharded over `axis`."""
     where = f'attention ([sequence] axis = "{axis}", {parallel.axis_size(axis)} devices)'
-    if refused := [option for option in call.options if option in ("a mask", "a bias")]:
+    refused = [option for option in call.options if option in ("a mask", "a bias")]
+    if refused:
         fix = "a layout without [sequence], or attention without them."
         raise OptionError(f"{where}: the ring does not take {', '.join(refused)}.", fix=fix)
-    wanted, platform = (
-        implementation or parallel.attention,
-        parallel.platform or jax.default_backend(),
-    )
+    choice = implementation or parallel.attention
+    platform = parallel.platform or jax.default_backend()
     local = _Sharded(parallel, call)
-    name, reasons = choose(wanted, local.call, platform, in_ring=True)
+    name, reasons = choose(choice, local.call, platform, in_ring=True)
     if name in reasons:
+        other, _ = choose("auto", local.call, platform, in_ring=True)
         raise OptionError(
-            f'{where}: implementation = "{wanted}": {reasons[name]}.',
-            fix='implementation = "auto", which is '
-            f"{choose('auto', local.call, platform, in_ring=True)[0]} here.",
+            f'{where}: implementation = "{choice}": {reasons[name]}.',
+            fix=f'implementation = "auto", which is {other} here.',
         )
-    declined = "".join(f"; {other}: {why}" for other, why in reasons.items())
-    start = "note: " if reasons else ""
-    parallel.notes[
-        f"{start}attention of {local.call}, in a ring of {parallel.axis_size(axis)} devices: "
-        f"{name}{declined}."
-    ] = None
+    devices = parallel.axis_size(axis)
+    _note(parallel, f"attention of {local.call}, in a ring of {devices} devices: {name}", reasons)
     balanced = call.scoring.causal and parallel.sequence.order == "balanced"
-    kernel = KERNELS[name].tiles
+    # A device has the first and the last part of the sequence that are left, or one part.
+    parts = 1
+    if balanced:
+        parts = 2
     ring = Ring(
         parallel,
         axis,
         local.rows,
         local.heads,
         local.axes,
-        2 if balanced else 1,
+        parts,
         call.scoring,
-        kernel,  # type: ignore[arg-type]
+        KERNELS[name].tiles,  # type: ignore[arg-type]
     )
     _check_lengths(where, ring, call.query, call.key)
     parallel.used.update(("sequence", FUSED))
     inputs = local.repeated
     arrays = inputs.arrays.lengths_as_mask(call.key.shape[1])
-    count, inputs = arrays.count, inputs._replace(arrays=arrays._replace(count=None))
+    count = arrays.count
+    inputs = inputs._replace(arrays=arrays._replace(count=None))
     if balanced:
-        inputs = ring.run(into_ring, inputs, inputs)
+        inputs = ring.map_shards(into_ring, inputs, inputs)
     out: Any = ring_attention(ring, inputs._replace(arrays=inputs.arrays._replace(count=count)))
-    return ring.run(out_of_ring, out, out) if balanced else out
+    if not balanced:
+        return out
+    return ring.map_shards(out_of_ring, out, out)
 
 
 def _four_dims(x: jax.Array | None) -> jax.Array | None:
-    """An array that is broadcast to [rows, heads, length, length of keys], with four dims."""
-    return x if x is None or x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
+    """Return an array that is broadcast to [rows, heads, length, length of keys], with four
+    dims.
+    """
+    if x is None or x.ndim > 4:
+        return x
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def _window(window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """Positions before and after a query.
+    """Return the numbers of positions that a query sees before and after its own.
 
     Raises:
       OptionError: not numbers from 0.
     """
-    before_after = window if isinstance(window, tuple) else (window, window)
+    before_after = window
+    if not isinstance(window, tuple):
+        before_after = (window, window)
     if len(before_after) != 2 or not all(
         size is None or (type(size) is int and size >= 0) for size in before_after
     ):
@@ -427,7 +453,8 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArra
         )
         raise OptionError(f"attention: {shown}.", fix=fix)
     rows, length, heads, _ = query.shape
-    by_query, by_key = (rows, length), key.shape[:2]
+    by_query = (rows, length)
+    by_key = key.shape[:2]
     if arrays.key_mask is not None and (
         arrays.key_mask.shape != by_key or arrays.key_mask.dtype != bool
     ):
@@ -441,29 +468,35 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArra
             f"attention: key_lengths is {describe(lengths)}.",
             fix=f"int32[{rows}], one for each row.",
         )
-    for ids, shape, of in zip(
-        arrays.segments or (), (by_query, by_key), ("query", "key"), strict=False
-    ):
-        if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise OptionError(
-                f"attention: segment_ids is {describe(ids)}.",
-                fix=f"int32{list(shape)}, one for each {of}.",
-            )
+    if arrays.segments is not None:
+        of_queries, of_keys = arrays.segments
+        _check_segments(of_queries, by_query, "query")
+        _check_segments(of_keys, by_key, "key")
     full = (rows, heads, length, key.shape[1])
-    for name, x in (("mask", arrays.mask), ("bias", arrays.bias)):
-        wanted = "bool" if name == "mask" else "float"
-        of_kind = x is None or (
-            x.dtype == bool if name == "mask" else jnp.issubdtype(x.dtype, jnp.floating)
+    _check_like_scores("mask", "bool", jnp.bool_, arrays.mask, full)
+    _check_like_scores("bias", "float", jnp.floating, arrays.bias, full)
+
+
+def _check_segments(ids: jax.Array, shape: tuple[int, ...], owner: str) -> None:
+    if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise OptionError(
+            f"attention: segment_ids is {describe(ids)}.",
+            fix=f"int32{list(shape)}, one for each {owner}.",
         )
-        if x is not None and (
-            x.ndim != 4
-            or any(size not in (1, most) for size, most in zip(x.shape, full, strict=True))
-            or not of_kind
-        ):
-            raise OptionError(
-                f"attention: {name} is {describe(x)}.",
-                fix=f"{wanted}{list(full)}, or 1 in place of a size.",
-            )
+
+
+def _check_like_scores(
+    name: str, kind: str, dtype: Any, x: jax.Array | None, full: tuple[int, ...]
+) -> None:
+    """Check an array that is broadcast to scores of the shape `full`."""
+    if x is None:
+        return
+    fits = x.ndim == 4 and all(size in (1, most) for size, most in zip(x.shape, full, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, dtype):
+        raise OptionError(
+            f"attention: {name} is {describe(x)}.",
+            fix=f"{kind}{list(full)}, or 1 in place of a size.",
+        )
 
 
 def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> None:
@@ -474,11 +507,10 @@ def _check_lengths(where: str, ring: Ring, query: jax.Array, key: jax.Array) -> 
         raise DataError(why, fix="as many of each, or a layout that does not shard sequences.")
     for length in (query.shape[1], key.shape[1]):
         if length % unit:
-            parts = (
-                f"{unit} parts, two for each device in balanced order"
-                if ring.parts == 2
-                else f"{unit} devices"
-            )
+            if ring.parts == 2:
+                parts = f"{unit} parts, two for each device in balanced order"
+            else:
+                parts = f"{unit} devices"
             why = (
                 f"a sequence of {length} is not divisible by {parts}: {length} / {unit} leaves "
                 f"{length % unit}."

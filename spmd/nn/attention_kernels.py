@@ -1,4 +1,4 @@
-"""Which implementation computes an attention, and the calls of those that others have written."""
+"""The implementations of attention, the choice of one, and calls of those that others wrote."""
 
 import dataclasses
 import importlib
@@ -18,8 +18,9 @@ from spmd.nn.parallel_context import ParallelConfig
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
 
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
-AS_WRITTEN = "attention_as_written"  # a scope in which `spmd.nn.written_attention` replaces nothing
-# as JAX has it: the name may stand for another function while a model is traced
+# A scope in which `spmd.nn.written_attention` replaces nothing.
+AS_WRITTEN = "attention_as_written"
+# JAX's own function: `spmd.nn.replaced_calls` replaces the name while a model is traced.
 dot_product_attention = jax.nn.dot_product_attention
 
 
@@ -45,8 +46,9 @@ class Attend:
 
     @property
     def options(self) -> list[str]:
-        """What changes scores, in words."""
-        scoring, arrays = self.scoring, self.arrays
+        """The options that change scores, in words."""
+        scoring = self.scoring
+        arrays = self.arrays
         named = {
             "a causal mask": scoring.causal,
             "a window": scoring.window != (None, None),
@@ -62,19 +64,15 @@ class Attend:
         return [name for name, present in named.items() if present]
 
     def __str__(self) -> str:
-        (_, queries, heads, size), (_, keys, groups, _) = self.query.shape, self.key.shape
-        lengths = (
-            f"{queries} queries and keys" if queries == keys else f"{queries} queries, {keys} keys"
-        )
-        shared = "" if groups == heads else f" ({groups} of keys)"
-        return ", ".join(
-            [
-                lengths,
-                f"{heads} heads of {size}{shared}",
-                jnp.dtype(self.query.dtype).name,
-                *self.options,
-            ]
-        )
+        (_, queries, heads, size) = self.query.shape
+        (_, keys, groups, _) = self.key.shape
+        lengths = f"{queries} queries, {keys} keys"
+        if queries == keys:
+            lengths = f"{queries} queries and keys"
+        all_heads = f"{heads} heads of {size}"
+        if groups != heads:
+            all_heads += f" ({groups} of keys)"
+        return ", ".join([lengths, all_heads, jnp.dtype(self.query.dtype).name, *self.options])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Kernel:
     """An implementation.
 
     Attributes:
-      run: the attention, of arrays of one device.
+      compute: the attention, of arrays of one device.
       takes: the options that it has.
       refuses: why it does not take shapes or dtypes, or is not there; None if it does and is.
       platforms: where it runs; none: everywhere.
@@ -90,46 +88,53 @@ class Kernel:
       tiles: its attention to some of all keys, from which a ring is made.
     """
 
-    run: Callable[[Attend], jax.Array]
+    compute: Callable[[Attend], jax.Array]
     takes: frozenset[str] | None = None  # all
     refuses: Callable[[Attend], str | None] = lambda call: None
     platforms: tuple[str, ...] = ()
     on_shards: bool = False
     tiles: TileKernel | None = None
 
-    def why_not(self, call: Attend, platform: str, in_ring: bool = False) -> str | None:
-        """Why it cannot compute this; None if it can."""
+    def reason_against(self, call: Attend, platform: str, in_ring: bool = False) -> str | None:
+        """Return the reason why it cannot compute this; None if it can."""
         if in_ring and self.tiles is None:
             return "it does not return the normalisers from which a ring is merged"
         if self.platforms and platform not in self.platforms:
-            return (
-                f"it is for {'TPUs' if 'tpu' in self.platforms else 'GPUs'}, and the step is "
-                f"compiled for {platform}"
-            )
-        left = [
-            option for option in call.options if self.takes is not None and option not in self.takes
-        ]
-        return f"it does not take {', '.join(left)}" if left else self.refuses(call)
+            hardware = "GPUs"
+            if "tpu" in self.platforms:
+                hardware = "TPUs"
+            return f"it is for {hardware}, and the step is compiled for {platform}"
+        if self.takes is not None:
+            refused = [option for option in call.options if option not in self.takes]
+            if refused:
+                return f"it does not take {', '.join(refused)}"
+        return self.refuses(call)
 
 
 def _xla(call: Attend) -> jax.Array:
-    """The formulation that JAX has; it takes no option but masks, and gives a query that sees no
-    key the mean of all values.
+    """Return attention as JAX computes it, with no options but masks; JAX gives a query that sees
+    no key the mean of all values, and this gives it zeros.
     """
-    scoring, arrays = call.scoring, call.arrays
+    scoring = call.scoring
+    arrays = call.arrays
     if set(call.options) - {"a causal mask", "a key mask"}:
         return plain_attention(scoring, call.inputs)
     if arrays.key_mask is None:
         return dot_product_attention(
             call.query, call.key, call.value, scale=scoring.scale, is_causal=scoring.causal
         )
-    seen = arrays.key_mask[:, None, None, :]
+    visible = arrays.key_mask[:, None, None, :]
     out = dot_product_attention(
-        call.query, call.key, call.value, mask=seen, scale=scoring.scale, is_causal=scoring.causal
+        call.query,
+        call.key,
+        call.value,
+        mask=visible,
+        scale=scoring.scale,
+        is_causal=scoring.causal,
     )
     if scoring.causal:
-        seen = seen & jnp.tri(call.query.shape[1], call.key.shape[1], dtype=bool)
-    return jnp.where(seen.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
+        visible = visible & jnp.tri(call.query.shape[1], call.key.shape[1], dtype=bool)
+    return jnp.where(visible.any(axis=-1).swapaxes(1, 2)[..., None], out, jnp.zeros_like(out))
 
 
 def _chunked(call: Attend) -> jax.Array:
@@ -143,7 +148,13 @@ def _cudnn(call: Attend) -> jax.Array:
     that sees no key the mean of all values: hence masks are left to the kernels that read them as
     they are.
     """
-    (before, _), lengths = call.scoring.window, call.arrays.key_lengths
+    before, _ = call.scoring.window
+    window = None
+    if before is not None:
+        window = (before, 0)
+    lengths = call.arrays.key_lengths
+    if lengths is not None:
+        lengths = lengths.astype(jnp.int32)
     return dot_product_attention(
         call.query,
         call.key,
@@ -151,17 +162,18 @@ def _cudnn(call: Attend) -> jax.Array:
         call.arrays.bias,
         scale=call.scoring.scale,
         is_causal=call.scoring.causal,
-        local_window_size=None if before is None else (before, 0),
-        key_value_seq_lengths=None if lengths is None else lengths.astype(jnp.int32),
+        local_window_size=window,
+        key_value_seq_lengths=lengths,
         implementation="cudnn",
     )
 
 
 def _cudnn_refuses(call: Attend) -> str | None:
-    """JAX is asked: it knows the dtypes, sizes and versions, and finds out when the call is
-    traced.
+    """Return the reason why cuDNN does not take this. JAX is asked: it knows the dtypes, sizes and
+    versions, and finds out when the call is traced.
     """
-    (before, _), lengths = call.scoring.window, call.arrays.key_lengths
+    before, _ = call.scoring.window
+    lengths = call.arrays.key_lengths
     if call.scoring.window != (None, None) and (
         before is None or not call.scoring.causal or lengths is not None
     ):
@@ -176,44 +188,37 @@ def _cudnn_refuses(call: Attend) -> str | None:
     if bias is not None and (
         bias.shape[2:] != scores or scores[0] % 2 or scores[1] % 2 or bias.dtype != call.query.dtype
     ):
-        wanted = (
-            f"{jnp.dtype(call.query.dtype).name}[..., {scores[0]}, {scores[1]}], for even lengths"
-        )
-        return f"it takes a bias as {wanted}, not {describe(bias)}"
+        dtype = jnp.dtype(call.query.dtype).name
+        expected = f"{dtype}[..., {scores[0]}, {scores[1]}], for even lengths"
+        return f"it takes a bias as {expected}, not {describe(bias)}"
     if bias is not None:
-        sizes = (
-            size if size == 1 else most
-            for size, most in zip(
-                bias.shape[:2], (call.query.shape[0], call.query.shape[2]), strict=True
-            )
-        )
-        bias = jax.ShapeDtypeStruct((*sizes, *scores), bias.dtype)
-    row_lengths: Any = (
-        None if lengths is None else jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
-    )
+        # The shape on one device, as those of the query; dims of 1 stay.
+        rows, heads = bias.shape[:2]
+        if rows != 1:
+            rows = call.query.shape[0]
+        if heads != 1:
+            heads = call.query.shape[2]
+        bias = jax.ShapeDtypeStruct((rows, heads, *scores), bias.dtype)
+    row_lengths: Any = None
+    if lengths is not None:
+        row_lengths = jax.ShapeDtypeStruct(call.query.shape[:1], jnp.int32)
 
-    # the backward pass takes less
+    # Both passes are traced, since the backward pass takes less.
     def both_passes(query: Any, key: Any, value: Any, arrays: ScoreArrays) -> Any:
-        def run(*inputs: Any) -> jax.Array:
+        def attend(query: Any, key: Any, value: Any) -> jax.Array:
             return _cudnn(
-                dataclasses.replace(
-                    call, query=inputs[0], key=inputs[1], value=inputs[2], arrays=arrays
-                )
+                dataclasses.replace(call, query=query, key=key, value=value, arrays=arrays)
             )
 
-        out, back = jax.vjp(run, query, key, value)
+        out, back = jax.vjp(attend, query, key, value)
         return back(out)
 
+    arrays = ScoreArrays(bias=bias, key_lengths=row_lengths)
     try:
-        jax.eval_shape(
-            both_passes,
-            call.query,
-            call.key,
-            call.value,
-            ScoreArrays(bias=bias, key_lengths=row_lengths),
-        )
+        jax.eval_shape(both_passes, call.query, call.key, call.value, arrays)
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        # so JAX says what cuDNN does not take; the caller reports it
+        # These are the classes of exceptions in which JAX (0.10, 0.11) reports what cuDNN does not
+        # take.
         return str(error).partition("\n")[0].removesuffix(".")
     return None
 
@@ -227,33 +232,38 @@ def _triton_refuses(call: Attend) -> str | None:
 
 
 def _splash(call: Attend, *, interpret: bool = False) -> jax.Array:
-    """The kernel for TPUs that JAX ships (`jax.experimental.pallas.ops.tpu.splash_attention`)."""
-    splash, scoring, segments, (_, queries, heads, _) = (
-        importlib.import_module(SPLASH),
-        call.scoring,
-        call.arrays.segments,
-        call.query.shape,
-    )
-    lengths, (before, after) = (queries, call.key.shape[1]), scoring.window
-    seen: Any = splash.FullMask(lengths)
+    """Return attention by the kernel for TPUs that JAX ships
+    (`jax.experimental.pallas.ops.tpu.splash_attention`).
+    """
+    splash = importlib.import_module(SPLASH)
+    scoring = call.scoring
+    segments = call.arrays.segments
+    (_, queries, heads, _) = call.query.shape
+    lengths = (queries, call.key.shape[1])
+    before, after = scoring.window
+    if scoring.causal:
+        after = 0
+    mask: Any = splash.FullMask(lengths)
     if scoring.window != (None, None):
-        seen = splash.LocalMask(lengths, (before, 0 if scoring.causal else after), 0)
+        mask = splash.LocalMask(lengths, (before, after), 0)
     elif scoring.causal:
-        seen = splash.CausalMask(lengths)
-    block_q, block_kv = (_divisor(length, _SPLASH_BLOCKS) for length in lengths)
+        mask = splash.CausalMask(lengths)
+    block_q = _divisor(queries, _SPLASH_BLOCKS)
+    block_kv = _divisor(call.key.shape[1], _SPLASH_BLOCKS)
     blocks = splash.BlockSizes(
         block_q, block_kv, block_kv, block_q, block_kv, block_kv, block_q, block_kv
     )
-    masks = splash.MultiHeadMask([seen] * heads)
+    masks = splash.MultiHeadMask([mask] * heads)
     options = {
         "block_sizes": blocks,
         "attn_logits_soft_cap": scoring.soft_cap,
         "interpret": interpret,
     }
     kernel = splash.make_splash_mha_single_device(masks, **options)
-    query, key, value = (
-        jnp.moveaxis(x, 2, 1) for x in (call.query * scoring.scale, call.key, call.value)
-    )
+    # The kernel has no scale, and takes one row, [heads, length, head_dim].
+    query = jnp.moveaxis(call.query * scoring.scale, 2, 1)
+    key = jnp.moveaxis(call.key, 2, 1)
+    value = jnp.moveaxis(call.value, 2, 1)
     ids = segments and splash.SegmentIds(*segments)
     out: Any = jax.vmap(kernel)(query.astype(call.query.dtype), key, value, ids)
     return jnp.moveaxis(out, 1, 2)
@@ -263,7 +273,9 @@ _SPLASH_BLOCKS = (512, 256, 128)
 
 
 def _splash_refuses(call: Attend) -> str | None:
-    (_, queries, _, size), keys, width = call.query.shape, call.key.shape[1], call.value.shape[3]
+    (_, queries, _, size) = call.query.shape
+    keys = call.key.shape[1]
+    width = call.value.shape[3]
     least = _SPLASH_BLOCKS[-1]
     if queries % least or keys % least or size % least or width % least:
         return (
@@ -278,12 +290,12 @@ def _splash_refuses(call: Attend) -> str | None:
 
 
 def _divisor(length: int, sizes: tuple[int, ...]) -> int:
-    """The first of the sizes that divides a length."""
+    """Return the first of the sizes that divides a length."""
     return next(size for size in sizes if length % size == 0)
 
 
 def _missing(module: str) -> str | None:
-    """Why a module cannot be imported; None if it can."""
+    """Return the reason why a module cannot be imported; None if it can."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -310,39 +322,49 @@ KERNELS = {
     "xla": Kernel(_xla),
     "chunked": Kernel(_chunked, tiles=CHUNKED),
 }
-# the platform of a plan for GPUs or TPUs without their compiler begins with this
+# The platform of a plan for GPUs or TPUs without their compiler begins with this.
 IN_PLACE = "cpu, in place of "
-PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}  # by platform
+# By platform, the best first.
+PREFERRED = {**dict.fromkeys(GPU, ("cudnn", "triton")), "tpu": ("splash",)}
 
 
 def choose(
     implementation: str, call: Attend, platform: str, *, in_ring: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """The name of the kernel that computes `call` on a platform, or its tiles in a ring, and why
-    each one before it does not.
+    """Return the name of the kernel that computes `call` on a platform, or its tiles in a ring, and
+    the reason against each kernel before it.
 
     A kernel that is asked for and cannot is chosen, too, with the reason.
     """
     if implementation == "as_written":
         implementation = "xla"
     if implementation != "auto":
-        why = KERNELS[implementation].why_not(call, platform, in_ring)
-        return implementation, {implementation: why} if why else {}
+        why = KERNELS[implementation].reason_against(call, platform, in_ring)
+        if why:
+            return implementation, {implementation: why}
+        return implementation, {}
     reasons: dict[str, str] = {}
     target = platform.removeprefix(IN_PLACE)
     for name in PREFERRED.get(target, ()):
         if in_ring and KERNELS[name].tiles is None:
             continue
-        why = KERNELS[name].why_not(call, target, in_ring)
+        why = KERNELS[name].reason_against(call, target, in_ring)
         if why is None:
-            # an estimate stores no scores where the target would not
-            return ("chunked" if target != platform else name), reasons
+            # On a CPU in place of the target, no scores are stored where the target stores none.
+            if target != platform:
+                name = "chunked"
+            return name, reasons
         reasons[name] = why
-    return "chunked" if in_ring else "xla", reasons  # a ring needs tiles
+    # A ring needs tiles.
+    if in_ring:
+        return "chunked", reasons
+    return "xla", reasons
 
 
 def may_replace(parallel: ParallelConfig) -> bool:
-    """Whether attention that a model computes itself may be computed in another way."""
+    """Return whether attention that a model computes itself may be computed in another way."""
     platform = (parallel.platform or jax.default_backend()).removeprefix(IN_PLACE)
     automatic = platform in PREFERRED or parallel.sequence.axis is not None
-    return automatic if parallel.attention == "auto" else parallel.attention != "as_written"
+    if parallel.attention == "auto":
+        return automatic
+    return parallel.attention != "as_written"

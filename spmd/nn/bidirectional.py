@@ -54,8 +54,11 @@ class Bidirectional(nnx.Module):
           [rows, time, 2 features], the forward cell's first.
         """
         check_inputs("Bidirectional", x, lengths, None)
-        layers, parallel = Layers(self.cells), current()
-        run = _in_parallel if parallel.stages > 1 and parallel.tap is None else _in_sequence
+        layers = Layers(self.cells)
+        parallel = current()
+        run = _in_sequence
+        if parallel.stages > 1 and parallel.tap is None:
+            run = _in_parallel
         return jnp.swapaxes(run(parallel, layers, jnp.swapaxes(x, 0, 1), lengths), 0, 1)
 
 
@@ -71,7 +74,9 @@ def _one_direction(
     beginning.
     """
     time = x.shape[0]
-    ends = jnp.full(x.shape[1], time) if lengths is None else lengths
+    ends = lengths
+    if lengths is None:
+        ends = jnp.full(x.shape[1], time)
     steps = jnp.arange(time)[:, None]
     # [time, rows]; steps after a row's end keep their place
     order = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)
@@ -94,7 +99,7 @@ def _one_direction(
 
 
 def _in_sequence(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
-    """One direction, then the other."""
+    """Return both directions, computed one after the other."""
     outputs = []
     for number in (0, 1):
         variables = jax.tree.map(lambda leaf, number=number: leaf[number], layers.variables)
@@ -105,7 +110,7 @@ def _in_sequence(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths
 
 
 def _in_parallel(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths: Any) -> jax.Array:
-    """Each direction on its own device."""
+    """Return both directions, each computed on its own device."""
     axis = str(parallel.pipeline.axis)
     row_axes = parallel.auto_row_axes(x.shape[1])
 
@@ -113,23 +118,25 @@ def _in_parallel(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths
         number = collectives.worker_index((axis,))
         cell_variables = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, 1)], variables)
 
-        def run() -> jax.Array:
+        def direction() -> jax.Array:
             return _one_direction(parallel, layers, cell_variables, x, lengths, number == 1)
 
-        like = jax.eval_shape(run)
-        y = (
-            run()
-            if parallel.branchless
-            else lax.cond(number < 2, run, lambda: jnp.zeros(like.shape, like.dtype))
-        )
+        like = jax.eval_shape(direction)
+        if parallel.branchless:
+            y = direction()
+        else:
+            y = lax.cond(number < 2, direction, lambda: jnp.zeros(like.shape, like.dtype))
         outputs = [
             collectives.all_reduce(jnp.where(number == source, y, jnp.zeros_like(y)), (axis,))
             for source in (0, 1)
         ]
         return jnp.concatenate(outputs, axis=-1)
 
-    replicated, x_spec = PartitionSpec(), PartitionSpec(None, row_axes or None)
-    lengths_spec = PartitionSpec(row_axes or None) if lengths is not None else replicated
+    replicated = PartitionSpec()
+    x_spec = PartitionSpec(None, row_axes or None)
+    lengths_spec = replicated
+    if lengths is not None:
+        lengths_spec = PartitionSpec(row_axes or None)
     run = parallel.shard_map(
         (axis, *row_axes), stage, in_specs=(replicated, x_spec, lengths_spec), out_specs=x_spec
     )

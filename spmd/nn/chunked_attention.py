@@ -20,15 +20,15 @@ from jax import lax
 from spmd.base.rng import bits_at
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_attention
 
-# queries and keys at a time: scores take memory as rows times heads times the square of this
+# Queries and keys at a time: scores take memory as rows times heads times the square of this.
 TILE = 512
 MASKED = -jnp.inf
 QUERIES = 3  # the dim of queries in arrays derived from scores
 
 
 class Tile(NamedTuple):
-    """Of the scores of an attention: the first query and key, and how many there are of each; the
-    firsts may be traced.
+    """A part of the scores of an attention: the first query and key, and how many there are of
+    each; the firsts may be traced.
     """
 
     query: Any
@@ -38,8 +38,8 @@ class Tile(NamedTuple):
 
 
 def plain_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
-    """Attention from the array of all scores; a query that sees no key gets zeros. Arguments and
-    result as of `chunked_attention`.
+    """Return attention from the array of all scores; a query that sees no key gets zeros. Arguments
+    and result are those of `chunked_attention`.
     """
     queries, key, value, arrays = _in_groups(inputs)
     rows, length = queries.shape[:2]
@@ -50,13 +50,14 @@ def plain_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
     total = exponentials.sum(axis=-1, keepdims=True)
     shares = exponentials / jnp.where(total == 0, 1.0, total)
     if scoring.dropout:
-        shares = shares * _kept(scoring, arrays.count, scores.shape, tile)
+        shares = shares * _dropout_factors(scoring, arrays.count, scores.shape, tile)
     out = _dot(scoring, "bkgqs,bskh->bqkgh", shares.astype(value.dtype), value)
     return out.reshape(rows, length, -1, value.shape[3]).astype(queries.dtype)
 
 
 def chunked_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
-    """Attention that holds the scores of one tile at a time; a query that sees no key gets zeros.
+    """Return attention that holds the scores of one tile at a time; a query that sees no key gets
+    zeros.
 
     Returns:
       [rows, queries, heads, width] in the dtype of the query.
@@ -65,120 +66,136 @@ def chunked_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
 
 
 def _in_groups(inputs: Inputs) -> Inputs:
-    """With heads as [groups, heads per group], and lengths as a mask."""
+    """Return inputs with heads as [groups, heads per group], and lengths as a mask."""
     query, key, value, arrays = inputs
-    groups, arrays = key.shape[2], arrays.lengths_as_mask(key.shape[1])
-    arrays = arrays._replace(
-        mask=_split_heads(arrays.mask, groups), bias=_split_heads(arrays.bias, groups)
-    )
-    return Inputs(query.reshape(*query.shape[:2], groups, -1, query.shape[3]), key, value, arrays)
+    groups = key.shape[2]
+    query = query.reshape(*query.shape[:2], groups, -1, query.shape[3])
+    arrays = arrays.lengths_as_mask(key.shape[1])
+    mask = _split_heads(arrays.mask, groups)
+    bias = _split_heads(arrays.bias, groups)
+    return Inputs(query, key, value, arrays._replace(mask=mask, bias=bias))
 
 
 class _Tiles:
     """An attention in tiles: inputs in groups, and padded to multiples of a tile."""
 
     def __init__(self, scoring: Scoring, shift: Any, inputs: Inputs):
-        self.scoring, self.shift = scoring, shift
-        self.queries, self.keys = inputs.query.shape[1], inputs.key.shape[1]
+        self.scoring = scoring
+        self.shift = shift
+        self.queries = inputs.query.shape[1]
+        self.keys = inputs.key.shape[1]
         self.size = (_tile_size(self.queries), _tile_size(self.keys))
         self.more = (-self.queries % self.size[0], -self.keys % self.size[1])
         query, key, value, arrays = _in_groups(inputs)
         self.arrays = _pad_arrays(arrays, key.shape[0], self.keys, self.more)
-        self.query, self.key, self.value = (
-            self.pad(query),
-            _pad(key, self.more[1]),
-            _pad(value, self.more[1]),
-        )
+        self.query = self.pad(query)
+        self.key = _pad(key, self.more[1])
+        self.value = _pad(value, self.more[1])
         self.by_query = (*query.shape[:1], *query.shape[2:4], self.query.shape[1])
 
     def pad(self, x: jax.Array, dim: int = 1) -> jax.Array:
-        """An array of queries, padded."""
+        """Return an array of queries, padded."""
         return _pad(x, self.more[0], dim)
 
     def by_head(self, x: jax.Array) -> jax.Array:
-        """[rows, heads, queries] as [rows, groups, heads per group, queries], padded."""
+        """Return [rows, heads, queries] as [rows, groups, heads per group, queries], padded."""
         return self.pad(x.reshape(*self.by_query[:3], -1), QUERIES)
 
     def each(self, function: Any, carry: Any) -> Any:
-        """`carry` after `function(carry, tile)` for every tile of which the causal mask and the
-        window leave anything.
-
-        Inside a loop over layers, JAX computes what depends on no layer before the loop, here the
-        masks of all tiles; hence the barrier, after which tiles depend on the query.
+        """Return `carry` after `function(carry, tile)` for every tile of which the causal mask and
+        the window leave anything.
         """
-        firsts = [
-            (q, k)
-            for q in range(0, self.queries, self.size[0])
-            for k in range(0, self.keys, self.size[1])
-        ]
-        known = isinstance(self.shift, int)
-        if known:
-            firsts = [first for first in firsts if self._seen(*first)]
+        # In a ring the shift is traced: then every tile is a branch of the program.
+        is_static = isinstance(self.shift, int)
+        firsts = []
+        for query in range(0, self.queries, self.size[0]):
+            for key in range(0, self.keys, self.size[1]):
+                if not is_static or self._is_visible(query, key):
+                    firsts.append((query, key))
 
         def step(carry: Any, first: jax.Array) -> tuple:
             tile = Tile(first[0], self.size[0], first[1], self.size[1])
-            if known:
+            if is_static:
                 return function(carry, tile), None
-            return lax.cond(
-                self._seen(*first), lambda carry: function(carry, tile), lambda carry: carry, carry
-            ), None
+            carry = lax.cond(
+                self._is_visible(*first),
+                lambda carry: function(carry, tile),
+                lambda carry: carry,
+                carry,
+            )
+            return carry, None
 
         tiles = jnp.asarray(np.array(firsts, np.int32).reshape(-1, 2))
+        # Inside a loop over layers, JAX computes what depends on no layer before the loop, here the
+        # masks of all tiles. After the barrier tiles depend on the query.
         tiles, _ = lax.optimization_barrier((tiles, self.query[(0,) * self.query.ndim]))
         return lax.scan(step, carry, tiles)[0]
 
-    def _seen(self, query: Any, key: Any) -> Any:
-        """Whether the queries of a tile that begins there see any of its keys, by their
+    def _is_visible(self, query: Any, key: Any) -> Any:
+        """Return whether the queries of a tile that begins there see any of its keys, by their
         positions.
         """
         before, after = self.scoring.reach
         distance = key - query - self.shift  # of the first key behind the first query
-        seen = True if after is None else distance < self.size[0] + after
-        return seen if before is None else seen & (distance > -before - self.size[1])
+        visible = True
+        if after is not None:
+            visible = distance < self.size[0] + after
+        if before is None:
+            return visible
+        return visible & (distance > -before - self.size[1])
 
     def scores(self, tile: Tile) -> tuple:
-        """`_scores` of one tile of all queries and keys."""
+        """Return `_scores` of one tile of all queries and keys."""
 
-        def both(x: jax.Array | None) -> jax.Array | None:
+        def of_queries(x: jax.Array, dim: int = 1) -> jax.Array:
+            return _slice(x, tile.query, tile.queries, dim)
+
+        def of_keys(x: jax.Array, dim: int = 1) -> jax.Array:
+            return _slice(x, tile.key, tile.keys, dim)
+
+        def of_scores(x: jax.Array | None) -> jax.Array | None:
             if x is None:
                 return None
-            x = x if x.shape[3] == 1 else _slice(x, tile.query, tile.queries, 3)
-            return x if x.shape[4] == 1 else _slice(x, tile.key, tile.keys, 4)
+            if x.shape[3] != 1:
+                x = of_queries(x, 3)
+            if x.shape[4] != 1:
+                x = of_keys(x, 4)
+            return x
 
-        key_mask, segments = self.arrays.key_mask, self.arrays.segments
-        arrays = self.arrays._replace(
-            mask=both(self.arrays.mask),
-            bias=both(self.arrays.bias),
-            key_mask=None if key_mask is None else _slice(key_mask, tile.key, tile.keys, 1),
-            segments=segments
-            and (
-                _slice(segments[0], tile.query, tile.queries, 1),
-                _slice(segments[1], tile.key, tile.keys, 1),
-            ),
-        )
-        query, key = (
-            _slice(self.query, tile.query, tile.queries, 1),
-            _slice(self.key, tile.key, tile.keys, 1),
-        )
+        arrays = self.arrays
+        arrays = arrays._replace(mask=of_scores(arrays.mask), bias=of_scores(arrays.bias))
+        if arrays.key_mask is not None:
+            arrays = arrays._replace(key_mask=of_keys(arrays.key_mask))
+        if arrays.segments is not None:
+            queries, keys = arrays.segments
+            arrays = arrays._replace(segments=(of_queries(queries), of_keys(keys)))
+        query = of_queries(self.query)
+        key = of_keys(self.key)
         return _scores(self.scoring, tile, self.shift, query, key, arrays)
 
-    def kept(self, tile: Tile) -> jax.Array:
-        """What dropout multiplies a tile's weights by."""
-        return _kept(self.scoring, self.arrays.count, (*self.by_query, self.keys), tile)
+    def dropout_factors(self, tile: Tile) -> jax.Array:
+        """Return the factors by which dropout multiplies a tile's weights."""
+        return _dropout_factors(self.scoring, self.arrays.count, (*self.by_query, self.keys), tile)
 
 
 def _tile_size(length: int) -> int:
-    """At most `TILE`, a multiple of 8 if there are several, with little padding in the last."""
+    """Return a size of at most `TILE`, a multiple of 8 if there are several tiles, with little
+    padding in the last.
+    """
     count = math.ceil(length / TILE)
-    return length if count == 1 else math.ceil(length / count / 8) * 8
+    if count == 1:
+        return length
+    return math.ceil(length / count / 8) * 8
 
 
 def _forward(
     scoring: Scoring, shift: Any, inputs: Inputs, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`TileKernel.forward`."""
-    tiles, wide = _Tiles(scoring, shift, inputs), _wide(inputs.query.dtype)
-    by_query, width = tiles.by_query, inputs.value.shape[3]
+    tiles = _Tiles(scoring, shift, inputs)
+    wide = _wide(inputs.query.dtype)
+    by_query = tiles.by_query
+    width = inputs.value.shape[3]
     start = (
         jnp.full(by_query, MASKED, wide),
         jnp.zeros(by_query, wide),
@@ -189,12 +206,13 @@ def _forward(
         highest, total, weighted = (_slice(x, tile.query, tile.queries, QUERIES) for x in state)
         scores, _ = tiles.scores(tile)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
-        # if all were masked so far: avoid inf - inf
+        # Where all keys were masked so far, inf - inf would be NaN.
         base = jnp.where(new_highest == MASKED, 0.0, new_highest)
-        shares, decay = jnp.exp(scores - base[..., None]), jnp.exp(highest - base)
+        shares = jnp.exp(scores - base[..., None])
+        decay = jnp.exp(highest - base)
         total = total * decay + shares.sum(axis=-1)
         if scoring.dropout:
-            shares = shares * tiles.kept(tile)
+            shares = shares * tiles.dropout_factors(tile)
         values = _slice(tiles.value, tile.key, tile.keys, 1)
         weighted = weighted * decay[..., None] + _dot(
             scoring, "bkgqs,bskh->bkgqh", shares.astype(values.dtype), values
@@ -209,10 +227,9 @@ def _forward(
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
     out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(dtype)[:, : tiles.queries]
+    out = out.reshape(*inputs.query.shape[:3], width)
     logs = jnp.where(unseen, MASKED, highest + jnp.log(total))[..., : tiles.queries]
-    return out.reshape(*inputs.query.shape[:3], width), logs.reshape(
-        logs.shape[0], -1, tiles.queries
-    )
+    return out, logs.reshape(logs.shape[0], -1, tiles.queries)
 
 
 def _backward(
@@ -225,43 +242,48 @@ def _backward(
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`TileKernel.backward`."""
-    tiles, wide, bias = (
-        _Tiles(scoring, shift, inputs),
-        _wide(inputs.query.dtype),
-        inputs.arrays.bias,
-    )
-    query, key, value = tiles.query, tiles.key, tiles.value
-    logs, inner = tiles.by_head(jnp.where(logs == MASKED, 0.0, logs)), tiles.by_head(inner)
+    tiles = _Tiles(scoring, shift, inputs)
+    wide = _wide(inputs.query.dtype)
+    bias = inputs.arrays.bias
+    query = tiles.query
+    key = tiles.key
+    value = tiles.value
+    logs = tiles.by_head(jnp.where(logs == MASKED, 0.0, logs))
+    inner = tiles.by_head(inner)
     grad = tiles.pad(grad.reshape(*grad.shape[:2], *tiles.by_query[1:3], -1))
 
     def one_tile(grads: tuple, tile: Tile) -> tuple:
         dquery, dkey, dvalue, dbias = grads
-        query_, grad_ = (_slice(x, tile.query, tile.queries, 1) for x in (query, grad))
-        key_, value_ = (_slice(x, tile.key, tile.keys, 1) for x in (key, value))
-        logs_, inner_ = (_slice(x, tile.query, tile.queries, QUERIES) for x in (logs, inner))
+        query_ = _slice(query, tile.query, tile.queries, 1)
+        grad_ = _slice(grad, tile.query, tile.queries, 1)
+        key_ = _slice(key, tile.key, tile.keys, 1)
+        value_ = _slice(value, tile.key, tile.keys, 1)
+        logs_ = _slice(logs, tile.query, tile.queries, QUERIES)
+        inner_ = _slice(inner, tile.query, tile.queries, QUERIES)
         scores, slope = tiles.scores(tile)
-        shares, dshares = (
-            jnp.exp(scores - logs_[..., None]),
-            _dot(scoring, "bqkgh,bskh->bkgqs", grad_, value_),
-        )
+        shares = jnp.exp(scores - logs_[..., None])
+        dshares = _dot(scoring, "bqkgh,bskh->bkgqs", grad_, value_)
         weights = shares
         if scoring.dropout:
-            kept = tiles.kept(tile)
-            weights, dshares = shares * kept, dshares * kept
+            factors = tiles.dropout_factors(tile)
+            weights = shares * factors
+            dshares = dshares * factors
         dscores = shares * (dshares - inner_[..., None])
-        dbias = None if dbias is None else _add_bias(dbias, dscores, tile)
-        dproducts = ((dscores if slope is None else dscores * slope) * scoring.scale).astype(
-            query.dtype
-        )
+        if dbias is not None:
+            dbias = _add_bias(dbias, dscores, tile)
+        if slope is not None:
+            dscores = dscores * slope
+        dproducts = (dscores * scoring.scale).astype(query.dtype)
+        weights = weights.astype(grad.dtype)
         dquery = _add(dquery, _dot(scoring, "bkgqs,bskh->bqkgh", dproducts, key_), tile.query)
         dkey = _add(dkey, _dot(scoring, "bkgqs,bqkgh->bskh", dproducts, query_), tile.key)
-        dvalue = _add(
-            dvalue, _dot(scoring, "bkgqs,bqkgh->bskh", weights.astype(grad.dtype), grad_), tile.key
-        )
+        dvalue = _add(dvalue, _dot(scoring, "bkgqs,bqkgh->bskh", weights, grad_), tile.key)
         return dquery, dkey, dvalue, dbias
 
-    of_bias = None if tiles.arrays.bias is None else jnp.zeros(tiles.arrays.bias.shape, wide)
-    start = (*(jnp.zeros(x.shape, wide) for x in (query, key, value)), of_bias)
+    dbias = None
+    if tiles.arrays.bias is not None:
+        dbias = jnp.zeros(tiles.arrays.bias.shape, wide)
+    start = (*(jnp.zeros(x.shape, wide) for x in (query, key, value)), dbias)
     *grads, dbias = tiles.each(one_tile, start)
     grads = [
         x[:, : like.shape[1]].reshape(like.shape).astype(dtype)
@@ -278,99 +300,115 @@ CHUNKED = TileKernel(_forward, _backward)
 def _scores(
     scoring: Scoring, tile: Tile, shift: Any, query: jax.Array, key: jax.Array, arrays: ScoreArrays
 ) -> tuple:
-    """Scores of a tile's queries, keys and arrays, minus infinity where a key is not seen; and the
-    slope of the soft cap.
+    """Return scores of a tile's queries, keys and arrays, minus infinity where a key is not
+    visible; and the slope of the soft cap.
     """
-    scores, slope = _dot(scoring, "bqkgh,bskh->bkgqs", query, key) * scoring.scale, None
+    scores = _dot(scoring, "bqkgh,bskh->bkgqs", query, key) * scoring.scale
+    slope = None
     if scoring.soft_cap is not None:
         capped = jnp.tanh(scores / scoring.soft_cap)
-        scores, slope = capped * scoring.soft_cap, 1 - capped**2
+        scores = capped * scoring.soft_cap
+        slope = 1 - capped**2
     if arrays.bias is not None:
         scores = scores + arrays.bias.astype(scores.dtype)
-    for seen in _seen(scoring, tile, shift, arrays):
-        scores = jnp.where(seen, scores, MASKED)
+    for mask in _masks(scoring, tile, shift, arrays):
+        scores = jnp.where(mask, scores, MASKED)
     return scores, slope
 
 
-def _seen(scoring: Scoring, tile: Tile, shift: Any, arrays: ScoreArrays) -> list[jax.Array]:
-    """Which keys of a tile its queries see, by every mask: each bool[rows, groups, heads per group,
-    queries, keys] or with dims of 1.
+def _masks(scoring: Scoring, tile: Tile, shift: Any, arrays: ScoreArrays) -> list[jax.Array]:
+    """Return all masks of a tile's scores, False where a query does not see a key: each
+    bool[rows, groups, heads per group, queries, keys] or with dims of 1.
     """
-    # of a key behind a query
-    distance = (tile.key - shift + jnp.arange(tile.keys)) - (tile.query + jnp.arange(tile.queries))[
-        :, None
-    ]
+    keys = tile.key - shift + jnp.arange(tile.keys)
+    queries = tile.query + jnp.arange(tile.queries)
+    distance = keys - queries[:, None]
     before, after = scoring.reach
-    seen = [distance >= -before] if before is not None else []
-    seen += [distance <= after] if after is not None else []
-    seen += [arrays.mask] if arrays.mask is not None else []
-    seen += [arrays.key_mask[:, None, None, None, :]] if arrays.key_mask is not None else []
+    masks = []
+    if before is not None:
+        masks.append(distance >= -before)
+    if after is not None:
+        masks.append(distance <= after)
+    if arrays.mask is not None:
+        masks.append(arrays.mask)
+    if arrays.key_mask is not None:
+        masks.append(arrays.key_mask[:, None, None, None, :])
     if arrays.segments is not None:
         queries, keys = arrays.segments
-        seen.append((queries[:, :, None] == keys[:, None, :])[:, None, None])
-    return seen
+        masks.append((queries[:, :, None] == keys[:, None, :])[:, None, None])
+    return masks
 
 
-def _kept(scoring: Scoring, count: Any, shape: tuple[int, ...], tile: Tile) -> jax.Array:
-    """What dropout multiplies a tile's weights by, [rows, groups, heads per group, queries, keys]
-    or with dims of 1.
+def _dropout_factors(scoring: Scoring, count: Any, shape: tuple[int, ...], tile: Tile) -> jax.Array:
+    """Return the factors by which dropout multiplies a tile's weights, [rows, groups, heads per
+    group, queries, keys] or with dims of 1.
     """
     rows, groups, heads, *_ = shape
-    of_row, of_head, of_query = scoring.strides
-    # each with as many dims as scores have; all rows and heads at once if they lose the same
-    # weights
-    places = (
-        (jnp.arange(rows if of_row else 1)[:, None, None, None, None], of_row),
-        (
-            jnp.arange(groups * heads).reshape(groups, heads, 1, 1)
-            if of_head
-            else jnp.zeros((1, 1, 1, 1), jnp.int32),
-            of_head,
-        ),
-        ((tile.query + jnp.arange(tile.queries))[:, None], of_query),
+    row_stride, head_stride, query_stride = scoring.strides
+    # All rows and heads have the same numbers where they lose the same weights.
+    if not row_stride:
+        rows = 1
+    head_numbers = jnp.zeros((1, 1, 1, 1), jnp.int32)
+    if head_stride:
+        head_numbers = jnp.arange(groups * heads).reshape(groups, heads, 1, 1)
+    # Each has as many dims as scores have.
+    bits = bits_at(
+        count,
+        (jnp.arange(rows)[:, None, None, None, None], row_stride),
+        (head_numbers, head_stride),
+        ((tile.query + jnp.arange(tile.queries))[:, None], query_stride),
         (tile.key + jnp.arange(tile.keys), 1),
     )
-    share = np.float32(1 / (1 - scoring.dropout))
-    return jnp.where(
-        bits_at(count, *places) >> np.uint32(9) < np.uint32(scoring.threshold),
-        share,
-        np.float32(0.0),
-    )
+    # `jax.random.bernoulli` compares 23 bits, as a float32 has.
+    stays = bits >> np.uint32(9) < np.uint32(scoring.threshold)
+    return jnp.where(stays, np.float32(1 / (1 - scoring.dropout)), np.float32(0.0))
 
 
 def _split_heads(x: jax.Array | None, groups: int) -> jax.Array | None:
-    """[rows, heads, queries, keys] as [rows, groups, heads per group, queries, keys]; a single head
-    stays one.
+    """Return [rows, heads, queries, keys] as [rows, groups, heads per group, queries, keys]; a
+    single head stays one.
     """
     if x is None:
         return None
-    return x.reshape(x.shape[0], *((1, 1) if x.shape[1] == 1 else (groups, -1)), *x.shape[2:])
+    if x.shape[1] == 1:
+        groups = 1
+    return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
 def _pad(x: jax.Array, more: int, dim: int = 1) -> jax.Array:
-    return jnp.pad(x, [(0, more if at == dim else 0) for at in range(x.ndim)]) if more else x
+    if not more:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, more)
+    return jnp.pad(x, widths)
 
 
 def _pad_arrays(arrays: ScoreArrays, rows: int, keys: int, more: tuple[int, int]) -> ScoreArrays:
-    """The arrays for padded queries and keys, of which nothing sees the added keys."""
+    """Return the arrays for padded queries and keys, of which nothing sees the added keys."""
 
-    def both(x: jax.Array | None) -> jax.Array | None:
+    def padded(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
-        x = x if x.shape[3] == 1 else _pad(x, more[0], 3)
-        return x if x.shape[4] == 1 else _pad(x, more[1], 4)
+        if x.shape[3] != 1:
+            x = _pad(x, more[0], 3)
+        if x.shape[4] != 1:
+            x = _pad(x, more[1], 4)
+        return x
 
-    key_mask, segments = arrays.key_mask, arrays.segments
+    key_mask = arrays.key_mask
     if more[1]:
-        key_mask = _pad(jnp.ones((rows, keys), bool) if key_mask is None else key_mask, more[1])
+        if key_mask is None:
+            key_mask = jnp.ones((rows, keys), bool)
+        key_mask = _pad(key_mask, more[1])
+    segments = arrays.segments
     segments = segments and (_pad(segments[0], more[0]), _pad(segments[1], more[1]))
     return arrays._replace(
-        mask=both(arrays.mask), bias=both(arrays.bias), key_mask=key_mask, segments=segments
+        mask=padded(arrays.mask), bias=padded(arrays.bias), key_mask=key_mask, segments=segments
     )
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype of sums: at least float32."""
+    """Return the dtype of sums: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -390,17 +428,13 @@ def _add(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
 
 
 def _add_bias(dbias: jax.Array, dscores: jax.Array, tile: Tile) -> jax.Array:
-    """`dbias` with a tile's gradients added, summed over the dims that the bias does not have."""
-    part = dscores.sum(
-        axis=[dim for dim, size in enumerate(dbias.shape) if size == 1], keepdims=True
-    )
-    start = (
-        0,
-        0,
-        0,
-        0 if dbias.shape[3] == 1 else tile.query,
-        0 if dbias.shape[4] == 1 else tile.key,
-    )
-    return lax.dynamic_update_slice(
-        dbias, lax.dynamic_slice(dbias, start, part.shape) + part, start
-    )
+    """Return `dbias` with a tile's gradients added, summed over the dims that the bias does not
+    have.
+    """
+    missing = [dim for dim, size in enumerate(dbias.shape) if size == 1]
+    part = dscores.sum(axis=missing, keepdims=True)
+    start = [0, 0, 0, tile.query, tile.key]
+    for dim in missing:
+        start[dim] = 0
+    added = lax.dynamic_slice(dbias, start, part.shape) + part
+    return lax.dynamic_update_slice(dbias, added, start)

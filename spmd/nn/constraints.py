@@ -56,7 +56,9 @@ def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
 
 
 def _constrained(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) -> jax.Array:
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    spec = sharding
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
     if spec is None or mesh is None:
         return x
     if not isinstance(spec, PartitionSpec):
@@ -67,40 +69,38 @@ def _constrained(x: jax.Array, sharding: Any, mesh: Mesh | AbstractMesh | None) 
     ]
     if not any(size > 1 for axis, size in mesh.shape.items() if axis not in manual):
         return x
-    return _constrain(
-        x,
-        NamedSharding(
-            jax.sharding.get_abstract_mesh() if manual else mesh, PartitionSpec(*entries)
-        ),
-    )
+    # Inside a manual region JAX takes the mesh of that region only.
+    if manual:
+        mesh = jax.sharding.get_abstract_mesh()
+    return _constrain(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
-    """One entry of a spec reduced to auto mesh axes, for a dim of this size."""
+    """Return an entry of a spec reduced to auto mesh axes, for a dim of this size."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
     for axis in axes:
         if axis not in mesh.shape:
-            known = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
+            sizes = ", ".join(f"{name}={count}" for name, count in mesh.shape.items())
             why = (
                 f'the model calls with_sharding_constraint with mesh axis "{axis}", which mesh '
-                f"{known} does not have."
+                f"{sizes} does not have."
             )
             raise ModelError(
                 why, fix=f"{did_you_mean(axis, mesh.shape)} Or a mesh and a layout with that axis."
             )
     free = tuple(axis for axis in axes if axis not in manual)
-    return (
-        free
-        if size % math.prod(mesh.shape[axis] for axis in free) == 0
-        else PartitionSpec.UNCONSTRAINED
-    )
+    if size % math.prod(mesh.shape[axis] for axis in free) == 0:
+        return free
+    return PartitionSpec.UNCONSTRAINED
 
 
 def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
     """Stand for `unbox` of flax's boxes."""
-    return box.value if _PATCHES.value is not None else _UNBOX[type(box)](box, apply_constraint)
+    if _PATCHES.value is not None:
+        return box.value
+    return _UNBOX[type(box)](box, apply_constraint)
 
 
 _UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyPartitioned)}

@@ -13,6 +13,7 @@ is read as zeros, and not written.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +42,9 @@ def _forward_kernel(
     call: BlockCall, query: Any, key: Any, value: Any, refs: dict[str, Any], out: Any, logs: Any
 ) -> None:
     """One block of queries of one row and head."""
-    start, at, place = (
-        pl.program_id(0) * call.block_q,
-        (None, None),
-        (pl.program_id(1), pl.program_id(2)),
-    )
+    start = pl.program_id(0) * call.block_q
+    at = (None, None)
+    place = (pl.program_id(1), pl.program_id(2))
     query_ = call.of_query(query, at, start)
 
     def block(number: Any, state: tuple) -> tuple:
@@ -53,12 +52,13 @@ def _forward_kernel(
         starts = (start, number * call.block_k)
         scores, _ = call.scores(refs, at, starts, query_, call.of_key(key, at, starts[1]))
         new_highest = jnp.maximum(highest, scores.max(axis=1))
-        # if all were masked so far: avoid inf - inf
+        # Where all keys were masked so far, inf - inf would be NaN.
         base = jnp.where(new_highest == MASKED, 0.0, new_highest)
-        shares, decay = jnp.exp2(scores - base[:, None]), jnp.exp2(highest - base)
+        shares = jnp.exp2(scores - base[:, None])
+        decay = jnp.exp2(highest - base)
         total = total * decay + shares.sum(axis=1)
         if call.scoring.dropout:
-            shares = shares * call.kept(refs, place, starts)
+            shares = shares * call.dropout_factors(refs, place, starts)
         more = call.dot(shares.astype(value.dtype), call.of_key(value, at, starts[1], call.width))
         return weighted * decay[:, None] + more, new_highest, total
 
@@ -90,20 +90,18 @@ def _dquery_kernel(
     dquery: Any,
 ) -> None:
     """The gradients of one block of queries of one row and head."""
-    start, at, place = (
-        pl.program_id(0) * call.block_q,
-        (None, None),
-        (pl.program_id(1), pl.program_id(2)),
-    )
-    query_, grad_ = call.of_query(query, at, start), call.of_query(grad, at, start, call.width)
-    logs_, inner_ = call.by_query(logs, at, start), call.by_query(inner, at, start)
+    start = pl.program_id(0) * call.block_q
+    at = (None, None)
+    place = (pl.program_id(1), pl.program_id(2))
+    query_ = call.of_query(query, at, start)
+    grad_ = call.of_query(grad, at, start, call.width)
+    logs_ = call.by_query(logs, at, start)
+    inner_ = call.by_query(inner, at, start)
 
     def block(number: Any, total: jax.Array) -> jax.Array:
         starts = (start, number * call.block_k)
-        key_, value_ = (
-            call.of_key(key, at, starts[1]),
-            call.of_key(value, at, starts[1], call.width),
-        )
+        key_ = call.of_key(key, at, starts[1])
+        value_ = call.of_key(value, at, starts[1], call.width)
         *_, dproducts = call.slopes(
             refs, at, place, starts, (query_, key_, value_, grad_, logs_, inner_)
         )
@@ -135,20 +133,20 @@ def _dkey_kernel(
     """The gradients of one block of keys and values of one row and group, from all of the group's
     heads.
     """
-    start, heads, alone = pl.program_id(0) * call.block_k, query.shape[1], (None, None)
-    key_, value_ = call.of_key(key, alone, start), call.of_key(value, alone, start, call.width)
-    row, group, (first, end) = (
-        pl.program_id(1),
-        pl.program_id(2),
-        call.queries_of(refs, None, start),
-    )
+    start = pl.program_id(0) * call.block_k
+    heads = query.shape[1]
+    alone = (None, None)
+    key_ = call.of_key(key, alone, start)
+    value_ = call.of_key(value, alone, start, call.width)
+    row = pl.program_id(1)
+    group = pl.program_id(2)
+    (first, end) = call.queries_of(refs, None, start)
 
     def block(head: Any, number: Any, totals: tuple) -> tuple:
-        starts, at = (number * call.block_q, start), (None, head)
-        query_, grad_ = (
-            call.of_query(query, at, starts[0]),
-            call.of_query(grad, at, starts[0], call.width),
-        )
+        starts = (number * call.block_q, start)
+        at = (None, head)
+        query_ = call.of_query(query, at, starts[0])
+        grad_ = call.of_query(grad, at, starts[0], call.width)
         arrays = (
             query_,
             key_,
@@ -188,29 +186,36 @@ def _dbias_kernel(
     """The gradient of one block of the bias, summed over the rows, heads, queries and keys that
     share it.
     """
-    (rows, _, heads, _), groups, dims = query.shape, key.shape[2], call.dims["bias"]
+    (rows, _, heads, _) = query.shape
+    groups = key.shape[2]
+    dims = call.dims["bias"]
     counts = (rows, heads, call.blocks_q, call.blocks_k)
-    number, ids = pl.program_id(0), []
-    # the last dim is the first to count
-    for given, count in zip(dims[::-1], counts[::-1], strict=True):
-        ids.insert(0, lax.rem(number, jnp.int32(count)) if given else None)
-        number = lax.div(number, jnp.int32(count)) if given else number
+    number = pl.program_id(0)
+    ids: list[Any] = [None] * 4
+    # A program's number counts the blocks along the dims that the bias has, the last dim first.
+    for dim in (3, 2, 1, 0):
+        if dims[dim]:
+            ids[dim] = lax.rem(number, jnp.int32(counts[dim]))
+            number = lax.div(number, jnp.int32(counts[dim]))
 
     def block(place: tuple, total: jax.Array) -> jax.Array:
-        row, head, *numbers = place
-        starts = (numbers[0] * call.block_q, numbers[1] * call.block_k)
-        of_keys = (row, lax.div(head, jnp.int32(heads // groups)))
+        row, head, number_q, number_k = place
+        at = (row, head)
+        at_keys = (row, lax.div(head, jnp.int32(heads // groups)))
+        starts = (number_q * call.block_q, number_k * call.block_k)
         arrays = (
-            call.of_query(query, (row, head), starts[0]),
-            call.of_key(key, of_keys, starts[1]),
-            call.of_key(value, of_keys, starts[1], call.width),
-            call.of_query(grad, (row, head), starts[0], call.width),
-            *(call.by_query(x, (row, head), starts[0]) for x in (logs, inner)),
+            call.of_query(query, at, starts[0]),
+            call.of_key(key, at_keys, starts[1]),
+            call.of_key(value, at_keys, starts[1], call.width),
+            call.of_query(grad, at, starts[0], call.width),
+            call.by_query(logs, at, starts[0]),
+            call.by_query(inner, at, starts[0]),
         )
-        return total + call.slopes(refs, (row, head), (row, head), starts, arrays)[1]
+        _, dscores, _ = call.slopes(refs, at, at, starts, arrays)
+        return total + dscores
 
     def over(place: tuple, total: jax.Array) -> jax.Array:
-        """The sum over what shares a bias in the dims behind these."""
+        """Return the sum over all blocks that share a bias in the dims behind these."""
         dim = len(place)
         if dim == len(counts):
             return block(place, total)
@@ -221,26 +226,33 @@ def _dbias_kernel(
         )
 
     total = over((), jnp.zeros((call.block_q, call.block_k), jnp.float32))
-    slices, inside = [], []
+    slices = []
+    inside = []
     for dim, block_, length in ((2, call.block_q, call.queries), (3, call.block_k, call.keys)):
         if dims[dim]:
             slices.append(pl.ds(ids[dim] * block_, block_))
             inside.append(is_inside(ids[dim] * block_, block_, length))
         else:
             total = total.sum(axis=dim - 4, keepdims=dim == 2)
-    total = total if dims[2] else total[0]
+    if not dims[2]:
+        total = total[0]
     ref = dbias.at[place_of(ids[:2], *slices)]
-    mask = inside[0][:, None] & inside[1] if len(inside) == 2 else inside[0] if inside else None
+    mask = None
+    if len(inside) == 2:
+        mask = inside[0][:, None] & inside[1]
+    elif inside:
+        mask = inside[0]
     triton.store(ref, total.astype(dbias.dtype), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a program has of the rows, heads and groups.
+    """The part of the rows, heads and groups that a program has.
 
     Attributes:
       rows, heads, groups: how many of each; None: one, without a dim for it.
-      index: which, in blocks of this size, by the program's place in the grid.
+      index: numbers of row, head and group, in blocks of this size, by the program's place in the
+        grid.
     """
 
     call: BlockCall
@@ -250,41 +262,50 @@ class _Part:
     index: Callable[..., tuple[Any, Any, Any]]
 
     def by_head(self, length: int, width: int, *, groups: bool = False) -> pl.BlockSpec:
-        """Of [rows, length, heads or groups, width]."""
-        shape = (self.rows, length, self.groups if groups else self.heads, padded(width))
-        return pl.BlockSpec(
-            shape, lambda *ids: (self.index(*ids)[0], 0, self.index(*ids)[2 if groups else 1], 0)
-        )
+        """Return the spec of an array [rows, length, heads or groups, width]."""
+
+        def index(*ids: Any) -> tuple:
+            row, head, group = self.index(*ids)
+            if groups:
+                return row, 0, group, 0
+            return row, 0, head, 0
+
+        heads = self.heads
+        if groups:
+            heads = self.groups
+        return pl.BlockSpec((self.rows, length, heads, padded(width)), index)
 
     def line(self) -> pl.BlockSpec:
-        """Of [rows, heads, queries]."""
+        """Return the spec of an array [rows, heads, queries]."""
         return pl.BlockSpec(
-            (self.rows, self.heads, self.call.blocks_q * self.call.block_q),
+            (self.rows, self.heads, self.call.padded_queries),
             lambda *ids: (*self.index(*ids)[:2], 0),
         )
 
     def scores(self, name: str) -> pl.BlockSpec:
-        """Of [rows, heads, queries, keys], without dims that are 1."""
-        call, dims = self.call, self.call.dims[name]
-        most = (self.rows, self.heads, call.blocks_q * call.block_q, call.blocks_k * call.block_k)
-        shape = tuple(size if given else None for size, given in zip(most, dims, strict=True))
+        """Return the spec of an array [rows, heads, queries, keys], without dims that are 1."""
+        call = self.call
+        dims = call.dims[name]
+        shape: list[Any] = [self.rows, self.heads, call.padded_queries, call.padded_keys]
+        for dim in range(4):
+            if not dims[dim]:
+                shape[dim] = None
 
         def index(*ids: Any) -> tuple:
-            return (
-                *(
-                    place if given else 0
-                    for place, given in zip(self.index(*ids)[:2], dims[:2], strict=True)
-                ),
-                0,
-                0,
-            )
+            row, head, _ = self.index(*ids)
+            if not dims[0]:
+                row = 0
+            if not dims[1]:
+                head = 0
+            return row, head, 0, 0
 
-        return pl.BlockSpec(shape, index)
+        return pl.BlockSpec(tuple(shape), index)
 
     def inputs(self, shift: Any, inputs: Inputs) -> tuple[tuple, tuple]:
-        """Arguments of a kernel, and their specs."""
-        call, arrays = self.call, inputs.arrays
-        lengths = (call.blocks_q * call.block_q, call.blocks_k * call.block_k)
+        """Return arguments of a kernel, and their specs."""
+        call = self.call
+        arrays = inputs.arrays
+        lengths = (call.padded_queries, call.padded_keys)
         specs = (
             self.by_head(lengths[0], call.size),
             self.by_head(lengths[1], call.size, groups=True),
@@ -309,16 +330,15 @@ class _Part:
         if arrays.key_lengths is not None:
             refs["key_lengths"] = (arrays.key_lengths.astype(jnp.int32), by_row())
         if arrays.segments is not None:
-            for name, ids, length in zip(
-                ("of_query", "of_key"), arrays.segments, lengths, strict=True
-            ):
-                refs[name] = (ids.astype(jnp.int32), by_row(length))
+            of_query, of_key = arrays.segments
+            refs["of_query"] = (of_query.astype(jnp.int32), by_row(lengths[0]))
+            refs["of_key"] = (of_key.astype(jnp.int32), by_row(lengths[1]))
         if call.scoring.dropout:
             refs["count"] = (arrays.count, shared(4))
         arguments = (*inputs[:3], {name: x for name, (x, _) in refs.items()})
         return arguments, (*specs, {name: spec for name, (_, spec) in refs.items()})
 
-    def run(
+    def call_kernel(
         self,
         kernel: Callable[..., None],
         name: str,
@@ -328,54 +348,51 @@ class _Part:
         out: list,
         interpret: bool,
     ) -> Any:
-        """A kernel's results; `out` has shapes and specs."""
+        """Return a kernel's results; `out` has shapes and specs."""
+        warps = 8
+        if padded(self.call.size) <= 64:
+            warps = 4
+        # A plan reads from the name how many scores are computed.
+        if self.call.scoring.causal:
+            name += "_causal"
         return pl.pallas_call(
             functools.partial(kernel, self.call),
             grid=grid,
             in_specs=specs,
             out_specs=[spec for _, spec in out],
             out_shape=[shape for shape, _ in out],
-            compiler_params=triton.CompilerParams(
-                num_warps=4 if padded(self.call.size) <= 64 else 8, num_stages=2
-            ),
+            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
             interpret=interpret,
-            # plans read from it how many scores are computed
-            name=name + ("_causal" if self.call.scoring.causal else ""),
+            name=name,
         )(*arguments)
 
 
 def _of_query(call: BlockCall, inputs: Inputs) -> _Part:
-    """A program for each block of queries of every row and head."""
+    """Return the part of a program for each block of queries of every row and head."""
     per_group = inputs.query.shape[2] // inputs.key.shape[2]
-    return _Part(
-        call,
-        None,
-        None,
-        None,
-        lambda _, row, head: (row, head, lax.div(head, jnp.int32(per_group))),
-    )
+
+    def index(_: Any, row: Any, head: Any) -> tuple:
+        return row, head, lax.div(head, jnp.int32(per_group))
+
+    return _Part(call, None, None, None, index)
 
 
 def _forward(
     scoring: Scoring, shift: Any, inputs: Inputs, dtype: Any, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """`TileKernel.forward`."""
-    call, (rows, queries, heads, _) = (
-        BlockCall.of(scoring, inputs, backward=False),
-        inputs.query.shape,
-    )
+    call = BlockCall.of(scoring, inputs, backward=False)
+    (rows, queries, heads, _) = inputs.query.shape
     part = _of_query(call, inputs)
     arguments, specs = part.inputs(shift, inputs)
-    out = [
-        (
-            jax.ShapeDtypeStruct((rows, queries, heads, call.width), dtype),
-            part.by_head(call.blocks_q * call.block_q, call.width),
-        ),
-        (jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32), part.line()),
-    ]
+    result = jax.ShapeDtypeStruct((rows, queries, heads, call.width), dtype)
+    logs = jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32)
+    out = [(result, part.by_head(call.padded_queries, call.width)), (logs, part.line())]
     grid = (call.blocks_q, rows, heads)
     return tuple(
-        part.run(_forward_kernel, "flash_attention_forward", grid, arguments, specs, out, interpret)
+        part.call_kernel(
+            _forward_kernel, "flash_attention_forward", grid, arguments, specs, out, interpret
+        )
     )
 
 
@@ -391,19 +408,21 @@ def _backward(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`TileKernel.backward`."""
-    (rows, _, heads, _), groups, bias = inputs.query.shape, inputs.key.shape[2], inputs.arrays.bias
+    (rows, _, heads, _) = inputs.query.shape
+    groups = inputs.key.shape[2]
+    bias = inputs.arrays.bias
     more = (grad.astype(inputs.query.dtype), jnp.where(logs == MASKED, 0.0, logs), inner)
 
-    def run(
+    def call_kernel(
         part: _Part, kernel: Callable[..., None], name: str, grid: tuple[int, ...], out: list
     ) -> Any:
         arguments, specs = part.inputs(shift, inputs)
         by_query = (
-            part.by_head(part.call.blocks_q * part.call.block_q, part.call.width),
+            part.by_head(part.call.padded_queries, part.call.width),
             part.line(),
             part.line(),
         )
-        return part.run(
+        return part.call_kernel(
             kernel,
             f"flash_attention_{name}",
             grid,
@@ -418,44 +437,38 @@ def _backward(
 
     call = BlockCall.of(scoring, inputs, backward=True)
     part = _of_query(call, inputs)
-    out = [(like(inputs.query), part.by_head(call.blocks_q * call.block_q, call.size))]
-    (dquery,) = run(part, _dquery_kernel, "dq", (call.blocks_q, rows, heads), out)
+    out = [(like(inputs.query), part.by_head(call.padded_queries, call.size))]
+    (dquery,) = call_kernel(part, _dquery_kernel, "dq", (call.blocks_q, rows, heads), out)
     dbias = None
     if bias is not None:
         everything = _Part(call, rows, heads, groups, lambda *_: (0, 0, 0))
-        counts = zip(call.dims["bias"], (rows, heads, call.blocks_q, call.blocks_k), strict=True)
+        counts = itertools.compress((rows, heads, call.blocks_q, call.blocks_k), call.dims["bias"])
         out = [(jax.ShapeDtypeStruct(bias.shape, bias.dtype), everything.scores("bias"))]
-        (dbias,) = run(
-            everything,
-            _dbias_kernel,
-            "dbias",
-            (math.prod(count for given, count in counts if given),),
-            out,
-        )
+        (dbias,) = call_kernel(everything, _dbias_kernel, "dbias", (math.prod(counts),), out)
     call = BlockCall.of(scoring, inputs, backward=True, by_keys=True)
     part = _Part(call, None, heads // groups, None, lambda _, row, group: (row, group, group))
-    length = call.blocks_k * call.block_k
     out = [
-        (like(x), part.by_head(length, width, groups=True))
-        for x, width in ((inputs.key, call.size), (inputs.value, call.width))
+        (like(inputs.key), part.by_head(call.padded_keys, call.size, groups=True)),
+        (like(inputs.value), part.by_head(call.padded_keys, call.width, groups=True)),
     ]
-    dkey, dvalue = run(part, _dkey_kernel, "dkv", (call.blocks_k, rows, groups), out)
+    dkey, dvalue = call_kernel(part, _dkey_kernel, "dkv", (call.blocks_k, rows, groups), out)
     return dquery, dkey, dvalue, dbias
 
 
 def flash(*, interpret: bool = False) -> TileKernel:
-    """The kernels; `interpret`: on any platform, block by block, for tests."""
+    """Return the kernels; `interpret`: on any platform, block by block, for tests."""
     return TileKernel(
         functools.partial(_forward, interpret=interpret),
         functools.partial(_backward, interpret=interpret),
     )
 
 
-FLASH, INTERPRETED = flash(), flash(interpret=True)
+FLASH = flash()
+INTERPRETED = flash(interpret=True)
 
 
 def refuses(scoring: Scoring, inputs: Inputs) -> str | None:
-    """Why the kernels do not take such inputs, as shapes; None if they do."""
+    """Return the reason why the kernels do not take such inputs, as shapes; None if they do."""
     query, key, value, _ = inputs
     if (
         query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32)

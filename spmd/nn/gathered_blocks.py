@@ -40,8 +40,8 @@ class GatheredBlocks(BlockCalls):
     def call_block(
         self, path: str, function: RunBlock, params: dict[str, Any], others: Tree
     ) -> tuple[Tree, Tree]:
-        """Return outputs of the block, and what its call keeps. `params` are this worker's
-        shards.
+        """Return outputs of the block, and the variables that its call changed. `params` are this
+        worker's shards.
         """
         names = [*flatten(params)]
         structure = jax.tree.structure(params)
@@ -49,18 +49,17 @@ class GatheredBlocks(BlockCalls):
         communication, block = Stack.of(self._gather, paths, params, others, self._residuals)
         remat_policy = self._gather.remat_policy(path)
 
-        def call(full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
+        def call_full(full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
             leaves = full[0] | full[1]
+            full_params = jax.tree.unflatten(structure, [leaves[name] for name in names])
             with recomputed_by_caller(remat_policy is not None):
-                return function(
-                    jax.tree.unflatten(structure, [leaves[name] for name in names]), others
-                )
+                return function(full_params, others)
 
         full = jax.eval_shape(communication.gather_both, (block.shards, block.frozen))
-        program = InnerProgram(call, full, others)
+        program = InnerProgram(call_full, full, others)
         computed = program.recomputed(gathered_policy(full, remat_policy))
         unit = _Block(communication, computed, waits=remat_policy is not None)
-        return _call(unit, block, program.constants)
+        return _call_gathered(unit, block, program.constants)
 
 
 class _Block(NamedTuple):
@@ -75,23 +74,21 @@ class _Block(NamedTuple):
         are there; and `computed`.
         """
         leaves, structure = jax.tree.flatten(computed)
-        floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+        numbers = [
+            number for number, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
         # Without a barrier XLA may gather the parameters of all blocks at the start of the step.
         sharded, waited = together(
-            (block.shards, block.frozen),
-            [leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating],
+            (block.shards, block.frozen), [leaves[number] for number in numbers]
         )
-        waited = iter(waited)
-        leaves = [
-            next(waited) if is_floating else leaf
-            for leaf, is_floating in zip(leaves, floating, strict=True)
-        ]
+        for number, leaf in zip(numbers, waited, strict=True):
+            leaves[number] = leaf
         return self.communication.gather_both(sharded), jax.tree.unflatten(structure, leaves)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _call(unit: _Block, block: Stack, constants: list[Any]) -> tuple[Tree, Tree]:
-    """Return outputs, and what the call keeps."""
+def _call_gathered(unit: _Block, block: Stack, constants: list[Any]) -> tuple[Tree, Tree]:
+    """Return outputs, and the variables that the call changed."""
     full, constants = unit.gather(block, constants)
     return unit.call(full, block.others, constants)
 
@@ -123,12 +120,16 @@ def _backward(
     # there is one only where the layout recomputes the block: there memory counts more than time.
     if unit.waits:
         dshards, residuals, dothers, dconstants = together(dshards, residuals, dothers, dconstants)
-    # none in place of a residual is the one before
-    residuals = jax.tree.map(
-        lambda old, new: old if new is None else new, block.residuals, residuals
-    )
+    # Parameters that are not trained now have no next residual: theirs stays.
+    residuals = jax.tree.map(_next_residual, block.residuals, residuals)
     gradient = complete(Stack(dshards, dothers, residuals), block._replace(frozen={}))
     return gradient._replace(frozen=None), complete(dconstants, constants)
 
 
-_call.defvjp(_forward, _backward)
+_call_gathered.defvjp(_forward, _backward)
+
+
+def _next_residual(before: Any, after: Any) -> Any:
+    if after is None:
+        return before
+    return after

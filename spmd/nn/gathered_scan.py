@@ -77,14 +77,14 @@ class Stack(NamedTuple):
         return communication, stack
 
     def at(self, number: Any) -> tuple[Tree, Tree]:
-        """Return what is gathered for a layer."""
+        """Return the shards that are gathered for a layer: of parameters, and of frozen ones."""
         return _layer((self.shards, self.frozen), number)
 
 
 class _Loop(NamedTuple):
     communication: Communication
-    # (x, full parameters and frozen ones, others, constants) -> (x, kept)
-    run: Callable[..., tuple[Tree, Tree]]
+    # (x, full parameters and frozen ones, others, constants) -> (x, variables after the call)
+    run_layer: Callable[..., tuple[Tree, Tree]]
     unroll: bool
 
 
@@ -97,8 +97,8 @@ def scan_gathered(
     policy_of: Callable[[Any], Callable[..., Any] | None],
     unroll: bool = False,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, full parameters, others) -> (x, kept)` from layer to layer: the last x, and
-    what all layers keep, [layers, ...].
+    """Return the last x of `run_layer(x, full parameters, others) -> (x, after)` from layer to
+    layer, and the variables after the calls of all layers, [layers, ...].
 
     The gradient with respect to `stack.residuals` is the next residuals.
 
@@ -109,107 +109,122 @@ def scan_gathered(
     """
     full = jax.eval_shape(communication.gather_both, stack.at(0))
 
-    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
-        return run_layer(x, full[0] | full[1] if full[1] else full[0], others)
+    def run_joined(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree]:
+        params, frozen = full
+        if frozen:
+            params = params | frozen
+        return run_layer(x, params, others)
 
-    program = InnerProgram(run, x, full, _layer(stack.others, 0))
+    program = InnerProgram(run_joined, x, full, _layer(stack.others, 0))
     loop = _Loop(communication, program.recomputed(policy_of, prevent_cse=unroll), unroll)
     return _scan(loop, x, stack, program.constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(loop: _Loop, x: Tree, stack: Stack, constants: list[Any]) -> tuple[Tree, Tree]:
-    """Without a backward pass: nothing is saved."""
+    """Run the loop without a backward pass: nothing is saved."""
 
-    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree, None]:
-        return *loop.run(x, full, others, constants), None
+    def run_layer(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree, None]:
+        return *loop.run_layer(x, full, others, constants), None
 
-    x, kept, _ = _forward_loop(loop, run, x, stack)
-    return x, kept
+    x, after, _ = _forward_loop(loop, run_layer, x, stack)
+    return x, after
 
 
 def _forward_loop(
-    loop: _Loop, run: Callable[..., tuple], x: Tree, stack: Stack
+    loop: _Loop, run_layer: Callable[..., tuple], x: Tree, stack: Stack
 ) -> tuple[Tree, Tree, tuple]:
-    """The last x, what all layers keep, and what is saved: by all but the last, [layers - 1, ...],
-    by the last, and its parameters.
+    """Return the last x, the variables after the calls of all layers, and the values that are
+    saved: by all layers but the last, [layers - 1, ...], by the last, and its parameters.
     """
-    gather, count = loop.communication.gather_both, _count(stack)
+    gather = loop.communication.gather_both
+    count = _count(stack)
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, tuple]:
-        (x, full), (number,) = carry, inputs
-        after = stack.at(number + 1)
-        after, x = together(after, x) if loop.unroll else (after, x)
-        following = gather(after)
-        x, kept, saved = run(x, full, _layer(stack.others, number))
-        return (x, following), (kept, saved)
+        x, full = carry
+        (number,) = inputs
+        # The next layer is gathered while this one computes: what an iteration communicates depends
+        # on its inputs alone, so XLA can hide it.
+        next_shards = stack.at(number + 1)
+        # Unrolled, a compiler could gather all layers at once.
+        if loop.unroll:
+            next_shards, x = together(next_shards, x)
+        next_full = gather(next_shards)
+        x, after, saved = run_layer(x, full, _layer(stack.others, number))
+        return (x, next_full), (after, saved)
 
-    (x, full), (kept, saved) = _run_loop(
-        loop, body, (x, gather(stack.at(0))), (np.arange(count - 1),)
+    first_full = gather(stack.at(0))
+    (x, full), (after, saved) = _run_loop(loop, body, (x, first_full), (np.arange(count - 1),))
+    x, after_last, saved_last = run_layer(x, full, _layer(stack.others, count - 1))
+    after = jax.tree.map(
+        lambda layers, last: jnp.concatenate([layers, last[None]]), after, after_last
     )
-    x, kept_last, saved_last = run(x, full, _layer(stack.others, count - 1))
-    kept = jax.tree.map(lambda before, last: jnp.concatenate([before, last[None]]), kept, kept_last)
-    return x, kept, (saved, saved_last, full)
+    return x, after, (saved, saved_last, full)
 
 
 def _scan_forward(
     loop: _Loop, x: Tree, stack: Stack, constants: list[Any]
 ) -> tuple[tuple[Tree, Tree], tuple]:
-    def run(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree, Saved]:
+    def run_layer(x: Tree, full: tuple[Tree, Tree], others: Tree) -> tuple[Tree, Tree, Saved]:
         params, frozen = full
-        (y, kept), function = jax.vjp(
-            lambda x, params, others, constants: loop.run(x, (params, frozen), others, constants),
-            x,
-            params,
-            others,
-            constants,
-        )
-        return y, kept, Saved.of(function, (full, others, constants))
 
-    x, kept, saved = _forward_loop(loop, run, x, stack)
-    return (x, kept), (saved, stack, constants)
+        def of_trained(x: Tree, params: Tree, others: Tree, constants: list[Any]) -> tuple:
+            return loop.run_layer(x, (params, frozen), others, constants)
+
+        (y, after), function = jax.vjp(of_trained, x, params, others, constants)
+        return y, after, Saved.of(function, (full, others, constants))
+
+    x, after, saved = _forward_loop(loop, run_layer, x, stack)
+    return (x, after), (saved, stack, constants)
 
 
 def _scan_backward(
     loop: _Loop, residuals: tuple, cotangents: tuple[Tree, Tree]
 ) -> tuple[Tree, Stack, list[Any]]:
     (saved, saved_last, full_last), stack, constants = residuals
-    gather, reduce = loop.communication.gather_both, loop.communication.reduce
+    gather = loop.communication.gather_both
+    reduce = loop.communication.reduce
     count = _count(stack)
-    dy, dkept = cotangents
+    dy, dafter = cotangents
 
     def gradients(
         number: Any, saved: Saved, full: tuple[Tree, Tree], dx: Tree
     ) -> tuple[Tree, Tree, Tree, list[Any]]:
         inputs = full, _layer(stack.others, number), constants
-        return differentiable(saved.gradients(inputs, (complete(dx, dy), _layer(dkept, number))))
+        return differentiable(saved.gradients(inputs, (complete(dx, dy), _layer(dafter, number))))
 
     def reduced(number: Any, dfull: Tree, done: Stack) -> Stack:
-        """`done` with the reduced gradients of a layer, and its next residuals in place of those
-        before.
+        """Return `done` with the reduced gradients of a layer, and its next residuals in place of
+        the residuals before.
         """
-        dshards, after = reduce(_layer(stack.shards, number), dfull, _layer(done.residuals, number))
+        residuals = _layer(done.residuals, number)
+        dshards, residuals = reduce(_layer(stack.shards, number), dfull, residuals)
         return done._replace(
-            shards=_put(done.shards, number, dshards), residuals=_put(done.residuals, number, after)
+            shards=_put(done.shards, number, dshards),
+            residuals=_put(done.residuals, number, residuals),
         )
 
     def body(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
         dx, full, dfull, dconstants, done = carry
         number, saved = inputs
-        before = stack.at(jnp.maximum(number - 1, 0))
-        before, dx = together(before, dx) if loop.unroll else (before, dx)
-        following = gather(before)
+        # The layer before is gathered, and the gradients of the layer behind are reduced, while
+        # this one computes.
+        previous_shards = stack.at(jnp.maximum(number - 1, 0))
+        if loop.unroll:
+            previous_shards, dx = together(previous_shards, dx)
+        previous_full = gather(previous_shards)
         done = reduced(number + 1, dfull, done)
         dx, dfull, dothers, more = gradients(number, saved, full, dx)
         done = done._replace(others=_put(done.others, number, dothers))
-        return (dx, following, dfull, jax.tree.map(jnp.add, dconstants, more), done), None
+        dconstants = jax.tree.map(jnp.add, dconstants, more)
+        return (dx, previous_full, dfull, dconstants, done), None
 
-    following = gather(stack.at(max(count - 2, 0)))
+    previous_full = gather(stack.at(max(count - 2, 0)))
     dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, differentiable(dy))
     trained = stack._replace(frozen={})
     done = differentiable(jax.tree.map(_no_gradient, trained))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)
-    carry = dx, following, dfull, dconstants, done
+    carry = (dx, previous_full, dfull, dconstants, done)
     (dx, _, dfull, dconstants, done), _ = _run_loop(
         loop, body, carry, (np.arange(count - 1), saved), reverse=True
     )
@@ -221,10 +236,9 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 def together(*trees: Tree) -> tuple:
-    """These trees, none of which is used before all are there: without a loop a compiler could
-    gather all layers at once.
+    """Return these trees, none of which is used before all are there.
 
-    All that is returned must be used: a compiler leaves out what is not.
+    All that is returned must be used: a compiler leaves out the rest, and its barrier.
     """
     return lax.optimization_barrier(trees)
 
@@ -233,9 +247,10 @@ def _run_loop(
     loop: _Loop, body: Callable, carry: Tree, xs: tuple, *, reverse: bool = False
 ) -> tuple[Tree, Tree]:
     length = len(xs[0])
-    return lax.scan(
-        body, carry, xs, length=length, reverse=reverse, unroll=max(length, 1) if loop.unroll else 1
-    )
+    unroll = 1
+    if loop.unroll:
+        unroll = max(length, 1)
+    return lax.scan(body, carry, xs, length=length, reverse=reverse, unroll=unroll)
 
 
 def _count(stack: Stack) -> int:
@@ -243,45 +258,57 @@ def _count(stack: Stack) -> int:
 
 
 def _layer(tree: Tree, number: Any) -> Tree:
-    """The values of one layer."""
+    """Return the values of one layer."""
 
-    def take(leaf: Any) -> Any:
+    def of_layer(leaf: Any) -> Any:
+        # JAX has arrays of float0 in numpy alone, and no operations of them.
         if leaf.dtype == jax.dtypes.float0:
             return np.zeros(leaf.shape[1:], jax.dtypes.float0)
         return lax.dynamic_index_in_dim(leaf, number, keepdims=False)
 
-    return jax.tree.map(take, tree)
+    return jax.tree.map(of_layer, tree)
 
 
 def _put(tree: Tree, number: Any, part: Tree) -> Tree:
-    """`tree` with the values of one layer."""
+    """Return `tree` with the values of one layer."""
 
     def put(leaf: Any, value: Any) -> Any:
-        return (
-            leaf
-            if value is None
-            else lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0)
-        )
+        if value is None:
+            return leaf
+        return lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), number, 0)
 
     return jax.tree.map(put, tree, part)
 
 
 def _no_gradient(leaf: Any) -> Any:
-    """A gradient of zero."""
-    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.zeros_like(leaf) if floating else np.zeros(leaf.shape, jax.dtypes.float0)
+    """Return a gradient of zero."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros_like(leaf)
+    # The cotangent of integers, as `jax.custom_vjp` asks for it.
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def differentiable(grads: Tree) -> Tree:
-    """Gradients without those of integers, which have none."""
-    return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, grads)
+    """Return gradients with None for those of integers."""
+
+    def without_float0(leaf: Any) -> Any:
+        if leaf.dtype == jax.dtypes.float0:
+            return None
+        return leaf
+
+    return jax.tree.map(without_float0, grads)
 
 
 def complete(grads: Tree, like: Tree) -> Tree:
     """Return `grads` with the gradients that `differentiable` left out, as zeros."""
-    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
-    pairs = zip(leaves, jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None), strict=True)
+
+    def completed(gradient: Any, leaf: Any) -> Any:
+        if gradient is None and leaf is not None:
+            return _no_gradient(leaf)
+        return gradient
+
+    gradients, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: leaf is None)
+    leaves = jax.tree.leaves(like, is_leaf=lambda leaf: leaf is None)
     return jax.tree.unflatten(
-        structure,
-        [_no_gradient(old) if leaf is None and old is not None else leaf for leaf, old in pairs],
+        structure, [completed(*pair) for pair in zip(gradients, leaves, strict=True)]
     )

@@ -34,7 +34,8 @@ class InnerProgram:
 
     def __init__(self, function: Callable[..., Tree], *args: Tree):
         closed, self._shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        self.jaxpr, self.constants = closed.jaxpr, list(closed.consts)
+        self.jaxpr = closed.jaxpr
+        self.constants = list(closed.consts)
         self._made: tuple[Any, Any] = (None, None)
         recorded = _RECORDED.get()
         self._name = None
@@ -45,47 +46,50 @@ class InnerProgram:
     def recomputed(
         self, policy_of: Callable[[Any], Callable[..., Any] | None], **options: Any
     ) -> Callable[..., Tree]:
-        """The function of its arguments, and the constants as a list, under `jax.checkpoint` with
-        these options.
+        """Return the function, of its arguments and of the constants as a list, under
+        `jax.checkpoint` with these options.
 
         Args:
           policy_of: the policy for a jaxpr, which is that of the function when it is called.
         """
 
-        def call(*args: Any) -> Tree:
-            if self._made[0] is not self.jaxpr:  # jax.checkpoint traces a function once
-                self._made = (
-                    self.jaxpr,
-                    jax.checkpoint(self._function(), policy=policy_of(self.jaxpr), **options),
-                )
-            return self._made[1](*args)
+        def call_program(*args: Any) -> Tree:
+            jaxpr, function = self._made
+            # The jaxpr may be changed until the function is called, and `jax.checkpoint` traces a
+            # function once.
+            if jaxpr is not self.jaxpr:
+                policy = policy_of(self.jaxpr)
+                function = jax.checkpoint(self._function(), policy=policy, **options)
+                self._made = (self.jaxpr, function)
+            return function(*args)
 
-        return call
+        return call_program
 
     def _function(self) -> Callable[..., Tree]:
-        jaxpr, structure = self.jaxpr, jax.tree.structure(self._shapes)
+        jaxpr = self.jaxpr
+        structure = jax.tree.structure(self._shapes)
         is_traced = [isinstance(constant, Tracer) for constant in self.constants]
 
-        def run(*args: Any) -> Tree:
+        def evaluate(*args: Any) -> Tree:
             *inputs, constants = args
-            # others have no gradient: a function with a gradient of its own, which closes over a
-            # table, does not take one
-            constants = [
-                leaf if traced else lax.stop_gradient(leaf)
-                for leaf, traced in zip(constants, is_traced, strict=True)
-            ]
-            first, *rest = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*jax.tree.leaves(inputs))
+            constants = list(constants)
+            # Arrays have no gradient: a function with a gradient of its own, which closes over a
+            # table, does not take one.
+            for number, traced in enumerate(is_traced):
+                if not traced:
+                    constants[number] = lax.stop_gradient(constants[number])
+            outputs = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*jax.tree.leaves(inputs))
             if self._name is not None:
-                first = checkpoint_name(first, self._name)
-            return jax.tree.unflatten(structure, [first, *rest])
+                outputs[0] = checkpoint_name(outputs[0], self._name)
+            return jax.tree.unflatten(structure, outputs)
 
-        return run
+        return evaluate
 
 
 @contextlib.contextmanager
 def recorded_programs() -> Iterator[dict[str, InnerProgram]]:
-    """The inner programs that are made inside, by a name that values in the program around them
-    carry (`checkpoint_name`).
+    """Yield the inner programs that are made inside, by a name that values in the program around
+    them carry (`checkpoint_name`).
     """
     token = _RECORDED.set({})
     try:
@@ -118,6 +122,8 @@ class Saved:
     @classmethod
     def of(cls, function: Callable[..., Any], inputs: Tree) -> "Saved":
         """Return what `function`, of `jax.vjp`, has saved beside `inputs`."""
+        # JAX (0.10, 0.11) returns a pytree whose leaves are the saved arrays; an input among them
+        # is the same object.
         leaves, structure = jax.tree.flatten(function)
         numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(inputs))}
         sources = tuple(numbers.get(id(leaf)) for leaf in leaves)
@@ -134,7 +140,13 @@ class Saved:
         return structure.unflatten([number in numbers for number in range(len(leaves))])
 
     def gradients(self, inputs: Tree, cotangents: Any) -> tuple:
-        """Return what `function(cotangents)` does, with these inputs."""
-        again, saved = jax.tree.leaves(inputs), iter(self.leaves)
-        leaves = [next(saved) if source is None else again[source] for source in self.sources]
+        """Return `function(cotangents)` with these inputs."""
+        input_leaves = jax.tree.leaves(inputs)
+        saved = iter(self.leaves)
+        leaves = []
+        for source in self.sources:
+            if source is None:
+                leaves.append(next(saved))
+            else:
+                leaves.append(input_leaves[source])
         return jax.tree.unflatten(self.structure, leaves)(cotangents)

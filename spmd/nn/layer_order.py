@@ -29,8 +29,8 @@ def stage_order(layers: int, stages: int, groups: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class StageOrder:
-    """How a state stores parameters like these: those of `paths` with their layers in stage order,
-    all others as they are.
+    """An order of parameters in a state: those of `paths` have their layers in stage order, all
+    others are as they are.
     """
 
     like: Tree
@@ -39,11 +39,11 @@ class StageOrder:
     paths: tuple[str, ...]
 
     def pack(self, params: Tree) -> Tree:
-        """From the network's order."""
+        """Return parameters in stage order, from the network's order."""
         return self._permute(params, lambda order: order)
 
     def unpack(self, stored: Tree) -> Tree:
-        """To the network's order."""
+        """Return parameters in the network's order, from stage order."""
         return self._permute(stored, np.argsort)
 
     def _permute(self, params: Tree, direction: Callable[[np.ndarray], np.ndarray]) -> Tree:
@@ -55,8 +55,11 @@ class StageOrder:
         return move_bits(lambda tree: map_paths(permute, tree), params)
 
     def alone(self, path: str, leaf: Any) -> "StageOrder":
-        """The same for a single parameter."""
-        return dataclasses.replace(self, like=leaf, paths=("",) if path in self.paths else ())
+        """Return the same order for a single parameter."""
+        paths = ()
+        if path in self.paths:
+            paths = ("",)
+        return dataclasses.replace(self, like=leaf, paths=paths)
 
 
 class StageOrderedModel(WrappedModel):
@@ -88,9 +91,8 @@ class StageOrderedModel(WrappedModel):
 
     def rebuild(self, variables: Variables) -> Any:
         """An object of the user's kind, with layers in the network's order."""
-        params, frozen = (
-            jax.jit(self._order.unpack)(tree) for tree in (variables.params, variables.frozen)
-        )
+        params = jax.jit(self._order.unpack)(variables.params)
+        frozen = jax.jit(self._order.unpack)(variables.frozen)
         return self._model.rebuild(dataclasses.replace(variables, params=params, frozen=frozen))
 
 

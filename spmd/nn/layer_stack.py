@@ -67,7 +67,7 @@ class LayerStack(nnx.Module):
         self.layers = stack_modules(layers, "LayerStack")
 
     def __call__(self, x: Tree, *rows: Tree, **shared: Any) -> Tree:
-        """Every layer in turn.
+        """Call every layer in turn.
 
         Args:
           x: an array or a tree of them, [rows, ...] each.
@@ -75,9 +75,11 @@ class LayerStack(nnx.Module):
             `x` is.
           shared: further inputs of every layer, which are not split.
         """
-        layers, parallel = Layers(self.layers), current()
+        layers = Layers(self.layers)
+        parallel = current()
         parallel.used.update(("pipeline", "microbatches"))
         leaves, structure = jax.tree.flatten(shared, is_leaf=lambda leaf: leaf is None)
+        # A region of devices takes arrays alone.
         arrays = {
             number: leaf
             for number, leaf in enumerate(leaves)
@@ -91,42 +93,40 @@ class LayerStack(nnx.Module):
             shared = structure.unflatten(
                 [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
             )
-            return layers.call(lambda layer: layer(x, *rows, **shared), variables, change)
+            return layers.apply(lambda layer: layer(x, *rows, **shared), variables, change)
 
-        def call(
+        def call_fused(
             x: Tree, inputs: tuple, variables: tuple, change: Callable[[Any], Any]
         ) -> tuple[Any, Tree]:
-            run = functools.partial(call_layer, change=change)
-            # in a pipeline, whose program cannot be changed afterwards
-            return (
-                run(x, inputs, variables)
-                if parallel.stages == 1
-                else fuse_attention(run)(x, inputs, variables)
-            )
+            call_changed = functools.partial(call_layer, change=change)
+            # The program of a pipeline cannot be changed afterwards, as that of a loss is.
+            if parallel.stages > 1:
+                call_changed = fuse_attention(call_changed)
+            return call_changed(x, inputs, variables)
 
         if parallel.tap is not None:
-            return parallel.tap(parallel, layers, call, x, (rows, arrays))
+            return parallel.tap(parallel, layers, call_fused, x, (rows, arrays))
         if parallel.stages == 1:
 
             def run_layer(x: Tree, variables: tuple) -> tuple[Any, Tree]:
-                return call(x, (rows, arrays), variables, lambda key: key)
+                return call_fused(x, (rows, arrays), variables, lambda key: key)
 
-            y, kept = run_layers(
+            y, after = run_layers(
                 parallel, layers, run_layer, x, layers.variables, unroll=parallel.unroll
             )
         else:
-            y, kept = _pipelined(parallel, layers, call, x, rows, arrays)
-        layers.keep(kept)
+            y, after = _pipelined(parallel, layers, call_fused, x, rows, arrays)
+        layers.update(after)
         return y
 
     def layer(self, number: int) -> nnx.Module:
-        """Layer `number` as a module with a copy of its arrays."""
+        """Return layer `number` as a module with a copy of its arrays."""
         return unstack_module(self.layers, number)
 
 
 @dataclasses.dataclass(frozen=True)
 class Microbatches:
-    """How a worker's rows are split into microbatches.
+    """The microbatches of a worker's rows.
 
     Attributes:
       count: microbatches; `rows`: of each.
@@ -139,25 +139,27 @@ class Microbatches:
     row_axes: tuple[str, ...]
 
     def split(self, tree: Tree) -> Tree:
-        """Leaves [rows, ...] as [microbatches, rows of one, ...], of contiguous rows."""
+        """Return leaves [rows, ...] as [microbatches, rows of one, ...], of contiguous rows."""
         return jax.tree.map(lambda x: x.reshape(self.count, self.rows, *x.shape[1:]), tree)
 
     def merge(self, tree: Tree) -> Tree:
-        """The inverse of `split`."""
+        """Return leaves [microbatches, rows of one, ...] as [rows, ...]."""
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
     def key(self, number: jax.Array) -> Callable[[Any], Any]:
-        """From a key for all rows to that for microbatch `number` of this worker, which draws the
-        same values for its rows.
+        """Return a function from a key for all rows to the key for microbatch `number` of this
+        worker, which draws the same values for its rows.
         """
-        workers = collectives.worker_count(self.row_axes) if self.row_axes else 1
+        workers = 1
+        if self.row_axes:
+            workers = collectives.worker_count(self.row_axes)
         part = collectives.worker_index(self.row_axes) * self.count + number
         return lambda key: part_key(key, part, workers * self.count, rows=self.rows)
 
 
 def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
-    """The layout's number of microbatches, or the most below it that divide the rows. By default, a
-    circle's stages divide it if they can.
+    """Return the microbatches that the layout asks for, or the most below that number that divide
+    the rows. By default, a circle's stages divide it if they can.
 
     Raises:
       ModelError: arrays that do not all have the same rows along dim 0.
@@ -172,10 +174,14 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
             "dim 0 of all."
         )
         raise ModelError(why, fix="pass arrays without rows by name: stack(x, table=...).")
-    rows, stages, declared = leaves[0].shape[0], parallel.stages, parallel.pipeline
+    rows = leaves[0].shape[0]
+    stages = parallel.stages
+    declared = parallel.pipeline
     free = parallel.auto_row_axes(rows)
     rows //= math.prod(map(parallel.axis_size, free))
-    unit = stages if declared.groups > 1 and declared.microbatches is None else 1
+    unit = 1
+    if declared.groups > 1 and declared.microbatches is None:
+        unit = stages
     # The default is never one row each: a draw for one row looks like one that all rows share
     # (`spmd.base.rng.worker_key`).
     splits = parallel.row_splits
@@ -188,17 +194,18 @@ def split_microbatches(parallel: ParallelConfig, trees: Tree) -> Microbatches:
 
 
 def layers_per_stage(parallel: ParallelConfig, count: int) -> int:
-    """The number of layers on each stage.
+    """Return the number of layers on each stage.
 
     Raises:
       ModelError: the stages (and their groups) do not divide the number of layers.
     """
-    declared, parts = parallel.pipeline, parallel.stages * parallel.pipeline.groups
+    declared = parallel.pipeline
+    parts = parallel.stages * parallel.pipeline.groups
     if count % parts:
-        of = f'{parallel.stages} stages (mesh axis "{declared.axis}")' + (
-            f" of {declared.groups} groups" if declared.groups > 1 else ""
-        )
-        why = f"a stack of {count} layers over {of}: {count} / {parts} leaves {count % parts}."
+        stages = f'{parallel.stages} stages (mesh axis "{declared.axis}")'
+        if declared.groups > 1:
+            stages += f" of {declared.groups} groups"
+        why = f"a stack of {count} layers over {stages}: {count} / {parts} leaves {count % parts}."
         raise ModelError(why, fix=f"{near_multiples(count, parts)} layers.")
     return count // parallel.stages
 
@@ -211,9 +218,13 @@ def _pipelined(
     rows: tuple,
     shared: dict,
 ) -> tuple[Tree, Tree]:
-    """The stack's results and what its layers keep, computed by a pipeline."""
-    declared, groups = parallel.pipeline, parallel.pipeline.groups
-    axis, group_size = str(declared.axis), layers_per_stage(parallel, layers.count) // groups
+    """Return the stack's results and its layers' variables after the calls, computed by a
+    pipeline.
+    """
+    declared = parallel.pipeline
+    groups = parallel.pipeline.groups
+    axis = str(declared.axis)
+    group_size = layers_per_stage(parallel, layers.count) // groups
     microbatches = split_microbatches(parallel, (x, rows))
     schedule = make_schedule(
         declared.schedule,
@@ -225,10 +236,11 @@ def _pipelined(
     parallel.schedules[f"LayerStack of {layers.count} layers"] = schedule
 
     def stage(variables: tuple, x: Tree, rows: tuple, shared: dict) -> tuple[Tree, Tree]:
-        x, rows = microbatches.split(x), microbatches.split(rows)
+        x = microbatches.split(x)
+        rows = microbatches.split(rows)
 
         def work(
-            inputs: tuple, kept: Tree, number: jax.Array, group: jax.Array, x: Tree
+            inputs: tuple, stage_variables: Tree, number: jax.Array, group: jax.Array, x: Tree
         ) -> tuple[Tree, Tree]:
             variables, rows, shared = inputs
             layer_inputs = jax.tree.map(lambda leaf: leaf[number], rows), shared
@@ -243,33 +255,38 @@ def _pipelined(
             def pick(leaf: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_slice_in_dim(leaf, group * group_size, group_size)
 
-            def put(kept: jax.Array, after: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(kept, after, group * group_size, 0)
+            def put(leaf: jax.Array, part: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice_in_dim(leaf, part, group * group_size, 0)
 
-            y, after = scan_layers(
-                run_layer, x, jax.tree.map(pick, variables), unroll=parallel.unroll
-            )
-            return jax.tree.map(put, kept, after), y
+            group_variables = jax.tree.map(pick, variables)
+            y, after = scan_layers(run_layer, x, group_variables, unroll=parallel.unroll)
+            return jax.tree.map(put, stage_variables, after), y
 
-        kept, y = run_schedule(parallel, schedule, work, (variables, rows, shared), variables[2], x)
-        return microbatches.merge(from_last_stage(y, axis, scatter=scatter)), kept
+        after, y = run_schedule(
+            parallel, schedule, work, (variables, rows, shared), variables[2], x
+        )
+        return microbatches.merge(from_last_stage(y, axis, scatter=scatter)), after
 
     def permute(tree: Tree, order: np.ndarray) -> Tree:
-        return jax.tree.map(lambda leaf: leaf[order], tree) if groups > 1 else tree
+        if groups == 1:
+            return tree
+        return jax.tree.map(lambda leaf: leaf[order], tree)
 
     order = stage_order(layers.count, parallel.stages, groups)
-    params = layers.params if parallel.in_stage_order else permute(layers.params, order)
+    params = layers.params
+    if not parallel.in_stage_order:
+        params = permute(params, order)
     variables = (params, *permute(layers.variables[1:], order))
     scatter = microbatches.count % parallel.stages == 0
-    by_stage, by_row, row_axes = (
-        PartitionSpec(axis),
-        row_spec(microbatches.row_axes),
-        microbatches.row_axes,
-    )
-    y_spec = row_spec((*row_axes, axis)) if scatter else by_row
+    by_stage = PartitionSpec(axis)
+    by_row = row_spec(microbatches.row_axes)
+    row_axes = microbatches.row_axes
+    y_spec = by_row
+    if scatter:
+        y_spec = row_spec((*row_axes, axis))
     in_specs = (by_stage, by_row, by_row, PartitionSpec())
-    run = parallel.shard_map(
+    on_stages = parallel.shard_map(
         (axis, *row_axes), stage, in_specs=in_specs, out_specs=(y_spec, by_stage)
     )
-    y, kept = run(variables, x, rows, shared)
-    return y, permute(kept, np.argsort(order))
+    y, after = on_stages(variables, x, rows, shared)
+    return y, permute(after, np.argsort(order))

@@ -7,6 +7,7 @@ forward, e5m2 for gradients), arXiv:2105.03536, appendix (int8 with a scale per 
 """
 
 import functools
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ from jax import lax
 from spmd.base.xla import largest_magnitude
 from spmd.errors import OptionError
 
-# by `Precision.products`: of the factors forward, and of a gradient in the backward pass; None: as
-# it is
+# By `Precision.products`: dtypes of the factors forward, and of a gradient in the backward pass;
+# None: as it is. A gradient has a larger range and needs less precision (Micikevicius et al., FP8
+# formats for deep learning, arXiv:2209.05433).
 DTYPES = {
     "bfloat16": (jnp.bfloat16, jnp.bfloat16),
     "float8": (jnp.float8_e4m3fn, jnp.float8_e5m2),
@@ -27,16 +29,16 @@ DTYPES = {
 
 
 def scope_of(layer: str) -> str:
-    """What the operations of a layer's products are named in a compiled program, by the layer's
-    path.
+    """Return the name that operations of a layer's products have in a compiled program, by the
+    layer's path.
     """
     return f"low_precision_product.{layer.replace('/', '.')}"
 
 
 @functools.cache
 def low_precision_product(products: str) -> Callable[..., jax.Array]:
-    """A function with the arguments of `jax.lax.dot_general`, whose products, and those of its
-    gradients, are computed in `products`.
+    """Return a function with the arguments of `jax.lax.dot_general`, whose products, and those of
+    its gradients, are computed in `products`.
 
     Factors are float32 or bfloat16; sums are float32 (int32 for int8), and so nothing but the
     factors is rounded. The result has the dtype that `jax.lax.dot_general` gives it. The gradients
@@ -58,7 +60,7 @@ def low_precision_product(products: str) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         return _contract(lhs, rhs, letters, (forward, forward)).astype(dtype)
 
-    def run(
+    def run_forward(
         lhs: jax.Array, rhs: jax.Array, letters: tuple[str, str, str], dtype: Any
     ) -> tuple[jax.Array, tuple]:
         return product(lhs, rhs, letters, dtype), (lhs, rhs)
@@ -66,13 +68,16 @@ def low_precision_product(products: str) -> Callable[..., jax.Array]:
     def backward(
         letters: tuple[str, str, str], dtype: Any, factors: tuple, gradient: jax.Array
     ) -> tuple:
-        (lhs, rhs), (left, right, out) = factors, letters
-        dtypes = (of_gradients, forward if of_gradients is not None else None)
+        lhs, rhs = factors
+        left, right, out = letters
+        dtypes = (None, None)
+        if of_gradients is not None:
+            dtypes = (of_gradients, forward)
         of_lhs = _contract(gradient, rhs, (out, right, left), dtypes)
         of_rhs = _contract(gradient, lhs, (out, left, right), dtypes)
         return of_lhs.astype(lhs.dtype), of_rhs.astype(rhs.dtype)
 
-    product.defvjp(run, backward)
+    product.defvjp(run_forward, backward)
 
     def dot_general(
         lhs: jax.Array,
@@ -82,16 +87,12 @@ def low_precision_product(products: str) -> Callable[..., jax.Array]:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        if precision is not None or out_sharding is not None:
-            name, value = (
-                ("precision", precision)
-                if precision is not None
-                else ("out_sharding", out_sharding)
-            )
-            raise OptionError(
-                f"products in {products} take no {name}, and the model says {value}.",
-                fix=f"a layer without {name}=.",
-            )
+        for name, value in (("precision", precision), ("out_sharding", out_sharding)):
+            if value is not None:
+                raise OptionError(
+                    f"products in {products} take no {name}, and the model says {value}.",
+                    fix=f"a layer without {name}=.",
+                )
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         return product(lhs, rhs, _letters(dimension_numbers, lhs.ndim, rhs.ndim), jnp.dtype(dtype))
 
@@ -99,7 +100,8 @@ def low_precision_product(products: str) -> Callable[..., jax.Array]:
 
 
 def _letters(dimension_numbers: Any, lhs_dims: int, rhs_dims: int) -> tuple[str, str, str]:
-    """Dims of `jax.lax.dot_general` as the letters that einsum has for the factors and the result.
+    """Return dims of `jax.lax.dot_general` as the letters that einsum has for the factors and the
+    result.
 
     >>> _letters((((2,), (0,)), ((), ())), 3, 2)
     ('abc', 'cd', 'abd')
@@ -107,66 +109,80 @@ def _letters(dimension_numbers: Any, lhs_dims: int, rhs_dims: int) -> tuple[str,
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
     left = [chr(ord("a") + dim) for dim in range(lhs_dims)]
     right = [chr(ord("a") + lhs_dims + dim) for dim in range(rhs_dims)]
-    for lhs_dim, rhs_dim in zip(
-        (*lhs_contracted, *lhs_batch), (*rhs_contracted, *rhs_batch), strict=True
-    ):
+    lhs_shared = (*lhs_contracted, *lhs_batch)
+    rhs_shared = (*rhs_contracted, *rhs_batch)
+    for lhs_dim, rhs_dim in zip(lhs_shared, rhs_shared, strict=True):
         right[rhs_dim] = left[lhs_dim]
     batch = [left[dim] for dim in lhs_batch]
     free = [letter for letter in (*left, *right) if (letter in left) != (letter in right)]
-    names = dict(zip(dict.fromkeys([*left, *right]), "abcdefghijklmnopqrstuvwxyz", strict=False))
-    first, second, out = (
-        "".join(names[letter] for letter in letters) for letters in (left, right, batch + free)
-    )
-    return first, second, out
+    # Letters without gaps.
+    names = dict(zip(dict.fromkeys([*left, *right]), string.ascii_lowercase, strict=False))
+
+    def renamed(letters: list[str]) -> str:
+        return "".join(names[letter] for letter in letters)
+
+    return renamed(left), renamed(right), renamed(batch + free)
 
 
 def _contract(
     lhs: jax.Array, rhs: jax.Array, letters: tuple[str, str, str], dtypes: tuple[Any, Any]
 ) -> jax.Array:
-    """The product in float32, its factors rounded to `dtypes`."""
+    """Return the product in float32, its factors rounded to `dtypes`."""
     left, right, out = letters
     contracted = [letter for letter in left if letter in right and letter not in out]
     if dtypes == (None, None):
-        dtypes = jnp.result_type(lhs, rhs), jnp.result_type(lhs, rhs)
-    lhs, lhs_scale = _rounded(lhs, [left.index(letter) for letter in contracted], dtypes[0])
-    rhs, rhs_scale = _rounded(rhs, [right.index(letter) for letter in contracted], dtypes[1])
+        dtypes = (jnp.result_type(lhs, rhs), jnp.result_type(lhs, rhs))
+    left_dims = [left.index(letter) for letter in contracted]
+    right_dims = [right.index(letter) for letter in contracted]
+    lhs, lhs_scale = _rounded(lhs, left_dims, dtypes[0])
+    rhs, rhs_scale = _rounded(rhs, right_dims, dtypes[1])
     batch = [letter for letter in left if letter in right and letter in out]
+    batch_dims = (tuple(map(left.index, batch)), tuple(map(right.index, batch)))
+    sums = jnp.float32
+    if dtypes[0] == jnp.int8:
+        sums = jnp.int32
+    dims = ((tuple(left_dims), tuple(right_dims)), batch_dims)
+    value = lax.dot_general(lhs, rhs, dims, preferred_element_type=sums).astype(jnp.float32)
+    # The order of dims in a result of `dot_general`.
     made = [
         *batch,
         *(letter for letter in left if letter not in right),
         *(letter for letter in right if letter not in left),
     ]
-    contraction = (tuple(map(left.index, contracted)), tuple(map(right.index, contracted)))
-    batches = (tuple(map(left.index, batch)), tuple(map(right.index, batch)))
-    sums = jnp.int32 if dtypes[0] == jnp.int8 else jnp.float32
-    value = lax.dot_general(lhs, rhs, (contraction, batches), preferred_element_type=sums).astype(
-        jnp.float32
-    )
-    for scale, of in ((lhs_scale, left), (rhs_scale, right)):
+    for scale, of_factor in ((lhs_scale, left), (rhs_scale, right)):
         if scale is not None:
-            kept = [letter for letter in of if letter not in contracted]
-            shape = [scale.shape[kept.index(letter)] if letter in kept else 1 for letter in made]
-            value *= lax.transpose(
-                scale, [kept.index(letter) for letter in made if letter in kept]
-            ).reshape(shape)
+            scale_letters = [letter for letter in of_factor if letter not in contracted]
+            order = []
+            shape = []
+            for letter in made:
+                size = 1
+                if letter in scale_letters:
+                    dim = scale_letters.index(letter)
+                    order.append(dim)
+                    size = scale.shape[dim]
+                shape.append(size)
+            value *= lax.transpose(scale, order).reshape(shape)
     return lax.transpose(value, [made.index(letter) for letter in out])
 
 
 def _rounded(x: jax.Array, contracted: list[int], dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """`x` in `dtype`, and the float32 scale by which it was divided, without the contracted dims;
-    no scale for 16 bits and more.
+    """Return `x` in `dtype`, and the float32 scale by which it was divided, without the contracted
+    dims; no scale for 16 bits and more.
 
     A row with a NaN or an infinity has the scale NaN, and so has its product.
     """
     if jnp.dtype(dtype).itemsize > 1:
         return x.astype(dtype), None
-    largest = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
+    if dtype == jnp.int8:
+        largest = float(jnp.iinfo(dtype).max)
+    else:
+        largest = float(jnp.finfo(dtype).max)
     values = x.astype(jnp.float32)
     peak = largest_magnitude(values, contracted)
     scale = jnp.where(peak == 0, 1.0, peak / largest)
     scaled = jnp.clip(values / scale, -largest, largest)
-    scaled = jnp.round(scaled) if dtype == jnp.int8 else scaled
+    if dtype == jnp.int8:
+        scaled = jnp.round(scaled)
     finite = jnp.isfinite(scale)
-    return jnp.where(finite, scaled, 0.0).astype(dtype), lax.squeeze(
-        jnp.where(finite, scale, jnp.nan), contracted
-    )
+    scale = lax.squeeze(jnp.where(finite, scale, jnp.nan), contracted)
+    return jnp.where(finite, scaled, 0.0).astype(dtype), scale

@@ -18,7 +18,7 @@ from spmd.wire import collectives
 
 
 class Routing(NamedTuple):
-    """How tokens were routed in one call; scalars, float32.
+    """The routing of tokens in one call; scalars, float32.
 
     Attributes:
       loss: 1 when all experts get the same share of tokens, up to the number of experts when one
@@ -108,27 +108,33 @@ class MixtureOfExperts(nnx.Module):
             init(rngs.params(), (experts, hidden, features)),
             out_sharding=("expert", "mlp", "embed"),
         )
-        self.k, self.capacity_factor, self.activation = k, capacity_factor, activation
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.activation = activation
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Routing]:
-        """The result, shaped as `x` [rows, features] or [rows, length, features], and how tokens
-        were routed.
+        """Return the result, shaped as `x` [rows, features] or [rows, length, features], and the
+        routing of tokens.
         """
-        router, up, down = self.router[...], self.up[...], self.down[...]
+        router = self.router[...]
+        up = self.up[...]
+        down = self.down[...]
         if x.ndim not in (2, 3) or x.shape[-1] != router.shape[0]:
-            wanted = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]"
-            raise OptionError(f"MixtureOfExperts: x is {describe(x)}.", fix=f"{wanted}.")
+            fix = f"[rows, {router.shape[0]}] or [rows, length, {router.shape[0]}]."
+            raise OptionError(f"MixtureOfExperts: x is {describe(x)}.", fix=fix)
         parallel = current()
         parallel.used.add(MIXTURE)
         axis = parallel.experts.axis
         if axis is not None:
             parallel.used.add("experts")
-            axis = axis if parallel.axis_size(axis) > 1 else None
+            if not parallel.axis_size(axis) > 1:
+                axis = None
         axes, spec = _token_axes(parallel, axis, x, len(up))
         route = functools.partial(
             _route, axis=axis, k=self.k, factor=self.capacity_factor, activation=self.activation
         )
-        replicated, by_expert = PartitionSpec(), PartitionSpec(axis)
+        replicated = PartitionSpec()
+        by_expert = PartitionSpec(axis)
         stats = PartitionSpec(axes or None)
         if axes:
             route = parallel.shard_map(
@@ -138,17 +144,17 @@ class MixtureOfExperts(nnx.Module):
             y, chosen, likely, dropped = tokens_in_groups(route, x, router, up, down)
             # The shares of all workers have no gradient, so the mean of the workers' losses is the
             # loss of all tokens.
-            workers = parallel.reading or tuple(
-                name for name in parallel.data if name in manual_axes()
-            )
+            workers = parallel.reading
+            if not workers:
+                workers = tuple(name for name in parallel.data if name in manual_axes())
             shares = collectives.all_reduce(jax.lax.stop_gradient(chosen.sum(axis=0)), workers)
         loss = len(up) * jnp.sum(shares / shares.sum() * likely.mean(axis=0))
         return y, Routing(loss, dropped.mean())
 
 
 def microbatch_notes(parallel: ParallelConfig, rows: int, count: int) -> list[str]:
-    """A note on a mixture of experts in a loss that is called on `count` microbatches of a batch of
-    `rows` rows.
+    """Return a note on a mixture of experts in a loss that is called on `count` microbatches of a
+    batch of `rows` rows.
     """
     if count == 1 or MIXTURE not in parallel.used:
         return []
@@ -165,8 +171,8 @@ ROUTES = "tokens_in_groups"  # the name of a function in a traced loss
 
 @functools.partial(jax.jit, static_argnums=0)
 def tokens_in_groups(route: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """`route(*arrays)`, by a name with which a reader of the traced loss finds it: workers route
-    their own tokens, as one group each.
+    """Return `route(*arrays)`, by a name with which a reader of the traced loss finds it: workers
+    route their own tokens, as one group each.
     """
     return route(*arrays)
 
@@ -174,14 +180,17 @@ def tokens_in_groups(route: Callable[..., Any], *arrays: jax.Array) -> Any:
 def _token_axes(
     parallel: ParallelConfig, axis: str | None, x: jax.Array, experts: int
 ) -> tuple[tuple[str, ...], PartitionSpec]:
-    """The mesh axes over which tokens are sharded into groups, and the spec of `x`: a sequence is
-    sharded along dim 1, else the rows.
+    """Return the mesh axes over which tokens are sharded into groups, and the spec of `x`: a
+    sequence is sharded along dim 1, else the rows.
     """
-    wanted = (parallel.sequence.axis if x.ndim == 3 else None, axis)
+    names = [axis]
+    if x.ndim == 3:
+        names.insert(0, parallel.sequence.axis)
     along = tuple(
-        name for name in dict.fromkeys(wanted) if name is not None and parallel.axis_size(name) > 1
+        name for name in dict.fromkeys(names) if name is not None and parallel.axis_size(name) > 1
     )
-    rows, parts = parallel.auto_row_axes(x.shape[0]), math.prod(map(parallel.axis_size, along))
+    rows = parallel.auto_row_axes(x.shape[0])
+    parts = math.prod(map(parallel.axis_size, along))
     count = parallel.axis_size(axis)
     if experts % count:
         why = (
@@ -192,23 +201,21 @@ def _token_axes(
             f'MixtureOfExperts ([experts] axis = "{axis}"): {why}',
             fix=f"{-(-experts // count) * count} experts.",
         )
-    dim = x.ndim - 2
-    size = x.shape[dim] // (1 if dim else math.prod(map(parallel.axis_size, rows)))
+    if x.ndim == 3:
+        size = x.shape[1]
+        sized = "a sequence of"
+        spec = PartitionSpec(rows or None, along or None)
+    else:
+        size = x.shape[0] // math.prod(map(parallel.axis_size, rows))
+        sized = "rows of each worker:"
+        spec = PartitionSpec((*rows, *along) or None)
     if size % parts:
-        sized, names = (
-            "a sequence of" if dim else "rows of each worker:",
-            " and ".join(f'"{name}"' for name in along),
-        )
+        quoted = " and ".join(f'"{name}"' for name in along)
         why = (
-            f"{sized} {size}, not divisible by {parts} devices along {names}: {size} / {parts} "
+            f"{sized} {size}, not divisible by {parts} devices along {quoted}: {size} / {parts} "
             f"leaves {size % parts}."
         )
         raise DataError(f"MixtureOfExperts: {why}", fix=f"{near_multiples(size, parts)}.")
-    spec = (
-        PartitionSpec(rows or None, along or None)
-        if dim
-        else PartitionSpec((*rows, *along) or None)
-    )
     return (*rows, *along), spec
 
 
@@ -229,18 +236,20 @@ def _route(
       The result; for each expert the number of tokens that choose it first, and its mean
       probability, float32[1, experts]; the share of dropped choices, float32[1].
     """
-    tokens, experts = x.reshape(-1, x.shape[-1]), router.shape[1]
+    tokens = x.reshape(-1, x.shape[-1])
+    experts = router.shape[1]
     capacity = min(len(tokens), math.ceil(k * len(tokens) / experts * factor))
     likely = jax.nn.softmax(
         jnp.einsum("td,de->te", tokens, router, preferred_element_type=jnp.float32)
     )
     weights, chosen = jax.lax.top_k(likely, k)
-    weights = weights / weights.sum(axis=1, keepdims=True) if k > 1 else weights
+    if k > 1:
+        weights = weights / weights.sum(axis=1, keepdims=True)
     slots = _slots(chosen, experts, capacity)
     buffer = jnp.zeros((experts * capacity, x.shape[-1]), x.dtype)
     for choice in range(k):
         buffer = buffer.at[slots[:, choice]].set(tokens, mode="drop", unique_indices=True)
-    out = _run(
+    out = _run_experts(
         buffer.reshape(experts, capacity, -1),
         up.astype(x.dtype),
         down.astype(x.dtype),
@@ -248,10 +257,10 @@ def _route(
         activation,
     )
     out = out.reshape(experts * capacity, -1)
-    y = sum(
-        weights[:, [n]].astype(x.dtype) * out.at[slots[:, n]].get(mode="fill", fill_value=0)
-        for n in range(k)
-    )
+    y: Any = 0
+    for choice in range(k):
+        chosen_out = out.at[slots[:, choice]].get(mode="fill", fill_value=0)
+        y += weights[:, [choice]].astype(x.dtype) * chosen_out
     first = jax.nn.one_hot(chosen[:, 0], experts, dtype=jnp.float32).sum(axis=0, keepdims=True)
     dropped = jnp.mean(slots >= experts * capacity, dtype=jnp.float32)
     return jnp.asarray(y).reshape(x.shape), first, likely.mean(axis=0, keepdims=True), dropped[None]
@@ -267,26 +276,30 @@ def _slots(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
     [[0, 2], [1, 4], [8, 3]]
     """
     tokens, k = chosen.shape
-    wanted = chosen.T.reshape(-1)  # all first choices, then all second ones
-    before = jnp.cumsum(jax.nn.one_hot(wanted, experts, dtype=jnp.int32), axis=0) - 1
-    place = jnp.take_along_axis(before, wanted[:, None], axis=1)[:, 0]
-    # all different, since indices are declared unique
+    ordered = chosen.T.reshape(-1)  # all first choices, then all second ones
+    before = jnp.cumsum(jax.nn.one_hot(ordered, experts, dtype=jnp.int32), axis=0) - 1
+    place = jnp.take_along_axis(before, ordered[:, None], axis=1)[:, 0]
+    # All different, since the scatter declares its indices unique.
     dropped = experts * capacity + jnp.arange(k * tokens)
-    return jnp.where(place < capacity, wanted * capacity + place, dropped).reshape(k, tokens).T
+    return jnp.where(place < capacity, ordered * capacity + place, dropped).reshape(k, tokens).T
 
 
-def _run(
+def _run_experts(
     buffer: jax.Array,
     up: jax.Array,
     down: jax.Array,
     axis: str | None,
     activation: Callable[[Any], Any],
 ) -> jax.Array:
-    """The experts' outputs for [experts, capacity, features]; the devices of `axis` exchange tokens
-    before and after.
+    """Return the experts' outputs for [experts, capacity, features]; the devices of `axis` exchange
+    tokens before and after.
     """
-    axes = () if axis is None else (axis,)
-    devices, local, capacity = collectives.worker_count(axes), len(up), buffer.shape[1]
+    axes = ()
+    if axis is not None:
+        axes = (axis,)
+    devices = collectives.worker_count(axes)
+    local = len(up)
+    capacity = buffer.shape[1]
     buffer = collectives.all_to_all(buffer.reshape(devices, local, capacity, -1), axes)
     buffer = buffer.swapaxes(0, 1).reshape(local, devices * capacity, -1)
     out = jnp.einsum("ech,ehd->ecd", activation(jnp.einsum("ecd,edh->ech", buffer, up)), down)

@@ -1,5 +1,5 @@
-"""How the current step shards the forward pass. The step sets this around the call of the loss, at
-trace time.
+"""The sharding of the forward pass in the current step. The step sets it around the call of the
+loss, at trace time.
 
 A module of `spmd.nn` calls `current()`. Outside of a step nothing is sharded, and the module runs
 as ordinary model code.
@@ -38,7 +38,7 @@ LAYERS = "layers_of_a_stack"  # the name of a function in a loss that is only re
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """What the layout declares, and on which mesh.
+    """The declarations of a layout that modules read, and the mesh.
 
     Attributes:
       data: the mesh axes over which rows are sharded. In the manual step they are already manual,
@@ -120,33 +120,33 @@ class ParallelConfig:
             )
 
     def axis_size(self, axis: str | None) -> int:
-        """The number of devices along a mesh axis; 1 for None."""
-        return 1 if axis is None or self.mesh is None else self.mesh.shape[axis]
+        """Return the number of devices along a mesh axis; 1 for None."""
+        if axis is None or self.mesh is None:
+            return 1
+        return self.mesh.shape[axis]
 
     @property
     def branchless(self) -> bool:
-        """Whether all stages must run the same code and discard the results they do not need.
-
-        This holds where the devices of a stage communicate, explicitly or because the partitioner
-        has sharded a layer over another axis: in a branch that only some stages take, XLA:CPU (jax
-        0.10.2) gives a `ppermute` wrong numbers, or hangs. It also holds where loops are unrolled
-        for a convolution, which is as slow in a branch as in a loop.
+        """Return whether all stages must run the same code and discard the results they do not
+        need: where the devices of a stage communicate, explicitly or because the partitioner has
+        sharded a layer over another axis.
         """
+        # A convolution in a branch is as slow on a CPU as in a loop, for which loops are unrolled.
+        if self.unroll or self.mesh is None:
+            return self.unroll
+        # In a branch that only some stages take, XLA:CPU (jax 0.10.2) gives a `ppermute` wrong
+        # numbers, or hangs.
         pipeline_axes = (self.pipeline.axis, *self.data)
-        return self.unroll or any(
-            size > 1
-            for axis, size in (self.mesh.shape.items() if self.mesh else ())
-            if axis not in pipeline_axes
-        )
+        return any(size > 1 for axis, size in self.mesh.shape.items() if axis not in pipeline_axes)
 
     @property
     def stages(self) -> int:
-        """Devices along the pipeline's axis."""
+        """The number of devices along the pipeline's axis."""
         return self.axis_size(self.pipeline.axis)
 
     @property
     def manual_backward(self) -> bool:
-        """Whether the step runs the backward pass tick by tick, without reverse-mode
+        """Return whether the step runs the backward pass tick by tick, without reverse-mode
         differentiation of the entire loss.
         """
         return self.stages > 1 and self.pipeline.schedule == "1f1b"
@@ -161,30 +161,33 @@ class ParallelConfig:
         )
 
     def auto_row_axes(self, rows: int) -> tuple[str, ...]:
-        """`auto_data_axes` if their devices divide `rows`; else none, and the rows are
+        """Return `auto_data_axes` if their devices divide `rows`; else none, and the rows are
         replicated.
         """
-        return (
-            self.auto_data_axes
-            if rows % math.prod(map(self.axis_size, self.auto_data_axes)) == 0
-            else ()
-        )
+        if rows % math.prod(map(self.axis_size, self.auto_data_axes)) == 0:
+            return self.auto_data_axes
+        return ()
 
     def shard_map(
         self, axes: tuple[str, ...], function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """`function` on each device's shard along `axes`; all other axes stay as they are.
+        """Return `function` on each device's shard along `axes`; all other axes stay as they are.
 
         Specs name these axes only. Gradients of inputs that are replicated along an axis are summed
         over it.
         """
-        mesh = None if manual_axes() else self.mesh  # inside a manual region jax knows the mesh
+        # Inside a manual region JAX takes the mesh of that region only.
+        mesh = None
+        if not manual_axes():
+            mesh = self.mesh
 
-        def names_all_axes(spec: Any) -> bool:
-            # else specs of several arrays
-            return isinstance(spec, PartitionSpec) and set(spec_axes(tuple(spec))) >= set(axes)
+        def widened(tree: Any, spec: Any) -> Any:
+            # An array that is sharded over all axes has a gradient on each device, with no sum.
+            if isinstance(spec, PartitionSpec) and set(spec_axes(tuple(spec))) >= set(axes):
+                return tree
+            return jax.tree.map(_widened, tree)
 
-        def call(*inputs: Any) -> Any:
+        def call_mapped(*inputs: Any) -> Any:
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, inputs)
 
             def restore_dtypes(*widened: Any) -> Any:
@@ -192,26 +195,25 @@ class ParallelConfig:
                     *jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), widened, dtypes)
                 )
 
-            run = shard_map(
+            mapped = shard_map(
                 restore_dtypes, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes
             )
-            specs = [in_specs] * len(inputs) if isinstance(in_specs, PartitionSpec) else in_specs
+            specs = in_specs
+            if isinstance(in_specs, PartitionSpec):
+                specs = [in_specs] * len(inputs)
             pairs = zip(inputs, specs, strict=True)
-            return run(
-                *(
-                    tree if names_all_axes(spec) else jax.tree.map(_widened, tree)
-                    for tree, spec in pairs
-                )
-            )
+            return mapped(*(widened(tree, spec) for tree, spec in pairs))
 
-        return call
+        return call_mapped
 
 
 def _widened(leaf: jax.Array) -> jax.Array:
-    """A bfloat16 array as float32, since its gradient is summed over devices: see
+    """Return a bfloat16 array as float32, since its gradient is summed over devices: see
     `collectives.all_reduce`.
     """
-    return leaf.astype("float32") if leaf.dtype == "bfloat16" else leaf
+    if leaf.dtype == "bfloat16":
+        return leaf.astype("float32")
+    return leaf
 
 
 UNSHARDED = ParallelConfig(attention="as_written")
@@ -221,22 +223,23 @@ _CURRENT: contextvars.ContextVar[ParallelConfig] = contextvars.ContextVar(
 
 
 def current() -> ParallelConfig:
-    """How the forward pass that is being traced is sharded."""
+    """Return the configuration of the forward pass that is being traced."""
     return _CURRENT.get()
 
 
 def named_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which calls layers that a layout may compute in ways of its own, by a name with
-    which a reader of the loss finds it.
+    """Return `function`, which calls layers that a layout may compute in ways of its own, by a name
+    with which a reader of the loss finds it.
     """
     if not current().reading:
         return function
 
-    def call(*inputs: Any) -> Any:
+    def call_layers(*inputs: Any) -> Any:
         return function(*inputs)
 
-    call.__name__ = LAYERS
-    return jax.jit(call)
+    # An equation of a jit has the name of its function.
+    call_layers.__name__ = LAYERS
+    return jax.jit(call_layers)
 
 
 @contextlib.contextmanager
@@ -251,5 +254,7 @@ def parallel_scope(parallel: ParallelConfig) -> Iterator[ParallelConfig]:
 
 
 def row_spec(axes: tuple[str, ...]) -> PartitionSpec:
-    """Dim 0 sharded over these axes."""
-    return PartitionSpec(axes) if axes else PartitionSpec()
+    """Return the spec of an array whose dim 0 is sharded over these axes."""
+    if axes:
+        return PartitionSpec(axes)
+    return PartitionSpec()

@@ -44,15 +44,15 @@ class Tap:
 
     Attributes:
       x: the input of this stage's layers, in place of the stack's; None: they are not called.
-      y: what the stack returns; None: zeros, for a trace of which only `seen` is wanted.
-      seen: the stack's input, or what this stage's layers returned for `x`.
+      y: what the stack returns; None: zeros, for a trace of which only `recorded` is used.
+      recorded: the stack's input, or what this stage's layers returned for `x`.
       layers_per_stage: from a stack's layers to those of a stage, where every stage has all of
         them; None: it has its own only.
     """
 
     x: Tree = None
     y: Tree = None
-    seen: Tree = None
+    recorded: Tree = None
     layers_per_stage: Callable[[int], int] | None = None
     calls: int = 0
 
@@ -64,7 +64,7 @@ class Tap:
         x: Tree,
         rows: tuple,
     ) -> Tree:
-        """In place of a stack."""
+        """Return the stack's output, in place of the stack."""
         self.calls += 1
         if self.calls > 1:
             fix = (
@@ -78,26 +78,24 @@ class Tap:
             )
         if self.y is not None:
             return self.y
-        self.seen = x
+        self.recorded = x
         if self.x is not None:
-            count = (
-                layers.count
-                if self.layers_per_stage is None
-                else self.layers_per_stage(layers.count)
-            )
+            count = layers.count
+            if self.layers_per_stage is not None:
+                count = self.layers_per_stage(count)
             first = collectives.worker_index((str(parallel.pipeline.axis),)) * count
 
             def pick(leaf: jax.Array) -> jax.Array:
-                return (
-                    leaf if leaf.shape[0] == count else lax.dynamic_slice_in_dim(leaf, first, count)
-                )
+                if leaf.shape[0] == count:
+                    return leaf
+                return lax.dynamic_slice_in_dim(leaf, first, count)
 
             def run_layer(x: Tree, variables: tuple) -> tuple[Tree, Tree]:
                 return layers.unchanged(*call(x, rows, variables, lambda key: key))
 
-            # random streams are replicated over the stages
+            # Random streams are replicated over the stages.
             variables = jax.tree.map(pick, layers.variables)
-            self.seen, _ = scan_layers(run_layer, self.x, variables, unroll=parallel.unroll)
+            self.recorded, _ = scan_layers(run_layer, self.x, variables, unroll=parallel.unroll)
         return jax.tree.map(jnp.zeros_like, x)
 
 
@@ -115,28 +113,27 @@ class SplitLoss:
     layers_per_stage: Callable[[int], int] | None
 
     def _traced(self, tap: Tap, params: Tree, rows: Tree, number: Any) -> tuple[jax.Array, Tree]:
-        value_and_aux = self.loss(
-            params, rows, number, dataclasses.replace(self.parallel, tap=tap), self.consts
-        )
+        parallel = dataclasses.replace(self.parallel, tap=tap)
+        value_and_aux = self.loss(params, rows, number, parallel, self.consts)
         if not tap.calls:
             why = "the loss calls no spmd.nn.LayerStack, of which a 1f1b pipeline is made."
             raise ModelError(why, fix="one, or another [pipeline] schedule.")
         return value_and_aux
 
     def before(self, params: Tree, rows: Tree, number: Any) -> Tree:
-        """The stack's input."""
+        """Return the stack's input."""
         tap = Tap()
         self._traced(tap, params, rows, number)
-        return tap.seen
+        return tap.recorded
 
     def stage(self, params: Tree, x: Tree, rows: Tree, number: Any) -> Tree:
-        """What this stage's layers return for `x`."""
+        """Return the output of this stage's layers for `x`."""
         tap = Tap(x=x, layers_per_stage=self.layers_per_stage)
         self._traced(tap, params, rows, number)
-        return tap.seen
+        return tap.recorded
 
     def after(self, params: Tree, y: Tree, rows: Tree, number: Any) -> tuple[jax.Array, Tree]:
-        """The loss of the stack's output `y`, and its aux."""
+        """Return the loss of the stack's output `y`, and its aux."""
         return self._traced(Tap(y=y), params, rows, number)
 
 
@@ -152,7 +149,7 @@ def run_1f1b(
     *,
     layers_per_stage: Callable[[int], int] | None,
 ) -> tuple[Tree, Tree]:
-    """Gradients of a loss summed over all rows, and the sum of its aux.
+    """Return gradients of a loss summed over all rows, and the sum of its aux.
 
     Args:
       loss: `(params, rows, number, parallel, consts) -> (value, aux)` of one microbatch, summed
@@ -168,43 +165,48 @@ def run_1f1b(
     Returns:
       Gradients as `params`, and the aux.
     """
-    axis, row_axes = str(parallel.pipeline.axis), microbatches.row_axes
-    # also in `parallel.schedules`
+    axis = str(parallel.pipeline.axis)
+    row_axes = microbatches.row_axes
+    # The plan finds the same schedule in `parallel.schedules`.
     schedule = make_schedule("1f1b", stages=parallel.stages, microbatches=microbatches.count)
 
     def region(params: Tree, rows: Tree, consts: Tree) -> tuple[Tree, Tree]:
         split_loss = SplitLoss(parallel, loss, consts, layers_per_stage)
         first = collectives.worker_index(row_axes) * microbatches.count
-        grads, aux = _run(schedule, split_loss, params, microbatches.split(rows), first=first)
+        rows_of_microbatches = microbatches.split(rows)
+        grads, aux = _run_ticks(schedule, split_loss, params, rows_of_microbatches, first=first)
 
         def reduce(grad: jax.Array, is_sharded: bool) -> jax.Array:
-            return collectives.all_reduce(grad, row_axes if is_sharded else (axis, *row_axes))
+            if is_sharded:
+                return collectives.all_reduce(grad, row_axes)
+            return collectives.all_reduce(grad, (axis, *row_axes))
 
         grads = jax.tree.map(reduce, grads, stage_sharded)
         return grads, jax.tree.map(lambda a: collectives.all_reduce(a, (axis, *row_axes)), aux)
 
-    specs, consts_specs = jax.tree.map(
-        lambda is_sharded: PartitionSpec(axis) if is_sharded else PartitionSpec(),
-        (stage_sharded, consts_sharded),
-    )
+    def spec(is_sharded: bool) -> PartitionSpec:
+        if is_sharded:
+            return PartitionSpec(axis)
+        return PartitionSpec()
+
+    specs, consts_specs = jax.tree.map(spec, (stage_sharded, consts_sharded))
     in_specs = (specs, row_spec(row_axes), consts_specs)
-    run = parallel.shard_map(
+    on_stages = parallel.shard_map(
         (axis, *row_axes), region, in_specs=in_specs, out_specs=(specs, PartitionSpec())
     )
-    return run(params, rows, consts)
+    return on_stages(params, rows, consts)
 
 
-def _run(
+def _run_ticks(
     schedule: Schedule, loss: SplitLoss, params: Tree, microbatches: Tree, *, first: jax.Array
 ) -> tuple[Tree, Tree]:
-    """This stage's ticks: the gradients it computed, and the aux of the last stage."""
-    parallel, axis = loss.parallel, str(loss.parallel.pipeline.axis)
+    """Run this stage's ticks; returns the gradients it computed, and the aux of the last stage."""
+    parallel = loss.parallel
+    axis = str(loss.parallel.pipeline.axis)
     choose = functools.partial(one_of, branchless=parallel.branchless)
-    stage, last, slots = (
-        collectives.worker_index((axis,)),
-        schedule.stages - 1,
-        min(schedule.stages, schedule.microbatches),
-    )
+    stage = collectives.worker_index((axis,))
+    last = schedule.stages - 1
+    slots = min(schedule.stages, schedule.microbatches)
 
     def pick(number: Any) -> tuple[Tree, jax.Array]:
         return jax.tree.map(lambda x: x[number], microbatches), first + number
@@ -221,7 +223,7 @@ def _run(
         arrived = jax.tree.map(lambda buffer: buffer[number % slots], inputs)
         x = choose(stage != 0, [lambda: loss.before(params, *pick(number)), lambda: arrived])
         inputs = jax.tree.map(lambda buffer, x: buffer.at[number % slots].set(x), inputs, x)
-        # the last stage runs its layers in the backward pass
+        # The last stage runs its layers in the backward pass, with the loss.
         y = choose(stage == last, [lambda: loss.stage(params, x, *pick(number)), lambda: nothing])
         return (grads, aux, inputs, nothing), (y, nothing)
 
@@ -243,14 +245,13 @@ def _run(
             return stage_grads, filled(dx, x), zeros(aux)
 
         stage_grads, dx, stage_aux = choose(stage == last, [from_next_stage, from_loss])
-        grads, aux = (
-            jax.tree.map(jnp.add, grads, stage_grads),
-            jax.tree.map(jnp.add, aux, stage_aux),
-        )
+        grads = jax.tree.map(jnp.add, grads, stage_grads)
+        aux = jax.tree.map(jnp.add, aux, stage_aux)
 
         def add_before() -> Tree:
             _, vjp = jax.vjp(lambda params: loss.before(params, *pick(number)), params)
-            return jax.tree.map(jnp.add, grads, vjp(jax.tree.map(as_cotangent, dx))[0])
+            (before_grads,) = vjp(jax.tree.map(as_cotangent, dx))
+            return jax.tree.map(jnp.add, grads, before_grads)
 
         return (choose(stage == 0, [lambda: grads, add_before]), aux, inputs, dy), (nothing, dx)
 
@@ -273,31 +274,34 @@ def _run(
     inputs = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), input_shapes)
     columns = jnp.asarray(tick_table(schedule))[:, stage]
     carry = (zeros(params), zeros(aux), inputs, nothing)
-    (grads, aux, _, _), _ = lax.scan(
-        tick, carry, columns, unroll=len(columns) if parallel.unroll else 1
-    )
+    steps = 1
+    if parallel.unroll:
+        steps = len(columns)
+    (grads, aux, _, _), _ = lax.scan(tick, carry, columns, unroll=steps)
     return grads, aux
 
 
 def filled(gradient: Tree, x: Tree) -> Tree:
-    """A gradient that can be sent: integers have none, so zeros are sent in its place."""
-    return jax.tree.map(
-        lambda g, x: jnp.zeros_like(x) if g.dtype == jax.dtypes.float0 else g, gradient, x
-    )
+    """Return a gradient that can be sent: integers have none, so zeros are sent in its place."""
+
+    def filled_leaf(gradient: Any, x: jax.Array) -> Any:
+        if gradient.dtype == jax.dtypes.float0:
+            return jnp.zeros_like(x)
+        return gradient
+
+    return jax.tree.map(filled_leaf, gradient, x)
 
 
 def as_cotangent(gradient: jax.Array) -> Any:
-    """The reverse of `filled`, for one array."""
-    return (
-        gradient
-        if jnp.issubdtype(gradient.dtype, jnp.inexact)
-        else np.zeros(gradient.shape, jax.dtypes.float0)
-    )
+    """Return the cotangent that `filled` made one array of: JAX takes no other for integers."""
+    if jnp.issubdtype(gradient.dtype, jnp.inexact):
+        return gradient
+    return np.zeros(gradient.shape, jax.dtypes.float0)
 
 
 def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool) -> Tree:
-    """What `work[which]` returns. Only that function runs, or, if `branchless`, all of them, and
-    the other results are discarded.
+    """Return `work[which]()`. Only that function runs, or, if `branchless`, all of them, and the
+    other results are discarded.
     """
     if not branchless:
         return lax.switch(jnp.int32(which), work)
@@ -309,8 +313,8 @@ def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool
 
 @functools.cache
 def tick_table(schedule: Schedule) -> np.ndarray:
-    """A schedule as int32[ticks, stages, 3]: what a stage does, with which microbatch, and whose
-    input arrives at the end of the tick.
+    """Return a schedule as int32[ticks, stages, 3]: the kind of work of a stage, its microbatch,
+    and the microbatch whose input arrives at the end of the tick.
 
     Raises:
       RuntimeError: a schedule in which a gradient waits longer than a tick, or an input arrives in
@@ -322,8 +326,13 @@ def tick_table(schedule: Schedule) -> np.ndarray:
     waiting: list[set[int]] = [set() for _ in range(schedule.stages)]
     for at, tick in enumerate(schedule.table):
         for stage, work in enumerate(tick):
-            kind = IDLE if work is None else BACKWARD if work.backward else FORWARD
-            number = 0 if work is None else work.microbatch
+            kind = IDLE
+            number = 0
+            if work is not None:
+                kind = FORWARD
+                number = work.microbatch
+                if work.backward:
+                    kind = BACKWARD
             table[at, stage, :2] = kind, number
             if kind == FORWARD and stage == 0:
                 waiting[0].add(number)

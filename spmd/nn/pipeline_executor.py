@@ -35,7 +35,7 @@ def run_schedule(
     state: Tree,
     inputs: Tree,
 ) -> tuple[Tree, Tree]:
-    """This stage's part of a forward pass, inside a region that is manual along the pipeline's
+    """Run this stage's part of a forward pass, inside a region that is manual along the pipeline's
     axis.
 
     Args:
@@ -43,7 +43,7 @@ def run_schedule(
         microbatch; y is shaped like x. `number` and `group` are those of the microbatch and of the
         stage's group of layers.
       params: all arrays that `work` uses and that have a gradient.
-      state: what this stage keeps from tick to tick; an idle tick does not change it.
+      state: arrays that this stage keeps from tick to tick; an idle tick does not change them.
       inputs: leaves [microbatches, ...], replicated over the stages; only the first stage uses
         them.
 
@@ -51,70 +51,81 @@ def run_schedule(
       The state after the last tick, and the results [microbatches, ...], which are valid on the
       last stage and zeros on the others.
     """
-    table, axis = schedule.forward.table, str(parallel.pipeline.axis)
-    column = np.array(
-        [
-            [(-1, 0) if work is None else (work.microbatch, work.group) for work in tick]
-            for tick in table
-        ],
-        np.int32,
-    )
-    stage, last = collectives.worker_index((axis,)), schedule.stages - 1
-    run, send = (
-        masked(work),
-        functools.partial(
-            jax.tree.map, lambda y: collectives.shift(y, axis, around=schedule.groups > 1)
-        ),
-    )
+    table = schedule.forward.table
+    axis = str(parallel.pipeline.axis)
+    rows = np.zeros((len(table), schedule.stages, 2), np.int32)
+    for at, tick_work in enumerate(table):
+        for stage_number, item in enumerate(tick_work):
+            rows[at, stage_number] = (-1, 0)
+            if item is not None:
+                rows[at, stage_number] = (item.microbatch, item.group)
+    stage = collectives.worker_index((axis,))
+    last = schedule.stages - 1
+    run_masked = masked(work)
+    overlaps = schedule.hop > 1
+
+    def send(y: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf: collectives.shift(leaf, axis, around=schedule.groups > 1), y
+        )
 
     def tick(carry: tuple, row: jax.Array) -> tuple[tuple, Tree]:
         state, arrived, outgoing = carry
         number, group = row
-        # with a hop of 2 ticks, this overlaps the computation of this tick
+        # With a hop of 2 ticks, this overlaps the computation of this tick.
         incoming = send(outgoing)
         new = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), keepdims=False), inputs
         )
         x = jax.tree.map(functools.partial(jnp.where, (stage == 0) & (group == 0)), new, arrived)
-        state, y = run(number >= 0, params, state, number, group, x)
-        return (state, incoming, y) if schedule.hop > 1 else (state, send(y), ()), y
+        state, y = run_masked(number >= 0, params, state, number, group, x)
+        if overlaps:
+            return (state, incoming, y), y
+        return (state, send(y), ()), y
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
-    begin = (state, nothing, nothing if schedule.hop > 1 else ())
-    (state, *_), results = lax.scan(
-        tick, begin, jnp.asarray(column)[:, stage], unroll=len(table) if parallel.unroll else 1
-    )
-    done = {work: at for at, work in enumerate(tick[last] for tick in table)}
+    begin = (state, nothing, ())
+    if overlaps:
+        begin = (state, nothing, nothing)
+    steps = 1
+    if parallel.unroll:
+        steps = len(table)
+    (state, *_), results = lax.scan(tick, begin, jnp.asarray(rows)[:, stage], unroll=steps)
+    ends = {tick_work[last]: at for at, tick_work in enumerate(table)}
     order = np.array(
-        [done[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)]
+        [ends[Work(number, schedule.groups - 1)] for number in range(schedule.microbatches)]
     )
-    return state, jax.tree.map(
-        lambda y: jnp.where(stage == last, y[order], jnp.zeros_like(y[order])), results
-    )
+
+    def of_last_stage(y: jax.Array) -> jax.Array:
+        return jnp.where(stage == last, y[order], jnp.zeros_like(y[order]))
+
+    return state, jax.tree.map(of_last_stage, results)
 
 
 def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
-    """`work`, run in any case; if not `live` the state does not change, and gradients are zero even
-    if the result is NaN.
+    """Return `work`, run in any case; if not `live` the state does not change, and gradients are
+    zero even if the result is NaN.
     """
 
-    def run(
+    def run_masked(
         live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree
     ) -> tuple[Tree, Tree]:
-        gated = functools.partial(
-            jax.tree.map,
-            lambda leaf: gate(live, leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf,
-        )
+        def gate_leaf(leaf: jax.Array) -> jax.Array:
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                return gate(live, leaf)
+            return leaf
+
+        gated = functools.partial(jax.tree.map, gate_leaf)
         after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
-        # an unchanged state keeps its gradient
+        # The state before is not gated: where it does not change, its gradient goes through.
         return jax.tree.map(functools.partial(jnp.where, live), after, state), y
 
-    return run
+    return run_masked
 
 
 @jax.custom_vjp
 def gate(live: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is replaced by zero (not multiplied by it) if not `live`."""
+    """Return `x`, whose gradient is replaced by zero (not multiplied by it) if not `live`."""
     del live
     return x
 
@@ -131,8 +142,8 @@ gate.defvjp(_gate_forward, _gate_backward)
 
 
 def from_last_stage(y: Tree, axis: str, *, scatter: bool) -> Tree:
-    """The last stage's array (other stages have zeros): dim 0 sharded over the stages (`scatter`),
-    or replicated.
+    """Return the last stage's array (other stages have zeros): dim 0 sharded over the stages
+    (`scatter`), or replicated.
     """
     if scatter:
         return jax.tree.map(lambda y: collectives.reduce_scatter(y, (axis,), 0), y)

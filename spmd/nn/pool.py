@@ -33,11 +33,10 @@ def max_pool2(x: jax.Array) -> jax.Array:
 
 
 def _windows(x: jax.Array) -> jax.Array:
-    """[rows, height // 2, 2, width // 2, 2, channels]"""
+    """Return windows [rows, height // 2, 2, width // 2, 2, channels]."""
     rows, height, width, channels = x.shape
-    return x[:, : height // 2 * 2, : width // 2 * 2].reshape(
-        rows, height // 2, 2, width // 2, 2, channels
-    )
+    even = x[:, : height // 2 * 2, : width // 2 * 2]
+    return even.reshape(rows, height // 2, 2, width // 2, 2, channels)
 
 
 @jax.custom_jvp
@@ -51,14 +50,15 @@ def _largest_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     a, b, c, d = _pixels(*primals)
-    upper, lower = jnp.maximum(a, b), jnp.maximum(c, d)
+    upper = jnp.maximum(a, b)
+    lower = jnp.maximum(c, d)
     chosen = jnp.where(lower > upper, 2 + (d > c).astype(jnp.int8), (b > a).astype(jnp.int8))
-    taken = jnp.where(chosen[:, :, None, :, None] == _PIXELS, *tangents, 0)
-    return jnp.maximum(upper, lower), taken.sum((2, 4), dtype=taken.dtype)
+    tangent = jnp.where(chosen[:, :, None, :, None] == _PIXELS, *tangents, 0)
+    return jnp.maximum(upper, lower), tangent.sum((2, 4), dtype=tangent.dtype)
 
 
 def _pixels(windows: jax.Array) -> list[jax.Array]:
-    """The four pixels of every window, in the order of rows, each [rows, height // 2, width // 2,
-    channels].
+    """Return the four pixels of every window, in the order of rows, each [rows, height // 2,
+    width // 2, channels].
     """
     return [windows[:, :, row, :, column] for row in (0, 1) for column in (0, 1)]

@@ -32,7 +32,7 @@ _MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAt
 
 @contextlib.contextmanager
 def replaced_calls(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a call of `ORIGINALS[name]` is one of `functions[name]`, which takes the original
+    """Let calls of `ORIGINALS[name]` inside be calls of `functions[name]`, which takes the original
     first. Other threads are not affected.
     """
     with _PATCHES.scope(functions):
@@ -43,13 +43,13 @@ def _replacement(name: str) -> Callable[..., Any]:
     original = ORIGINALS[name]
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_replacement(*args: Any, **kwargs: Any) -> Any:
         function = _PATCHES.value.get(name)
-        return (
-            original(*args, **kwargs) if function is None else function(original, *args, **kwargs)
-        )
+        if function is None:
+            return original(*args, **kwargs)
+        return function(original, *args, **kwargs)
 
-    return call
+    return call_replacement
 
 
 _REPLACEMENTS = {name: _replacement(name) for name in ORIGINALS}
@@ -64,27 +64,28 @@ class _AttentionFn:
         self.of_class = of_class
 
     def __get__(self, module: Any, kind: Any = None) -> Any:
-        kept = self.of_class if module is None else vars(module).get("attention_fn", self.of_class)
-        return next(
-            (_REPLACEMENTS[name] for name, original in ORIGINALS.items() if kept is original), kept
-        )
+        function = self.of_class
+        if module is not None:
+            function = vars(module).get("attention_fn", self.of_class)
+        for name, original in ORIGINALS.items():
+            if function is original:
+                return _REPLACEMENTS[name]
+        return function
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)["attention_fn"] = value
 
 
-_PATCHES = Patches(
-    "replaced_calls",
-    [
-        *(
-            (place, "dot_product_attention", _REPLACEMENTS[name])
-            for name, places in _NAMES.items()
-            for place in places
-        ),
-        *(
-            (kind, "attention_fn", _AttentionFn(vars(kind).get("attention_fn")))
-            for kind in _MODULES
-        ),
-    ],
-    outside=MappingProxyType({}),
-)
+def _patches() -> Patches:
+    replacements: list[tuple[Any, str, Any]] = []
+    for name, places in _NAMES.items():
+        for place in places:
+            replacements.append((place, "dot_product_attention", _REPLACEMENTS[name]))
+    # Flax's modules keep the function in an attribute, which a descriptor of the class reads.
+    for kind in _MODULES:
+        descriptor = _AttentionFn(vars(kind).get("attention_fn"))
+        replacements.append((kind, "attention_fn", descriptor))
+    return Patches("replaced_calls", replacements, outside=MappingProxyType({}))
+
+
+_PATCHES = _patches()

@@ -39,17 +39,18 @@ class Block(NamedTuple):
     """Scores of one part of the queries with one part of the keys, by their numbers on the two
     devices.
 
-    `wanted`: whether the mask leaves any of the scores. `query`, `key` and `wanted` may be traced.
+    `visible`: whether the mask leaves any of the scores. `query`, `key` and `visible` may be
+    traced.
     """
 
     query: Any
     key: Any
-    wanted: Any = True
+    visible: Any = True
 
 
 def blocks(device: Any, source: Any, *, local: bool, causal: bool, parts: int) -> list[Block]:
-    """What `device` computes while it holds the keys of device `source` (`local`: its own). Device
-    numbers may be traced.
+    """Return the blocks that `device` computes while it holds the keys of device `source` (`local`:
+    they are its own). Device numbers may be traced.
 
     With two parts, device i of n has parts i and 2n - 1 - i of the sequence. Its back part comes
     after every front part. In addition, the two front parts count if the keys come from an earlier
@@ -57,7 +58,7 @@ def blocks(device: Any, source: Any, *, local: bool, causal: bool, parts: int) -
     three for itself.
 
     >>> blocks(2, 1, local=False, causal=True, parts=2)
-    [Block(query=1, key=0, wanted=True), Block(query=0, key=0, wanted=True)]
+    [Block(query=1, key=0, visible=True), Block(query=0, key=0, visible=True)]
     """
     if parts == 1:
         return [Block(0, 0, local or not causal or source < device)]
@@ -89,47 +90,51 @@ class Ring:
 
     @property
     def count(self) -> int:
-        """Devices of the ring."""
+        """The number of devices of the ring."""
         return self.parallel.axis_size(self.axis)
 
     def spec(self, x: Any) -> PartitionSpec:
-        """Of an array [rows, length, heads, head_dim], [rows, heads, length], [rows, length], or of
-        numbers for all.
+        """Return the spec of an array [rows, length, heads, head_dim], [rows, heads, length],
+        [rows, length], or of numbers for all.
         """
-        rows, heads = self.rows or None, self.heads or None
-        return (
-            PartitionSpec(),
-            PartitionSpec(rows, self.axis),
-            PartitionSpec(rows, heads, self.axis),
-            PartitionSpec(rows, self.axis, heads),
-        )[max(0, x.ndim - 1)]
+        rows = self.rows or None
+        heads = self.heads or None
+        if x.ndim == 4:
+            return PartitionSpec(rows, self.axis, heads)
+        if x.ndim == 3:
+            return PartitionSpec(rows, heads, self.axis)
+        if x.ndim == 2:
+            return PartitionSpec(rows, self.axis)
+        return PartitionSpec()
 
-    def run(self, function: Callable[..., Any], like: Any, *arrays: Any) -> Any:
-        """`function(self, ...)` on each device's shard; its results have the specs of `like`."""
+    def map_shards(self, function: Callable[..., Any], like: Any, *arrays: Any) -> Any:
+        """Return `function(self, ...)` on each device's shard; its results have the specs of
+        `like`.
+        """
         specs = tuple(jax.tree.map(self.spec, x) for x in arrays)
         with jax.named_scope("ring"):
-            run = self.parallel.shard_map(
+            mapped = self.parallel.shard_map(
                 self.axes, functools.partial(function, self), specs, jax.tree.map(self.spec, like)
             )
-            return run(*arrays)
+            return mapped(*arrays)
 
     def shift(self, tree: Any) -> Any:
-        """The arrays of the previous device."""
+        """Return the arrays of the previous device."""
         return jax.tree.map(lambda x: collectives.shift(x, self.axis, around=True), tree)
 
     def split(self, x: jax.Array) -> list[jax.Array]:
-        """The parts of a device's shard of the sequence."""
+        """Return the parts of a device's shard of the sequence."""
         return jnp.split(x, self.parts, axis=1)
 
     def place(self, device: Any, part: Any) -> Any:
-        """Which part of the sequence a device's part is; device and part may be traced."""
-        return (
-            device if self.parts == 1 else jnp.where(part == 0, device, 2 * self.count - 1 - device)
-        )
+        """Return the number in the sequence of a device's part; device and part may be traced."""
+        if self.parts == 1:
+            return device
+        return jnp.where(part == 0, device, 2 * self.count - 1 - device)
 
 
 class _Keys(NamedTuple):
-    """What goes around the ring: keys, values, and what is known of each key."""
+    """The arrays that go around the ring: keys, values, and masks and segments of each key."""
 
     key: jax.Array
     value: jax.Array
@@ -139,7 +144,7 @@ class _Keys(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, inputs: Inputs) -> jax.Array:
-    """Attention as in `spmd.nn.attention`, of arrays in ring order.
+    """Return attention as in `spmd.nn.attention`, of arrays in ring order.
 
     The backward pass stores the inputs, the result and one number per query, and goes around the
     ring once more. Gradients of keys and values are sent along with them, in float32.
@@ -150,13 +155,13 @@ def ring_attention(ring: Ring, inputs: Inputs) -> jax.Array:
 def _forward_vjp(ring: Ring, inputs: Inputs) -> tuple[jax.Array, tuple]:
     query = inputs.query
     logs = jax.ShapeDtypeStruct((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
-    out, logs = ring.run(_forward, (query, logs), inputs)
+    out, logs = ring.map_shards(_forward, (query, logs), inputs)
     return out, (inputs, out, logs)
 
 
 def _gradients(ring: Ring, residuals: tuple, grad: jax.Array) -> tuple[Inputs]:
     inputs = residuals[0]
-    dquery, dkey, dvalue = ring.run(_backward, tuple(inputs[:3]), *residuals, grad)
+    dquery, dkey, dvalue = ring.map_shards(_backward, tuple(inputs[:3]), *residuals, grad)
     return (Inputs(dquery, dkey, dvalue, ScoreArrays()),)
 
 
@@ -164,8 +169,8 @@ ring_attention.defvjp(_forward_vjp, _gradients)
 
 
 def _around(ring: Ring, turn: Callable[..., Any], carry: Any, keys: Any) -> Any:
-    """`carry` after `turn(carry, keys, source, local)` with the keys of each device, local ones
-    first; the next keys arrive meanwhile.
+    """Return `carry` after `turn(carry, keys, source, local)` with the keys of each device, local
+    ones first; the next keys arrive meanwhile.
     """
     device = collectives.worker_index((ring.axis,))
 
@@ -173,15 +178,18 @@ def _around(ring: Ring, turn: Callable[..., Any], carry: Any, keys: Any) -> Any:
         carry, keys = state
         return (turn(carry, keys, (device - step) % ring.count, False), ring.shift(keys)), None
 
-    carry, keys = turn(carry, keys, device, True), ring.shift(keys)
+    # The first turn knows that its keys are local, and the last one sends none: the loop has the
+    # others.
+    carry = turn(carry, keys, device, True)
+    keys = ring.shift(keys)
     if ring.count > 2:
         (carry, keys), _ = lax.scan(loop, (carry, keys), jnp.arange(1, ring.count - 1))
     return turn(carry, keys, (device - (ring.count - 1)) % ring.count, False)
 
 
 class _Tile(NamedTuple):
-    """One block as the kernel takes it: where its queries and keys begin on the devices, and how
-    many there are.
+    """One block for the kernel: the first of its queries and keys on the devices, and how many
+    there are.
     """
 
     scoring: Scoring
@@ -200,66 +208,62 @@ def _each_tile(
     function: Callable[..., Any],
     carry: Any,
 ) -> Any:
-    """`carry` after `function(carry, tile)` for every block of the device's queries with the keys
-    of device `source`.
+    """Return `carry` after `function(carry, tile)` for every block of the device's queries with the
+    keys of device `source`.
     """
     device = collectives.worker_index((ring.axis,))
-    sizes = inputs.query.shape[1] // ring.parts, keys.key.shape[1] // ring.parts
+    queries = inputs.query.shape[1] // ring.parts
+    sizes = (queries, keys.key.shape[1] // ring.parts)
     for block in blocks(device, source, local=local, causal=ring.scoring.causal, parts=ring.parts):
-        scoring, shift, wanted = _positions(ring, block, device, source, local, sizes)
+        scoring, shift, visible = _positions(ring, block, device, source, local, sizes)
 
         def computed(
             carry: Any, block: Block = block, scoring: Scoring = scoring, shift: Any = shift
         ) -> Any:
-            first = block.query * sizes[0], block.key * sizes[1]
-            key, value, mask, of_key = _slice(keys, first[1], sizes[1], 1)
-            arrays, count = ScoreArrays(key_mask=mask), inputs.arrays.count
-            if inputs.arrays.segments is not None:
-                arrays = arrays._replace(
-                    segments=(_slice(inputs.arrays.segments[0], first[0], sizes[0], 1), of_key)
-                )
-            if count is not None:
-                starts = (
-                    ring.place(device, block.query) * sizes[0],
-                    ring.place(source, block.key) * sizes[1],
-                )
-                arrays = arrays._replace(
-                    count=advance(count, (starts[0], scoring.strides[2]), (starts[1], 1))
-                )
+            first = (block.query * sizes[0], block.key * sizes[1])
+            key, value, mask, key_segments = _slice(keys, first[1], sizes[1], 1)
             query = _slice(inputs.query, first[0], sizes[0], 1)
-            return function(
-                carry, _Tile(scoring, shift, Inputs(query, key, value, arrays), first, sizes)
-            )
+            arrays = ScoreArrays(key_mask=mask)
+            if inputs.arrays.segments is not None:
+                query_segments = _slice(inputs.arrays.segments[0], first[0], sizes[0], 1)
+                arrays = arrays._replace(segments=(query_segments, key_segments))
+            if inputs.arrays.count is not None:
+                first_query = ring.place(device, block.query) * sizes[0]
+                first_key = ring.place(source, block.key) * sizes[1]
+                places = ((first_query, scoring.strides[2]), (first_key, 1))
+                arrays = arrays._replace(count=advance(inputs.arrays.count, *places))
+            tile = _Tile(scoring, shift, Inputs(query, key, value, arrays), first, sizes)
+            return function(carry, tile)
 
-        carry = (
-            computed(carry)
-            if wanted is True
-            else lax.cond(wanted, computed, lambda carry: carry, carry)
-        )
+        if visible is True:
+            carry = computed(carry)
+        else:
+            carry = lax.cond(visible, computed, lambda carry: carry, carry)
     return carry
 
 
 def _positions(
     ring: Ring, block: Block, device: Any, source: Any, local: bool, sizes: tuple[int, int]
 ) -> tuple[Scoring, Any, Any]:
-    """The scoring of a block, how much further its first query is than its first key, and whether
-    any query sees a key.
+    """Return the scoring of a block, the distance from its first key to its first query, and
+    whether any query sees a key.
 
     Without a window only keys of the same part need a causal mask; of the others, `blocks` leaves
     out what the mask hides.
     """
-    scoring, (before, after) = ring.scoring, ring.scoring.reach
+    scoring = ring.scoring
+    before, after = ring.scoring.reach
     if local and block.query is block.key and sizes[0] == sizes[1]:
         return scoring, 0, True
     if scoring.window == (None, None):
-        return dataclasses.replace(scoring, causal=False), 0, block.wanted
+        return dataclasses.replace(scoring, causal=False), 0, block.visible
     shift = ring.place(device, block.query) * sizes[0] - ring.place(source, block.key) * sizes[1]
-    wanted = block.wanted
+    visible = block.visible
     if after is not None:
-        wanted &= shift + sizes[0] - 1 + after >= 0
+        visible &= shift + sizes[0] - 1 + after >= 0
     if before is not None:
-        wanted &= shift - before < sizes[1]
-    return scoring, shift, wanted
+        visible &= shift - before < sizes[1]
+    return scoring, shift, visible
 
 
 def _keys(inputs: Inputs) -> _Keys:
@@ -268,7 +272,7 @@ def _keys(inputs: Inputs) -> _Keys:
 
 
 def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The result, and the log of every query's normaliser; minus infinity if all keys are
+    """Return the result, and the log of every query's normaliser; minus infinity if all keys are
     masked.
     """
     inputs = on_this_device(ring.scoring, inputs, ring.rows, ring.heads)
@@ -279,15 +283,15 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     )
 
     def tile(state: tuple, tile: _Tile) -> tuple:
+        out, logs = state
+        query, _ = tile.first
+        queries, _ = tile.sizes
         part = ring.kernel.forward(tile.scoring, tile.shift, tile.inputs, jnp.float32)
-        old = (
-            _slice(state[0], tile.first[0], tile.sizes[0], 1),
-            _slice(state[1], tile.first[0], tile.sizes[0], 2),
-        )
-        new = merge(old, part)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(x, y, tile.first[0], dim)
-            for x, y, dim in zip(state, new, (1, 2), strict=True)
+        before = (_slice(out, query, queries, 1), _slice(logs, query, queries, 2))
+        new_out, new_logs = merge(before, part)
+        return (
+            lax.dynamic_update_slice_in_dim(out, new_out, query, 1),
+            lax.dynamic_update_slice_in_dim(logs, new_logs, query, 2),
         )
 
     def turn(state: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
@@ -300,16 +304,15 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 def _backward(
     ring: Ring, inputs: Inputs, out: jax.Array, logs: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Gradients of queries, keys and values. Those of keys and values follow the keys one turn
-    later, so that no turn waits for a sum.
+    """Return gradients of queries, keys and values. The gradients of keys and values follow the
+    keys one turn later, so that no turn waits for a sum.
     """
-    inputs, inner = (
-        on_this_device(ring.scoring, inputs, ring.rows, ring.heads),
-        inner_products(out, grad),
-    )
+    inputs = on_this_device(ring.scoring, inputs, ring.rows, ring.heads)
+    inner = inner_products(out, grad)
 
     def tile(carry: tuple, tile: _Tile) -> tuple:
-        (query, key), (queries, _) = tile.first, tile.sizes
+        query, key = tile.first
+        queries, _ = tile.sizes
         logs_, inner_ = _slice((logs, inner), query, queries, 2)
         grad_ = _slice(grad, query, queries, 1)
         dquery, *dkeys, _ = ring.kernel.backward(
@@ -318,15 +321,10 @@ def _backward(
         return _add(carry[0], dquery, query), _add(carry[1], tuple(dkeys), key)
 
     def turn(carry: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
-        return _each_tile(
-            ring,
-            inputs,
-            keys,
-            source,
-            local,
-            tile,
-            (carry[0], carry[1] if local else ring.shift(carry[1])),
-        )
+        dquery, dkeys = carry
+        if not local:
+            dkeys = ring.shift(dkeys)
+        return _each_tile(ring, inputs, keys, source, local, tile, (dquery, dkeys))
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in inputs[:3]]
     dquery, dkeys = _around(ring, turn, (zeros[0], tuple(zeros[1:])), _keys(inputs))
@@ -342,26 +340,25 @@ def _slice(tree: Any, start: Any, size: int, dim: int) -> Any:
 
 def _add(tree: Any, values: Any, start: Any) -> Any:
     def add(x: jax.Array, value: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(
-            x, lax.dynamic_slice_in_dim(x, start, value.shape[1], 1) + value, start, 1
-        )
+        added = lax.dynamic_slice_in_dim(x, start, value.shape[1], 1) + value
+        return lax.dynamic_update_slice_in_dim(x, added, start, 1)
 
     return jax.tree.map(add, tree, values)
 
 
 def _homes(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The devices to which each device sends its first part and its second part; both are
+    """Return the devices to which each device sends its first part and its second part; both are
     permutations.
 
     >>> _homes(4)
     ((0, 2, 3, 1), (1, 3, 2, 0))
     """
-    homes = [part if part < count else 2 * count - 1 - part for part in range(2 * count)]
+    homes = [*range(count), *reversed(range(count))]
     return tuple(homes[::2]), tuple(homes[1::2])
 
 
 def into_ring(ring: Ring, arrays: Any) -> Any:
-    """Arrays [rows, length, ...] in ring order: device i has parts i and 2n - 1 - i of 2n.
+    """Return arrays [rows, length, ...] in ring order: device i has parts i and 2n - 1 - i of 2n.
     Gradients are sent back the same way.
     """
     firsts, seconds = _homes(ring.count)
@@ -378,16 +375,13 @@ def into_ring(ring: Ring, arrays: Any) -> Any:
 
 
 def out_of_ring(ring: Ring, x: jax.Array) -> jax.Array:
-    """The sequence in its original order."""
-    parts = _sorted(ring, *ring.split(x))
-    back = [tuple(homes.index(i) for i in range(ring.count)) for homes in _homes(ring.count)]
-    return jnp.concatenate(
-        [
-            collectives.permute(part, ring.axis, to)
-            for part, to in zip(ring.split(parts), back, strict=True)
-        ],
-        axis=1,
-    )
+    """Return the sequence in its original order."""
+    parts = []
+    received = ring.split(_sorted(ring, *ring.split(x)))
+    for part, homes in zip(received, _homes(ring.count), strict=True):
+        senders = tuple(homes.index(device) for device in range(ring.count))
+        parts.append(collectives.permute(part, ring.axis, senders))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _sorted(ring: Ring, first: jax.Array, second: jax.Array) -> jax.Array:

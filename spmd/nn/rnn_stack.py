@@ -81,12 +81,10 @@ class RNNStack(nnx.Module):
                 f"RNNStack: its layers are {type(self.cells).__name__}, no cells.",
                 fix="nnx.LSTMCell, or LayerStack.",
             )
-        self.residual_from, self.dropout, self.deterministic = residual_from, dropout, False
-        if residual_from is not None and (
-            isinstance(residual_from, bool)
-            or not isinstance(residual_from, int)
-            or residual_from < 0
-        ):
+        self.residual_from = residual_from
+        self.dropout = dropout
+        self.deterministic = False
+        if residual_from is not None and (type(residual_from) is not int or residual_from < 0):
             raise ModelError(
                 f"RNNStack: residual_from={residual_from!r}.",
                 fix="a layer's number, from 0, or None.",
@@ -102,7 +100,9 @@ class RNNStack(nnx.Module):
                 f"RNNStack: dropout={dropout} needs random numbers, but rngs is {type_name(rngs)}.",
                 fix="rngs=nnx.Rngs(0).",
             )
-        self.rngs = rngs.dropout.fork() if dropout and rngs is not None else None
+        self.rngs = None
+        if dropout and rngs is not None:
+            self.rngs = rngs.dropout.fork()
 
     def __call__(
         self,
@@ -127,7 +127,8 @@ class RNNStack(nnx.Module):
         Returns:
           [rows, time, features], or that and the carries, leaves [layers, rows, ...].
         """
-        layers, parallel = Layers(self.cells), current()
+        layers = Layers(self.cells)
+        parallel = current()
         parallel.used.update(("pipeline", "time_chunk"))
         if parallel.tap is not None:
             fix = (
@@ -140,28 +141,38 @@ class RNNStack(nnx.Module):
                 fix=fix,
             )
         check_inputs("RNNStack", x, lengths, beside)
-        drop = self.dropout if not self.deterministic else 0.0
-        cells = Cells(
-            layers, layers.count if self.residual_from is None else self.residual_from, drop
-        )
-        # each layer makes its own then
-        initial = cells.checked(initial, x) if initial is not None else None
-        key = self.rngs() if drop and self.rngs is not None else None
-        along = {"x": jnp.swapaxes(x, 0, 1)} | (
-            {} if beside is None else {"beside": jnp.swapaxes(beside, 0, 1)}
-        )
+        drop = 0.0
+        if not self.deterministic:
+            drop = self.dropout
+        residual_from = self.residual_from
+        if residual_from is None:
+            residual_from = layers.count
+        cells = Cells(layers, residual_from, drop)
+        # Without initial carries each layer makes its own.
+        if initial is not None:
+            initial = cells.checked(initial, x)
+        key = None
+        if drop and self.rngs is not None:
+            key = self.rngs()
+        along = {"x": jnp.swapaxes(x, 0, 1)}
+        if beside is not None:
+            along["beside"] = jnp.swapaxes(beside, 0, 1)
         if parallel.stages == 1:
-            run = functools.partial(run_layers, parallel, layers)
-            y, carry = cells.run(
-                run, (layers.variables, initial), 0, along, 0, lengths, key, unroll=parallel.unroll
+            scan = functools.partial(run_layers, parallel, layers)
+            parts = (layers.variables, initial)
+            y, carry = cells.run_chunk(
+                scan, parts, 0, along, 0, lengths, key, unroll=parallel.unroll
             )
         else:
-            initial = cells.initial_carries(x) if initial is None else initial
+            if initial is None:
+                initial = cells.initial_carries(x)
             y, carry = _wavefront(parallel, cells, layers.variables, initial, along, lengths, key)
-        return (jnp.swapaxes(y, 0, 1), carry) if return_carry else jnp.swapaxes(y, 0, 1)
+        if return_carry:
+            return jnp.swapaxes(y, 0, 1), carry
+        return jnp.swapaxes(y, 0, 1)
 
     def cell(self, number: int) -> nnx.Module:
-        """Cell `number` as a module with a copy of its arrays."""
+        """Return cell `number` as a module with a copy of its arrays."""
         return unstack_module(self.cells, number)
 
 
@@ -174,48 +185,47 @@ class Cells:
     dropout: float
 
     def initial_carries(self, x: jax.Array) -> Tree:
-        """Every cell's default carry, [layers, rows, ...]."""
+        """Return every cell's default carry, [layers, rows, ...]."""
         return jax.vmap(lambda variables: self.initial_carry(variables, jnp.swapaxes(x, 0, 1)))(
             self.layers.variables
         )
 
     def initial_carry(self, variables: Sequence[Tree], x: jax.Array) -> Tree:
-        """The default carry of the cell with these arrays, [rows, ...], for x [time, rows,
+        """Return the default carry of the cell with these arrays, [rows, ...], for x [time, rows,
         features].
         """
-        carry, _ = self.layers.call(
+        # The zeros of flax's cells need no key, but flax (0.12) asks for one.
+        carry, _ = self.layers.apply(
             lambda cell: cell.initialize_carry(x.shape[1:], rngs=nnx.Rngs(0)), variables
         )
-        return carry  # zeros need no key, but flax requires one
+        return carry
 
     def checked(self, initial: Tree, x: jax.Array) -> Tree:
-        """`initial`, if it is a carry of these cells.
+        """Return `initial`, if it is a carry of these cells.
 
         Raises:
           ModelError: its structure or shapes differ from the cells'.
         """
-        wanted = jax.eval_shape(self.initial_carries, x)
+        defaults = jax.eval_shape(self.initial_carries, x)
 
         def shown(tree: Tree) -> str:
             arrays = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)) or "nothing"
-            return (
-                f"{type_name(tree)} of {arrays}"
-                if isinstance(tree, list | tuple | dict)
-                else arrays
-            )
+            if not isinstance(tree, list | tuple | dict):
+                return arrays
+            return f"{type_name(tree)} of {arrays}"
 
-        same_structure = jax.tree.structure(initial) == jax.tree.structure(wanted)
-        if not same_structure or any(
-            a.shape != b.shape
-            for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(wanted), strict=True)
-        ):
+        def shapes(tree: Tree) -> list[tuple[int, ...]]:
+            return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+        same_structure = jax.tree.structure(initial) == jax.tree.structure(defaults)
+        if not same_structure or shapes(initial) != shapes(defaults):
             raise ModelError(
-                f"RNNStack: initial is {shown(initial)}; the cells have {shown(wanted)}.",
+                f"RNNStack: initial is {shown(initial)}; the cells have {shown(defaults)}.",
                 fix="[layers, rows, ...] each.",
             )
         return initial
 
-    def run(
+    def run_chunk(
         self,
         scan: Callable[..., tuple],
         parts: tuple,
@@ -227,10 +237,10 @@ class Cells:
         *,
         unroll: bool,
     ) -> tuple:
-        """Some layers on a chunk: the output of the last one, and the carries of all.
+        """Run some layers on a chunk; returns the output of the last one, and the carries of all.
 
         Args:
-          scan: `scan_layers`, or what gathers parameters, too.
+          scan: `scan_layers`, or a function that gathers parameters, too.
           parts: their variables and carries, leaves [these layers, ...]; carries None: the cells'
             default.
           first: the number of the first of them.
@@ -241,17 +251,17 @@ class Cells:
 
         def layer(x: jax.Array, part: tuple) -> tuple[jax.Array, Tree]:
             *variables, carry, number = part
-            carry = self.initial_carry(variables, x) if carry is None else carry
+            if carry is None:
+                carry = self.initial_carry(variables, x)
             if self.dropout:
-                x = jnp.where(
-                    number > 0, self._dropped(x, jax.random.fold_in(key, number), steps), x
-                )
+                dropped = self._dropped(x, jax.random.fold_in(key, number), steps)
+                x = jnp.where(number > 0, dropped, x)
             y, carry = self.over_time(
                 variables, carry, x, along.get("beside"), steps, lengths, unroll=unroll
             )
-            return jnp.where(
-                number >= self.residual_from, x + y, y
-            ) if self.residual_from < self.layers.count else y, carry
+            if self.residual_from < self.layers.count:
+                y = jnp.where(number >= self.residual_from, x + y, y)
+            return y, carry
 
         variables, carry = parts
         numbers = first + jnp.arange(jax.tree.leaves(variables)[0].shape[0])
@@ -269,41 +279,45 @@ class Cells:
         *,
         unroll: bool,
     ) -> tuple:
-        """One layer on a chunk: its output and its carry."""
+        """Run one layer on a chunk; returns its output and its carry."""
 
         def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
             x, time, beside = inputs
-            cell_input = x if beside is None else jnp.concatenate([x, beside], axis=-1)
-            result, _ = self.layers.call(lambda cell: cell(carry, cell_input), variables)
+            cell_input = x
+            if beside is not None:
+                cell_input = jnp.concatenate([x, beside], axis=-1)
+            result, _ = self.layers.apply(lambda cell: cell(carry, cell_input), variables)
             after, y = self.layers.without_change(result)
             if lengths is None:
                 return after, y
             counts = time < lengths
 
-            def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-                return jnp.where(
-                    counts.reshape(counts.shape + (1,) * (new.ndim - 1)) if counts.ndim else counts,
-                    new,
-                    old,
-                )
+            def where_counted(new: jax.Array, old: jax.Array) -> jax.Array:
+                condition = counts
+                if counts.ndim:
+                    condition = counts.reshape(counts.shape + (1,) * (new.ndim - 1))
+                return jnp.where(condition, new, old)
 
-            return jax.tree.map(keep, after, carry), keep(y, jnp.zeros_like(y))
+            carry = jax.tree.map(where_counted, after, carry)
+            return carry, where_counted(y, jnp.zeros_like(y))
 
-        carry, y = lax.scan(step, carry, (x, steps, beside), unroll=x.shape[0] if unroll else 1)
+        unrolled_steps = 1
+        if unroll:
+            unrolled_steps = x.shape[0]
+        carry, y = lax.scan(step, carry, (x, steps, beside), unroll=unrolled_steps)
+        # Flax makes float32 carries; later activations must keep the dtype of x.
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(y.dtype, jnp.floating):
-            # flax makes float32 carries; later activations must keep the dtype of x
             y = y.astype(x.dtype)
         return y, carry
 
     def _dropped(self, x: jax.Array, key: Any, steps: jax.Array) -> jax.Array:
-        """Features set to zero, the rest scaled up; each time step has its own key, so chunks do
-        not matter.
+        """Return `x` with features set to zero, the others scaled up; each time step has its own
+        key, so chunks do not matter.
         """
 
         def draw(step: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(
-                jax.random.fold_in(key, step), 1 - self.dropout, x.shape[1:]
-            )
+            step_key = jax.random.fold_in(key, step)
+            return jax.random.bernoulli(step_key, 1 - self.dropout, x.shape[1:])
 
         return jnp.where(jax.vmap(draw)(steps), x / (1 - self.dropout), jnp.zeros_like(x))
 
@@ -317,19 +331,19 @@ def _wavefront(
     lengths: Any,
     key: Any,
 ) -> tuple:
-    """As `Cells.run`, with the layers on stages, chunk after chunk."""
-    axis, stages = str(parallel.pipeline.axis), parallel.stages
-    stage_layers, (time, rows) = (
-        layers_per_stage(parallel, cells.layers.count),
-        along["x"].shape[:2],
-    )
+    """Run all layers as `Cells.run_chunk` does, with the layers on stages, chunk after chunk."""
+    axis = str(parallel.pipeline.axis)
+    stages = parallel.stages
+    stage_layers = layers_per_stage(parallel, cells.layers.count)
+    time, rows = along["x"].shape[:2]
     chunk = min(parallel.pipeline.time_chunk or best_chunk(time, stages), time)
     count = -(-time // chunk)
-    if count * chunk != time:  # the padding of a last chunk is masked like steps after a row's end
-        along = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, count * chunk - time), *[(0, 0)] * (x.ndim - 1))), along
-        )
-        lengths = jnp.int32(time) if lengths is None else lengths
+    padding = count * chunk - time
+    # The padding of a last chunk is masked like steps after a row's end.
+    if padding:
+        along = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))), along)
+        if lengths is None:
+            lengths = jnp.int32(time)
     row_axes = parallel.auto_row_axes(rows)
     schedule = make_schedule(
         "gpipe", stages=stages, microbatches=count, hop=parallel.pipeline.hop, unit=TIME_CHUNKS
@@ -338,16 +352,20 @@ def _wavefront(
         schedule
     )
     scatter = count % stages == 0 and count * chunk == time
-    data = jax.random.key_data(key) if key is not None else None
+    data = None
+    if key is not None:
+        data = jax.random.key_data(key)
 
     def stage(arrays: tuple, along: dict, lengths: Any, data: Any) -> tuple:
         along = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), along)
-        (variables, carry), x = arrays, along.pop("x")
+        (variables, carry) = arrays
+        x = along.pop("x")
         local_key = None
         if key is not None:
             local_key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
             if row_axes:
-                part, parts = collectives.worker_index(row_axes), collectives.worker_count(row_axes)
+                part = collectives.worker_index(row_axes)
+                parts = collectives.worker_count(row_axes)
                 local_key = part_key(local_key, part, parts, rows=x.shape[2])
 
         def work(
@@ -357,7 +375,7 @@ def _wavefront(
             variables, beside = inputs
             chunks = {"x": x} | {name: other[number] for name, other in beside.items()}
             first = collectives.worker_index((axis,)) * stage_layers
-            y, carry = cells.run(
+            y, carry = cells.run_chunk(
                 scan_layers,
                 (variables, carry),
                 first,
@@ -372,23 +390,25 @@ def _wavefront(
         carry, y = run_schedule(parallel, schedule, work, (variables, along), carry, x)
         return from_last_stage(y, axis, scatter=scatter).reshape(-1, *y.shape[2:]), carry
 
-    # a circular pipeline's state stores groups of layers together; a wavefront has no groups
+    # The state of a circular pipeline stores groups of layers together; a wavefront has no groups.
     if parallel.in_stage_order:
         order = np.argsort(stage_order(cells.layers.count, stages, parallel.pipeline.groups))
         variables = (jax.tree.map(lambda leaf: leaf[order], variables[0]), *variables[1:])
-    by_layer, x_spec, carry_spec = (
-        PartitionSpec(*axes)
-        for axes in ((axis,), (None, row_axes or None), (axis, row_axes or None))
-    )
-    lengths_spec = (
-        PartitionSpec(row_axes or None) if getattr(lengths, "ndim", 0) else PartitionSpec()
-    )
-    y_spec = PartitionSpec(axis if scatter else None, row_axes or None)
+    row_entry = row_axes or None
+    by_layer = PartitionSpec(axis)
+    x_spec = PartitionSpec(None, row_entry)
+    carry_spec = PartitionSpec(axis, row_entry)
+    lengths_spec = PartitionSpec()
+    if getattr(lengths, "ndim", 0):
+        lengths_spec = PartitionSpec(row_entry)
+    y_spec = x_spec
+    if scatter:
+        y_spec = carry_spec
     in_specs = ((by_layer, carry_spec), x_spec, lengths_spec, PartitionSpec())
-    run = parallel.shard_map(
+    on_stages = parallel.shard_map(
         (axis, *row_axes), stage, in_specs=in_specs, out_specs=(y_spec, carry_spec)
     )
-    y, carry = run((variables, initial), along, lengths, data)
+    y, carry = on_stages((variables, initial), along, lengths, data)
     return y[:time], carry
 
 
@@ -400,7 +420,9 @@ def check_inputs(layer: str, x: Any, lengths: Any, beside: Any) -> None:
     """
 
     def shown(value: Any) -> str:
-        return describe(value) if hasattr(value, "dtype") else type_name(value)
+        if hasattr(value, "dtype"):
+            return describe(value)
+        return type_name(value)
 
     if not hasattr(x, "ndim") or x.ndim < 3:
         raise ModelError(f"{layer}: x is {shown(x)}.", fix="[rows, time, features].")

@@ -69,66 +69,64 @@ class Schedule:
         """The forward pass alone: all that a program needs whose backward pass is made by
         `jax.grad`.
         """
-        columns = [[tick[stage] for tick in self.table] for stage in range(self.stages)]
-        orders = [
-            [work for work in column if work is not None and not work.backward]
-            for column in columns
-        ]
+        orders: list[list[Work]] = [[] for _ in range(self.stages)]
+        for tick in self.table:
+            for stage, work in enumerate(tick):
+                if work is not None and not work.backward:
+                    orders[stage].append(work)
         return dataclasses.replace(self, table=_timed(orders, self.groups, self.hop))
 
     @property
     def bubble(self) -> float:
         """The share of all stages' time that is idle."""
-        return sum(work is None for tick in self.table for work in tick) / (
-            self.ticks * self.stages
-        )
+        idle = sum(tick.count(None) for tick in self.table)
+        return idle / (self.ticks * self.stages)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """By stage: the most activations stored at a time, in microbatches of one group. For a
         forward pass alone, all of them.
         """
-        most, kept = [0] * self.stages, [0] * self.stages
+        most = [0] * self.stages
+        stored = [0] * self.stages
         for tick in self.table:
             for stage, work in enumerate(tick):
-                if work is not None:
-                    kept[stage] += 0 if work.backward else 1
-                    most[stage] = max(most[stage], kept[stage])
-                    kept[stage] -= 1 if work.backward else 0
+                if work is None:
+                    continue
+                if work.backward:
+                    stored[stage] -= 1
+                else:
+                    stored[stage] += 1
+                    most[stage] = max(most[stage], stored[stage])
         return tuple(most)
 
     def __str__(self) -> str:
-        head = f"{self.name}, {self.stages} stages" + (
-            f" of {self.groups} groups" if self.groups > 1 else ""
-        )
+        head = f"{self.name}, {self.stages} stages"
+        if self.groups > 1:
+            head += f" of {self.groups} groups"
         lines = [
             f"{head}, {self.microbatches} {self.unit}: {self.ticks} ticks, {self.bubble:.1%} idle"
         ]
-        cells = [[self._cell(tick[stage]) for tick in self.table] for stage in range(self.stages)]
-        width = max(len(cell) for row in cells for cell in row) + 1
-        return "\n".join(
-            [
-                *lines,
-                *(
-                    f"{stage} |" + "".join(cell.rjust(width) for cell in row)
-                    for stage, row in enumerate(cells)
-                ),
-            ]
-        )
+        cells = {work: self._cell(work) for tick in self.table for work in tick}
+        width = max(map(len, cells.values())) + 1
+        for stage in range(self.stages):
+            row = "".join(cells[tick[stage]].rjust(width) for tick in self.table)
+            lines.append(f"{stage} |{row}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _cell(self, work: Work | None) -> str:
         if work is None:
             return "."
-        group = (
-            chr(ord("a") + work.group)
-            if 1 < self.groups <= 26
-            else f"/{work.group}"
-            if self.groups > 1
-            else ""
-        )
-        return f"{work.microbatch}{group}{chr(39) if work.backward else ''}"
+        cell = f"{work.microbatch}"
+        if 1 < self.groups <= 26:
+            cell += chr(ord("a") + work.group)
+        elif self.groups > 1:
+            cell += f"/{work.group}"
+        if work.backward:
+            cell += "'"
+        return cell
 
 
 def make_schedule(
@@ -140,7 +138,7 @@ def make_schedule(
     hop: int = 1,
     unit: str = MICROBATCHES,
 ) -> Schedule:
-    """The schedule of this name, forward and backward.
+    """Return the schedule of this name, forward and backward.
 
     Args:
       name: "gpipe": all forward, then all backward; so for the wavefront of recurrent layers, with
@@ -187,11 +185,13 @@ def make_schedule(
 
 
 def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """`stages` microbatches, or those that are left, through one group after the other, then the
-    next; backward in reverse order.
+    """Return an order in which `stages` microbatches, or those that are left, go through one group
+    after the other, then the next ones; backward in reverse order.
     """
     del stage
-    size = stages if groups > 1 else microbatches
+    size = microbatches
+    if groups > 1:
+        size = stages
     forward = [
         Work(number, group)
         for first in range(0, microbatches, size)
@@ -202,15 +202,17 @@ def _gpipe_order(stage: int, stages: int, microbatches: int, groups: int) -> lis
 
 
 def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list[Work]:
-    """Forward until the first gradient arrives, then one forward and one backward in turn."""
+    """Return an order that runs forward until the first gradient arrives, then one forward and one
+    backward in turn.
+    """
     del groups
     ahead = min(microbatches, stages - 1 - stage)
-    forward, backward = (
-        [Work(number, 0, is_backward) for number in range(microbatches)]
-        for is_backward in (False, True)
-    )
-    steady = [work for pair in zip(forward[ahead:], backward, strict=False) for work in pair]
-    return forward[:ahead] + steady + backward[microbatches - ahead :]
+    forward = [Work(number, 0) for number in range(microbatches)]
+    backward = [work._replace(backward=True) for work in forward]
+    order = forward[:ahead]
+    for pair in zip(forward[ahead:], backward, strict=False):
+        order += pair
+    return order + backward[microbatches - ahead :]
 
 
 ORDERS = {"gpipe": _gpipe_order, "circular": _gpipe_order, "1f1b": _1f1b_order}
@@ -219,29 +221,37 @@ ORDERS = {"gpipe": _gpipe_order, "circular": _gpipe_order, "1f1b": _1f1b_order}
 def _timed(
     orders: Sequence[Sequence[Work]], groups: int, hop: int
 ) -> tuple[tuple[Work | None, ...], ...]:
-    """The table in which every stage works in its order, each item as soon as its inputs are
+    """Return the table in which every stage works in its order, each item as soon as its inputs are
     available.
     """
-    stages, at, table = len(orders), [0] * len(orders), []
+    stages = len(orders)
+    at = [0] * len(orders)
+    table = []
     done: dict[tuple[int, int, bool], int] = {}  # the tick, by (microbatch, layer, backward)
     layers = stages * groups
 
     def ready(stage: int, work: Work) -> bool:
         layer = work.group * stages + stage
-        source = layer + 1 if work.backward else layer - 1
-        has_activations = not work.backward or (work.microbatch, layer, False) in done
+        source = layer - 1
+        if work.backward:
+            source = layer + 1
+            if (work.microbatch, layer, False) not in done:
+                return False
+        if not 0 <= source < layers:
+            return True
         sent = done.get((work.microbatch, source, work.backward))
-        return has_activations and (
-            not 0 <= source < layers or (sent is not None and sent + hop <= len(table))
-        )
+        return sent is not None and sent + hop <= len(table)
+
+    def next_work(stage: int) -> Work | None:
+        if at[stage] == len(orders[stage]):
+            return None
+        work = orders[stage][at[stage]]
+        if not ready(stage, work):
+            return None
+        return work
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
-        tick = [
-            orders[stage][at[stage]]
-            if at[stage] < len(orders[stage]) and ready(stage, orders[stage][at[stage]])
-            else None
-            for stage in range(stages)
-        ]
+        tick = [next_work(stage) for stage in range(stages)]
         if not any(tick) and len(table) - max(done.values(), default=0) > hop:
             raise RuntimeError("deadlock: every stage of the schedule waits for another")
         for stage, work in enumerate(tick):
@@ -253,8 +263,8 @@ def _timed(
 
 
 def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
-    """The time steps c of a chunk that minimise (T / c + p - 1)(c + a) on p recurrent stages, about
-    sqrt(a T / (p - 1)).
+    """Return the time steps c of a chunk that minimise (T / c + p - 1)(c + a) on p recurrent
+    stages, about sqrt(a T / (p - 1)).
 
     Short chunks fill the pipeline sooner, long ones send fewer messages.
 
@@ -274,7 +284,5 @@ def best_chunk(time: int, stages: int, message: float = 0.5) -> int:
     def cost(chunk: int) -> float:
         return (-(-time // chunk) + stages - 1) * (chunk + message)
 
-    return min(
-        (chunk for chunk in range(1, time + 1) if time % chunk == 0),
-        key=lambda chunk: (cost(chunk), -chunk),
-    )
+    divisors = [chunk for chunk in range(1, time + 1) if time % chunk == 0]
+    return min(divisors, key=lambda chunk: (cost(chunk), -chunk))

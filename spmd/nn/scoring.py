@@ -1,5 +1,5 @@
-"""How scores of attention come from queries and keys, and what a kernel has to offer that computes
-them tile by tile.
+"""The scores of attention, from queries and keys, and the interface of kernels that compute them
+tile by tile.
 
 Sources: the backward pass from the log of the normaliser alone, also with dropout (Dao et al.,
 FlashAttention, arXiv:2205.14135, algorithm 4).
@@ -21,7 +21,7 @@ from spmd.wire import collectives
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How scores come from products of queries and keys; known when tracing.
+    """The static part of an attention: how scores come from products of queries and keys.
 
     Attributes:
       scale: the products are multiplied by it.
@@ -52,12 +52,14 @@ class Scoring:
         (5, 0)
         """
         before, after = self.window
-        return before, min(0, after or 0) if self.causal else after
+        if self.causal:
+            after = min(0, after or 0)
+        return before, after
 
     @property
     def threshold(self) -> int:
-        """Weights are kept whose random number, of 23 bits, is below: those that
-        `jax.random.bernoulli` keeps.
+        """The bound of random numbers of 23 bits below which weights stay: those that
+        `jax.random.bernoulli` leaves.
         """
         return math.ceil(float(np.float32(1.0 - self.dropout)) * 2**23)
 
@@ -83,13 +85,13 @@ class ScoreArrays(NamedTuple):
     count: jax.Array | None = None
 
     def lengths_as_mask(self, keys: int) -> "ScoreArrays":
-        """With `key_lengths` in `key_mask`."""
+        """Return these arrays with `key_lengths` in `key_mask`."""
         if self.key_lengths is None:
             return self
-        within = jnp.arange(keys) < self.key_lengths[:, None]
-        return self._replace(
-            key_lengths=None, key_mask=within if self.key_mask is None else self.key_mask & within
-        )
+        key_mask = jnp.arange(keys) < self.key_lengths[:, None]
+        if self.key_mask is not None:
+            key_mask = self.key_mask & key_mask
+        return self._replace(key_lengths=None, key_mask=key_mask)
 
 
 def with_dropout(
@@ -100,21 +102,25 @@ def with_dropout(
     *,
     shared: bool = False,
 ) -> tuple[Scoring, ScoreArrays]:
-    """The weights that are dropped, as `jax.random.bernoulli(key, 1 - dropout, scores)` says.
+    """Return scoring and arrays that drop the weights that `jax.random.bernoulli(key, 1 - dropout,
+    scores)` drops.
 
     Args:
       scores: [rows, heads, queries, keys].
       shared: all rows and heads lose the same weights, as flax's `broadcast_dropout` says.
     """
     rows, heads, queries, keys = scores
-    strides = (0, 0, keys) if shared else (heads * queries * keys, queries * keys, keys)
-    count = first_count(key, (1, 1, queries, keys) if shared else (rows, heads, queries, keys))
+    strides = (heads * queries * keys, queries * keys, keys)
+    if shared:
+        strides = (0, 0, keys)
+        rows = heads = 1
+    count = first_count(key, (rows, heads, queries, keys))
     return dataclasses.replace(scoring, strides=strides), arrays._replace(count=count)
 
 
 class Inputs(NamedTuple):
-    """Of one attention: query [rows, queries, heads, head_dim], key [rows, keys, groups, head_dim],
-    value [rows, keys, groups, width].
+    """Arrays of one attention: query [rows, queries, heads, head_dim], key [rows, keys, groups,
+    head_dim], value [rows, keys, groups, width].
     """
 
     query: Any
@@ -200,14 +206,11 @@ def _backward(
     )
     dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, inputs[:3], strict=True))
     bias = inputs.arrays.bias
-    return (
-        Inputs(
-            dquery,
-            dkey,
-            dvalue,
-            ScoreArrays(bias=None if bias is None or dbias is None else dbias.astype(bias.dtype)),
-        ),
-    )
+    if bias is None:
+        dbias = None
+    elif dbias is not None:
+        dbias = dbias.astype(bias.dtype)
+    return (Inputs(dquery, dkey, dvalue, ScoreArrays(bias=dbias)),)
 
 
 _attention.defvjp(_forward_vjp, _backward)

@@ -5,6 +5,7 @@ and unstacks them.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from spmd.jaxpr.primitives import Kind, known, of_kind
 from spmd.jaxpr.programs import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
+from spmd.models.nnx_blocks import modules_by_path, path_of_keys
 from spmd.nn.gathered_scan import Stack, scan_gathered
 from spmd.nn.parallel_context import ParallelConfig, named_layers
 
@@ -72,11 +74,9 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
     """
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ModelError(f"repeat: {count!r} layers.", fix="a whole number from 1.")
-    keys = (
-        {name: stream.key.get_value() for name, stream in rngs.items()}
-        if isinstance(rngs, nnx.Rngs)
-        else {}
-    )
+    keys = {}
+    if isinstance(rngs, nnx.Rngs):
+        keys = {name: stream.key.get_value() for name, stream in rngs.items()}
     if any(key.ndim for key in keys.values()):
         raise ModelError(
             "repeat: the keys of rngs are already split, and repeat splits them.",
@@ -141,8 +141,8 @@ def stack_modules(layers: Sequence[nnx.Module] | Repeated, caller: str) -> nnx.M
 
 
 def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
-    """One module with the arrays of all `layers`, [layers, ...] each; all else is taken from the
-    first layer.
+    """Return one module with the arrays of all `layers`, [layers, ...] each; all else is taken from
+    the first layer.
 
     Raises:
       ModelError: no layers, or layers that differ in kind, in a setting, or in an array's shape or
@@ -158,9 +158,10 @@ def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
             )
         differences = _differences(layers[0], layer)
         if differences:
-            shown = "\n".join(f"    {line}" for line in differences[:8]) + (
-                "\n    ..." if len(differences) > 8 else ""
-            )
+            lines = [f"    {line}" for line in differences[:8]]
+            if len(differences) > 8:
+                lines.append("    ...")
+            shown = "\n".join(lines)
             different = (
                 f"{caller}: layers 0 and {number} differ, and only equal ones can be stacked:"
             )
@@ -172,25 +173,25 @@ def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
                 f"{different}\n{shown}", fix=fix, summary=f"{different} {differences[0]}"
             )
     graphdef, first = _with_arrays(layers[0], caller)
-    rest = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers[1:]]
-    ours, *others = (dict(nnx.iter_graph(layer)) for layer in layers)
+    states = [dict(nnx.to_flat_state(nnx.state(layer))) for layer in layers]
+    first_nodes, *other_nodes = (dict(nnx.iter_graph(layer)) for layer in layers)
     flat = []
     for path, variable in nnx.to_flat_state(first):
-        values = [variable.get_value(), *(other[path].get_value() for other in rest)]
-        if isinstance(ours.get(path), nnx.RngKey) and any(
-            other.get(path) is ours[path] for other in others
-        ):
-            # copies of a stream that the layers share would all draw the same numbers
+        values = [state[path].get_value() for state in states]
+        # Copies of a stream that the layers share would all draw the same numbers.
+        key = first_nodes.get(path)
+        if isinstance(key, nnx.RngKey) and any(nodes.get(path) is key for nodes in other_nodes):
             values = [jax.random.fold_in(key, number) for number, key in enumerate(values)]
         joined = variable.replace(jnp.stack(values))
         names = joined.get_metadata().get("out_sharding")
-        joined.set_metadata("out_sharding", (None, *names)) if names else None
+        if names:
+            joined.set_metadata("out_sharding", (None, *names))
         flat.append((path, joined))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
-    """Layer `number` of a stacked module, with copies of its arrays."""
+    """Return layer `number` of a stacked module, with copies of its arrays."""
     graphdef, state = nnx.split(module)
     count = jax.tree.leaves(state)[0].shape[0]
     if not -count <= number < count:
@@ -201,49 +202,60 @@ def unstack_module(module: nnx.Module, number: int) -> nnx.Module:
     for _, variable in nnx.to_flat_state(nnx.state(layer)):
         metadata = variable.get_metadata()
         names = metadata.get("out_sharding")
-        variable.set_metadata("out_sharding", tuple(names)[1:]) if names else None
-        variable.del_metadata(STACKED) if STACKED in metadata else None
+        if names:
+            variable.set_metadata("out_sharding", tuple(names)[1:])
+        if STACKED in metadata:
+            variable.del_metadata(STACKED)
     return layer
 
 
 def _differences(first: nnx.Module, other: nnx.Module) -> list[str]:
-    """Descriptions of how two modules differ, which keeps them from one stack; functions in them
-    are compared by name.
+    """Return the differences of two modules that keep them from one stack; functions in them are
+    compared by name.
     """
-    ours, theirs = (dict(nnx.iter_modules(module)) for module in (first, other))
-
-    def name(path: Any) -> str:
-        return "/".join(map(str, path)) or "the layer itself"
-
-    differences = [f"{name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()]
-    for path in ours.keys() & theirs.keys():
-        a, b = ours[path], theirs[path]
-        if type(a) is not type(b):
-            differences.append(f"{name(path)}: {type(a).__name__} and {type(b).__name__}.")
-            continue
-        settings = sorted(
-            key for key in vars(a).keys() | vars(b).keys() if not key.startswith("_pytree")
-        )
-        for key in settings:
-            x, y = _setting(vars(a).get(key)), _setting(vars(b).get(key))
-            if UNKNOWN not in (x, y) and x != y:
-                differences.append(f"{name(path)}: {key} is {x!r} and {y!r}.")
-    arrays = [
-        {
-            path: describe(variable.get_value())
-            for path, variable in nnx.to_flat_state(nnx.state(module))
-        }
-        for module in (first, other)
+    ours = modules_by_path(first)
+    theirs = modules_by_path(other)
+    differences = [
+        f"{_layer_name(path)} is only in one of them." for path in ours.keys() ^ theirs.keys()
     ]
-    for path in arrays[0].keys() | arrays[1].keys():
-        x, y = (described.get(path, "missing") for described in arrays)
+    for path in ours.keys() & theirs.keys():
+        differences += _setting_differences(_layer_name(path), ours[path], theirs[path])
+    our_arrays = _described_arrays(first)
+    their_arrays = _described_arrays(other)
+    for path in our_arrays.keys() | their_arrays.keys():
+        x = our_arrays.get(path, "missing")
+        y = their_arrays.get(path, "missing")
         if x != y:
-            differences.append(f"{name(path)}: {x} and {y}.")
+            differences.append(f"{_layer_name(path)}: {x} and {y}.")
     return sorted(differences)
 
 
+def _layer_name(path: str) -> str:
+    return path or "the layer itself"
+
+
+def _setting_differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    """Yield the settings in which two modules of this name differ."""
+    if type(ours) is not type(theirs):
+        yield f"{name}: {type(ours).__name__} and {type(theirs).__name__}."
+        return
+    for key in sorted(vars(ours).keys() | vars(theirs).keys()):
+        # Flax (0.12) keeps which attributes are data under such names.
+        if key.startswith("_pytree"):
+            continue
+        x = _setting(vars(ours).get(key))
+        y = _setting(vars(theirs).get(key))
+        if UNKNOWN not in (x, y) and x != y:
+            yield f"{name}: {key} is {x!r} and {y!r}."
+
+
+def _described_arrays(module: nnx.Module) -> dict[str, str]:
+    variables = nnx.to_flat_state(nnx.state(module))
+    return {path_of_keys(keys): describe(variable.get_value()) for keys, variable in variables}
+
+
 def _setting(value: Any) -> Any:
-    """A comparable form of a module's attribute, or UNKNOWN."""
+    """Return a comparable form of a module's attribute, or UNKNOWN."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -253,11 +265,9 @@ def _setting(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return str(value)
     name = getattr(value, "__qualname__", None)  # of a function or a type
-    return (
-        f"{value.__module__}.{name}"
-        if isinstance(name, str) and not isinstance(value, nnx.Variable)
-        else UNKNOWN
-    )
+    if isinstance(name, str) and not isinstance(value, nnx.Variable):
+        return f"{value.__module__}.{name}"
+    return UNKNOWN
 
 
 class Layers:
@@ -268,64 +278,63 @@ class Layers:
       params: parameters.
       paths: the path of each parameter in the model, by its path here; empty outside of a step.
       keys: keys of the random streams, as uint32 data.
-      kept: state that a call of a layer changes: counts of random streams, averages of batch
+      state: arrays that a call of a layer changes: counts of random streams, averages of batch
         statistics.
     """
 
     def __init__(self, module: nnx.Module):
         self._module = module
         self._graphdef, *parts = nnx.split(module, nnx.Param, nnx.RngKey, ...)
-        owners = {
-            "/".join(map(str, path)): variable.get_metadata()[PATH]
-            for path, variable in nnx.to_flat_state(parts[0])
+        paths = {
+            path_of_keys(keys): variable.get_metadata()[PATH]
+            for keys, variable in nnx.to_flat_state(parts[0])
             if PATH in variable.get_metadata()
         }
-        # codes of quantized ones, not their values
+        # The raw values of quantized parameters are codes and scales.
         params = nnx.to_pure_dict(parts[0], lambda variable: variable.get_raw_value())
-        keys, self.kept = (nnx.to_pure_dict(part) for part in parts[1:])
-        # codes and scales
-        parts_of_owners = (
-            (name, name if name in owners else name.rpartition("/")[0]) for name in flatten(params)
-        )
-        self.paths = {
-            name: owners[owner] + name.removeprefix(owner)
-            for name, owner in parts_of_owners
-            if owner in owners
-        }
+        keys = nnx.to_pure_dict(parts[1])
+        self.state = nnx.to_pure_dict(parts[2])
+        self.paths = {}
+        for name in flatten(params):
+            parameter = name
+            if name not in paths:
+                parameter = name.rpartition("/")[0]
+            if parameter in paths:
+                self.paths[name] = paths[parameter] + name.removeprefix(parameter)
         self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
-        self._changed: set[str] = set()  # paths of `kept` that some call changed
+        self._changed: set[str] = set()  # paths in `state` that some call changed
         self._counts = set(flatten(nnx.to_pure_dict(nnx.state(module, nnx.RngCount))))
 
     @property
     def variables(self) -> tuple[Tree, Tree, Tree]:
         """All arrays."""
-        return self.params, self.keys, self.kept
+        return self.params, self.keys, self.state
 
     @property
     def count(self) -> int:
         """The number of layers."""
         return jax.tree.leaves(self.variables)[0].shape[0]
 
-    def call(
+    def apply(
         self,
         function: Callable[[Any], Any],
         variables: Sequence[Tree],
         change: Callable[[Any], Any] = lambda key: key,
     ) -> tuple[Any, Tree]:
-        """`function(layer)` for the layer with these arrays, and its `kept` afterwards; `change` is
-        applied to its keys first.
+        """Return `function(layer)` for the layer with these arrays, and its `state` afterwards;
+        `change` is applied to its keys first.
         """
-        params, keys, kept = variables
+        params, keys, state = variables
         wrapped = jax.tree.map(
             lambda data, impl: change(jax.random.wrap_key_data(data, impl=impl)), keys, self._impls
         )
-        layer = nnx.merge(self._graphdef, params, wrapped, kept)
+        layer = nnx.merge(self._graphdef, params, wrapped, state)
         result = function(layer)
         _, _, _, after = nnx.split(layer, nnx.Param, nnx.RngKey, ...)
         after = nnx.to_pure_dict(after)
-        before = flatten(kept)
+        before = flatten(state)
         created = sorted(flatten(after).keys() - before.keys())
         if created:
             why = (
@@ -337,8 +346,8 @@ class Layers:
         return result, after
 
     def without_change(self, result: Any) -> Any:
-        """`result` of `call`, for a cell, which is called once for every time step and so may keep
-        no state.
+        """Return `result` of `apply`, for a cell, which is called once for every time step and so
+        may keep no state.
 
         Raises:
           ModelError: it keeps some.
@@ -354,9 +363,9 @@ class Layers:
             )
         return result
 
-    def unchanged(self, result: Any, kept: Tree) -> tuple[Any, Tree]:
-        """`result` of `call`, for a layer that is called once for every microbatch and so may keep
-        no state but counts.
+    def unchanged(self, result: Any, after: Tree) -> tuple[Any, Tree]:
+        """Return `result` of `apply`, for a layer that is called once for every microbatch and so
+        may keep no state but counts.
 
         Raises:
           ModelError: it keeps other state.
@@ -372,19 +381,17 @@ class Layers:
                 f"a layer of a pipelined stack changes {first_names(sorted(changed))} {when}",
                 fix=fix,
             )
-        return result, kept
+        return result, after
 
-    def keep(self, kept: Tree) -> None:
-        """Store in the module what its layers have changed."""
+    def update(self, after: Tree) -> None:
+        """Store in the module the state that its layers have changed."""
         if self._changed:
-            values = flatten(kept)
-            names = {
-                path: "/".join(map(str, path))
-                for path, _ in nnx.to_flat_state(nnx.state(self._module))
-            }
-            changed = [
-                (path, values[name]) for path, name in names.items() if name in self._changed
-            ]
+            values = flatten(after)
+            changed = []
+            for keys, _ in nnx.to_flat_state(nnx.state(self._module)):
+                name = path_of_keys(keys)
+                if name in self._changed:
+                    changed.append((keys, values[name]))
             nnx.update(self._module, nnx.from_flat_state(changed))
 
 
@@ -397,33 +404,31 @@ def run_layers(
     *,
     unroll: bool,
 ) -> tuple[Tree, Tree]:
-    """`run_layer(x, layer's part of xs) -> (x, kept)` from layer to layer; where the step says so,
-    with parameters that are gathered layer by layer. `xs`: the parameters of `layers`, then all
+    """Run `run_layer(x, layer's part of xs) -> (x, state)` from layer to layer; where the step says
+    so, with parameters that are gathered layer by layer. `xs`: the parameters of `layers`, then all
     else that has a value for each layer.
 
-    Of what the forward pass computes, the backward pass then keeps what `gathered_policy` says.
+    The backward pass then keeps those results of the forward pass that `gathered_policy` says.
     """
     gather = parallel.gather_layer
     if gather is None:
         return named_layers(functools.partial(scan_layers, run_layer, unroll=unroll))(x, xs)
-    (params, *others), paths = xs, layers.paths
-    names, structure = [*flatten(params)], jax.tree.structure(params)
+    params, *others = xs
+    paths = layers.paths
+    names = [*flatten(params)]
+    structure = jax.tree.structure(params)
     communication, stack = Stack.of(gather, paths, params, tuple(others), parallel.residuals)
-    remat_policy = gather.remat_policy(
-        next(path.removesuffix(f"/{name}") for name, path in paths.items())
-    )
+    name, path = next(iter(paths.items()))
+    remat_policy = gather.remat_policy(path.removesuffix(f"/{name}"))
 
-    def run(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
+    def run_full(x: Tree, full: Tree, others: Tree) -> tuple[Tree, Tree]:
+        full_params = jax.tree.unflatten(structure, [full[name] for name in names])
         with recomputed_by_caller(remat_policy is not None):
-            return _same_shape(
-                run_layer,
-                x,
-                (jax.tree.unflatten(structure, [full[name] for name in names]), *others),
-            )
+            return _same_shape(run_layer, x, (full_params, *others))
 
     full = jax.eval_shape(communication.gather_both, stack.at(0))
     policy_of = gathered_policy(full, remat_policy)
-    return scan_gathered(communication, run, x, stack, policy_of=policy_of, unroll=unroll)
+    return scan_gathered(communication, run_full, x, stack, policy_of=policy_of, unroll=unroll)
 
 
 @contextlib.contextmanager
@@ -439,8 +444,8 @@ def recomputed_by_caller(recomputed: bool) -> Iterator[None]:
 def gathered_policy(
     full: Tree, remat_policy: Callable[..., Any] | None
 ) -> Callable[[Any], Callable[..., Any]]:
-    """From the program of a layer to its policy of `jax.checkpoint`: what `[remat]` says, or all
-    but elementwise results; never gathered parameters `full`, moved or cast.
+    """Return a function from the program of a layer to its policy of `jax.checkpoint`: what
+    `[remat]` says, or all but elementwise results; never gathered parameters `full`, moved or cast.
 
     Between the forward and the backward pass of a layer lie collectives, across which a compiler
     fuses nothing: it would write every value that the gradient uses, where it computes a GELU again
@@ -452,16 +457,15 @@ def gathered_policy(
         recomputes = remat_policy is None and not _computes_in_parts(jaxpr)
 
         def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
-            # the layout asks for it
-            own_name = (
-                remat_policy is not None
-                and primitive.name == "name"
-                and params["name"] != LAYER_PARAMS
+            name = primitive.name
+            # A name of the model's own, by which a policy of the layout chooses what it keeps.
+            is_chosen = (
+                remat_policy is not None and name == "name" and params["name"] != LAYER_PARAMS
             )
-            if not own_name and primitive.name in MOVES and any(x.size in sizes for x in inputs):
+            if not is_chosen and name in MOVES and any(x.size in sizes for x in inputs):
                 return False
             if remat_policy is None:
-                return not (recomputes and primitive.name in COMPUTED_AGAIN)
+                return not (recomputes and name in COMPUTED_AGAIN)
             return remat_policy(primitive, *inputs, **params)
 
         return policy
@@ -476,39 +480,41 @@ def _computes_in_parts(jaxpr: Any) -> bool:
     """
     for equation in equations(jaxpr):
         name = equation.primitive.name
-        inner = (
-            (part for jaxpr in inner_jaxprs(equation) for part in equations(jaxpr))
-            if name.startswith("custom_vjp")
-            else ()
-        )
-        if name in ("scan", "while") or any(part.primitive.name == "dot_general" for part in inner):
+        if name in ("scan", "while"):
             return True
+        if name.startswith("custom_vjp"):
+            inner = itertools.chain.from_iterable(map(equations, inner_jaxprs(equation)))
+            if any(part.primitive.name == "dot_general" for part in inner):
+                return True
     return False
 
 
 def scan_layers(
     function: Callable[..., tuple], x: Tree, xs: Tree, *, unroll: bool
 ) -> tuple[Tree, Tree]:
-    """`function(x, layer's part of xs) -> (x, kept)` from layer to layer."""
-    count = jax.tree.leaves(xs)[0].shape[0]
-    return jax.lax.scan(
-        functools.partial(_same_shape, function), x, xs, unroll=count if unroll else 1
-    )
+    """Run `function(x, layer's part of xs) -> (x, state)` from layer to layer."""
+    steps = 1
+    if unroll:
+        steps = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(functools.partial(_same_shape, function), x, xs, unroll=steps)
 
 
 def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
-    """`function`, checked to return the shapes and dtypes that it takes."""
-    y, kept = function(x, part)
-    before, after = (jax.tree.map(describe, tree) for tree in (x, y))
+    """Return `function(x, part)`, checked to return the shapes and dtypes that it takes."""
+    y, state = function(x, part)
+    before = jax.tree.map(describe, x)
+    after = jax.tree.map(describe, y)
     if before != after:
         why = (
             f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of "
             "a layer is the input of the next one."
         )
         raise ModelError(why, fix="layers that keep shape and dtype.")
-    return y, kept
+    return y, state
 
 
 def _shown(tree: Tree) -> str:
     leaves = jax.tree.leaves(tree)
-    return leaves[0] if len(leaves) == 1 else "(" + ", ".join(leaves) + ")"
+    if len(leaves) == 1:
+        return leaves[0]
+    return "(" + ", ".join(leaves) + ")"

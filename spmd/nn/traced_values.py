@@ -1,5 +1,5 @@
-"""What is known of the values of a traced program before it runs: constants, causal masks and
-windows, and what an array repeats.
+"""Values of a traced program that are known before it runs: constants, causal masks and windows,
+and the arrays that others repeat.
 
 Every function asks about an array as some outer array has it: `dims` says, for each dim of the
 outer array, which dim of the array it is; None where the array is repeated.
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 Dims = tuple[int | None, ...]
+# A sum of indices, by outer dim with their factors, and a number.
+Position = tuple[dict[int, int], int]
 
 _SCALARS: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -25,7 +27,9 @@ _SCALARS: dict[str, Callable[..., Any]] = {
     "pow": np.power,
     "log": np.log,
 }
-# left - right, times a sign, plus a number, is at least 0
+# Operations that do not change a number.
+_SAME_SCALAR = ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy")
+# A comparison holds where (left - right), times the sign, plus the number, is at least 0.
 _ORDER = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}
 
 
@@ -71,7 +75,9 @@ class Values:
 
     def equation(self, atom: Any) -> Any:
         """The one that computes a value; None: it is an input or a constant."""
-        return None if hasattr(atom, "val") else self.equations.get(atom)
+        if hasattr(atom, "val"):
+            return None
+        return self.equations.get(atom)
 
     def constant(self, atom: Any) -> np.ndarray | None:
         """The value of a literal, a constant or a slice of one; None if it is not known."""
@@ -82,84 +88,96 @@ class Values:
         equation = self.equations.get(atom)
         if equation is None or equation.primitive.name != "slice":
             return None
-        source, params = self.constant(equation.invars[0]), equation.params
+        source = self.constant(equation.invars[0])
+        params = equation.params
         limits = zip(
             params["start_indices"],
             params["limit_indices"],
             params["strides"] or (1,) * len(params["start_indices"]),
             strict=True,
         )
-        return None if source is None else source[tuple(slice(*limit) for limit in limits)]
+        if source is None:
+            return None
+        return source[tuple(slice(*limit) for limit in limits)]
 
     def scalar(self, atom: Any) -> Any:
         """The number that a scalar is, or that all entries of an array are; None if it is not
         known.
         """
-        value, equation = self.constant(atom), self.equation(atom)
+        value = self.constant(atom)
+        equation = self.equation(atom)
         if value is not None:
-            return value.reshape(())[()] if value.size == 1 else None
+            if value.size != 1:
+                return None
+            return value.reshape(())[()]
         if equation is None:
             around = self.outer.get(atom)
-            return around[0].scalar(around[1]) if around else None
-        name, dtype = equation.primitive.name, atom.aval.dtype
-        if name not in _SCALARS and name not in (
-            "broadcast_in_dim",
-            "reshape",
-            "squeeze",
-            "convert_element_type",
-            "integer_pow",
-            "copy",
-        ):
+            if not around:
+                return None
+            return around[0].scalar(around[1])
+        name = equation.primitive.name
+        if name not in _SCALARS and name not in _SAME_SCALAR and name != "integer_pow":
             return None
         inputs = [self.scalar(x) for x in equation.invars]
         if any(x is None for x in inputs):
             return None
+        number = inputs[0]
         if name == "integer_pow":
-            return np.asarray(np.power(inputs[0], equation.params["y"]), dtype)[()]
-        return np.asarray(_SCALARS[name](*inputs) if name in _SCALARS else inputs[0], dtype)[()]
+            number = np.power(number, equation.params["y"])
+        elif name in _SCALARS:
+            number = _SCALARS[name](*inputs)
+        return np.asarray(number, atom.aval.dtype)[()]
 
     def source(
         self, atom: Any, dims: Dims, through: Callable[[Any], bool] | None = None
     ) -> tuple[Any, Dims]:
-        """The array that `atom` only repeats, reorders, or adds dims of 1 to; `through`: other
-        equations of one input to look through.
+        """Return the array that `atom` only repeats, reorders, or adds dims of 1 to; `through`:
+        other equations of one input to look through.
         """
         while (equation := self.equation(atom)) is not None:
-            inner = dims if through is not None and through(equation) else moved(equation, dims)
+            inner = dims
+            if not (through is not None and through(equation)):
+                inner = moved(equation, dims)
             if inner is None:
                 break
-            atom, dims = equation.invars[0], inner
+            atom = equation.invars[0]
+            dims = inner
         return atom, dims
 
     def narrower(self, atom: Any, dtype: Any) -> Any:
-        """A value of this dtype that `atom` is, or is converted from; None if there is none."""
-        equation = self.equation(atom)
+        """Return a value of this dtype that `atom` is, or is converted from; None if there is
+        none.
+        """
         if atom.aval.dtype == dtype:
             return atom
-        source = (
-            equation.invars[0]
-            if equation is not None and equation.primitive.name == "convert_element_type"
-            else None
-        )
-        return source if source is not None and source.aval.dtype == dtype else None
+        equation = self.equation(atom)
+        if equation is not None and equation.primitive.name == "convert_element_type":
+            source = equation.invars[0]
+            if source.aval.dtype == dtype:
+                return source
+        return None
 
     def masked(self, atom: Any, dims: Dims, most: float) -> list[View | Band] | None:
-        """Of an array of zeros, and numbers of at most `most` where a key is not seen: where it is
-        seen, as `seen` says.
+        """Return the mask of an array of zeros, and of numbers of at most `most` where a key is not
+        seen, as `visible` does; None for another array.
         """
         atom, dims = self.source(atom, dims, _keeps_truth)
         equation = self.equation(atom)
         if equation is None:
             around = self.outer.get(atom)
-            found = around[0].masked(around[1], dims, most) if around else None
-            return found if found and all(isinstance(part, Band) for part in found) else None
+            parts = None
+            if around:
+                parts = around[0].masked(around[1], dims, most)
+            # Arrays of the program around this one are none of this one.
+            if parts and all(isinstance(part, Band) for part in parts):
+                return parts
+            return None
         if equation.primitive.name == "select_n" and len(equation.invars) == 3:
             which, *cases = equation.invars
-            numbers = [self.scalar(x) for x in cases]
-            for negated in (False, True):
-                hidden, shown = numbers[::-1] if negated else numbers
+            on_false, on_true = map(self.scalar, cases)
+            for hidden, shown, negated in ((on_false, on_true, False), (on_true, on_false, True)):
                 if hidden is not None and shown is not None and shown == 0 and hidden <= most:
-                    return self.seen(which, self._which(which, dims), negated)
+                    return self.visible(which, self._which(which, dims), negated)
         if equation.primitive.name == "mul":
             for x, factor in (equation.invars, equation.invars[::-1]):
                 number = self.scalar(factor)
@@ -168,104 +186,123 @@ class Values:
         return None
 
     def _hidden(self, atom: Any, dims: Dims) -> list[View | Band] | None:
-        """Of an array of ones where a key is not seen, and zeros."""
+        """Return the mask of an array of ones where a key is not seen, and zeros."""
         atom, dims = self.source(atom, dims, _keeps_truth)
         equation = self.equation(atom)
-        if (
-            equation is not None
-            and equation.primitive.name == "sub"
-            and self.scalar(equation.invars[0]) == 1
-        ):
-            return (
-                self.seen(equation.invars[1], dims)
-                if self._is_indicator(equation.invars[1])
-                else None
-            )
-        return self.seen(atom, dims, True) if self._is_indicator(atom) else None
+        negated = True
+        if equation is not None and equation.primitive.name == "sub":
+            one, subtracted = equation.invars
+            if self.scalar(one) == 1:
+                atom = subtracted
+                negated = False
+        if not self._is_indicator(atom):
+            return None
+        return self.visible(atom, dims, negated)
 
-    def seen(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
-        """A mask as a conjunction of others, with what is known of each."""
+    def visible(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
+        """Return a mask as a conjunction of others: bands, and arrays."""
         opaque: list[View | Band] = [View(*self.source(atom, dims), negated)]
         parts = self._parts(atom, dims, negated)
         if parts is None:
             return opaque
         bands = [part for part in parts if isinstance(part, Band)]
-        inside = all(
-            part.atom in self.equations or part.atom in self.inputs
-            for part in parts
-            if isinstance(part, View)
-        )
-        return parts if inside else [*bands, *opaque]
+        atoms = [part.atom for part in parts if isinstance(part, View)]
+        if all(part in self.equations or part in self.inputs for part in atoms):
+            return parts
+        return [*bands, *opaque]
 
     def _parts(self, atom: Any, dims: Dims, negated: bool) -> list[View | Band] | None:
-        """The parts of `seen`; None: nothing is known."""
+        """Return the parts of `visible`; None: nothing is known."""
         atom, dims = self.source(atom, dims, _keeps_truth)
-        equation, number = self.equation(atom), self.scalar(atom)
+        equation = self.equation(atom)
+        number = self.scalar(atom)
         if number is not None:
-            return [] if bool(number) is not negated else None
+            if bool(number) is not negated:
+                return []
+            return None
         if equation is None:
             around = self.outer.get(atom)
             if around is not None:
                 return around[0]._parts(around[1], dims, negated)
             return self._triangle(atom, dims, negated) or [View(atom, dims, negated)]
-        name, inputs = equation.primitive.name, equation.invars
+        name = equation.primitive.name
+        inputs = equation.invars
         if name == "not":
             return self._parts(inputs[0], dims, not negated)
         if (name in ("and", "mul") and not negated) or (name == "or" and negated):
             return self._all(*((x, dims, negated) for x in inputs))
-        if (
-            name in ("ne", "gt", "eq")
-            and self.scalar(inputs[1]) == 0
-            and (name == "ne" or self._is_indicator(inputs[0]))
-        ):
-            return self._parts(inputs[0], dims, negated is not (name == "eq"))
-        if name == "slice":
-            parts = self._parts(inputs[0], dims, negated) or ()
-            bands = [part for part in parts if isinstance(part, Band)]
-            if parts and len(bands) == len(parts) and not equation.params["strides"]:
-                starts = [
-                    0 if dim is None else equation.params["start_indices"][dim] for dim in dims
-                ]
-                return [
-                    Band(band.plus, band.minus, band.more + starts[band.plus] - starts[band.minus])
-                    for band in bands
-                ]
+        if name in ("ne", "gt", "eq") and self.scalar(inputs[1]) == 0:
+            if name == "ne" or self._is_indicator(inputs[0]):
+                return self._parts(inputs[0], dims, negated is not (name == "eq"))
+        if name == "slice" and not equation.params["strides"]:
+            bands = self._sliced_bands(equation, dims, negated)
+            if bands:
+                return bands
         if name in _ORDER:
             band = self._band(name, inputs, dims, negated)
-            return [View(atom, dims, negated)] if band is None else band
+            if band is not None:
+                return band
+            return [View(atom, dims, negated)]
         if name == "select_n" and len(inputs) == 3:
-            which = self._which(inputs[0], dims)
-            zeros = [number is not None and number == 0 for number in map(self.scalar, inputs[1:])]
-            ones = [number is not None and number == 1 for number in map(self.scalar, inputs[1:])]
-            for kept in (0, 1):
-                if zeros[1 - kept] and ones[kept]:
-                    return self._parts(inputs[0], which, negated is not (kept == 0))
-                if zeros[1 - kept] and not negated:
-                    return self._all((inputs[0], which, kept == 0), (inputs[1 + kept], dims, False))
+            which, *cases = inputs
+            which_dims = self._which(which, dims)
+            numbers = [self.scalar(case) for case in cases]
+            # One case is zeros: the mask is the other case where that is chosen.
+            for number in (0, 1):
+                other = numbers[1 - number]
+                if other is None or other != 0:
+                    continue
+                if numbers[number] is not None and numbers[number] == 1:
+                    return self._parts(which, which_dims, negated is not (number == 0))
+                if not negated:
+                    chosen = (which, which_dims, number == 0)
+                    return self._all(chosen, (cases[number], dims, False))
         return self._triangle(atom, dims, negated) or [View(atom, dims, negated)]
 
+    def _sliced_bands(self, equation: Any, dims: Dims, negated: bool) -> list[View | Band]:
+        """Return the parts of a slice of a mask that consists of bands; none for another mask."""
+        starts = []
+        for dim in dims:
+            start = 0
+            if dim is not None:
+                start = equation.params["start_indices"][dim]
+            starts.append(start)
+        bands: list[View | Band] = []
+        for part in self._parts(equation.invars[0], dims, negated) or ():
+            if not isinstance(part, Band):
+                return []
+            more = part.more + starts[part.plus] - starts[part.minus]
+            bands.append(Band(part.plus, part.minus, more))
+        return bands
+
     def _all(self, *masks: tuple[Any, Dims, bool]) -> list[View | Band]:
-        found: list[View | Band] = []
+        all_parts: list[View | Band] = []
         for mask in masks:
             parts = self._parts(*mask)
-            found += [View(*mask)] if parts is None else parts
-        return found
+            if parts is None:
+                parts = [View(*mask)]
+            all_parts += parts
+        return all_parts
 
     def _which(self, which: Any, dims: Dims) -> Dims:
-        """Dims of the first input of a select, which may be a scalar."""
-        return dims if which.aval.shape else (None,) * len(dims)
+        """Return dims of the first input of a select, which may be a scalar."""
+        if which.aval.shape:
+            return dims
+        return (None,) * len(dims)
 
     def _is_indicator(self, atom: Any) -> bool:
-        """Whether an array holds zeros and ones only."""
+        """Return whether an array holds zeros and ones only."""
         if atom.aval.dtype == bool:
             return True
-        equation, number = self.equation(atom), self.scalar(atom)
+        equation = self.equation(atom)
+        number = self.scalar(atom)
         if number is not None:
             return number in (0, 1)
         if equation is None:
             around = self.outer.get(atom)
             return around is not None and around[0]._is_indicator(around[1])
-        name, inputs = equation.primitive.name, equation.invars
+        name = equation.primitive.name
+        inputs = equation.invars
         if name in ("mul", "select_n"):
             return all(map(self._is_indicator, inputs[-2:]))
         return name in (
@@ -280,91 +317,103 @@ class Values:
     def _band(
         self, name: str, inputs: list[Any], dims: Dims, negated: bool
     ) -> list[View | Band] | None:
-        """A comparison of positions."""
-        left, right = (self._position(x, dims) for x in inputs)
+        """Return the mask of a comparison of positions."""
+        left = self._position(inputs[0], dims)
+        right = self._position(inputs[1], dims)
         if left is None or right is None:
             return None
         sign, more = _ORDER[name]
-        steps = {
-            dim: sign * (left[0].get(dim, 0) - right[0].get(dim, 0))
-            for dim in left[0].keys() | right[0].keys()
-        }
-        more += sign * (left[1] - right[1])
+        steps, number = _sum(left, right, -1)
+        more += sign * number
         if negated:
-            steps, more = {dim: -step for dim, step in steps.items()}, -more - 1
-        return _of_steps(steps, more)
+            sign = -sign
+            more = -more - 1
+        return _of_steps({dim: sign * step for dim, step in steps.items()}, more)
 
-    def _position(self, atom: Any, dims: Dims) -> tuple[dict[int, int], int] | None:
-        """An array of integers as a sum of indices, by outer dim with their factors, and a
-        number.
-        """
+    def _position(self, atom: Any, dims: Dims) -> Position | None:
+        """Return an array of integers as a position; None for another array."""
         atom, dims = self.source(atom, dims, _keeps_integers)
-        number, equation = self.scalar(atom), self.equation(atom)
+        number = self.scalar(atom)
+        equation = self.equation(atom)
         if number is not None:
-            return ({}, int(number)) if float(number).is_integer() else None
+            if not float(number).is_integer():
+                return None
+            return {}, int(number)
         if equation is None:
-            around, value = self.outer.get(atom), self.constant(atom)
+            around = self.outer.get(atom)
+            value = self.constant(atom)
             if around is not None:
                 return around[0]._position(around[1], dims)
-            return None if value is None else _of_line(value, dims)
-        name, inputs = equation.primitive.name, equation.invars
+            if value is None:
+                return None
+            return _of_line(value, dims)
+        name = equation.primitive.name
+        inputs = equation.invars
         if name == "iota":
             outer = [place for place, dim in enumerate(dims) if dim == equation.params["dimension"]]
             return dict.fromkeys(outer, 1), 0
         if name == "slice" and all(step == 1 for step in equation.params["strides"] or ()):
-            found, starts = self._position(inputs[0], dims), equation.params["start_indices"]
-            if found is None:
+            position = self._position(inputs[0], dims)
+            if position is None:
                 return None
-            return found[0], found[1] + sum(
-                found[0].get(place, 0) * starts[dim]
-                for place, dim in enumerate(dims)
-                if dim is not None
-            )
+            steps, more = position
+            for place, dim in enumerate(dims):
+                if dim is not None:
+                    more += steps.get(place, 0) * equation.params["start_indices"][dim]
+            return steps, more
         if name not in ("add", "sub"):
             return None
-        (left, right), sign = (
-            (self._position(x, dims if x.aval.shape else (None,) * len(dims)) for x in inputs),
-            1 if name == "add" else -1,
-        )
+        left, right = (self._position(x, self._which(x, dims)) for x in inputs)
         if left is None or right is None:
             return None
-        return {
-            dim: left[0].get(dim, 0) + sign * right[0].get(dim, 0)
-            for dim in left[0].keys() | right[0].keys()
-        }, left[1] + sign * right[1]
+        if name == "add":
+            return _sum(left, right, 1)
+        return _sum(left, right, -1)
 
     def _triangle(self, atom: Any, dims: Dims, negated: bool) -> list[View | Band] | None:
-        """A constant array that is a causal mask."""
+        """Return the mask of a constant array that is a causal mask; None for another one."""
         value = self.constant(atom)
+        if value is None:
+            return None
         places = [
-            place
-            for place, dim in enumerate(dims)
-            if dim is not None and value is not None and value.shape[dim] > 1
+            place for place, dim in enumerate(dims) if dim is not None and value.shape[dim] > 1
         ]
-        if value is None or len(places) != 2:
+        if len(places) != 2:
             return None
         queries, keys = places if dims[places[0]] < dims[places[1]] else places[::-1]  # type: ignore[operator]
         square = value.reshape([size for size in value.shape if size > 1]).astype(bool) ^ negated
         if (square == _lower(square.shape)).all():
             return [Band(queries, keys, 0)]
-        return [Band(keys, queries, 0)] if (square == ~_lower(square.shape, -1)).all() else None
+        if not (square == ~_lower(square.shape, -1)).all():
+            return None
+        return [Band(keys, queries, 0)]
 
 
 def _keeps_truth(equation: Any) -> bool:
-    """Whether what is not zero stays so."""
+    """Return whether an equation keeps zeros and numbers other than zero apart."""
     if equation.primitive.name != "convert_element_type":
         return equation.primitive.name == "stop_gradient"
-    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    old = equation.invars[0].aval.dtype
+    new = equation.outvars[0].aval.dtype
     return bool in (old, new) or not np.issubdtype(new, np.integer)
 
 
 def _keeps_integers(equation: Any) -> bool:
-    """Whether integers stay what they are."""
+    """Return whether an equation keeps integers as they are."""
     if equation.primitive.name != "convert_element_type":
         return False
     return all(
         np.issubdtype(x.aval.dtype, np.integer) for x in (equation.invars[0], equation.outvars[0])
     )
+
+
+def _sum(left: Position, right: Position, sign: int) -> Position:
+    """Return `left` plus `sign` times `right`."""
+    steps = {
+        dim: left[0].get(dim, 0) + sign * right[0].get(dim, 0)
+        for dim in left[0].keys() | right[0].keys()
+    }
+    return steps, left[1] + sign * right[1]
 
 
 @functools.lru_cache(maxsize=4)
@@ -373,16 +422,16 @@ def _lower(shape: tuple[int, int], more: int = 0) -> np.ndarray:
 
 
 def _of_steps(steps: dict[int, int], more: int) -> list[View | Band] | None:
-    """The mask of a sum of indices that is at least 0."""
+    """Return the mask of a sum of indices that is at least 0."""
     steps = {dim: step for dim, step in steps.items() if step}
     if not steps:
-        return [] if more >= 0 else None
+        if more >= 0:
+            return []
+        return None
     by_step = {step: dim for dim, step in steps.items()}
-    return (
-        [Band(by_step[1], by_step[-1], more)]
-        if len(steps) == 2 and by_step.keys() == {1, -1}
-        else None
-    )
+    if not (len(steps) == 2 and by_step.keys() == {1, -1}):
+        return None
+    return [Band(by_step[1], by_step[-1], more)]
 
 
 def _of_line(value: np.ndarray, dims: Dims) -> tuple[dict[int, int], int] | None:
@@ -397,7 +446,9 @@ def _of_line(value: np.ndarray, dims: Dims) -> tuple[dict[int, int], int] | None
     ):
         return None
     step = int(line[1]) - int(line[0])
-    return ({places[0]: step}, int(line[0])) if (np.diff(line) == step).all() else None
+    if not (np.diff(line) == step).all():
+        return None
+    return {places[0]: step}, int(line[0])
 
 
 def moved(equation: Any, dims: Dims) -> Dims | None:
@@ -406,7 +457,9 @@ def moved(equation: Any, dims: Dims) -> Dims | None:
     """
     if len(equation.invars) != 1:
         return None
-    name, source, params = equation.primitive.name, equation.invars[0].aval, equation.params
+    name = equation.primitive.name
+    source = equation.invars[0].aval
+    params = equation.params
     if name == "broadcast_in_dim":
         places = tuple(params["broadcast_dimensions"])
         inner: dict[int, int | None] = {
@@ -416,15 +469,13 @@ def moved(equation: Any, dims: Dims) -> Dims | None:
         inner = dict(enumerate(params["permutation"]))
     elif name in ("reshape", "squeeze"):
         new = equation.outvars[0].aval.shape
-        kept, wide = (
-            [number for number, size in enumerate(shape) if size > 1]
-            for shape in (source.shape, new)
-        )
-        if [source.shape[number] for number in kept] != [new[number] for number in wide]:
+        old_dims = [dim for dim, size in enumerate(source.shape) if size > 1]
+        new_dims = [dim for dim, size in enumerate(new) if size > 1]
+        if [source.shape[dim] for dim in old_dims] != [new[dim] for dim in new_dims]:
             return None
-        inner = dict(zip(wide, kept, strict=True))
+        inner = dict(zip(new_dims, old_dims, strict=True))
     elif name == "copy":
         return dims
     else:
         return None
-    return tuple(None if dim is None else inner.get(dim) for dim in dims)
+    return tuple(dim if dim is None else inner.get(dim) for dim in dims)

@@ -35,7 +35,7 @@ from spmd.nn.parallel_context import current
 from spmd.nn.scoring import ScoreArrays, Scoring
 from spmd.nn.traced_values import Values
 from spmd.nn.written_dims import arrange, wide
-from spmd.nn.written_scores import Found, find
+from spmd.nn.written_scores import WrittenAttention, find
 
 REPLACED = "is written out, and is replaced"
 # equations: functions of jax.numpy are jits of so many at most, and a pattern may begin in one and
@@ -44,7 +44,7 @@ SMALL = 32
 
 
 def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pure function of arrays, with the attention that it writes out replaced as the
+    """Return a pure function of arrays, with the attention that it writes out replaced as the
     `[attention]` of the layout in force says.
 
     Example:
@@ -54,35 +54,33 @@ def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call_rewritten(*args: Any) -> Any:
         if not may_replace(current()):
             return function(*args)
         with recorded_programs() as programs:
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed, programs)))(
-            *jax.tree.leaves(args)
-        )
+        rewritten = jaxpr_as_fun(closed.replace(jaxpr=_rewritten(closed, programs)))
+        results = rewritten(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return call
+    return call_rewritten
 
 
 def _rewritten(closed: Any, programs: Mapping[str, InnerProgram]) -> Any:
-    """The jaxpr of a closed one with its attention replaced; notes say what was and what was
-    not.
+    """Return the jaxpr of a closed one with its attention replaced; notes name each attention, and
+    the reason against those that stay.
     """
     places: dict[str, list[str]] = {}
-    jaxpr = _Program(
-        closed.jaxpr,
-        dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
-        {},
-        places,
-        programs,
-    ).rewritten()
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    jaxpr = _Program(closed.jaxpr, constants, {}, places, programs).rewritten()
     for text, where in places.items():
         named = list(dict.fromkeys(where))
-        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
-        prefix = "" if text == REPLACED else "note: "
+        more = ""
+        if len(named) > 2:
+            more = f" and {len(named) - 2} more"
+        prefix = "note: "
+        if text == REPLACED:
+            prefix = ""
         current().notes[f"{prefix}attention in {', '.join(named[:2])}{more} {text}."] = None
     return jaxpr
 
@@ -107,35 +105,30 @@ class _Program:
     scopes: str = ""
 
     def rewritten(self) -> Any:
-        """The jaxpr, or the same one if nothing is replaced."""
+        """Return the jaxpr with attention replaced, or the same one if nothing is."""
         jaxpr = self.jaxpr
-        found, outputs = inlined(jaxpr, SMALL)
-        constants = {v: x for v, x in self.constants.items() if _is_known(x)}
-        computed = {x: equation for equation in found for x in equation.outvars}
-        values = Values(
-            computed, frozenset([*jaxpr.invars, *jaxpr.constvars]), constants, self.outer
-        )
-        changed = [self._inside(equation, values) for equation in found]
-        fused = any(new is not old for new, old in zip(changed, found, strict=True))
-        for attention in find(found, values):
-            new = None if attention.why else _replaced(attention, changed, outputs)
+        flat, outputs = inlined(jaxpr, SMALL)
+        constants = {v: x for v, x in self.constants.items() if _is_readable(x)}
+        values = Values(_computed(flat), _inputs(jaxpr), constants, self.outer)
+        changed = [self._inside(equation, values) for equation in flat]
+        is_changed = any(new is not old for new, old in zip(changed, flat, strict=True))
+        for attention in find(flat, values):
+            is_changed = True
+            new = attention.why or _replaced(attention, changed, outputs)
             if isinstance(new, list):
-                changed, fused = new, True
+                changed = new
                 self._note(attention, REPLACED)
             else:
-                self._note(
-                    attention,
-                    f"is computed as it is written, with all scores: {attention.why or new}",
-                )
-                changed, fused = _marked(attention.weighted, changed), True
-        if not fused:
+                self._note(attention, f"is computed as it is written, with all scores: {new}")
+                changed = _marked(attention.weighted, changed)
+        if not is_changed:
             return jaxpr
         return jaxpr.replace(eqns=without_unused(changed, outputs), outvars=outputs)
 
-    def _note(self, attention: Found, text: str) -> None:
-        # of transformations, which a name is put into
+    def _note(self, attention: WrittenAttention, text: str) -> None:
+        # JAX writes the names of transformations around a scope, as in jvp(blocks/0), and
+        # `jnp.einsum` names a scope for its formula.
         scopes = re.sub(r"\w+\(|\)", "", self._scopes(attention.weighted)).split("/")
-        # einsum names a scope for its formula
         place = "/".join(scope for scope in scopes if scope and "->" not in scope)
         self.places.setdefault(text, []).append(place or "the model")
 
@@ -143,41 +136,39 @@ class _Program:
         return f"{self.scopes}/{scope_of(equation)}"
 
     def _inside(self, equation: Any, values: Values) -> Any:
-        """An equation with attention replaced in the jaxprs that it runs."""
+        """Return an equation with attention replaced in the jaxprs that it runs."""
         inputs = constant_inputs(equation)
         if inputs is not None:
             return self._within(equation, inputs, values)
-        if equation.primitive.name in CUSTOM:
-            if program := self._program_of(equation):
-                inputs = equation.invars[len(equation.invars) - len(program.constants) :]
-                outer = {
-                    x: (values, atom)
-                    for x, atom in zip(program.jaxpr.constvars, inputs, strict=True)
-                }
-                program.jaxpr = dataclasses.replace(
-                    self,
-                    jaxpr=program.jaxpr,
-                    constants={},
-                    outer=outer,
-                    scopes=self._scopes(equation),
-                ).rewritten()
-                # the same, undifferentiated
-                silent = dataclasses.replace(self, places={})
-                return silent._within(equation, dict.fromkeys(CALLED, equation.invars), values)
+        if equation.primitive.name not in CUSTOM:
+            return equation
+        program = self._program_of(equation)
+        if program is None:
             self._look_into(equation)
-        return equation
+            return equation
+        # JAX differentiates `program` when the loss is differentiated: it is changed here.
+        constvars = program.jaxpr.constvars
+        atoms = equation.invars[len(equation.invars) - len(constvars) :]
+        program.jaxpr = dataclasses.replace(
+            self,
+            jaxpr=program.jaxpr,
+            constants={},
+            outer={x: (values, atom) for x, atom in zip(constvars, atoms, strict=True)},
+            scopes=self._scopes(equation),
+        ).rewritten()
+        # The equation itself runs the same program where nothing is differentiated.
+        silent = dataclasses.replace(self, places={})
+        return silent._within(equation, dict.fromkeys(CALLED, equation.invars), values)
 
     def _program_of(self, equation: Any) -> InnerProgram | None:
-        """The program that an equation with a gradient of its own runs."""
+        """Return the program that an equation with a gradient of its own runs."""
         if not self.programs:
             return None
-        named = (
-            inner.params["name"]
-            for jaxpr in inner_jaxprs(equation)
-            for inner in equations(jaxpr)
-            if inner.primitive.name == "name"
-        )
-        return next((self.programs[name] for name in named if name in self.programs), None)
+        for jaxpr in inner_jaxprs(equation):
+            for inner in equations(jaxpr):
+                if inner.primitive.name == "name" and inner.params["name"] in self.programs:
+                    return self.programs[inner.params["name"]]
+        return None
 
     def _within(self, equation: Any, inputs: Mapping[str, Sequence[Any]], values: Values) -> Any:
         """Return an equation with attention replaced in its programs.
@@ -188,27 +179,24 @@ class _Program:
         scopes = self._scopes(equation)
 
         def rewritten(param: str, program: Any) -> Any:
-            jaxpr, consts = opened(program), getattr(program, "consts", ())
-            first = inputs.get(param, ())
+            jaxpr = opened(program)
+            consts = getattr(program, "consts", ())
+            pairs = zip(jaxpr.invars, inputs.get(param, ()), strict=False)
             return dataclasses.replace(
                 self,
                 jaxpr=jaxpr,
                 constants=dict(zip(jaxpr.constvars, consts, strict=True)),
-                outer={x: (values, atom) for x, atom in zip(jaxpr.invars, first, strict=False)},
+                outer={x: (values, atom) for x, atom in pairs},
                 scopes=scopes,
             ).rewritten()
 
         return with_programs(equation, rewritten)
 
     def _look_into(self, equation: Any) -> None:
-        """Say so of attention in a function that has a gradient of its own."""
+        """Note attention in a function that has a gradient of its own."""
         for jaxpr in inner_jaxprs(equation):
-            found, _ = inlined(jaxpr, SMALL)
-            values = Values(
-                {x: e for e in found for x in e.outvars},
-                frozenset([*jaxpr.invars, *jaxpr.constvars]),
-            )
-            for attention in find(found, values):
+            flat, _ = inlined(jaxpr, SMALL)
+            for attention in find(flat, Values(_computed(flat), _inputs(jaxpr))):
                 self._note(
                     attention,
                     "is computed as it is written, with all scores: it is in a function with a "
@@ -216,8 +204,17 @@ class _Program:
                 )
 
 
-def _is_known(constant: Any) -> bool:
-    """Whether a constant of a program has numbers that can be looked at."""
+def _computed(equations: Iterable[Any]) -> dict[Any, Any]:
+    """Return the equation that computes each variable."""
+    return {x: equation for equation in equations for x in equation.outvars}
+
+
+def _inputs(jaxpr: Any) -> frozenset[Any]:
+    return frozenset([*jaxpr.invars, *jaxpr.constvars])
+
+
+def _is_readable(constant: Any) -> bool:
+    """Return whether a constant of a program has numbers that can be looked at."""
     if isinstance(constant, jax.Array):
         is_key = jnp.issubdtype(constant.dtype, jax.dtypes.extended)
         return not isinstance(constant, Tracer) and constant.is_fully_addressable and not is_key
@@ -232,24 +229,30 @@ def _marked(equation: Any, program: list[Any]) -> list[Any]:
     return [marked if old is equation else old for old in program]
 
 
-def _replaced(found: Found, program: list[Any], outputs: Iterable[Any]) -> list[Any] | str:
-    """The equations with one in place of an attention; or why it cannot be replaced."""
-    inputs, function = _call(found)
+def _replaced(
+    attention: WrittenAttention, program: list[Any], outputs: Iterable[Any]
+) -> list[Any] | str:
+    """Return the equations with one in place of an attention; or the reason why it cannot be
+    replaced.
+    """
+    inputs, function = _fused_call(attention)
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
-    without = [equation for equation in program if equation is not found.weighted]
-    kept = {id(equation) for equation in without_unused(without, [*outputs, *inputs])}
-    if id(found.softmax) in kept:
+    without = [equation for equation in program if equation is not attention.weighted]
+    used = {id(equation) for equation in without_unused(without, [*outputs, *inputs])}
+    if id(attention.softmax) in used:
         return "its weights are used elsewhere"
-    if id(found.product) in kept:
+    if id(attention.product) in used:
         return "its scores are used elsewhere"
     try:
         [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
     except _NoKernelError:
         return "no kernel takes it"
     equation = equation.replace(
-        invars=inputs, outvars=found.weighted.outvars, source_info=found.weighted.source_info
+        invars=inputs,
+        outvars=attention.weighted.outvars,
+        source_info=attention.weighted.source_info,
     )
-    return [equation if old is found.weighted else old for old in program]
+    return [equation if old is attention.weighted else old for old in program]
 
 
 class _NoKernelError(Exception):
@@ -260,18 +263,23 @@ def _no_kernel() -> jax.Array:
     raise _NoKernelError
 
 
-def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
-    """The values that an attention needs, and a function of them."""
-    dims, sizes, dtype = found.dims, found.sizes, found.dtype
-    heads, aval = (*dims.groups, *dims.shared), found.weighted.outvars[0].aval
-    query, key, value = found.operands()
-    parts = [(part.view, part.dims) for part in (*found.masks, *found.biases)]
+def _fused_call(attention: WrittenAttention) -> tuple[list[Any], Callable[..., jax.Array]]:
+    """Return the values that an attention needs, and a function of them."""
+    dims = attention.dims
+    sizes = attention.sizes
+    dtype = attention.dtype
+    heads = (*dims.groups, *dims.shared)
+    aval = attention.weighted.outvars[0].aval
+    query, key, value = attention.operands()
+    parts = [(part.view, part.dims) for part in (*attention.masks, *attention.biases)]
     inputs = [query.atom, key.atom, value.atom, *(view.atom for view, _ in parts)]
-    window = (found.before, found.after if found.after else None)
-    scoring = Scoring(found.scale, found.after == 0, window, found.cap, precision=found.precision)
+    window = (attention.before, attention.after or None)
+    scoring = Scoring(
+        attention.scale, attention.after == 0, window, attention.cap, precision=attention.precision
+    )
     full = (dims.rows, heads, dims.queries, dims.keys)
 
-    def attention(
+    def fused(
         query_: jax.Array, key_: jax.Array, value_: jax.Array, *others: jax.Array
     ) -> jax.Array:
         by_query = arrange(
@@ -283,23 +291,24 @@ def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
         values = arrange(
             value_.astype(dtype), value.dims, sizes, (dims.rows, dims.keys, dims.groups, dims.width)
         )
-        masks, biases = others[: len(found.masks)], others[len(found.masks) :]
+        masks = others[: len(attention.masks)]
+        biases = others[len(attention.masks) :]
         mask = key_mask = bias = None
-        for part, x in zip(found.masks, masks, strict=True):
-            x = x if x.dtype == bool else x != jnp.zeros((), x.dtype)
-            seen = arrange(~x if part.view.negated else x, part.kept(sizes), sizes, full)
-            if seen.shape[1:3] == (1, 1):
-                seen = jnp.broadcast_to(seen[:, 0, 0], by_key.shape[:2])
-                key_mask = seen if key_mask is None else key_mask & seen
+        for part, x in zip(attention.masks, masks, strict=True):
+            if x.dtype != bool:
+                x = x != jnp.zeros((), x.dtype)
+            if part.view.negated:
+                x = ~x
+            visible = arrange(x, part.array_roles(sizes), sizes, full)
+            # A mask of keys alone is small: that of all scores takes the memory of scores.
+            if visible.shape[1:3] == (1, 1):
+                visible = jnp.broadcast_to(visible[:, 0, 0], by_key.shape[:2])
+                key_mask = visible if key_mask is None else key_mask & visible
             else:
-                mask = seen if mask is None else mask & seen
-        for part, x in zip(found.biases, biases, strict=True):
-            more = (
-                arrange(x, part.kept(sizes), sizes, full).astype(
-                    jnp.promote_types(x.dtype, jnp.float32)
-                )
-                * part.factor
-            )
+                mask = visible if mask is None else mask & visible
+        for part, x in zip(attention.biases, biases, strict=True):
+            more = arrange(x, part.array_roles(sizes), sizes, full)
+            more = more.astype(jnp.promote_types(x.dtype, jnp.float32)) * part.factor
             bias = more if bias is None else bias + more
         out = attend(
             Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)),
@@ -307,7 +316,7 @@ def _call(found: Found) -> tuple[list[Any], Callable[..., jax.Array]]:
         )
         order = wide((*dims.rows, *dims.queries, *heads, *dims.width), sizes)
         out = out.reshape([sizes[role] for role in order])
-        out = jnp.transpose(out, [order.index(role) for role in wide(found.result, sizes)])
+        out = jnp.transpose(out, [order.index(role) for role in wide(attention.result, sizes)])
         return out.reshape(aval.shape).astype(aval.dtype)
 
-    return inputs, attention
+    return inputs, fused

@@ -15,33 +15,34 @@ Sizes = Mapping[int, int]
 
 
 def wide(roles: Sequence[int], sizes: Sizes) -> Roles:
-    """Those of more than one entry."""
+    """Return the roles of more than one entry."""
     return tuple(role for role in roles if sizes[role] > 1)
 
 
 def reshaped(dims: Sequence[Roles], sizes: Sizes, shape: Sequence[int]) -> tuple[Roles, ...] | None:
-    """The roles of an array's dims once it has another shape; None if a role would be split.
+    """Return the roles of an array's dims once it has another shape; None if a role would be split.
 
     Example:
       >>> reshaped([(0,), (1,), (2, 3)], {0: 2, 1: 5, 2: 4, 3: 3}, (10, 4, 1, 3))
       ((0, 1), (2,), (), (3,))
     """
-    left, found = [role for roles in dims for role in roles], []
+    left = [role for roles in dims for role in roles]
+    new_dims = []
     for size in shape:
         roles: Roles = ()
         while math.prod(sizes[role] for role in roles) < size and left:
             roles = (*roles, left.pop(0))
         if math.prod(sizes[role] for role in roles) != size:
             return None
-        found.append(roles)
-    return tuple(found)
+        new_dims.append(roles)
+    return tuple(new_dims)
 
 
 def arrange(
-    x: jax.Array, dims: Sequence[Roles], sizes: Sizes, wanted: Sequence[Roles]
+    x: jax.Array, dims: Sequence[Roles], sizes: Sizes, new_dims: Sequence[Roles]
 ) -> jax.Array:
-    """An array with dims of these roles, as one with a dim for each of `wanted`, of size 1 where
-    `x` has none of its roles.
+    """Return an array with dims of these roles, as one with a dim for each of `new_dims`, of size 1
+    where `x` has none of its roles.
 
     Example:
       >>> arrange(
@@ -53,19 +54,22 @@ def arrange(
       (12, 1, 10)
     """
     here = [role for roles in dims for role in roles]
-    order = [role for roles in wanted for role in roles if role in here]
-    x = jnp.transpose(
-        x.reshape([sizes[role] for role in here]), [here.index(role) for role in order]
-    )
-    # of a dim that is wanted, an array has all roles or none
-    full = [
-        role for roles in wanted if not set(here).isdisjoint(roles) for role in wide(roles, sizes)
-    ]
-    x = x.reshape([sizes[role] if role in here else 1 for role in full])
-    x = jnp.broadcast_to(x, [sizes[role] for role in full])
-    return x.reshape(
-        [
-            1 if set(here).isdisjoint(roles) else math.prod(sizes[role] for role in roles)
-            for roles in wanted
-        ]
-    )
+    x = x.reshape([sizes[role] for role in here])
+    order = [here.index(role) for roles in new_dims for role in roles if role in here]
+    x = jnp.transpose(x, order)
+    # Of a new dim, the array gets all roles or none.
+    shape = []
+    roles_shape = []
+    full_shape = []
+    for roles in new_dims:
+        size = 1
+        if not set(here).isdisjoint(roles):
+            for role in wide(roles, sizes):
+                size *= sizes[role]
+                full_shape.append(sizes[role])
+                if role in here:
+                    roles_shape.append(sizes[role])
+                else:
+                    roles_shape.append(1)
+        shape.append(size)
+    return jnp.broadcast_to(x.reshape(roles_shape), full_shape).reshape(shape)

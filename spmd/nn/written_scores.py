@@ -4,7 +4,7 @@ two products.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from spmd.nn.attention_kernels import AS_WRITTEN
 from spmd.nn.traced_values import Band, Values, View
 from spmd.nn.written_dims import Roles, Sizes, reshaped, wide
 
-MASKED = -1e4  # a score of at most this is that of a key which is not seen
-LONGEST = 40  # operations between a product and the softmax
+# A score of at most this is that of a key which is not seen.
+MASKED = -1e4
+# The most operations between a product and the softmax.
+LONGEST = 40
 
 
 class Operand(NamedTuple):
@@ -35,14 +37,13 @@ class Part:
     dims: tuple[Roles, ...]
     factor: float = 1.0
 
-    def kept(self, sizes: Sizes) -> list[Roles]:
-        """The roles of the array's own dims."""
-        shape = self.view.atom.aval.shape
-        places = {dim: place for place, dim in enumerate(self.view.dims) if dim is not None}
-        return [
-            wide(self.dims[places[dim]], sizes) if size > 1 else ()
-            for dim, size in enumerate(shape)
-        ]
+    def array_roles(self, sizes: Sizes) -> list[Roles]:
+        """Return the roles of the dims of the array itself."""
+        roles: list[Roles] = [()] * self.view.atom.aval.ndim
+        for place, dim in enumerate(self.view.dims):
+            if dim is not None and self.view.atom.aval.shape[dim] > 1:
+                roles[dim] = wide(self.dims[place], sizes)
+        return roles
 
 
 @dataclasses.dataclass
@@ -61,7 +62,7 @@ class Dims:
 
 
 @dataclasses.dataclass
-class Found:
+class WrittenAttention:
     """An attention: its equations, and what happens to its scores.
 
     Attributes:
@@ -95,36 +96,34 @@ class Found:
 
     @property
     def precision(self) -> Any:
-        """Of the products, as `jax.lax.dot_general` takes it."""
+        """The precision of the products, as `jax.lax.dot_general` takes it."""
         return self.product.params["precision"]
 
     @property
     def dtype(self) -> Any:
-        """That in which values are multiplied, if queries and keys have it; else the widest of the
-        three.
+        """The dtype in which values are multiplied, if queries and keys have it; else the widest of
+        the three.
         """
         return jnp.result_type(*(operand.atom.aval.dtype for operand in self.operands()))
 
     def operands(self) -> tuple[Operand, Operand, Operand]:
-        """Queries, keys and values. Queries and keys that the model widens for the product are
-        taken as they were.
+        """Return queries, keys and values. Queries and keys that the model widens for the product
+        are those from before.
         """
+        query = self.inputs["query"]
+        key = self.inputs["key"]
         value = self.inputs["value"]
-        narrow = [
-            self.values.narrower(self.inputs[name].atom, value.atom.aval.dtype)
-            for name in ("query", "key")
-        ]
-        if all(atom is not None for atom in narrow):
-            query, key = (
-                self.inputs[name]._replace(atom=atom)
-                for name, atom in zip(("query", "key"), narrow, strict=True)
-            )
-            return query, key, value
-        return self.inputs["query"], self.inputs["key"], value
+        dtype = value.atom.aval.dtype
+        narrow_query = self.values.narrower(query.atom, dtype)
+        narrow_key = self.values.narrower(key.atom, dtype)
+        if narrow_query is not None and narrow_key is not None:
+            query = query._replace(atom=narrow_query)
+            key = key._replace(atom=narrow_key)
+        return query, key, value
 
-    def read(self, axis: int, before: list["Step"], after: list[Any]) -> "Found":
-        """Read the operations: `axis` is the dim of the softmax, `before` and `after` are those
-        between it and the products.
+    def follow(self, axis: int, before: list["Step"], after: list[Any]) -> "WrittenAttention":
+        """Follow the operations: `axis` is the dim of the softmax, `before` and `after` are the
+        operations between it and the products.
         """
         (contracted, _), batch = self.product.params["dimension_numbers"]
         sides = [
@@ -140,36 +139,37 @@ class Found:
         )
         for step in before:
             dims = dims and self._apply(step, dims)
-        if dims is None or count == 0:
-            return self._not(self.why if count else "")
+        # Without batch dims it is no attention, and nothing is to be said.
+        if count == 0:
+            return self._not("")
+        if dims is None:
+            return self._not(self.why)
         keys = dims[axis]
-        if (
-            len(keys) != 1
-            or keys[0] < count
-            or len(side := first if keys[0] in first else second) != 1
-        ):
+        key_side = 1
+        if len(keys) == 1 and keys[0] in first:
+            key_side = 0
+        if len(keys) != 1 or keys[0] < count or len((first, second)[key_side]) != 1:
             return self._not("its softmax is over another dim than that of the keys")
-        key_side = 0 if side is first else 1
         size = second.stop
         for number, (x, contracted_, batch_) in enumerate(self._sides(self.product)):
             roles: dict[int, Roles] = {dim: (role,) for role, dim in enumerate(batch_)}
             roles |= {dim: (size + place,) for place, dim in enumerate(contracted_)}
-            roles |= {
-                dim: (role,)
-                for dim, role in zip(sides[number], (first, second)[number], strict=True)
-            }
+            free = zip(sides[number], (first, second)[number], strict=True)
+            roles |= {dim: (role,) for dim, role in free}
             self.sizes |= {size + place: x.aval.shape[dim] for place, dim in enumerate(contracted_)}
-            name = "key" if number == key_side else "query"
-            self.inputs[name] = Operand(
-                x, tuple(wide(roles[dim], self.sizes) for dim in range(x.aval.ndim))
-            )
-        key_batch = self._sides(self.product)[key_side][2]
-        shared = second if key_side == 0 else first
-        ordered = sorted(range(count), key=lambda role: key_batch[role])
+            name = "query"
+            if number == key_side:
+                name = "key"
+            self.inputs[name] = self._operand(x, roles)
+        _, _, key_batch = self._sides(self.product)[key_side]
+        rows = sorted(range(count), key=lambda role: key_batch[role])
+        groups = []
+        if count > 1:
+            groups = [rows.pop()]
         self.dims = Dims(
-            rows=tuple(ordered[:-1] if count > 1 else ordered),
-            groups=tuple(ordered[-1:] if count > 1 else ()),
-            shared=tuple(shared),
+            rows=tuple(rows),
+            groups=tuple(groups),
+            shared=tuple((first, second)[1 - key_side]),
             queries=(),
             keys=keys,
             size=tuple(range(size, size + len(contracted))),
@@ -182,65 +182,84 @@ class Found:
             self._not(f"its mask sets scores to {self.hidden:g}, above {MASKED:g}")
         if self.cap is not None:
             self.scale *= self.cap
-            self._not(None if self.cap > 0 else f"its soft cap is {self.cap:g}")
+            if self.cap <= 0:
+                self._not(f"its soft cap is {self.cap:g}")
         return self
+
+    def _operand(self, x: Any, roles: Mapping[int, Roles]) -> Operand:
+        return Operand(x, tuple(wide(roles[dim], self.sizes) for dim in range(x.aval.ndim)))
 
     @staticmethod
     def _sides(product: Any) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
-        """Both inputs of a product, with the dims that are contracted and those of the batch."""
+        """Return both inputs of a product, with their contracted dims and their batch dims."""
         contracted, batch = product.params["dimension_numbers"]
         return [
             (product.invars[side], tuple(contracted[side]), tuple(batch[side])) for side in (0, 1)
         ]
 
-    def _not(self, why: str | None) -> "Found":
-        """Left as it is, for this reason, or one that was found before."""
-        self.why = why if self.why is None else self.why
+    def _not(self, why: str | None) -> "WrittenAttention":
+        """Leave it as it is, for this reason, or an earlier one."""
+        if self.why is None:
+            self.why = why
         return self
 
     def _apply(self, step: "Step", dims: tuple[Roles, ...]) -> tuple[Roles, ...] | None:
-        """The roles of the scores' dims after an operation; None if they are lost."""
-        equation, name = step.equation, step.equation.primitive.name
+        """Return the roles of the scores' dims after an operation; None if they are lost."""
+        equation = step.equation
+        name = step.equation.primitive.name
         moved = _moved_roles(equation, dims, self.sizes)
         if moved is not None:
             return moved
         if name == "reshape":
-            return self._not("a reshape splits a dim of its scores") and None
-        others = [x for number, x in enumerate(equation.invars) if number != step.place]
-        if (
-            name == "convert_element_type"
-            and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
-        ) or name == "copy":
+            self._not("a reshape splits a dim of its scores")
+            return None
+        dtype = equation.outvars[0].aval.dtype
+        if name == "copy" or (
+            name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating)
+        ):
             return dims
-        if (
-            name == "tanh"
-            and self.cap is None
-            and not (self.biases or self.masks or self.bands or self.shifted)
-        ):
-            self.cap = 1.0
-        elif (
-            name == "select_n"
-            and step.place > 0
-            and len(others) == 2
-            and (hidden := self.values.scalar(others[1])) is not None
-        ):
-            self.hidden = max(self.hidden, float(hidden))
-            negated, ndim = step.place == 1, len(dims)
-            view = View(*self.values.source(others[0], _same(others[0], ndim)), negated)
-            self.bands.append(
-                (self.values.seen(others[0], _same(others[0], ndim), negated), view, dims)
-            )
-        elif (
-            name in ("mul", "div")
-            and (step.place == 0 or name == "mul")
-            and (number := self.values.scalar(others[0])) is not None
-        ):
-            self._multiply(float(number) if name == "mul" else 1 / float(number))
-        elif name in ("add", "add_any", "sub") and (step.place == 0 or name != "sub"):
-            self._add(others[0], dims, -1.0 if name == "sub" else 1.0)
-        else:
+        if not self._follow_operation(step, name, dims):
             self._not(f"{name} is between its products")
         return dims
+
+    def _follow_operation(self, step: "Step", name: str, dims: tuple[Roles, ...]) -> bool:
+        """Follow an operation of the scores with numbers, masks or biases; returns whether it is
+        one.
+        """
+        others = [x for number, x in enumerate(step.equation.invars) if number != step.place]
+        is_changed = self.biases or self.masks or self.bands or self.shifted
+        if name == "tanh" and self.cap is None and not is_changed:
+            self.cap = 1.0
+            return True
+        if name == "select_n" and step.place > 0 and len(others) == 2:
+            hidden = self.values.scalar(others[1])
+            if hidden is None:
+                return False
+            self.hidden = max(self.hidden, float(hidden))
+            negated = step.place == 1
+            same = _same(others[0], len(dims))
+            view = View(*self.values.source(others[0], same), negated)
+            self.bands.append((self.values.visible(others[0], same, negated), view, dims))
+            return True
+        # Scores that something is divided by, or subtracted from, are none of a softmax.
+        if name in ("div", "sub") and step.place > 0:
+            return False
+        if name in ("mul", "div"):
+            number = self.values.scalar(others[0])
+            if number is None:
+                return False
+            factor = float(number)
+            if name == "div":
+                factor = 1 / factor
+            self._multiply(factor)
+            return True
+        if name not in ("add", "add_any", "sub"):
+            return False
+        sign = 1.0
+        if name == "sub":
+            sign = -1.0
+        self._add(others[0], dims, sign)
+        return True
 
     def _multiply(self, factor: float) -> None:
         if self.cap is None:
@@ -254,16 +273,21 @@ class Found:
             part.factor *= factor
 
     def _add(self, other: Any, dims: tuple[Roles, ...], factor: float) -> None:
-        """A bias, a mask in the form of one, or a number, which changes no weight."""
+        """Follow a sum with a bias, a mask in the form of one, or a number, which changes no
+        weight.
+        """
         if self.values.scalar(other) is not None:
             self.shifted = True
             return
-        seen = self.values.masked(other, _same(other, len(dims)), MASKED) if factor > 0 else None
-        view = View(*self.values.source(other, _same(other, len(dims))))
-        if seen is None:
+        same = _same(other, len(dims))
+        parts = None
+        if factor > 0:
+            parts = self.values.masked(other, same, MASKED)
+        if parts is None:
+            view = View(*self.values.source(other, same))
             self.biases.append(Part(view, dims, factor))
         else:
-            self.bands.append((seen, None, dims))
+            self.bands.append((parts, None, dims))
 
     def _weigh(self, dims: tuple[Roles, ...], after: list[Any], free: int) -> None:
         """Follow the weights to the product with the values, and read its dims."""
@@ -271,20 +295,20 @@ class Found:
         for equation in after:
             name = equation.primitive.name
             moved = _moved_roles(equation, dims, self.sizes)
-            if moved is None and not (name == "convert_element_type" or name == "copy"):
-                self._not(
-                    f"{name} is between its softmax and the values"
-                    if name != "reshape"
-                    else "a reshape splits a dim of its weights"
-                )
+            if moved is None and name not in ("convert_element_type", "copy"):
+                why = f"{name} is between its softmax and the values"
+                if name == "reshape":
+                    why = "a reshape splits a dim of its weights"
+                self._not(why)
                 return
-            dims, weights = moved or dims, equation.outvars[0]
+            dims = moved or dims
+            weights = equation.outvars[0]
         sides = self._sides(self.weighted)
-        number = 0 if self.weighted.invars[0] is weights else 1
-        (_, contracted, batch), (value, value_contracted, value_batch) = (
-            sides[number],
-            sides[1 - number],
-        )
+        number = 1
+        if self.weighted.invars[0] is weights:
+            number = 0
+        _, contracted, batch = sides[number]
+        value, value_contracted, value_batch = sides[1 - number]
         roles: dict[int, Roles] = {
             place: dims[dim] for place, dim in zip(value_batch, batch, strict=True)
         }
@@ -298,31 +322,29 @@ class Found:
         batches = sorted(role for dim in batch for role in dims[dim])
         if batches != sorted(wide((*self.dims.rows, *self.dims.groups), self.sizes)):
             self._not("its values have other heads than its keys")
-        self.inputs["value"] = Operand(
-            value, tuple(wide(roles[dim], self.sizes) for dim in range(value.aval.ndim))
-        )
-        of_weights = tuple(
-            role for dim in _free(len(dims), contracted, batch) for role in dims[dim]
-        )
+        self.inputs["value"] = self._operand(value, roles)
         of_batch = tuple(role for dim in batch for role in dims[dim])
-        order = (of_weights, self.dims.width) if number == 0 else (self.dims.width, of_weights)
-        self.result = (*of_batch, *order[0], *order[1])
+        free_dims = _free(len(dims), contracted, batch)
+        of_weights = tuple(role for dim in free_dims for role in dims[dim])
+        # A product's result has the dims of its first input first.
+        self.result = (*of_batch, *self.dims.width, *of_weights)
+        if number == 0:
+            self.result = (*of_batch, *of_weights, *self.dims.width)
 
     def _bound(self) -> None:
         """Choose the dim of the queries among those that keys do not have, and read masks as bounds
         on positions where they are.
         """
-        dims, sizes = self.dims, self.sizes
+        dims = self.dims
+        sizes = self.sizes
         size = sizes[dims.keys[0]]
 
         def by_mask(role: int) -> tuple[bool, bool, int]:
-            views = [
-                (view, of)
-                for parts, view, of in self.bands
-                for view in (*parts, view)
-                if view is not None
-            ]
-            views += [(part.view, part.dims) for part in self.biases]
+            views = [(part.view, part.dims) for part in self.biases]
+            for parts, view, of in self.bands:
+                views += [(part, of) for part in parts]
+                if view is not None:
+                    views.append((view, of))
             return (
                 any(role in _roles(view, of) for view, of in views),
                 sizes[role] == size,
@@ -331,10 +353,8 @@ class Found:
 
         if dims.shared:
             queries = max(dims.shared, key=by_mask)
-            dims.queries, dims.shared = (
-                (queries,),
-                tuple(role for role in dims.shared if role != queries),
-            )
+            dims.queries = (queries,)
+            dims.shared = tuple(role for role in dims.shared if role != queries)
         for parts, view, of in self.bands:
             bands = [part for part in parts if isinstance(part, Band)]
             bounds = [self._bound_of(band, of) for band in bands]
@@ -344,43 +364,43 @@ class Found:
                 else:
                     self.masks.append(Part(view, of))
                 continue
-            for after, before in (bound for bound in bounds if bound is not None):
-                self.after = (
-                    after
-                    if self.after is None
-                    else self.after
-                    if after is None
-                    else min(self.after, after)
-                )
-                self.before = (
-                    before
-                    if self.before is None
-                    else self.before
-                    if before is None
-                    else min(self.before, before)
-                )
+            for after, before in filter(None, bounds):
+                self.after = _lower_bound(self.after, after)
+                self.before = _lower_bound(self.before, before)
             self.masks += [Part(part, of) for part in parts if isinstance(part, View)]
 
     def _bound_of(self, band: Band, of: tuple[Roles, ...]) -> tuple[int | None, int | None] | None:
-        """A band as how many keys after and before itself a query sees; None: it is no such
-        bound.
+        """Return a band as the numbers of keys after and before itself that a query sees; None: it
+        is no such bound.
         """
-        plus, minus = of[band.plus], of[band.minus]
+        plus = of[band.plus]
+        minus = of[band.minus]
         if band.more < 0 or {plus, minus} != {self.dims.queries, self.dims.keys}:
             return None
-        return (band.more, None) if minus == self.dims.keys else (None, band.more)
+        if minus == self.dims.keys:
+            return band.more, None
+        return None, band.more
+
+
+def _lower_bound(one: int | None, other: int | None) -> int | None:
+    """Return the lower of two bounds; None is no bound."""
+    if one is None:
+        return other
+    if other is None:
+        return one
+    return min(one, other)
 
 
 class Step(NamedTuple):
-    """An equation, and which of its inputs the scores are."""
+    """An equation, and the number of its input that is the scores."""
 
     equation: Any
     place: int
 
 
-def find(equations: list[Any], values: Values) -> Iterator[Found]:
-    """Every attention among the equations of a jaxpr: a softmax between two products that have
-    batch dims.
+def find(equations: list[Any], values: Values) -> Iterator[WrittenAttention]:
+    """Yield every attention among the equations of a jaxpr: a softmax between two products that
+    have batch dims.
     """
     users: dict[Any, list[Any]] = {}
     for equation in equations:
@@ -388,20 +408,27 @@ def find(equations: list[Any], values: Values) -> Iterator[Found]:
             if not hasattr(x, "val"):
                 users.setdefault(x, []).append(equation)
     for equation in equations:
-        softmax = _softmax(equation, values) if equation.primitive.name == "div" else None
+        softmax = None
+        if equation.primitive.name == "div":
+            softmax = _softmax(equation, values)
         before = softmax and _from_product(softmax[0], values, set())
         after = before and _to_product(equation.outvars[0], users, set())
         if softmax and before and after and AS_WRITTEN not in scope_of(after[-1]):
-            (product, steps), (*between, weighted) = before, after
-            found = Found(product, equation, weighted, values, {}).read(softmax[1], steps, between)
-            if found.why != "":
-                yield found
+            product, steps = before
+            *between, weighted = after
+            attention = WrittenAttention(product, equation, weighted, values, {})
+            attention.follow(softmax[1], steps, between)
+            if attention.why != "":
+                yield attention
 
 
 def _softmax(divide: Any, values: Values) -> tuple[Any, int] | None:
-    """The scores of a softmax that ends in this division, and its dim; None if there is none."""
+    """Return the scores of a softmax that ends in this division, and its dim; None if there is
+    none.
+    """
     weights, total = divide.invars
-    exponential, dims = values.equation(weights), tuple(range(divide.outvars[0].aval.ndim))
+    exponential = values.equation(weights)
+    dims = tuple(range(divide.outvars[0].aval.ndim))
     if (
         exponential is None
         or exponential.primitive.name != "exp"
@@ -431,7 +458,8 @@ def _softmax(divide: Any, values: Values) -> tuple[Any, int] | None:
     ):
         highest = difference.invars[1]
         _, places = values.source(highest, _same(highest, len(dims)), _converts)
-        if places[axis] is None:  # whatever is the same for all keys changes no weight
+        # A number that is the same for all keys changes no weight.
+        if places[axis] is None:
             scores = difference.invars[0]
     return scores, axis
 
@@ -441,8 +469,8 @@ def _converts(equation: Any) -> bool:
 
 
 def _from_product(scores: Any, values: Values, visited: set[Any]) -> tuple[Any, list[Step]] | None:
-    """The product that scores come from, and the operations between; of sums, the first term that
-    comes from one.
+    """Return the product that scores come from, and the operations between; of sums, the first term
+    that comes from one.
     """
     equation = values.equation(scores)
     if equation is None or scores in visited or len(visited) > LONGEST:
@@ -458,57 +486,57 @@ def _from_product(scores: Any, values: Values, visited: set[Any]) -> tuple[Any, 
             and x.aval.size == scores.aval.size
             and jnp.issubdtype(x.aval.dtype, jnp.floating)
         ):
-            found = _from_product(x, values, visited)
-            if found is not None:
-                return found[0], [*found[1], Step(equation, place)]
+            source = _from_product(x, values, visited)
+            if source is not None:
+                product, steps = source
+                return product, [*steps, Step(equation, place)]
     return None
 
 
 def _to_product(weights: Any, users: dict[Any, list[Any]], visited: set[Any]) -> list[Any] | None:
-    """The operations from weights to a product, which is the last."""
+    """Return the operations from weights to a product, which is the last."""
     visited.add(weights)
     for equation in users.get(weights, ()):
         if equation.primitive.name == "dot_general":
             return [equation]
     for equation in users.get(weights, ()):
-        [x, *rest] = equation.outvars
-        if (
-            not rest
-            and x not in visited
-            and x.aval.size == weights.aval.size
-            and len(visited) < LONGEST
-        ):
-            found = _to_product(x, users, visited)
-            if found is not None:
-                return [equation, *found]
+        if len(equation.outvars) != 1 or len(visited) >= LONGEST:
+            continue
+        (x,) = equation.outvars
+        if x not in visited and x.aval.size == weights.aval.size:
+            operations = _to_product(x, users, visited)
+            if operations is not None:
+                return [equation, *operations]
     return None
 
 
 def _free(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> list[int]:
-    """Dims of a product's input that its result keeps beside those of the batch."""
+    """Return dims of a product's input that its result has beside the batch dims."""
     return [dim for dim in range(ndim) if dim not in contracted and dim not in batch]
 
 
 def _same(x: Any, ndim: int) -> tuple[int | None, ...]:
-    """The dims of an array of the same shape; a scalar is repeated."""
-    return tuple(range(ndim)) if x.aval.ndim else (None,) * ndim
+    """Return the dims of an array of the same shape; a scalar is repeated."""
+    if x.aval.ndim:
+        return tuple(range(ndim))
+    return (None,) * ndim
 
 
 def _roles(view: View | Band, dims: tuple[Roles, ...]) -> set[int]:
-    """Roles on which a mask or a bias depends."""
-    places = (
-        [view.plus, view.minus]
-        if isinstance(view, Band)
-        else [place for place, dim in enumerate(view.dims) if dim is not None]
-    )
+    """Return the roles on which a mask or a bias depends."""
+    if isinstance(view, Band):
+        places = [view.plus, view.minus]
+    else:
+        places = [place for place, dim in enumerate(view.dims) if dim is not None]
     return {role for place in places for role in dims[place]}
 
 
 def _moved_roles(equation: Any, dims: tuple[Roles, ...], sizes: Sizes) -> tuple[Roles, ...] | None:
-    """Roles after dims are reordered, or joined and split; None: the equation does something else,
-    or splits a role.
+    """Return the roles after dims are reordered, or joined and split; None: the equation does
+    something else, or splits a role.
     """
-    name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+    name = equation.primitive.name
+    shape = equation.outvars[0].aval.shape
     if name == "transpose":
         return tuple(dims[dim] for dim in equation.params["permutation"])
     if (

@@ -462,7 +462,7 @@ class WorkerGradients:
                     loss, variables, batch, keys, place, self.reading
                 )
         if parallel.tap is not None:
-            parallel.tap.seen = seen
+            parallel.tap.recorded = seen
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
         value = sums[LOSS][0]
@@ -501,7 +501,7 @@ class WorkerGradients:
             bound = self.model.bind(variables, call)
             value, extra = self.objective(bound, batch, localize(keys[1]))
             tap = current().tap
-            return value, extra, self.model.get_stats(bound), tap and tap.seen
+            return value, extra, self.model.get_stats(bound), tap and tap.recorded
 
         return fuse_attention(forward)
 

@@ -271,7 +271,7 @@ def sharded(mesh, heads, groups, axes=("data",), rows=8, arrays=None, parallel=N
             KERNELS,
             "cudnn",
             dataclasses.replace(
-                KERNELS["cudnn"], run=kernel, takes=None, refuses=lambda call: None
+                KERNELS["cudnn"], compute=kernel, takes=None, refuses=lambda call: None
             ),
         )
         with parallel_scope(config):

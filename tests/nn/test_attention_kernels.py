@@ -445,7 +445,7 @@ def interpreted(**options):
     def run(*arrays, **more):
         kernel = dataclasses.replace(
             KERNELS["triton"],
-            run=functools.partial(tiled, INTERPRETED),
+            compute=functools.partial(tiled, INTERPRETED),
             platforms=(),
             on_shards=False,
         )
@@ -583,7 +583,7 @@ def by_splash(scoring_options, arrays=None):
     def run(query, key, value):
         scoring = Scoring(**{"scale": query.shape[-1] ** -0.5, **scoring_options})
         call = Attend(scoring, query, key, value, arrays or ScoreArrays())
-        assert KERNELS["splash"].why_not(call, "tpu") is None
+        assert KERNELS["splash"].reason_against(call, "tpu") is None
         return attention_kernels._splash(call, interpret=True)
 
     return run
