@@ -303,7 +303,7 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
             return module(inputs)
 
         names.update(model.names(key, call_with_inputs))
-        return model.init(key, call_with_inputs)
+        return model.make_variables(key, call_with_inputs)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     return trace_abstractly(build, "the model", key, inputs), names

@@ -30,14 +30,15 @@ class Output(NamedTuple):
     part: bool = False
 
 
-Outputs = Mapping[str, Sequence[Output]]  # by module, over all its calls
+# By module, over all its calls.
+Outputs = Mapping[str, Sequence[Output]]
 
 
 def activation_spec(
     model_spec: Spec, data_axes: tuple[str, ...], shape: tuple[int, ...], mesh: MeshSpec
 ) -> Spec:
-    """The spec of an array: `model_spec`, without data axes, with the data axes first on dim 0;
-    entries that do not divide become None.
+    """Return the spec of an array: `model_spec`, without data axes, with the data axes first on dim
+    0; entries that do not divide become None.
 
     In a full batch every entry divides (`output_problems`); in a short last batch, or in `predict`,
     some may not.
@@ -45,17 +46,21 @@ def activation_spec(
     >>> activation_spec(("model", "model"), ("data",), (8, 3), MeshSpec.parse("data=4,model=2"))
     (('data', 'model'), None)
     """
-    rows = (*data_axes, *(entry_axes(model_spec[0]) if model_spec else ()))
+    rows = data_axes
+    if model_spec:
+        rows += entry_axes(model_spec[0])
     while rows and shape[0] % num_shards((rows,), mesh):
         rows = rows[:-1]
     return (make_entry(rows), *fixes.fitting_spec((None, *model_spec[1:]), shape, mesh)[1:])
 
 
 def data_axis_problems(layout: Layout) -> Iterator[Problem]:
-    """Rules with a data axis on another dim than the batch."""
+    """Yield rules with a data axis on another dim than the batch."""
     for number, rule in enumerate(layout.activations):
         for dim, entry in enumerate(rule.spec[1:], 1):
-            for axis in (axis for axis in entry_axes(entry) if axis in layout.data_axes()):
+            for axis in entry_axes(entry):
+                if axis not in layout.data_axes():
+                    continue
                 why = (
                     f'dim {dim} is sharded over "{axis}", over which dim 0, the batch, is sharded '
                     "already."
@@ -71,7 +76,7 @@ def data_axis_problems(layout: Layout) -> Iterator[Problem]:
 def output_problems(
     layout: Layout, mesh: MeshSpec, modules: Sequence[str], outputs: Outputs, rows: int, parts: int
 ) -> Iterator[Problem]:
-    """Problems of `[[activations]]`: like those of `fit_layout`, for submodules.
+    """Yield problems of `[[activations]]`: like those of `fit_layout`, for submodules.
 
     Args:
       modules: paths of all callable submodules.
@@ -80,16 +85,12 @@ def output_problems(
         microbatches.
     """
     rules = layout.activations
-    match_problems, matching_rules = (
-        fixes.match_checker(rules, modules, "callable submodule"),
-        rule_matcher(rules),
-    )
+    match_problems = fixes.match_checker(rules, modules, "callable submodule")
+    matching_rules = rule_matcher(rules)
     claims = {path: tuple(matching_rules(path)) for path in modules}
     for number, rule in enumerate(rules):
-        where, at = (
-            f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"',
-            {"rule": number + 1, "line": rule.line},
-        )
+        where = f'[[activations]] {rule_name(rules, number)}: path "{rule.path}"'
+        at = {"rule": number + 1, "line": rule.line}
         if not modules:
             fix = "remove the rule, or call jax.lax.with_sharding_constraint in apply."
             yield Problem(
@@ -106,20 +107,16 @@ def output_problems(
             yield Problem(
                 where, [why], "a pattern for modules that are called.", **at, kind="no_match"
             )
-    for path in (path for path in modules if len(claims[path]) > 1):
-        why = fixes.claim_lines(rules, claims[path], "[[activations]] rules match this module")
-        yield Problem(
-            _module(path),
-            why,
-            fixes.overlap_fix(rules, claims[path], claims),
-            path=path,
-            kind="overlap",
-        )
+    for path in modules:
+        if len(claims[path]) > 1:
+            why = fixes.claim_lines(rules, claims[path], "[[activations]] rules match this module")
+            fix = fixes.overlap_fix(rules, claims[path], claims)
+            yield Problem(_module(path), why, fix, path=path, kind="overlap")
     yield from _misfits(layout, mesh, claims, outputs, rows, parts)
 
 
 class _Misfit(NamedTuple):
-    """What is wrong with an array of a module's output; `spec` is its rule's, without data axes."""
+    """The misfit of an array of a module's output; `spec` is its rule's, without data axes."""
 
     rule: int
     inside: str
@@ -144,56 +141,61 @@ def _misfits(
     rows: int,
     parts: int,
 ) -> Iterator[Problem]:
-    """Arrays that do not fit their rule; modules that share a rule and a shape are reported as one
-    problem.
+    """Yield arrays that do not fit their rule; modules that share a rule and a shape are reported
+    as one problem.
     """
-    rules, misfits = layout.activations, {}
+    rules = layout.activations
+    misfits = {}
     other_axes = tuple(axis for axis in mesh.names if axis not in layout.data_axes())
     for path, arrays in outputs.items():
-        for output in arrays if len(claims[path]) == 1 else ():
-            spec, counts = keep_axes(rules[claims[path][0]].spec, other_axes), (rows, parts)
-            if output.part:  # how many of the batch's rows it has is unknown
-                spec, counts = (None, *spec[1:]), (1, 1)
-            misfit = _Misfit(
-                claims[path][0],
-                output.inside,
-                describe(output.leaf),
-                output.leaf.shape,
-                spec,
-                *counts,
-                (),
-            )
-            why = tuple(_why(misfit, mesh))
+        if len(claims[path]) != 1:
+            continue
+        (number,) = claims[path]
+        for output in arrays:
+            leaf = output.leaf
+            spec = keep_axes(rules[number].spec, other_axes)
+            counts = (rows, parts)
+            # The number of the batch's rows that it has is unknown.
+            if output.part:
+                spec = (None, *spec[1:])
+                counts = (1, 1)
+            misfit = _Misfit(number, output.inside, describe(leaf), leaf.shape, spec, *counts, ())
+            why = tuple(_reasons(misfit, mesh))
             if why:
                 misfits.setdefault(misfit._replace(why=why), []).append(path)
     for misfit, paths in misfits.items():
-        first = (
-            f"{_module(paths[0])}{f', {misfit.inside} of its output' if misfit.inside else ''}   "
-            f"{misfit.array}"
-        )
         rule = rules[misfit.rule]
+        where = _module(paths[0])
+        if misfit.inside:
+            where += f", {misfit.inside} of its output"
+        where += f"   {misfit.array}   [[activations]] {rule_name(rules, misfit.rule)}: spec "
+        where += spec_text(rule.spec)
+        kind = "not_divisible"
+        if len(misfit.spec) > len(misfit.shape):
+            kind = "wrong_rank"
         yield Problem(
-            f"{first}   [[activations]] {rule_name(rules, misfit.rule)}: spec "
-            f"{spec_text(rule.spec)}",
+            where,
             misfit.why,
             _fix(rules, misfit, paths, claims, mesh),
             also=fixes.more_names(paths),
             path=paths[0],
             rule=misfit.rule + 1,
             line=rule.line,
-            kind="wrong_rank" if len(misfit.spec) > len(misfit.shape) else "not_divisible",
+            kind=kind,
         )
 
 
-def _why(misfit: _Misfit, mesh: MeshSpec) -> Iterator[str]:
-    """Why the spec does not fit the array; nothing if it does."""
-    spec, shape, rows, parts = misfit.spec, misfit.shape, misfit.rows, misfit.parts
-    if not shape or shape[0] % rows:
-        yield (
-            f"dim 0 is not the batch, of which there are {rows} rows."
-            if shape
-            else "a scalar has no dim to shard."
-        )
+def _reasons(misfit: _Misfit, mesh: MeshSpec) -> Iterator[str]:
+    """Yield reasons why the spec does not fit the array; none if it does."""
+    spec = misfit.spec
+    shape = misfit.shape
+    rows = misfit.rows
+    parts = misfit.parts
+    if not shape:
+        yield "a scalar has no dim to shard."
+        return
+    if shape[0] % rows:
+        yield f"dim 0 is not the batch, of which there are {rows} rows."
         return
     if parts > 1 and len(spec) <= len(shape) and misfit.at_once[0] % num_shards(spec[:1], mesh):
         yield (
@@ -210,32 +212,35 @@ def _fix(
     claims: Mapping[str, tuple[int, ...]],
     mesh: MeshSpec,
 ) -> str:
-    """A spec that fits these modules, and sizes that would fit the rule's spec."""
-    number, spec, shape, pattern = misfit.rule, misfit.spec, misfit.shape, covering(paths, claims)
+    """Return a spec that fits these modules, and sizes that would fit the rule's spec."""
+    number = misfit.rule
+    spec = misfit.spec
+    shape = misfit.shape
+    pattern = covering(paths, claims)
     all_of_rule = sum(claimed == (number,) for claimed in claims.values()) == len(paths)
     if not shape or shape[0] % misfit.rows:
-        others = "a pattern for modules that return rows."
-        return (
-            others
-            if all_of_rule or not pattern
-            else f"{fixes.except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
-        )
+        if all_of_rule or not pattern:
+            return "a pattern for modules that return rows."
+        return f"{fixes.except_text(rules[number], [pattern])}  in {rule_name(rules, number)}."
     fitting = spec_text(fixes.fitting_spec(spec, misfit.at_once, mesh))
-    fix, sizes = (
-        f"spec {fitting}" if all_of_rule else fixes.rule_fix(rules, number, pattern, fitting),
-        [],
-    )
-    for dim, entry in enumerate(spec) if len(spec) <= len(shape) else ():
-        pieces, size = num_shards((entry,), mesh), misfit.at_once[dim]
+    fix = fixes.rule_fix(rules, number, pattern, fitting)
+    if all_of_rule:
+        fix = f"spec {fitting}"
+    if len(spec) > len(shape):
+        return f"{fix}."
+    sizes = []
+    for dim, entry in enumerate(spec):
+        pieces = num_shards((entry,), mesh)
+        size = misfit.at_once[dim]
         if size % pieces and dim == 0 and shape[0] == misfit.rows:
-            sizes.append(
-                option(
-                    "batch_size", fixes.near_multiples(size * misfit.parts, pieces * misfit.parts)
-                )
-            )
+            parts = misfit.parts
+            batch_size = fixes.near_multiples(size * parts, pieces * parts)
+            sizes.append(option("batch_size", batch_size))
         elif size % pieces:
             sizes.append(f"dim {dim} of {fixes.near_multiples(size, pieces)}")
-    return fix + (f", or {', '.join(sizes)}." if sizes else ".")
+    if sizes:
+        fix += f", or {', '.join(sizes)}"
+    return f"{fix}."
 
 
 def _module(path: str) -> str:

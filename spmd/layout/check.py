@@ -45,8 +45,8 @@ Params = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True)
 class Misfit:
-    """What is wrong with a parameter, without its path: parameters that share it are reported as
-    one problem.
+    """The misfit of a parameter, without its path: parameters that share it are reported as one
+    problem.
 
     `spec` is the rejected spec; its fix is computed when all parameters that share it are known.
     """
@@ -61,7 +61,8 @@ class Misfit:
     kind: str = ""
 
 
-REPORTED = Misfit(())  # its cause is reported as a problem of the layout
+# A misfit whose cause is reported as a problem of the layout.
+REPORTED = Misfit(())
 
 
 def fit_layout(
@@ -91,11 +92,11 @@ def fit_layout(
             return False
         return True
 
-    stacked_params, params = params, one_layer(params, stacks)
+    stacked_params = params
+    params = one_layer(params, stacks)
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh)]
-    problems += _codec_problems(
-        layout, {path: leaf for path, leaf in params.items() if path not in frozen}, mesh
-    )
+    trained = {path: leaf for path, leaf in params.items() if path not in frozen}
+    problems += _codec_problems(layout, trained, mesh)
     problems += _pipeline_problems(layout, stacks, mesh)
     matching_rules = rule_matcher(layout.params)
     claims = {path: tuple(matching_rules(path)) for path in params}
@@ -118,23 +119,22 @@ def fit_layout(
 
 
 def _axis_lines(spec: Spec, mesh: MeshSpec) -> tuple[list[str], str]:
-    """What is wrong with a spec for every array, and a fix: unknown axes, and axes used more than
-    once.
+    """Return the problems that a spec has for every array, and a fix: unknown axes, and axes used
+    more than once.
     """
-    unknown = [
-        problem for axis in dict.fromkeys(spec_axes(spec)) if (problem := axis_problem(axis, mesh))
-    ]
     repeated = _repeated_axes(spec)
-    fix = (
-        unknown[-1][1]
-        if unknown
-        else f'keep "{next(iter(repeated), "")}" in one place and write "-" in the other.'
-    )
-    return [*(line for lines, _ in unknown for line in lines), *repeated.values()], fix
+    fix = f'keep "{next(iter(repeated), "")}" in one place and write "-" in the other.'
+    lines = []
+    for axis in dict.fromkeys(spec_axes(spec)):
+        problem = axis_problem(axis, mesh)
+        if problem:
+            axis_lines, fix = problem
+            lines += axis_lines
+    return [*lines, *repeated.values()], fix
 
 
 def _repeated_axes(spec: Spec) -> dict[str, str]:
-    """What is wrong with every mesh axis that a spec has more than once."""
+    """Return the problem of every mesh axis that a spec has more than once."""
     counts = Counter(spec_axes(spec))
     why = 'mesh axis "{}" is used {} times; an array can be sharded over it once.'
     return {axis: why.format(axis, count) for axis, count in counts.items() if count > 1}
@@ -143,29 +143,26 @@ def _repeated_axes(spec: Spec) -> dict[str, str]:
 def _axis_problems(
     where: str, spec: Spec, layout: Layout, mesh: MeshSpec, **at: Any
 ) -> Iterator[Problem]:
-    """Unknown and repeated mesh axes of a spec, as one problem."""
+    """Yield unknown and repeated mesh axes of a spec, as one problem."""
     lines, fix = _axis_lines(spec, mesh)
+    if not lines:
+        return
+    kind = "repeated_axis"
     unknown = set(spec_axes(spec)) - set(mesh.names)
+    if unknown:
+        kind = "unknown_axis"
     if unknown & dict(layout.mesh).keys():
-        fix = (
-            f"{option('mesh', quoted(','.join(f'{axis}={size}' for axis, size in layout.mesh)))}, "
-            "as the layout declares."
-        )
-    if lines:
-        yield Problem(where, lines, fix, **at, kind="unknown_axis" if unknown else "repeated_axis")
+        sizes = ",".join(f"{axis}={size}" for axis, size in layout.mesh)
+        fix = f"{option('mesh', quoted(sizes))}, as the layout declares."
+    yield Problem(where, lines, fix, **at, kind=kind)
 
 
 def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
-    """Problems of the layout itself, outside its parameter rules."""
+    """Yield problems of the layout itself, outside its parameter rules."""
     specs = {"[batch] spec": layout.batch.spec}
-    specs |= {
-        f"[[batch.rules]] {rule_name(layout.batch.rules, n)}": rule.spec
-        for n, rule in enumerate(layout.batch.rules)
-    }
-    specs |= {
-        f"[[activations]] {rule_name(layout.activations, n)}": rule.spec
-        for n, rule in enumerate(layout.activations)
-    }
+    for header, rules in (("batch.rules", layout.batch.rules), ("activations", layout.activations)):
+        for number, rule in enumerate(rules):
+            specs[f"[[{header}]] {rule_name(rules, number)}"] = rule.spec
     specs |= {f'[axes] "{name}"': (entry,) for name, entry in layout.axes}
     tables = {
         "pipeline": layout.pipeline.axis,
@@ -212,10 +209,11 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
 def _pipeline_problems(
     layout: Layout, stacks: Mapping[str, int], mesh: MeshSpec
 ) -> Iterator[Problem]:
-    """Numbers of layers that the pipeline's stages do not divide, and remat that a schedule
+    """Yield numbers of layers that the pipeline's stages do not divide, and remat that a schedule
     repeats.
     """
-    axis, groups = layout.pipeline.axis, layout.pipeline.groups
+    axis = layout.pipeline.axis
+    groups = layout.pipeline.groups
     if axis is None or axis not in mesh.names:
         return
     if (
@@ -227,20 +225,21 @@ def _pipeline_problems(
         yield Problem(
             "[remat] save", [why], 'leave it out, or name the layers: modules = ["**/layers"].'
         )
-    parts, stages = mesh.sizes[axis] * groups, mesh.sizes[axis]
+    parts = mesh.sizes[axis] * groups
+    stages = mesh.sizes[axis]
     for count in sorted(set(stacks.values())):
         if count % parts:
             paths = [path for path, layers in stacks.items() if layers == count]
-            of = f'mesh axis "{axis}" has {stages} devices' + (
-                f" of {groups} groups each" if groups > 1 else ""
-            )
+            why = f'a stack of {count} layers; mesh axis "{axis}" has {stages} devices'
+            if groups > 1:
+                why += f" of {groups} groups each"
+            why += f"; {count} / {parts} leaves {count % parts}."
+            fix = f"{fixes.near_multiples(count, parts)} layers"
             sizes = [
                 size for size in range(min(stages, count), 0, -1) if count % (size * groups) == 0
             ]
-            fix = f"{fixes.near_multiples(count, parts)} layers" + (
-                f', or mesh axis "{axis}" of size {sizes[0]}' if sizes else ""
-            )
-            why = f"a stack of {count} layers; {of}; {count} / {parts} leaves {count % parts}."
+            if sizes:
+                fix += f', or mesh axis "{axis}" of size {sizes[0]}'
             yield Problem(
                 f"[pipeline]   {fixes.first_names(paths)}",
                 [why],
@@ -251,34 +250,30 @@ def _pipeline_problems(
 
 
 def _rule_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
-    """Rules that match nothing, or have unknown or repeated mesh axes; `except` patterns that match
-    nothing.
+    """Yield rules that match nothing, or have unknown or repeated mesh axes; `except` patterns that
+    match nothing.
     """
     match_problems = fixes.match_checker(layout.params, params, "parameter")
     for number, rule in enumerate(layout.params):
-        where, at = (
-            f'{rule_name(layout.params, number)}: path "{rule.path}"',
-            {"rule": number + 1, "line": rule.line},
-        )
+        where = f'{rule_name(layout.params, number)}: path "{rule.path}"'
+        at = {"rule": number + 1, "line": rule.line}
         yield from match_problems(where, rule, at)
-        yield from _axis_problems(
-            f"{where}, spec {spec_text(rule.spec)}", rule.spec, layout, mesh, **at
-        )
+        where += f", spec {spec_text(rule.spec)}"
+        yield from _axis_problems(where, rule.spec, layout, mesh, **at)
 
 
 def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[Problem]:
-    """Rules of `[gradients]` that match nothing or overlap, and exact axes over which no gradients
-    are reduced.
+    """Yield rules of `[gradients]` that match nothing or overlap, and exact axes over which no
+    gradients are reduced.
     """
-    rules, data = layout.gradients.rules, layout.data_axes()
-    match_problems, matching_rules = (
-        fixes.match_checker(rules, params, "parameter"),
-        rule_matcher(rules),
-    )
+    rules = layout.gradients.rules
+    data = layout.data_axes()
+    match_problems = fixes.match_checker(rules, params, "parameter")
+    matching_rules = rule_matcher(rules)
     for number, rule in enumerate(rules):
         where = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"'
         yield from match_problems(where, rule, {"rule": number + 1, "line": rule.line})
-    for path, leaf in params.items() if len(rules) > 1 else ():
+    for path, leaf in params.items():
         claimed = matching_rules(path)
         if len(claimed) > 1:
             why = fixes.claim_lines(rules, claimed, "[[gradients.rules]] match this parameter")
@@ -291,18 +286,19 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
             )
     for axis in layout.gradients.exact_axes:
         if axis not in data:
+            lines = [f'"{axis}" is not a data axis.']
+            fix = f"one of the data axes: {', '.join(data)}."
+            kind = "conflict"
             unknown = axis_problem(axis, mesh)
-            lines, fix = unknown or (
-                [f'"{axis}" is not a data axis.'],
-                f"one of the data axes: {', '.join(data)}.",
-            )
-            yield Problem(
-                "[gradients] exact_axes", lines, fix, kind="unknown_axis" if unknown else "conflict"
-            )
+            if unknown:
+                lines, fix = unknown
+                kind = "unknown_axis"
+            yield Problem("[gradients] exact_axes", lines, fix, kind=kind)
     if layout.gradients.exact_axes and set(layout.gradients.exact_axes) >= set(data):
         why = f"every data axis ({', '.join(data)}) is reduced exactly, so no codec is used."
-        several = 'leave it out, or shard the batch over two axes, such as ["node", "data"].'
-        fix = "leave out the axis that crosses nodes." if len(data) > 1 else several
+        fix = 'leave it out, or shard the batch over two axes, such as ["node", "data"].'
+        if len(data) > 1:
+            fix = "leave out the axis that crosses nodes."
         yield Problem("[gradients] exact_axes", [why], fix, kind="conflict")
 
 
@@ -315,7 +311,9 @@ def _misfit(
     *,
     stacked: bool,
 ) -> Misfit | None:
-    """What is wrong with one parameter, or None; `claimed`: indices of the rules that match it."""
+    """Return the misfit of one parameter, or None; `claimed`: indices of the rules that match
+    it.
+    """
     rules = layout.params
     if len(claimed) > 1:
         return Misfit(
@@ -332,26 +330,29 @@ def _misfit(
     try:
         spec, chosen_by = choose(layout, claimed, leaf.shape, names, mesh)
     except KeyError:
-        return REPORTED  # the default names an unknown axis, which _layout_problems reports
-    if _axis_lines(spec, mesh)[0]:
-        return REPORTED  # with the rule
-    lines, where = (
-        fixes.spec_problems(spec, leaf.shape, mesh),
-        f"{chosen_by}: spec {spec_text(spec)}",
-    )
-    kind = "wrong_rank" if len(spec) > len(leaf.shape) else "not_divisible"
+        # The default names an unknown axis, which _layout_problems reports.
+        return REPORTED
+    bad_axes, _ = _axis_lines(spec, mesh)
+    if bad_axes:
+        # The rule itself is reported.
+        return REPORTED
+    lines = fixes.spec_problems(spec, leaf.shape, mesh)
+    where = f"{chosen_by}: spec {spec_text(spec)}"
+    kind = "not_divisible"
+    if len(spec) > len(leaf.shape):
+        kind = "wrong_rank"
     if stacked and layout.stage_axis in spec_axes(spec):
-        kind = "not_divisible" if lines else "conflict"
+        kind = "conflict"
+        if lines:
+            kind = "not_divisible"
         lines.append(
             f'mesh axis "{layout.stage_axis}" shards the layers of this stack ([pipeline]); a rule '
             "is about one layer."
         )
         spec = keep_axes(spec, tuple(axis for axis in mesh.names if axis != layout.stage_axis))
-    return (
-        Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec, kind=kind)
-        if lines
-        else None
-    )
+    if not lines:
+        return None
+    return Misfit(tuple(lines), leaf.shape, describe(leaf), where, claimed, spec, kind=kind)
 
 
 def _misfit_problem(
@@ -362,30 +363,41 @@ def _misfit_problem(
     claims: Mapping[str, tuple[int, ...]],
     mesh: MeshSpec,
 ) -> Problem:
-    """The problem of all parameters that share a misfit, with a fix for all of them."""
-    where = f"{paths[0]}   {describe(params[paths[0]])}" + (
-        f"   {misfit.chosen_by}" if misfit.chosen_by else ""
-    )
-    fix, rules, pattern = misfit.fix, layout.params, covering(paths, params)
-    if misfit.spec is not None and misfit.fix:  # of logical axis names
+    """Return the problem of all parameters that share a misfit, with a fix for all of them."""
+    where = f"{paths[0]}   {describe(params[paths[0]])}"
+    if misfit.chosen_by:
+        where += f"   {misfit.chosen_by}"
+    fix = misfit.fix
+    rules = layout.params
+    pattern = covering(paths, params)
+    # A spec of logical axis names: the names may change, or a rule be added.
+    if misfit.spec is not None and misfit.fix:
         fitted = spec_text(fixes.fitting_spec(misfit.spec, misfit.shape, mesh))
         fix = f"{misfit.fix}, or {fixes.rule_fix(rules, None, pattern, fitted)}."
     elif misfit.spec is not None:
         spec, width = fixes.spec_fix(misfit.spec, misfit.shape, mesh)
-        index = misfit.claimed[0] if misfit.claimed else None
-        all_of_rule = index is not None and sum(
-            claimed == (index,) for claimed in claims.values()
-        ) == len(paths)
-        fix = (f"spec {spec}" if all_of_rule else fixes.rule_fix(rules, index, pattern, spec)) + (
-            f", or {width}." if width else "."
-        )
+        index = None
+        if misfit.claimed:
+            index = misfit.claimed[0]
+        fix = fixes.rule_fix(rules, index, pattern, spec)
+        if index is not None and [*claims.values()].count((index,)) == len(paths):
+            fix = f"spec {spec}"
+        if width:
+            fix += f", or {width}"
+        fix += "."
     elif misfit.claimed:
         fix = fixes.overlap_fix(rules, misfit.claimed, claims)
     elif not fix:
-        rule = f'a rule with  path = "{pattern}"' if pattern else "a rule for each"
+        rule = "a rule for each"
+        if pattern:
+            rule = f'a rule with  path = "{pattern}"'
         fix = f'{rule}, or  [default] params = "replicate".'
-    number = misfit.claimed[0] if len(misfit.claimed) == 1 else None
-    at = {} if number is None else {"rule": number + 1, "line": rules[number].line}
+    number = None
+    if len(misfit.claimed) == 1:
+        number = misfit.claimed[0]
+    at = {}
+    if number is not None:
+        at = {"rule": number + 1, "line": rules[number].line}
     return Problem(
         where, misfit.why, fix, fixes.more_names(paths), paths[0], **at, kind=misfit.kind
     )
@@ -394,11 +406,13 @@ def _misfit_problem(
 def _names_problem(
     layout: Layout, leaf: jax.ShapeDtypeStruct, names: Names, mesh: MeshSpec
 ) -> Misfit | None:
-    """Logical axis names that the layout does not map, or maps to one mesh axis twice. Dims after
-    the last name have none.
+    """Return the misfit of logical axis names that the layout does not map, or maps to one mesh
+    axis twice. Dims after the last name have none.
     """
-    axes, shape = dict(layout.axes), leaf.shape
-    array, chosen_by = describe(leaf), f"axes ({names_text(names)})"
+    axes = dict(layout.axes)
+    shape = leaf.shape
+    array = describe(leaf)
+    chosen_by = f"axes ({names_text(names)})"
     if len(names) > len(shape):
         why = f"{len(names)} logical axis names for {len(shape)} dims."
         return Misfit(
@@ -438,34 +452,40 @@ def _with_names(
     shape: tuple[int, ...],
     mesh: MeshSpec,
 ) -> tuple[Spec, str]:
-    """The spec if `[axes]` replicates the names that it lacks, and verified changes to `[axes]`; ""
-    if none of them fits.
+    """Return the spec if `[axes]` replicates the names that it lacks, and verified changes to
+    `[axes]`; "" if none of them fits.
     """
 
     def fits(entries: Mapping[str, Entry]) -> bool:
         spec = named_spec(names, {**axes, **entries})
-        return not (_axis_lines(spec, mesh)[0] or fixes.spec_problems(spec, shape, mesh))
+        bad_axes, _ = _axis_lines(spec, mesh)
+        return not (bad_axes or fixes.spec_problems(spec, shape, mesh))
 
-    replicated, changes = dict.fromkeys(missing), []
+    replicated = dict.fromkeys(missing)
+    changes = []
     near = {name: close for name in missing if (close := closest(name, axes))}
     if len(near) == len(missing) and fits({name: axes[close] for name, close in near.items()}):
-        changes.append(
-            "did you mean " + " and ".join(f'"{close}"' for close in near.values()) + "?"
-        )
+        quoted_names = " and ".join(f'"{close}"' for close in near.values())
+        changes.append(f"did you mean {quoted_names}?")
     same = {name: name for name in missing if name in mesh.names}
-    added = {**replicated, **same} if fits({**replicated, **same}) else replicated
+    added = replicated
+    if fits({**replicated, **same}):
+        added = {**replicated, **same}
     if fits(added):
         entries = "  and  ".join(f'{name} = "{axis or REPLICATED}"' for name, axis in added.items())
-        changes.append(f"{'Or add' if changes else 'add'}  {entries}  to [axes]")
+        verb = "add"
+        if changes:
+            verb = "Or add"
+        changes.append(f"{verb}  {entries}  to [axes]")
     return _first_uses(named_spec(names, {**axes, **replicated})), " ".join(changes)
 
 
 def _first_uses(spec: Spec) -> Spec:
-    """The spec with only the first use of every mesh axis."""
-    seen: set[str] = set()
-    return tuple(
-        make_entry(
-            tuple(axis for axis in entry_axes(entry) if not (axis in seen or seen.add(axis)))
-        )
-        for entry in spec
-    )
+    """Return the spec with only the first use of every mesh axis."""
+    used: set[str] = set()
+    entries = []
+    for entry in spec:
+        axes = [axis for axis in dict.fromkeys(entry_axes(entry)) if axis not in used]
+        used.update(axes)
+        entries.append(make_entry(tuple(axes)))
+    return tuple(entries)

@@ -27,8 +27,8 @@ def resolved_problems(
     stacks: Mapping[str, int],
     fits: Callable[[MeshSpec], bool],
 ) -> list[Problem]:
-    """Every problem of the layout as a whole. `fits` returns whether it would have none on another
-    mesh.
+    """Return every problem of the layout as a whole. `fits` returns whether it would have none on
+    another mesh.
     """
     problems = [
         *_share_problems(resolved, params, names, stacks, fits),
@@ -36,31 +36,31 @@ def resolved_problems(
         *_server_problems(resolved),
         *_expert_problems(resolved),
     ]
-    # other problems may be the reason that an axis is unused
+    # Other problems may be the reason that an axis is unused.
     return problems or list(_idle_problems(resolved, names, fits))
 
 
 def _idle_problems(
     resolved: Resolved, names: Mapping[str, Names], fits: Callable[[MeshSpec], bool]
 ) -> Iterator[Problem]:
-    """Mesh axes of `[axes]` that shard nothing; of others, which the model's own code may use,
+    """Yield mesh axes of `[axes]` that shard nothing; the model's own code may use others, which
     `train/idle_axes.py` judges by the step.
     """
-    layout, mesh = resolved.layout, resolved.mesh
-    declared = {
-        axis: [name for name, entry in layout.axes if axis in entry_axes(entry)]
-        for axis in mesh.names
-    }
+    layout = resolved.layout
+    mesh = resolved.mesh
     for axis in resolved.idle_axes():
-        if not declared[axis]:
+        declared = [name for name, entry in layout.axes if axis in entry_axes(entry)]
+        if not declared:
             continue
         lines = [
             f'nothing is sharded over "{axis}", so its {mesh.sizes[axis]} devices would all do the '
             "same work."
         ]
-        logical = ", ".join(declared[axis])
+        logical = ", ".join(declared)
         carried = sorted({name for of in names.values() for name in each_name(of)})
-        have = f"they carry {first_names(carried)}" if carried else "they carry none"
+        have = "they carry none"
+        if carried:
+            have = f"they carry {first_names(carried)}"
         lines.append(
             f'[axes] shards {logical} over "{axis}", and no parameter has such a logical axis '
             f"name: {have}."
@@ -76,8 +76,10 @@ def _idle_problems(
 
 
 def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
-    """Gradients and weights that cannot be reduced or gathered as the layout requires."""
-    layout, data, declared = resolved.layout, resolved.data_axes, resolved.layout.gradients
+    """Yield gradients and weights that cannot be reduced or gathered as the layout requires."""
+    layout = resolved.layout
+    data = resolved.data_axes
+    declared = resolved.layout.gradients
     if declared.reduction == "compiler" or resolved.workers == 1:
         return
     if REDUCTIONS[declared.reduction].make:
@@ -94,9 +96,12 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     sources = codec_rules(declared, resolved.placements)
     everywhere = wide == {*resolved.placements} and not declared.rules
     for place in resolved.placements.values():
-        spec = place.state_spec if declared.reduction == "reduce_scatter" else place.spec
+        spec = place.spec
+        if declared.reduction == "reduce_scatter":
+            spec = place.state_spec
         source = sources[place.path]
-        codec, where = source.codec, f"{place.path}   {describe(place)}"
+        codec = source.codec
+        where = f"{place.path}   {describe(place)}"
         rule = f'[[gradients.rules]]  path = "{place.path}"'
         if isinstance(source, GradientRule):
             rule = f'except = ["{place.path}"]  in the rule for "{source.path}", and  {rule}'
@@ -105,7 +110,9 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
                 f"codec {codec} computes in float32, which cannot represent a gradient of "
                 f"{place.dtype}."
             )
-            fix = '[gradients] codec = "exact".' if everywhere else f'{rule}  codec = "exact".'
+            fix = '[gradients] codec = "exact".'
+            if not everywhere:
+                fix = f'{rule}  codec = "exact".'
             yield Problem(where, [why], fix, path=place.path, kind="conflict")
         if codec != "exact" and mixes_data_axes(spec, data):
             why = (
@@ -131,8 +138,12 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _server_problems(resolved: Resolved) -> Iterator[Problem]:
-    """Options of `[parameter_server]` that do not fit this mesh, and tables that contradict it."""
-    layout, server, positions = resolved.layout, resolved.layout.parameter_server, resolved.workers
+    """Yield options of `[parameter_server]` that do not fit this mesh, and tables that contradict
+    it.
+    """
+    layout = resolved.layout
+    server = resolved.layout.parameter_server
+    positions = resolved.workers
     if layout.gradients.reduction != "parameter_server":
         return
     yield from _sharded_problems(
@@ -182,10 +193,8 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
         fix = f"below 2 / {workers + 1}, such as {0.9 / workers:.3g}."
         yield Problem("[parameter_server] moving_rate", [why], fix, kind="invalid_value")
     if server.fragments > len(resolved.placements):
-        why, most = (
-            f"{server.fragments}, of {len(resolved.placements)} parameters.",
-            f"at most {len(resolved.placements)}.",
-        )
+        why = f"{server.fragments}, of {len(resolved.placements)} parameters."
+        most = f"at most {len(resolved.placements)}."
         yield Problem("[parameter_server] fragments", [why], most, kind="invalid_value")
     for conflict in worker_problems(server, workers):
         yield Problem(
@@ -194,10 +203,11 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:
-    """Parameters that are sharded where the reduction has only replicated ones; one problem for
-    each rule.
+    """Yield parameters that are sharded where the reduction has only replicated ones; one problem
+    for each rule.
     """
-    layout, by_origin = resolved.layout, {}
+    layout = resolved.layout
+    by_origin = {}
     for place in resolved.placements.values():
         if spec_axes(place.spec):
             by_origin.setdefault(place.chosen_by, []).append(place)
@@ -215,15 +225,13 @@ def _sharded_problems(resolved: Resolved, why: str) -> Iterator[Problem]:
             'remove the rule, or [gradients] reduction = "reduce_scatter", which shards parameters '
             "as the rules say."
         )
-        where, also = (
-            f"{place.path}   spec {spec_text(place.spec)}   {origin}",
-            more_names([place.path for place in places]),
-        )
+        where = f"{place.path}   spec {spec_text(place.spec)}   {origin}"
+        also = more_names([place.path for place in places])
         yield Problem(where, [why], fix, also, place.path, kind="conflict")
 
 
 def _expert_problems(resolved: Resolved) -> Iterator[Problem]:
-    """Experts that no rule or axis name shards, under `[experts] axis`."""
+    """Yield experts that no rule or axis name shards, under `[experts] axis`."""
     axis = resolved.layout.experts.axis
     if axis is None or resolved.layout.gradients.reduction == "parameter_server":
         return
@@ -239,16 +247,16 @@ def _share_problems(
     stacks: Mapping[str, int],
     fits: Callable[[MeshSpec], bool],
 ) -> Iterator[Problem]:
-    """More replicated bytes than the layout's `max_replicated` allows."""
-    layout, mesh = resolved.layout, resolved.mesh
-    limit, share = layout.default.max_replicated, _replicated_share(resolved)
-    if (
-        layout.gradients.reduction == "parameter_server"
-        or limit is None
-        or mesh.size == 1
-        or share <= limit
-    ):
-        return  # a parameter server shards all of them
+    """Yield a problem if more bytes are replicated than the layout's `max_replicated` allows."""
+    layout = resolved.layout
+    mesh = resolved.mesh
+    limit = layout.default.max_replicated
+    share = _replicated_share(resolved)
+    # A parameter server shards all parameters.
+    if layout.gradients.reduction == "parameter_server":
+        return
+    if limit is None or mesh.size == 1 or share <= limit:
+        return
     replicated = [place for place in resolved.all_placements.values() if not spec_axes(place.spec)]
     largest = sorted(replicated, key=lambda place: -place.nbytes)[:5]
     used = {axis for place in resolved.all_placements.values() for axis in spec_axes(place.spec)}
@@ -263,40 +271,36 @@ def _share_problems(
         f"{place.chosen_by}"
         for place in largest
     ]
-    lines.append(
-        "mesh axes that no parameter uses: "
-        f"{', '.join(f'{axis} ({mesh.sizes[axis]} devices)' for axis in free) or 'none'}."
-    )
+    free_axes = ", ".join(f"{axis} ({mesh.sizes[axis]} devices)" for axis in free)
+    lines.append(f"mesh axes that no parameter uses: {free_axes or 'none'}.")
     enough = min(1.0, int(share * 100 + 1) / 100)
     allow = f"max_replicated = {enough:g}"
-    if layout.source.startswith("layouts/"):  # a shipped one
+    # A shipped layout is changed in a copy.
+    if layout.source.startswith("layouts/"):
         allow += f" in a copy (spmd layouts show {layout.name} > mine.toml)"
     fix = f"rules or logical axis names for the largest, or {allow}."
-    stuck = {
-        place.path: place
+    stuck = [
+        place
         for place in replicated
-        if not _divisible(params.get(place.path, place).shape, mesh)
-    }
-    if sum(place.nbytes for place in stuck.values()) > limit * total:
+        if not _is_divisible(params.get(place.path, place).shape, mesh)
+    ]
+    if sum(place.nbytes for place in stuck) > limit * total:
 
         def suffices(other: MeshSpec) -> bool:
-            return _replicated_share(
-                resolve(layout, params, names, other, stacks)
-            ) <= limit and fits(other)
+            elsewhere = resolve(layout, params, names, other, stacks)
+            return _replicated_share(elsewhere) <= limit and fits(other)
 
-        place = max(stuck.values(), key=lambda place: place.nbytes)
-        fix = _fix_of_sizes(
-            resolved, place.path, params.get(place.path, place).shape, allow, suffices
-        )
+        place = max(stuck, key=lambda place: place.nbytes)
+        shape = params.get(place.path, place).shape
+        fix = _fix_of_sizes(resolved, place.path, shape, allow, suffices)
         yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
         return
-    for axis in sorted(
-        (axis for axis, size in mesh.axes if size > 1),
-        key=lambda axis: (axis not in free, axis in layout.data_axes()),
-    ):
-        sharded = dataclasses.replace(
-            layout, default=dataclasses.replace(layout.default, params=f"shard:{axis}")
-        )
+    axes = [axis for axis, size in mesh.axes if size > 1]
+    # Unused axes first, and data axes last.
+    axes.sort(key=lambda axis: (axis not in free, axis in layout.data_axes()))
+    for axis in axes:
+        default = dataclasses.replace(layout.default, params=f"shard:{axis}")
+        sharded = dataclasses.replace(layout, default=default)
         left = _replicated_share(resolve(sharded, params, names, mesh, stacks))
         if left <= limit:
             fix = f'[default] params = "shard:{axis}" ({left:.1%} would stay replicated), or {fix}'
@@ -304,8 +308,8 @@ def _share_problems(
     yield Problem("[default] max_replicated", lines, fix, kind="too_much_replicated")
 
 
-def _divisible(shape: tuple[int, ...], mesh: MeshSpec) -> bool:
-    """Whether a mesh axis of more than one device divides a dim."""
+def _is_divisible(shape: tuple[int, ...], mesh: MeshSpec) -> bool:
+    """Return whether a mesh axis of more than one device divides a dim."""
     return any(dim and dim % size == 0 for dim in shape for _, size in mesh.axes if size > 1)
 
 
@@ -316,34 +320,30 @@ def _fix_of_sizes(
     allow: str,
     suffices: Callable[[MeshSpec], bool],
 ) -> str:
-    """What helps where no rule does, since no mesh axis divides a dim of the largest parameters, of
+    """Return a fix without rules, since no mesh axis divides a dim of the largest parameters, of
     which one is at `path`.
     """
-    layout, mesh = resolved.layout, resolved.mesh
-    shards = [size for axis, size in mesh.axes if layout.default.params == f"shard:{axis}"]
-    unit = shards[0] if shards else min(size for _, size in mesh.axes if size > 1)
-    fixes = (
-        [
+    layout = resolved.layout
+    mesh = resolved.mesh
+    unit = min(size for _, size in mesh.axes if size > 1)
+    for axis, size in mesh.axes:
+        if layout.default.params == f"shard:{axis}":
+            unit = size
+    fixes = []
+    if shape:
+        fixes = [
             f"sizes that {unit} divides, such as {near_multiples(max(shape), unit)} for the "
             f"{max(shape)} of {path}"
         ]
-        if shape
-        else []
-    )
-    smaller = [
-        MeshSpec(tuple((name, part if name == axis else size) for name, size in mesh.axes))
-        for axis, devices in mesh.axes
-        for part in range(2, devices)
-        if devices % part == 0
-    ]
+    smaller = []
+    for axis, devices in mesh.axes:
+        for part in range(2, devices):
+            if devices % part == 0:
+                smaller.append(MeshSpec(tuple((mesh.sizes | {axis: part}).items())))
     for other in sorted(smaller, key=lambda other: -other.size):
         if suffices(other):
-            fixes.append(
-                in_python(
-                    f'fewer devices, mesh=spmd.make_mesh("{other}", '
-                    f"devices=jax.devices()[:{other.size}])"
-                )
-            )
+            call = f'spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])'
+            fixes.append(in_python(f"fewer devices, mesh={call}"))
             break
     if mesh.names == ("data",):
         fixes.append(option("layout", quoted("data_parallel")))
@@ -351,11 +351,11 @@ def _fix_of_sizes(
 
 
 def _replicated_share(resolved: Resolved) -> float:
-    """The share of parameter bytes that no mesh axis shards."""
+    """Return the share of parameter bytes that no mesh axis shards."""
     total = sum(place.nbytes for place in resolved.all_placements.values())
+    if not total:
+        return 0.0
     return (
         sum(place.nbytes for place in resolved.all_placements.values() if not spec_axes(place.spec))
         / total
-        if total
-        else 0.0
     )

@@ -13,7 +13,8 @@ from spmd.base.tracebacks import trims_tracebacks
 from spmd.base.tree import parse_bytes
 from spmd.errors import OptionError, type_name
 
-GPU = ("gpu", "cuda", "rocm")  # platforms, as JAX and as targets of plans call them
+# Platforms, as JAX and as targets of plans call them.
+GPU = ("gpu", "cuda", "rocm")
 XLA_NAMES = {  # of each key: the options of XLA:GPU that it sets; other compilers have none of them
     "latency_hiding": ("xla_gpu_enable_latency_hiding_scheduler",),
     "combine_all_gather": ("xla_gpu_all_gather_combine_threshold_bytes",),
@@ -50,7 +51,8 @@ LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
 # loop, others after, and they wait until XLA ends the process (seen with jaxlib 0.11). In programs
 # that its other scheduler orders, this does not happen. Simulated devices share cores anyway.
 CPU_DEFAULTS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-TRITON = "xla_gpu_enable_triton_gemm"  # without which a plan compiles again what XLA cannot tile
+# Options without which a plan compiles again what XLA cannot tile.
+TRITON = "xla_gpu_enable_triton_gemm"
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 
 
@@ -104,7 +106,10 @@ class Compiler:
 
     def __post_init__(self) -> None:
         check_types(self)
-        options = tuple(self.options.items() if isinstance(self.options, Mapping) else self.options)
+        options = self.options
+        if isinstance(options, Mapping):
+            options = options.items()
+        options = tuple(options)
         for name, value in options:
             if not isinstance(name, str) or type(value) not in (bool, int, str):
                 raise OptionError(
@@ -192,25 +197,31 @@ def xla_options(
     if platform == "cpu" and devices > 1:
         chosen = {name: value for name, value in CPU_DEFAULTS.items() if name not in flags}
     if platform in GPU:
-        defaults = GPU_DEFAULTS | (LAYERWISE_DEFAULTS if layerwise else {})
-        defaults = {
-            key: value
-            for key, value in defaults.items()
-            if not {*XLA_NAMES[key]} & {*flags, *dict(compiler.options)}
-        }
-        for key, value in (defaults | compiler.keys).items():
+        keys = dict(GPU_DEFAULTS)
+        if layerwise:
+            keys |= LAYERWISE_DEFAULTS
+        # A flag of the user's own is stronger than a default.
+        named = {*flags, *dict(compiler.options)}
+        for key in [*keys]:
+            if not named.isdisjoint(XLA_NAMES[key]):
+                del keys[key]
+        for key, value in (keys | compiler.keys).items():
             chosen |= dict.fromkeys(XLA_NAMES[key], _xla_value(key, value))
     return chosen | dict(compiler.options)
 
 
 def _xla_value(key: str, value: Any) -> Any:
-    """The value of a key as XLA takes it."""
+    """Return the value of a key as XLA takes it."""
     words = {"command_buffers": COMMAND_BUFFERS, "double_buffering": UNROLLING}.get(key)
-    return parse_bytes(value) if key in THRESHOLDS else value if words is None else words[value]
+    if key in THRESHOLDS:
+        return parse_bytes(value)
+    if words is None:
+        return value
+    return words[value]
 
 
 def compiler_notes(compiler: Compiler, platform: str) -> list[str]:
-    """Says which keys the platform has no option for."""
+    """Return a note on keys for which the platform has no option."""
     if platform in GPU or not compiler.keys:
         return []
     return [f"note: [compiler] {', '.join(compiler.keys)}: for GPUs, not used on {platform}."]

@@ -49,7 +49,7 @@ class GradientRule:
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """How gradients are reduced over workers, and with which codec they are sent.
+    """The reduction of gradients over workers, and the codec with which they are sent.
 
     Attributes:
       reduction: "compiler", "all_reduce", "reduce_scatter", "parameter_server", or one registered
@@ -116,20 +116,22 @@ class Gradients:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Every codec that the table or a rule names."""
+        """All codecs that the table or a rule names."""
         return tuple(dict.fromkeys(codec for _, codec, _ in self.choices))
 
     @property
     def compressed(self) -> bool:
-        """Whether any gradient is sent with a codec other than "exact"."""
+        """Return whether any gradient is sent with a codec other than "exact"."""
         return self.codecs != ("exact",)
 
 
 def _pairs(options: Any, owner: str, reserved: tuple[str, ...]) -> Options:
-    """A codec's options as pairs that TOML can hold next to `reserved`, the keys of `owner`
+    """Return a codec's options as pairs that TOML can hold next to `reserved`, the keys of `owner`
     itself.
     """
-    pairs = tuple(options.items()) if isinstance(options, Mapping) else options
+    pairs = options
+    if isinstance(options, Mapping):
+        pairs = tuple(options.items())
     if not isinstance(pairs, tuple) or not all(
         isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
     ):
@@ -159,11 +161,17 @@ def _is_registered(gradients: Gradients) -> bool:
 
 
 def _registered_problems(gradients: Gradients) -> list[Conflict]:
-    """Options that the function of a registered reduction does not take."""
+    """Return options that the function of a registered reduction does not take."""
     if not _is_registered(gradients):
         return []
-    taken, unread = REDUCTIONS[gradients.reduction].options, []
-    for option in (
+    options = REDUCTIONS[gradients.reduction].options
+    why = (
+        f'reduction "{gradients.reduction}" does not read it; of [gradients] it reads '
+        f"{', '.join(options) or 'nothing else'}."
+    )
+    fix = "leave it out, or a parameter {} of the registered function."
+    conflicts = []
+    for key in (
         "codec",
         "error_feedback",
         "start_step",
@@ -171,38 +179,23 @@ def _registered_problems(gradients: Gradients) -> list[Conflict]:
         "exact_axes",
         "diagnostics",
     ):
-        if option not in taken and getattr(gradients, option) != getattr(Gradients, option):
-            unread.append((option, None))
-    unread += (
-        [("codec", number) for number in range(len(gradients.rules))]
-        if "codecs" not in taken
-        else []
-    )
-    why = (
-        f'reduction "{gradients.reduction}" does not read it; of [gradients] it reads '
-        f"{', '.join(taken) or 'nothing else'}."
-    )
-    fix = "leave it out, or a parameter {} of the registered function."
-    return [
-        Conflict(
-            key,
-            why,
-            "leave it out."
-            if key == "diagnostics"
-            else fix.format(key if rule is None else "codecs"),
-            rule,
-            "unread_key",
-        )
-        for key, rule in unread
-    ]
+        if key not in options and getattr(gradients, key) != getattr(Gradients, key):
+            key_fix = fix.format(key)
+            if key == "diagnostics":
+                key_fix = "leave it out."
+            conflicts.append(Conflict(key, why, key_fix, None, "unread_key"))
+    if "codecs" not in options:
+        for number in range(len(gradients.rules)):
+            conflicts.append(Conflict("codec", why, fix.format("codecs"), number, "unread_key"))
+    return conflicts
 
 
 def gradient_problems(gradients: Gradients) -> list[Conflict]:
-    """Conflicts that exist for every model."""
+    """Return conflicts that exist for every model."""
     conflicts: list[Conflict] = []
     auto = gradients.reduction == "compiler"
-    for rule, codec, _ in gradients.choices if auto else ():
-        if codec != "exact":
+    for rule, codec, _ in gradients.choices:
+        if auto and codec != "exact":
             why = (
                 f'"{codec}" under reduction "compiler": XLA reduces gradients itself, in their own '
                 "dtype."
@@ -240,36 +233,24 @@ def gradient_problems(gradients: Gradients) -> list[Conflict]:
         axis for axis in dict.fromkeys(gradients.exact_axes) if gradients.exact_axes.count(axis) > 1
     ]
     if repeated:
-        conflicts.append(
-            Conflict(
-                "exact_axes", f"names {', '.join(repeated)} more than once.", "each axis once."
-            )
-        )
+        why = f"names {', '.join(repeated)} more than once."
+        conflicts.append(Conflict("exact_axes", why, "each axis once."))
     conflicts += _registered_problems(gradients)
-    unread = ["weights", "gather", "accumulate", "diagnostics"] if auto else []
-    unread += (
-        ["start_step", "exact_axes", "bucket_bytes", "diagnostics"]
-        if not (gradients.compressed or _is_registered(gradients))
-        else []
-    )
-    unread += (
-        ["allow_biased"]
-        if gradients.error_feedback or not any(map(_biased, gradients.codecs))
-        else []
-    )
+    unread = []
+    if auto:
+        unread = ["weights", "gather", "accumulate", "diagnostics"]
+    if not (gradients.compressed or _is_registered(gradients)):
+        unread += ["start_step", "exact_axes", "bucket_bytes", "diagnostics"]
+    if gradients.error_feedback or not any(map(_biased, gradients.codecs)):
+        unread += ["allow_biased"]
     for field in dataclasses.fields(gradients):
         if field.name in unread and getattr(gradients, field.name) != field.default:
-            why = "nothing reads it: " + (
-                'under reduction "compiler" XLA reduces gradients itself.'
-                if auto
-                else "no codec here does."
-            )
-            sharded = field.name in ("weights", "gather", "accumulate")
-            other = (
-                'reduction = "reduce_scatter"'
-                if sharded
-                else 'such as  reduction = "all_reduce"  codec = "bfloat16"'
-            )
+            why = "nothing reads it: no codec here does."
+            if auto:
+                why = 'nothing reads it: under reduction "compiler" XLA reduces gradients itself.'
+            other = 'such as  reduction = "all_reduce"  codec = "bfloat16"'
+            if field.name in ("weights", "gather", "accumulate"):
+                other = 'reduction = "reduce_scatter"'
             fix = f"leave it out, or {other}."
             conflicts.append(Conflict(field.name, why, fix, kind="unread_key"))
     return conflicts

@@ -53,13 +53,16 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            if isinstance(value, np.generic):  # np.int64(8) is 8
+            # np.int64(8) is 8.
+            if isinstance(value, np.generic):
                 object.__setattr__(self, key, value.item())
 
     @property
     def hop(self) -> int:
         """Ticks until a result can be used by the next stage."""
-        return 2 if self.overlap else 1
+        if self.overlap:
+            return 2
+        return 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ SAVES = ("everything", "dots", "dots_no_batch", "nothing", "offload")
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Which activations are recomputed in the backward pass instead of being kept.
+    """The activations that are recomputed in the backward pass instead of being kept.
 
     `save` names what is kept: "everything", "dots" (results of matrix products, and of cuDNN's
     attention), "dots_no_batch" (the same without products that have batch dims, as unfused
@@ -54,21 +54,30 @@ class Remat:
 
     @property
     def saves(self) -> str | tuple[str, ...]:
-        """What is kept when the layout does not say: nothing but what is offloaded of named
-        modules, else everything.
+        """The values that are kept: if the layout does not say, nothing of named modules but
+        offloaded values, else everything.
         """
-        return self.save or ("nothing" if self.modules or self.offload else "everything")
+        if self.save:
+            return self.save
+        if self.modules or self.offload:
+            return "nothing"
+        return "everything"
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names that `save` gives to values."""
+        if isinstance(self.save, tuple):
+            return self.save
+        return ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of values that are kept or offloaded."""
-        return tuple(
-            dict.fromkeys([*(self.save if isinstance(self.save, tuple) else ()), *self.offload])
-        )
+        return tuple(dict.fromkeys([*self.saved_names, *self.offload]))
 
     @property
     def offloads(self) -> bool:
-        """Whether any value goes to the host's memory."""
+        """Return whether any value goes to the host's memory."""
         return (
             self.save == "offload"
             or bool(self.offload)
@@ -77,8 +86,10 @@ class Remat:
 
     @property
     def of_modules(self) -> "tuple[Remat, ...]":
-        """This table, if it is for modules, and its rules."""
-        return (*([self] if self.modules else []), *self.rules)
+        """The tables for modules: this one, if it is for modules, and its rules."""
+        if self.modules:
+            return (self, *self.rules)
+        return self.rules
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -86,21 +97,23 @@ class Remat:
         return tuple(pattern for remat in self.of_modules for pattern in remat.modules)
 
     def __str__(self) -> str:
-        """In a few words.
+        """Return the table in a few words.
 
         >>> str(Remat(("attention",), offload=("features",)))
         'attention, features offloaded'
         """
-        kept = ", ".join(self.saves) if isinstance(self.saves, tuple) else self.saves
-        moved = f", {', '.join(self.offload)} offloaded" if self.offload else ""
-        return "; ".join(
-            [kept + moved, *(f"{', '.join(rule.modules)}: {rule}" for rule in self.rules)]
-        )
+        text = self.saves
+        if isinstance(text, tuple):
+            text = ", ".join(text)
+        if self.offload:
+            text += f", {', '.join(self.offload)} offloaded"
+        rules = [f"{', '.join(rule.modules)}: {rule}" for rule in self.rules]
+        return "; ".join([text, *rules])
 
 
 def remat_problems(remat: Remat) -> Iterator[Conflict]:
-    """Values of `[remat]` that contradict each other."""
-    twice = sorted(set(remat.offload) & set(remat.save if isinstance(remat.save, tuple) else ()))
+    """Yield values of `[remat]` that contradict each other."""
+    twice = sorted(set(remat.offload) & set(remat.saved_names))
     if twice:
         yield Conflict(
             "offload",
@@ -123,11 +136,10 @@ def remat_problems(remat: Remat) -> Iterator[Conflict]:
         yield Conflict("save", "no names.", 'save = "nothing".')
     for rule in remat.rules:
         if not rule.modules or rule.rules:
-            yield Conflict(
-                "rules",
-                f"a rule ({rule}) {'has rules' if rule.rules else 'without modules'}.",
-                'such as modules = ["blocks/*"].',
-            )
+            why = f"a rule ({rule}) without modules."
+            if rule.rules:
+                why = f"a rule ({rule}) has rules."
+            yield Conflict("rules", why, 'such as modules = ["blocks/*"].')
         for conflict in remat_problems(dataclasses.replace(rule, rules=())):
             yield dataclasses.replace(
                 conflict, why=f"rule for {', '.join(rule.modules)}: {conflict.why}"

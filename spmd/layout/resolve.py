@@ -16,7 +16,7 @@ from spmd.layout.precision import Precision
 from spmd.layout.schema import Layout, Rule
 from spmd.mesh import MeshSpec
 
-# a parameter's logical axis names, one or several per dim; dims after the last have none
+# A parameter's logical axis names, one or several per dim; dims after the last have none.
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -33,11 +33,11 @@ class Placement:
     chosen_by: str
 
     def bytes_per_device(self, mesh: MeshSpec) -> int:
-        """Bytes of this parameter on one device."""
+        """Return bytes of this parameter on one device."""
         return self.nbytes // num_shards(self.spec, mesh)
 
     def copies(self, mesh: MeshSpec) -> int:
-        """How many devices hold each byte: 1 means no replication."""
+        """Return the number of devices that hold each byte: 1 means no replication."""
         return mesh.size // num_shards(self.spec, mesh)
 
 
@@ -46,8 +46,8 @@ class Resolved:
     """A layout applied to a model on a mesh: one `Placement` per parameter that is trained, by
     path.
 
-    `frozen`: those of the arrays in which all other parameters are kept, by path: of a quantized
-    one `.../codes` and `.../scales`.
+    `frozen` are the placements of the arrays in which all other parameters are kept, by path:
+    `.../codes` and `.../scales` for a quantized parameter.
     """
 
     layout: Layout
@@ -57,12 +57,14 @@ class Resolved:
 
     @property
     def all_placements(self) -> dict[str, Placement]:
-        """Those of all parameters."""
+        """The placements of all parameters."""
         return self.placements | self.frozen
 
     def placement(self, path: str) -> Placement:
-        """That of a parameter, or of an array of a frozen one."""
-        return self.placements[path] if path in self.placements else self.frozen[path]
+        """Return the placement of a parameter, or of an array of a frozen one."""
+        if path in self.placements:
+            return self.placements[path]
+        return self.frozen[path]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -79,63 +81,60 @@ class Resolved:
         return rule_matcher(self.layout.batch.rules)
 
     def batch_spec(self, path: str) -> Spec:
-        """The spec of one leaf of a batch: its rule's, or the batch's default."""
+        """Return the spec of one leaf of a batch: its rule's, or the batch's default."""
         claimed = self._batch_rules(path)
-        return self.layout.batch.rules[claimed[0]].spec if claimed else self.layout.batch.spec
+        if claimed:
+            return self.layout.batch.rules[claimed[0]].spec
+        return self.layout.batch.spec
 
     def idle_axes(self) -> tuple[str, ...]:
-        """Mesh axes of size > 1 along which every device repeats the same work, because neither
-        specs nor tables use them.
+        """Return mesh axes of size > 1 along which every device repeats the same work, because
+        neither specs nor tables use them.
         """
-        used = {
-            axis
-            for place in self.all_placements.values()
-            for axis in spec_axes(place.spec) + spec_axes(place.state_spec)
-        }
-        used |= set(spec_axes(self.layout.batch.spec))
-        used |= {
-            axis
-            for rule in (*self.layout.batch.rules, *self.layout.activations)
-            for axis in spec_axes(rule.spec)
-        }
-        used |= {self.layout.pipeline.axis, self.layout.sequence.axis}
+        layout = self.layout
+        used = {layout.pipeline.axis, layout.sequence.axis, *spec_axes(layout.batch.spec)}
+        for place in self.all_placements.values():
+            used.update(spec_axes(place.spec), spec_axes(place.state_spec))
+        for rule in (*layout.batch.rules, *layout.activations):
+            used.update(spec_axes(rule.spec))
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
     def mesh_without(self, idle: Sequence[str]) -> MeshSpec:
-        """The mesh with the devices of idle axes on the innermost data axis. Idle axes that [mesh]
-        or [axes] name stay, of size 1.
+        """Return the mesh with the devices of idle axes on the innermost data axis. Idle axes that
+        [mesh] or [axes] name stay, of size 1.
         """
-        layout, sizes, target = self.layout, self.mesh.sizes, self.data_axes[-1]
-        named = {
-            *dict(layout.mesh),
-            *(axis for _, entry in layout.axes for axis in entry_axes(entry)),
-        }
-        left = {
-            axis: 1 if axis in idle else size
-            for axis, size in sizes.items()
-            if axis not in idle or axis in named
-        }
-        return MeshSpec(
-            tuple((left | {target: math.prod(sizes[axis] for axis in (*idle, target))}).items())
-        )
+        named = set(dict(self.layout.mesh))
+        for _, entry in self.layout.axes:
+            named.update(entry_axes(entry))
+        target = self.data_axes[-1]
+        sizes = self.mesh.sizes
+        new_sizes = {}
+        for axis, size in sizes.items():
+            if axis not in idle:
+                new_sizes[axis] = size
+            elif axis in named:
+                new_sizes[axis] = 1
+        new_sizes[target] = math.prod(sizes[axis] for axis in (*idle, target))
+        return MeshSpec(tuple(new_sizes.items()))
 
 
 def num_shards(spec: Spec, mesh: MeshSpec) -> int:
-    """The number of shards into which the spec splits an array."""
+    """Return the number of shards into which the spec splits an array."""
     return math.prod(mesh.sizes[axis] for axis in spec_axes(spec))
 
 
 def rule_matcher(
     rules: tuple[Rule, ...] | tuple[GradientRule, ...] | tuple[Precision, ...],
 ) -> Callable[[str], list[int]]:
-    """A function that lists the indices of the rules that match a path.
+    """Return a function that lists the indices of the rules that match a path.
 
     >>> rule_matcher((Rule("**/kernel", ("data",), ("head/*",)), Rule("*/kernel", ())))(
     ...     "head/kernel"
     ... )
     [1]
     """
-    by_path: dict[str, list[int]] = {}  # indices of rules by their patterns
+    # Indices of rules by their patterns.
+    by_path: dict[str, list[int]] = {}
     by_except: dict[str, list[int]] = {}
     for index, rule in enumerate(rules):
         by_path.setdefault(rule.path, []).append(index)
@@ -144,34 +143,38 @@ def rule_matcher(
     matching = matcher([*by_path, *by_except])
 
     def matching_rules(path: str) -> list[int]:
-        matched = matching(path)
-        excepted = {index for pattern in matched for index in by_except.get(pattern, ())}
-        return sorted(
-            index
-            for pattern in matched
-            for index in by_path.get(pattern, ())
-            if index not in excepted
-        )
+        matched = set()
+        excepted = set()
+        for pattern in matching(path):
+            matched.update(by_path.get(pattern, ()))
+            excepted.update(by_except.get(pattern, ()))
+        return sorted(matched - excepted)
 
     return matching_rules
 
 
 def codec_rules(gradients: Gradients, paths: Iterable[str]) -> dict[str, Gradients | GradientRule]:
-    """By path, the source of the codec of a parameter's gradient, and of its options: the matching
-    rule, or `[gradients]` itself.
+    """Return, by path, the source of the codec of a parameter's gradient, and of its options: the
+    matching rule, or `[gradients]` itself.
     """
     matching_rules = rule_matcher(gradients.rules)
-    claims = {path: matching_rules(path) for path in paths}
-    return {
-        path: gradients.rules[claimed[0]] if claimed else gradients
-        for path, claimed in claims.items()
-    }
+    sources: dict[str, Gradients | GradientRule] = {}
+    for path in paths:
+        claimed = matching_rules(path)
+        sources[path] = gradients
+        if claimed:
+            sources[path] = gradients.rules[claimed[0]]
+    return sources
 
 
 def rule_name(rules: tuple[Rule, ...] | tuple[GradientRule, ...], index: int) -> str:
-    """The name of a rule in tables and errors: its number, and its line if it came from a file."""
+    """Return the name of a rule in tables and errors: its number, and its line if it came from a
+    file.
+    """
     line = rules[index].line
-    return f"rule {index + 1}, line {line}" if line else f"rule {index + 1}"
+    if line:
+        return f"rule {index + 1}, line {line}"
+    return f"rule {index + 1}"
 
 
 def resolve(
@@ -181,7 +184,7 @@ def resolve(
     mesh: MeshSpec,
     stacks: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Resolved:
-    """The placement of every parameter, for a layout that passed the checks of `fit_layout`.
+    """Return the placement of every parameter, for a layout that passed the checks of `fit_layout`.
 
     The order is: a path rule; else the `[axes]` of the layout, when the parameter carries logical
     axis names and the layout has any; else the default. For a stacked parameter these apply to one
@@ -192,19 +195,21 @@ def resolve(
       names: logical axis names by path, for parameters that carry them.
       stacks: the number of layers, by path, of stacked parameters.
     """
-    placements, matching_rules = {}, rule_matcher(layout.params)
+    placements = {}
+    matching_rules = rule_matcher(layout.params)
     for path, leaf in params.items():
         spec, chosen_by = choose(layout, matching_rules(path), leaf.shape, names.get(path), mesh)
-        state_spec, shape, size = (
-            shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh),
-            leaf.shape,
-            nbytes(leaf),
-        )
+        state_spec = shard_largest_dim(spec, leaf.shape, layout.optimizer.shard, mesh)
+        shape = leaf.shape
+        size = nbytes(leaf)
         if path in stacks:
             axis = layout.stage_axis
-            spec, state_spec = (axis, *spec), (axis, *state_spec)
-            shape, size = (stacks[path], *shape), stacks[path] * size
-            chosen_by += f'; layers over "{axis}"' if axis else ""
+            spec = (axis, *spec)
+            state_spec = (axis, *state_spec)
+            shape = (stacks[path], *shape)
+            size = stacks[path] * size
+            if axis:
+                chosen_by += f'; layers over "{axis}"'
         placements[path] = Placement(
             path, shape, str(leaf.dtype), size, spec, state_spec, chosen_by
         )
@@ -214,7 +219,7 @@ def resolve(
 def one_layer(
     params: Mapping[str, jax.ShapeDtypeStruct], stacks: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes by path, of a stack's parameters those of one layer."""
+    """Return shapes and dtypes by path; for a stack's parameters those of one layer."""
     return {
         path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype)
         for path, leaf in params.items()
@@ -228,8 +233,8 @@ def choose(
     names: Names | None,
     mesh: MeshSpec,
 ) -> tuple[Spec, str]:
-    """The spec of one parameter and what decided it; `claimed`: indices of the rules that match
-    it.
+    """Return the spec of one parameter and the name of what chose it; `claimed`: indices of the
+    rules that match it.
     """
     if claimed:
         return layout.params[claimed[0]].spec, rule_name(layout.params, claimed[0])
@@ -237,41 +242,48 @@ def choose(
     if names and axes:
         return named_spec(names, axes), f"axes ({names_text(names)})"
     kind, _, axis = layout.default.params.partition(":")
-    spec = shard_largest_dim((), shape, axis, mesh) if kind == "shard" else ()
-    no_dim = f", but no dim divides by {mesh.sizes[axis]}" if kind == "shard" and not spec else ""
-    return spec, default_origin(layout) + no_dim
+    spec = ()
+    chosen_by = default_origin(layout)
+    if kind == "shard":
+        spec = shard_largest_dim((), shape, axis, mesh)
+        if not spec:
+            chosen_by += f", but no dim divides by {mesh.sizes[axis]}"
+    return spec, chosen_by
 
 
 def default_origin(layout: Layout) -> str:
-    """`Placement.chosen_by` of parameters to which the layout's default applies."""
+    """Return `Placement.chosen_by` of parameters to which the layout's default applies."""
     return f"default {layout.default.params}"
 
 
 def named_spec(names: Names, axes: Mapping[str, Entry]) -> Spec:
-    """The spec that `[axes]` makes of logical axis names.
+    """Return the spec that `[axes]` makes of logical axis names.
 
     >>> named_spec(("mlp", None, ("heads", "kv")), {"mlp": "model", "heads": "data", "kv": None})
     ('model', None, 'data')
     """
-    return tuple(
-        make_entry(tuple(axis for name in entry_axes(entry) for axis in entry_axes(axes.get(name))))
-        for entry in names
-    )
+    spec = []
+    for entry in names:
+        mesh_axes = ()
+        for name in entry_axes(entry):
+            mesh_axes += entry_axes(axes.get(name))
+        spec.append(make_entry(mesh_axes))
+    return tuple(spec)
 
 
 def each_name(names: Names) -> tuple[str, ...]:
-    """All logical axis names, in order."""
+    """Return all logical axis names, in order."""
     return tuple(name for entry in names for name in entry_axes(entry))
 
 
 def names_text(names: Names) -> str:
-    """Logical axis names as tables and errors show them."""
+    """Return logical axis names as tables and errors show them."""
     return ", ".join(" and ".join(entry_axes(entry)) or "-" for entry in names)
 
 
 def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh: MeshSpec) -> Spec:
-    """The spec with `axis` added to the largest unsharded dim that it divides; unchanged if there
-    is none, or if the axis is in use.
+    """Return the spec with `axis` added to the largest unsharded dim that it divides; unchanged if
+    there is none, or if the axis is in use.
 
     >>> shard_largest_dim((None, "model"), (512, 64), "data", MeshSpec.parse("data=4,model=2"))
     ('data', 'model')
@@ -291,8 +303,8 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
 
 
 def spread(shape: tuple[int, ...], sizes: Mapping[Entry, int]) -> Spec:
-    """A spec over as many of these entries as there are dims for: each in turn on the largest dim
-    without one that its size divides.
+    """Return a spec over as many of these entries as there are dims for: each in turn on the
+    largest dim without one that its size divides.
 
     >>> spread((8, 6, 4), {"data": 4, "model": 2}), spread((3, 4), {"data": 8, "model": 2})
     (('data', 'model', None), (None, 'model'))
@@ -312,35 +324,36 @@ def spread(shape: tuple[int, ...], sizes: Mapping[Entry, int]) -> Spec:
 def keep_frozen(
     resolved: Resolved, frozen: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 ) -> Resolved:
-    """`resolved` with the placements of parameters that are not trained as `frozen`.
+    """Return `resolved` with the placements of parameters that are not trained as `frozen`.
 
     Args:
       frozen: by path of the parameter, the arrays in which it is kept, by their paths.
     """
-    kept = {}
+    trained = dict(resolved.placements)
+    frozen_placements = {}
     for path, arrays in frozen.items():
-        place = resolved.placements[path]
+        place = trained.pop(path)
         for name, leaf in arrays.items():
-            spec = _kept_spec(place.spec, leaf.shape, resolved.mesh)
-            kept[name] = Placement(
+            spec = _frozen_spec(place.spec, leaf.shape, resolved.mesh)
+            frozen_placements[name] = Placement(
                 name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by
             )
-    trained = {path: place for path, place in resolved.placements.items() if path not in frozen}
-    return dataclasses.replace(resolved, placements=trained, frozen=kept)
+    return dataclasses.replace(resolved, placements=trained, frozen=frozen_placements)
 
 
-def _kept_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
-    """The spec of a parameter for codes or scales of it: one of the last two dims takes over what
-    the other one's size does not divide.
+def _frozen_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
+    """Return the spec of a parameter for codes or scales of it: one of the last two dims takes over
+    the axes that the other one's size does not divide.
 
-    >>> _kept_spec(("data", None), (4, 64), MeshSpec.parse("data=8"))
+    >>> _frozen_spec(("data", None), (4, 64), MeshSpec.parse("data=8"))
     (None, 'data')
     """
     entries: list[Entry] = [*spec, *[None] * (len(shape) - len(spec))]
     for dim, entry in enumerate(entries):
         if entry is None or shape[dim] % num_shards((entry,), mesh) == 0:
             continue
-        entries[dim], other = None, 2 * len(shape) - 3 - dim
+        entries[dim] = None
+        other = 2 * len(shape) - 3 - dim
         if (
             dim >= len(shape) - 2
             and entries[other] is None

@@ -1,4 +1,4 @@
-"""What a layout says: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them,
+"""The tables of a layout: frozen dataclasses. `toml_reader.py` and `toml_writer.py` convert them,
 `resolve.py` applies them to a model.
 """
 
@@ -19,7 +19,8 @@ from spmd.layout.remat import Remat
 from spmd.layout.trained import Adapter, Train
 from spmd.wire.server.declaration import ParameterServer
 
-IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")  # of attention
+# Implementations of attention.
+IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")
 
 _FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be given as dicts
     "mesh": lambda size: isinstance(size, int) and not isinstance(size, bool),
@@ -65,7 +66,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """How the batch is split: one spec for every leaf, and rules for leaves that differ.
+    """The sharding of the batch: one spec for every leaf, and rules for leaves that differ.
 
     The mesh axes of dim 0 are the *data axes*; one position along them is a *worker*.
     """
@@ -79,7 +80,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Default:
-    """What happens to a parameter that no rule and no logical axis covers.
+    """The placement of a parameter that no rule and no logical axis covers.
 
     Args:
       params: "replicate", "shard:AXIS" (the largest dim that AXIS divides) or "error".
@@ -97,7 +98,7 @@ class Default:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
-    """How the optimizer's state and work are shared by devices.
+    """The sharing of the optimizer's state and work by devices.
 
     Attributes:
       shard: mesh axis over which optimizer state is split further than its parameter (ZeRO-1), or
@@ -115,13 +116,13 @@ class OptimizerState:
 
     @property
     def owners(self) -> bool:
-        """Whether matrices have owners."""
+        """Return whether matrices have owners."""
         return self.matrices == "owner"
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """In which memory arrays of the state live between steps.
+    """The memory in which arrays of the state live between steps.
 
     Args:
       optimizer: "device", or "host": the optimizer's moments, in pinned memory of the host; each is
@@ -165,8 +166,8 @@ class Attention:
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every array lives and how gradients are reduced. `mesh` and `axes` may be given as
-    dicts.
+    """A layout: the place of every array and the reduction of gradients. `mesh` and `axes` may be
+    given as dicts.
 
     Args:
       description: a sentence, which `spmd layouts` prints.
@@ -227,9 +228,12 @@ class Layout:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
+            value = getattr(self, field.name)
+            kind = type(field.default)
             if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-                home = "spmd.layout.schema" if kind is Batch else "spmd"
+                home = "spmd"
+                if kind is Batch:
+                    home = "spmd.layout.schema"
                 fix = (
                     f"{with_article(kind.__name__)}, such as "
                     f"{field.name}={home}.{kind.__name__}(...)."
@@ -244,7 +248,9 @@ class Layout:
             as_rules(self, name, kind)
         for name, example in (("mesh", '{"data": 4, "model": 2}'), ("axes", '{"heads": "model"}')):
             value = getattr(self, name)
-            pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+            pairs = value
+            if isinstance(value, Mapping):
+                pairs = tuple(value.items())
             if not isinstance(pairs, tuple | list) or not all(
                 isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
             ):
@@ -252,32 +258,28 @@ class Layout:
                     f"Layout: {name}={short_repr(value)} is {type_name(value)}.",
                     fix=f"such as {name}={example}.",
                 )
-            pairs = tuple(
-                (key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in pairs
-            )
-            wrong = [
-                pair for pair in pairs if not isinstance(pair[0], str) or not _FITS[name](pair[1])
-            ]
-            twice = [key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1]
-            if wrong or twice:
-                what = (
-                    f"{wrong[0][0]!r} is {short_repr(wrong[0][1])}"
-                    if wrong
-                    else f'"{twice[0]}" is there twice'
-                )
-                raise OptionError(f"Layout: {name}: {what}.", fix=f"such as {name}={example}.")
+            pairs = tuple((key, _as_entry(entry)) for key, entry in pairs)
+            keys = [key for key, _ in pairs]
+            problems = [f'"{key}" is there twice' for key in keys if keys.count(key) > 1]
+            for key, entry in pairs:
+                if not isinstance(key, str) or not _FITS[name](entry):
+                    problems.insert(0, f"{key!r} is {short_repr(entry)}")
+                    break
+            if problems:
+                why = f"Layout: {name}: {problems[0]}."
+                raise OptionError(why, fix=f"such as {name}={example}.")
             object.__setattr__(self, name, pairs)
 
     @staticmethod
     @trims_tracebacks
     def load(source: "str | Path | Layout") -> "Layout":
-        """The `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is checked
-        and returned.
+        """Return the `Layout` that is shipped under a name or stored in a TOML file; a `Layout` is
+        checked and returned.
         """
         return FUNCTIONS["load"](source)
 
     def to_toml(self) -> str:
-        """The TOML text of this layout; written to a file, `Layout.load` of it gives an equal
+        """Return the TOML text of this layout; `Layout.load` of a file with it returns an equal
         one.
         """
         return FUNCTIONS["dumps"](self)
@@ -293,8 +295,19 @@ class Layout:
         """The mesh axis over which the layers of a stack are sharded; None under a parameter
         server, which packs them.
         """
-        return None if self.gradients.reduction == "parameter_server" else self.pipeline.axis
+        if self.gradients.reduction == "parameter_server":
+            return None
+        return self.pipeline.axis
 
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the batch's dim 0 is split, outermost first."""
-        return entry_axes(self.batch.spec[0]) if self.batch.spec else ()
+        if not self.batch.spec:
+            return ()
+        return entry_axes(self.batch.spec[0])
+
+
+def _as_entry(value: Any) -> Any:
+    """Return an entry of a spec, or a size; a list of mesh axes as a tuple."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value

@@ -1,4 +1,4 @@
-"""What a layout's `[parameter_server]` and `[optimizer]` may not say beside its `[gradients]`."""
+"""Conflicts of a layout's `[parameter_server]` and `[optimizer]` with its `[gradients]`."""
 
 from spmd.base.fields import Conflict
 from spmd.layout.gradients import Gradients
@@ -7,8 +7,8 @@ from spmd.wire.server.declaration import ParameterServer, declared_problems
 
 
 def server_problems(server: ParameterServer, gradients: Gradients) -> list[Conflict]:
-    """What of `[parameter_server]` means nothing, or does not go together, whatever the model and
-    the mesh.
+    """Return keys of `[parameter_server]` that mean nothing, or do not go together, whatever the
+    model and the mesh.
     """
     if gradients.reduction != "parameter_server":
         if server == ParameterServer():
@@ -32,7 +32,7 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
 def optimizer_problems(
     optimizer: OptimizerState, gradients: Gradients, server: ParameterServer
 ) -> list[Conflict]:
-    """What of `[optimizer]` does not go together with servers."""
+    """Return keys of `[optimizer]` that do not go together with servers."""
     if not (optimizer.owners and gradients.reduction == "parameter_server" and server.local):
         return []
     why = (
@@ -43,10 +43,11 @@ def optimizer_problems(
 
 
 def _codec_problems(gradients: Gradients) -> list[Conflict]:
-    """Codecs that work on a mean of gradients: an asynchronous server applies each gradient
+    """Return codecs that work on a mean of gradients: an asynchronous server applies each gradient
     separately.
     """
-    conflicts, separate = [], "an asynchronous server applies each gradient separately."
+    conflicts = []
+    separate = "an asynchronous server applies each gradient separately."
     for rule, codec, options in gradients.choices:
         if codec == "power_sgd":
             why = f"{codec} approximates a mean over workers; {separate}"
@@ -62,13 +63,8 @@ def _codec_problems(gradients: Gradients) -> list[Conflict]:
                     "gradients.reduce", why, 'reduce = "one_shot", or mode = "synchronous".', rule
                 )
             )
-    for key in ("start_step", "exact_axes", "diagnostics") if gradients.compressed else ():
-        if getattr(gradients, key) != getattr(Gradients(), key):
-            conflicts.append(
-                Conflict(
-                    f"gradients.{key}",
-                    "nothing reads it: an asynchronous server makes no mean.",
-                    "leave it out.",
-                )
-            )
+    for key in ("start_step", "exact_axes", "diagnostics"):
+        if gradients.compressed and getattr(gradients, key) != getattr(Gradients(), key):
+            why = "nothing reads it: an asynchronous server makes no mean."
+            conflicts.append(Conflict(f"gradients.{key}", why, "leave it out."))
     return conflicts

@@ -1,4 +1,4 @@
-"""A resolved layout in words: a table for people, and what they should know beyond it."""
+"""A resolved layout in words: a table for people, and notes below it."""
 
 import html
 import math
@@ -13,29 +13,33 @@ COLUMNS = ("parameter", "array", "spec", "chosen by", "bytes/device", "copies")
 
 
 def rows(resolved: Resolved) -> list[tuple[str, str, str, str, str, str]]:
-    """One row per parameter: path, dtype and shape, spec, what chose it, bytes per device, copies
-    of each byte.
+    """Return one row per parameter: path, dtype and shape, spec, what chose it, bytes per device,
+    copies of each byte.
     """
-    return [
-        (
-            place.path,
-            describe(place),
-            spec_text(place.spec) if any(place.spec) else "replicated",
-            place.chosen_by + ("; not trained" if place.path in resolved.frozen else ""),
-            format_bytes(place.bytes_per_device(resolved.mesh)),
-            f"x{place.copies(resolved.mesh)}",
-        )
-        for place in resolved.all_placements.values()
-    ]
+    mesh = resolved.mesh
+    table_rows = []
+    for place in resolved.all_placements.values():
+        spec = "replicated"
+        if any(place.spec):
+            spec = spec_text(place.spec)
+        chosen_by = place.chosen_by
+        if place.path in resolved.frozen:
+            chosen_by += "; not trained"
+        size = format_bytes(place.bytes_per_device(mesh))
+        copies = f"x{place.copies(mesh)}"
+        table_rows.append((place.path, describe(place), spec, chosen_by, size, copies))
+    return table_rows
 
 
 def summary(resolved: Resolved) -> Text:
-    """The table, its totals and notes, as text, or as HTML in a notebook."""
+    """Return the table, its totals and notes, as text, or as HTML in a notebook."""
     body = collapsed(rows(resolved))
     declared = resolved.layout.gradients
     gradients = f"gradients by {declared.reduction}, codec {declared.codec}"
-    gradients += f" ({len(declared.rules)} rules)" if declared.rules else ""
-    gradients += ", error feedback" if declared.error_feedback else ""
+    if declared.rules:
+        gradients += f" ({len(declared.rules)} rules)"
+    if declared.error_feedback:
+        gradients += ", error feedback"
     title = (
         f"{resolved.layout.source} on mesh {resolved.mesh}: {resolved.workers} "
         f"worker{'s' * (resolved.workers != 1)}, {gradients}"
@@ -45,24 +49,27 @@ def summary(resolved: Resolved) -> Text:
     shown = framed(
         f'<p>{html.escape(title)}</p><div class="wide">{table(COLUMNS, body)}</div>{paragraphs}'
     )
-    return Text(
-        filled("\n".join([title, "", *aligned([COLUMNS, *body], ruled=True), "", *lines])), shown
-    )
+    text = "\n".join([title, "", *aligned([COLUMNS, *body], ruled=True), "", *lines])
+    return Text(filled(text), shown)
 
 
 def notes(resolved: Resolved) -> list[str]:
-    """Totals, replication waste, what is trained, and mesh axes along which devices repeat the same
-    work.
+    """Return totals, replication waste, what is trained, and mesh axes along which devices repeat
+    the same work.
     """
-    mesh, places = resolved.mesh, resolved.all_placements.values()
+    mesh = resolved.mesh
+    places = resolved.all_placements.values()
     total = sum(place.nbytes for place in places)
     per_device = sum(place.bytes_per_device(mesh) for place in places)
     least = total / mesh.size
     scalars = sum(math.prod(place.shape) for place in places)
     arrays = f"{len(places)} array{'s' * (len(places) != 1)}"
-    padded = resolved.layout.gradients.reduction == "parameter_server"  # rows of servers
-    # frozen ones may be codes and scales
-    count = arrays if padded or resolved.frozen else f"{scalars:,} parameters in {arrays}"
+    # Servers have padded rows, and frozen parameters may be codes and scales: neither have as many
+    # numbers as parameters.
+    padded = resolved.layout.gradients.reduction == "parameter_server"
+    count = arrays
+    if not padded and not resolved.frozen:
+        count = f"{scalars:,} parameters in {arrays}"
     lines = [
         f"{count}, {format_bytes(total)}; {format_bytes(per_device)} on each of {mesh.size} devices"
     ]
@@ -74,10 +81,10 @@ def notes(resolved: Resolved) -> list[str]:
         )
     if resolved.frozen:
         numbers = sum(math.prod(place.shape) for place in resolved.placements.values())
-        kept = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
+        size = format_bytes(sum(place.nbytes for place in resolved.frozen.values()))
         lines.append(
             f"{len(resolved.placements)} arrays of {numbers:,} numbers are trained; "
-            f"{len(resolved.frozen)} ({kept}) are not."
+            f"{len(resolved.frozen)} ({size}) are not."
         )
     for axis in resolved.idle_axes():
         lines.append(

@@ -80,30 +80,34 @@ OTHER_NAMES = {
 
 
 def shipped_folder() -> Path:
-    """Where the shipped layouts are: inside the installed package, or `layouts/` of a source
-    checkout.
+    """Return the folder of the shipped layouts: inside the installed package, or `layouts/` of a
+    source checkout.
     """
     inside = Path(str(resources.files("spmd"))) / "layouts"
-    return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "layouts"
+    if inside.is_dir():
+        return inside
+    return Path(__file__).resolve().parents[2] / "layouts"
 
 
 def shipped() -> dict[str, Path]:
-    """The layouts that come with the library, by name."""
+    """Return the layouts that come with the library, by name."""
     return {path.stem: path for path in sorted(shipped_folder().glob("*.toml"))}
 
 
 def shipped_layout_hint(name: str) -> str:
-    """A fix for a misspelt name of a shipped layout, which may also be a name in use elsewhere.
+    """Return a fix for a misspelt name of a shipped layout, which may also be a name in use
+    elsewhere.
 
     >>> shipped_layout_hint("ZeRO-3"), shipped_layout_hint("fdsp")
     ('did you mean "fsdp"?', 'did you mean "fsdp"?')
     """
-    known, plain = shipped(), re.sub(r"[\s-]+", "_", name.strip().lower())
-    return did_you_mean(OTHER_NAMES.get(plain, plain), known)
+    plain = re.sub(r"[\s-]+", "_", name.strip().lower())
+    return did_you_mean(OTHER_NAMES.get(plain, plain), shipped())
 
 
 def load(source: str | Path | Layout) -> Layout:
-    """A shipped layout's name, a path to a TOML file, or a `Layout`, as a checked `Layout`.
+    """Return a checked `Layout`, from a shipped layout's name, a path to a TOML file, or a
+    `Layout`.
 
     Raises:
       LayoutError: no such layout or file, invalid TOML, or unknown keys and values: all problems of
@@ -134,16 +138,13 @@ def load(source: str | Path | Layout) -> Layout:
             f'no layout "{source}" is shipped, and no such file exists.', fix=f"{fix}"
         )
     elif not os.path.isfile(path):
-        near = (
-            closest(path.name, [other.name for other in path.parent.glob("*.toml")])
-            if os.path.isdir(path.parent)
-            else None
-        )
-        fix = (
-            f'did you mean "{path.parent / near}"?'
-            if near
-            else "check the path; shipped: " + ", ".join(shipped()) + "."
-        )
+        near = None
+        if os.path.isdir(path.parent):
+            near = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        if near:
+            fix = f'did you mean "{path.parent / near}"?'
+        else:
+            fix = "check the path; shipped: " + ", ".join(shipped()) + "."
         raise LayoutError(f"layout file {path} does not exist.", fix=fix)
     try:
         text = path.read_text(encoding="utf-8")
@@ -181,7 +182,9 @@ def _check_complete(text: str, where: str) -> None:
 
 def _display(path: Path) -> str:
     """A shipped file by its short name; a user's file as given."""
-    return f"layouts/{path.name}" if path.parent == shipped_folder() else str(path)
+    if path.parent == shipped_folder():
+        return f"layouts/{path.name}"
+    return str(path)
 
 
 def load_registered(source: str | Path, register: Callable[[], Made]) -> tuple[Layout, Made]:
@@ -204,15 +207,18 @@ def load_registered(source: str | Path, register: Callable[[], Made]) -> tuple[L
 def loads(
     text: str, where: str = "layout", name: str = "layout", *, written: bool = True
 ) -> Layout:
-    """A layout from TOML text. Errors call it `where`, and give line numbers unless `written` is
-    False (generated text).
+    """Return a layout from TOML text. Errors call it `where`, and give line numbers unless
+    `written` is False (generated text).
     """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         fix = "`spmd layouts show data_parallel` prints a layout that is right."
         raise syntax_error(LayoutError, text, where, str(error), fix) from error
-    reader = _Reader(text if written else "")
+    lines_of = ""
+    if written:
+        lines_of = text
+    reader = _Reader(lines_of)
     layout = dataclasses.replace(reader.layout(data, name), source=where)
     problems = sorted(reader.problems, key=lambda problem: problem.line or len(text))
     raise_problems(LayoutError, f"{where} cannot be read", problems)
@@ -239,6 +245,7 @@ class _Reader(Tables):
             default=self.default(self.table(data, "default")),
             optimizer=self.section(data, "optimizer", OptimizerState),
             memory=self.section(data, "memory", Memory),
+            # Problems without lines, as of a `Layout`, stay in the order in which tables are read.
             gradients=(gradients := self.gradients(self.table(data, "gradients"))),
             parameter_server=self.parameter_server(self.table(data, "parameter_server"), gradients),
             remat=self.remat(self.table(data, "remat")),
@@ -286,31 +293,35 @@ class _Reader(Tables):
     def axes(self, table: dict[str, Any]) -> tuple[tuple[str, Entry], ...]:
         entries = []
         for name, value in table.items():
-            spec = self.spec(
-                [value] if value != [] else value, f"[axes] {name}", self.key_line("axes", name)
-            )
-            entries.append((name, spec[0] if spec else None))
+            entry = None
+            values = value
+            if value != []:
+                values = [value]
+            spec = self.spec(values, f"[axes] {name}", self.key_line("axes", name))
+            if spec:
+                (entry,) = spec
+            entries.append((name, entry))
         return tuple(entries)
 
     def default(self, table: dict[str, Any]) -> Default:
         values = self.fields(table, "default", Default)
-        params, share = values["params"], values["max_replicated"]
+        params = values["params"]
+        share = values["max_replicated"]
         if params not in ("replicate", "error") and not re.fullmatch(r"shard:\w+", params):
-            near = closest(
-                params, ("replicate", "error", f"shard:{params.partition(':')[2] or 'AXIS'}")
-            )
-            fix = (
-                f'did you mean "{near}"?'
-                if near
-                else '"replicate", "error", or "shard:AXIS", such as "shard:data".'
-            )
+            _, _, axis = params.partition(":")
+            near = closest(params, ("replicate", "error", f"shard:{axis or 'AXIS'}"))
+            fix = '"replicate", "error", or "shard:AXIS", such as "shard:data".'
+            if near:
+                fix = f'did you mean "{near}"?'
             self.key_problem("default", "params", f'unknown value "{params}".', fix)
             params = "replicate"
         if share is not None and not 0 <= share <= 1:
             self.key_problem(
                 "default", "max_replicated", f"{share} is not a share.", "a number from 0 to 1."
             )
-        return Default(params, None if share is None else float(share))
+        if share is not None:
+            share = float(share)
+        return Default(params, share)
 
     def remat(self, table: dict[str, Any]) -> Remat:
         self.unknown(table, [field.name for field in dataclasses.fields(Remat)], "remat")
@@ -335,21 +346,18 @@ class _Reader(Tables):
         return Remat(self.saved(item), tuple(map(str, modules)), self.named(item, "offload"))
 
     def saved(self, table: dict[str, Any]) -> str | tuple[str, ...] | None:
-        """What `save` says: a word, or names of values."""
-        return (
-            self.named(table, "save")
-            if isinstance(table.get("save"), list)
-            else self.choice(table, "remat", "save", None)
-        )
+        """Return the value of `save`: a word, or names of values."""
+        if isinstance(table.get("save"), list):
+            return self.named(table, "save")
+        return self.choice(table, "remat", "save", None)
 
     def named(self, table: dict[str, Any], key: str) -> tuple[str, ...]:
-        """Names that the model gives to values."""
-        given = self.value(table, "remat", key, [], list)
-        if all(isinstance(name, str) and name for name in given):
-            return tuple(given)
-        self.key_problem(
-            "remat", key, f"{as_toml(given)} is not a list of names.", 'such as ["attn_out"].'
-        )
+        """Return names that the model gives to values."""
+        value_names = self.value(table, "remat", key, [], list)
+        if all(isinstance(name, str) and name for name in value_names):
+            return tuple(value_names)
+        why = f"{as_toml(value_names)} is not a list of names."
+        self.key_problem("remat", key, why, 'such as ["attn_out"].')
         return ()
 
     def compiler(self, table: dict[str, Any]) -> Compiler:
@@ -358,14 +366,13 @@ class _Reader(Tables):
             table, "compiler", Compiler, dict.fromkeys(THRESHOLDS, 'such as "512 MiB".')
         )
         options = self.value(table, "compiler", "options", {}, dict)
-        section, fix = "compiler.options", "true or false, a whole number, a string."
-        taken = {
-            name: self.value(options, section, name, None, bool, int, str, fix=fix)
-            for name in options
-        }
-        compiler = Compiler(
-            **values, options={name: value for name, value in taken.items() if value is not None}
-        )
+        fix = "true or false, a whole number, a string."
+        xla_options = {}
+        for name in options:
+            value = self.value(options, "compiler.options", name, None, bool, int, str, fix=fix)
+            if value is not None:
+                xla_options[name] = value
+        compiler = Compiler(**values, options=xla_options)
         self.conflicts("compiler", compiler_problems(compiler))
         return compiler
 
@@ -393,21 +400,17 @@ class _Reader(Tables):
         return server
 
     def gradients(self, table: dict[str, Any]) -> Gradients:
-        section, known = (
-            "gradients",
-            [f.name for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")],
-        )
+        section = "gradients"
+        keys = [f.name for f in dataclasses.fields(Gradients) if f.name not in ("options", "rules")]
         values = self.fields(table, section, Gradients)
+        # An unknown reduction is one problem, not one more for each codec.
         if "reduction" in table and table["reduction"] != values["reduction"] == "compiler":
-            # an unknown reduction is one problem, not one more for each codec
             values["reduction"] = "all_reduce"
         for key, least, end in (("start_step", 0, 2**31), ("bucket_bytes", 1, 2**63)):
             if not least <= values[key] < end:
-                fix = (
-                    f"a whole number from {least}."
-                    if values[key] < least
-                    else f"below 2**{end.bit_length() - 1}."
-                )
+                fix = f"below 2**{end.bit_length() - 1}."
+                if values[key] < least:
+                    fix = f"a whole number from {least}."
                 self.key_problem(section, key, f"{values[key]}.", fix)
                 values[key] = getattr(Gradients(), key)
         exact_axes = self.value(table, section, "exact_axes", [], list)
@@ -419,9 +422,9 @@ class _Reader(Tables):
                 'such as ["data"].',
             )
             exact_axes = []
-        options = {key: value for key, value in table.items() if key not in (*known, "rules")}
+        options = {key: value for key, value in table.items() if key not in (*keys, "rules")}
         lines = {key: self.key_line(section, key) for key in options}
-        options = self.options(values["codec"], options, "[gradients]", lines, known)
+        options = self.options(values["codec"], options, "[gradients]", lines, keys)
         rules = tuple(self.gradient_rule(*item) for item in self.items(table, "rules", section))
         gradients = Gradients(**values, exact_axes=tuple(exact_axes), options=options, rules=rules)
         self.conflicts(section, gradient_problems(gradients), rules)
@@ -429,25 +432,22 @@ class _Reader(Tables):
 
     def gradient_rule(self, item: dict[str, Any], where: str, line: int | None) -> GradientRule:
         path, excepted = self.paths(item, where, line)
-        codec, known = item.get("codec"), ("path", "except", "codec")
+        codec = item.get("codec")
+        keys = ("path", "except", "codec")
         if not isinstance(codec, str) or codec not in CODECS:
-            why, fix, kind = "has no codec.", 'codec = "exact".', "invalid_value"
+            why = "has no codec."
+            fix = 'codec = "exact".'
+            kind = "invalid_value"
             if "codec" in item:
                 kind = UNREGISTERED
-                why, fix = (
-                    f'no codec "{codec}".',
-                    did_you_mean(str(codec), CODECS) + register_hint("gradients.codec", str(codec)),
-                )
+                why = f'no codec "{codec}".'
+                fix = did_you_mean(str(codec), CODECS)
+                fix += register_hint("gradients.codec", str(codec))
             self.problem(where, why, fix, line, kind)
             return GradientRule(path, "exact", (), excepted, line)
-        options = {key: value for key, value in item.items() if key not in known}
-        return GradientRule(
-            path,
-            codec,
-            self.options(codec, options, where, dict.fromkeys(options, line), known),
-            excepted,
-            line,
-        )
+        options = {key: value for key, value in item.items() if key not in keys}
+        options = self.options(codec, options, where, dict.fromkeys(options, line), keys)
+        return GradientRule(path, codec, options, excepted, line)
 
     def options(
         self,
@@ -457,32 +457,26 @@ class _Reader(Tables):
         lines: dict[str, int | None],
         other_keys: Iterable[str],
     ) -> Options:
-        """The valid options of a codec."""
-        valid = {}
+        """Return the valid options of a codec."""
+        valid = []
         for key, value in table.items():
             if key not in codec_options(codec):
                 codecs = [name for name in CODECS if key in codec_options(name)]
-                why = (
-                    f"it is an option of {', '.join(codecs)}; the codec is {codec}."
-                    if codecs
-                    else "nothing reads it."
-                )
-                fix = (
-                    f'leave it out, or codec = "{codecs[0]}".'
-                    if codecs
-                    else did_you_mean(key, (*other_keys, *codec_options(codec)))
-                )
+                if codecs:
+                    why = f"it is an option of {', '.join(codecs)}; the codec is {codec}."
+                    fix = f'leave it out, or codec = "{codecs[0]}".'
+                else:
+                    why = "nothing reads it."
+                    fix = did_you_mean(key, (*other_keys, *codec_options(codec)))
                 self.problem(f"unknown key: {where} {key}", why, fix, lines[key], "unknown_key")
-            elif wanted := option_problem(CODECS[codec], key, value):
-                self.problem(
-                    f"{where} {key}",
-                    f"{as_toml(value)} for codec {codec}.",
-                    f"{wanted}.",
-                    lines[key],
-                )
+                continue
+            fix = option_problem(CODECS[codec], key, value)
+            if fix:
+                why = f"{as_toml(value)} for codec {codec}."
+                self.problem(f"{where} {key}", why, f"{fix}.", lines[key])
             else:
-                valid[key] = value
-        return tuple(valid.items())
+                valid.append((key, value))
+        return tuple(valid)
 
     # rules ----------------------------------------------------------------------------------------
 
@@ -501,14 +495,12 @@ class _Reader(Tables):
         path, excepted = self.paths(item, where, line)
         products = item.get("products")
         if products not in PRODUCTS:
-            why = f"no products {as_toml(products)}." if "products" in item else "has no products."
+            why = "has no products."
+            if "products" in item:
+                why = f"no products {as_toml(products)}."
             near = closest(str(products), PRODUCTS) or "float8"
-            self.problem(
-                where,
-                why,
-                f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.',
-                line,
-            )
+            fix = f'such as products = "{near}"; this version knows: {", ".join(PRODUCTS)}.'
+            self.problem(where, why, fix, line)
             products = near
         return Precision(path, products, excepted, line)
 
@@ -522,9 +514,11 @@ class _Reader(Tables):
             self.key_problem("train", "block", f"{values['block']}.", "a whole number from 1.")
             values["block"] = Train().block
         for key in ("include", "exclude"):
-            given = table.get(key, [])
-            values[key] = tuple(map(str, given if isinstance(given, list) else [given]))
-            for pattern in given if isinstance(given, list) else [given]:
+            patterns = table.get(key, [])
+            if not isinstance(patterns, list):
+                patterns = [patterns]
+            values[key] = tuple(map(str, patterns))
+            for pattern in patterns:
                 self.pattern(pattern, f"[train] {key}", self.key_line("train", key))
         train = Train(**values)
         self.conflicts("train", list(train_problems(train, adapters=bool(adapters))))
@@ -555,11 +549,12 @@ class _Reader(Tables):
         key: str = "path",
         such_as: str = "**/kernel",
     ) -> tuple[str, tuple[str, ...]]:
-        """The patterns of a rule: what it matches, and its exceptions."""
+        """Return the pattern of a rule, and the patterns of its exceptions."""
         if key not in item:
             self.problem(where, f"has no {key}.", f'such as  {key} = "{such_as}".', line)
         excepted = item.get("except", [])
-        excepted = excepted if isinstance(excepted, list) else [excepted]
+        if not isinstance(excepted, list):
+            excepted = [excepted]
         for pattern in [item.get(key, ""), *excepted]:
             self.pattern(pattern, where, line)
         return str(item.get(key, "")), tuple(map(str, excepted))
@@ -568,11 +563,9 @@ class _Reader(Tables):
         try:
             compiled(pattern)
         except (LayoutError, TypeError) as error:
-            why = (
-                error.message
-                if isinstance(error, LayoutError)
-                else f"{as_toml(pattern)} is not a path."
-            )
+            why = f"{as_toml(pattern)} is not a path."
+            if isinstance(error, LayoutError):
+                why = error.message
             self.problem(where, why, 'such as "**/{up,down}/kernel".', line)
 
     def spec(self, value: Any, where: str, line: int | None) -> Spec:
@@ -580,9 +573,9 @@ class _Reader(Tables):
             return isinstance(entry, str) and entry != ""
 
         def is_entry(entry: Any) -> bool:
-            return is_axis(entry) or (
-                isinstance(entry, list) and bool(entry) and all(map(is_axis, entry))
-            )
+            if isinstance(entry, list):
+                return bool(entry) and all(map(is_axis, entry))
+            return is_axis(entry)
 
         if not (isinstance(value, list) and all(map(is_entry, value))):
             why = f"spec {as_toml(value)} is not a list of mesh axes."
@@ -590,11 +583,12 @@ class _Reader(Tables):
                 where, why, 'one entry per dim, "-" for replicated, such as ["data", "-"].', line
             )
             return ()
-        return tuple(
-            make_entry(tuple(entry))
-            if isinstance(entry, list)
-            else None
-            if entry == REPLICATED
-            else entry
-            for entry in value
-        )
+        spec: list[Entry] = []
+        for entry in value:
+            if isinstance(entry, list):
+                spec.append(make_entry(tuple(entry)))
+            elif entry == REPLICATED:
+                spec.append(None)
+            else:
+                spec.append(entry)
+        return tuple(spec)

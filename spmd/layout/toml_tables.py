@@ -33,7 +33,8 @@ CHOICES = {
     "remat.save": SAVES,
     "train.frozen": FROZEN,
 }
-UNREGISTERED = "unregistered"  # the kind of a problem with a name that the user's code may add
+# The kind of a problem with a name that the user's code may add.
+UNREGISTERED = "unregistered"
 # functions of spmd.wire that add a choice
 ADDED_BY = {"gradients.reduction": "register_reduction", "gradients.codec": "register"}
 KINDS = {  # Python types: how errors name them, and an example
@@ -52,8 +53,10 @@ class Tables:
     def __init__(self, text: str):
         self.lines = text.splitlines()
         self.problems: list[Problem] = []
-        self.places: set[str] = set()  # where the problems are, without line numbers
-        self.rule_number: int | None = None  # of the rule that is being read, from 1
+        # Where the problems are, without line numbers.
+        self.places: set[str] = set()
+        # The number of the rule that is being read, from 1.
+        self.rule_number: int | None = None
 
     def problem(
         self,
@@ -65,7 +68,9 @@ class Tables:
     ) -> None:
         """Collect a problem."""
         self.places.add(where)
-        text = f"line {line}: {where}" if line else where
+        text = where
+        if line:
+            text = f"line {line}: {where}"
         self.problems.append(Problem(text, [why], fix, rule=self.rule_number, line=line, kind=kind))
 
     def key_problem(
@@ -74,15 +79,16 @@ class Tables:
         """Collect a problem of a key inside `[section]`; of the top of the file when section is
         empty, of the section when key is.
         """
-        where = f"[{section}] {key}".strip() if section else key
-        self.problem(
-            where,
-            why,
-            fix,
-            (self.key_line(section, key) if key else None)
-            or self.key_line(*section.rpartition(".")[::2]),
-            kind,
-        )
+        where = key
+        if section:
+            where = f"[{section}] {key}".strip()
+        line = None
+        if key:
+            line = self.key_line(section, key)
+        if line is None:
+            parent, _, name = section.rpartition(".")
+            line = self.key_line(parent, name)
+        self.problem(where, why, fix, line, kind)
 
     def conflicts(
         self, section: str, conflicts: list[Conflict], rules: Sequence[GradientRule] = ()
@@ -94,10 +100,8 @@ class Tables:
         for conflict in conflicts:
             if conflict.rule is not None:
                 self.rule_number = conflict.rule + 1
-                where, line = (
-                    f"[[gradients.rules]] rule {self.rule_number}",
-                    rules[conflict.rule].line,
-                )
+                where = f"[[gradients.rules]] rule {self.rule_number}"
+                line = rules[conflict.rule].line
                 self.problem(where, conflict.why, conflict.fix, line, conflict.kind)
                 self.rule_number = None
                 continue
@@ -106,50 +110,53 @@ class Tables:
                 self.key_problem(table or section, key, conflict.why, conflict.fix, conflict.kind)
 
     def key_line(self, section: str, key: str) -> int | None:
-        """The line of `key` inside `[section]` (the top of the file when section is empty)."""
+        """Return the line of `key` inside `[section]` (the top of the file when section is
+        empty).
+        """
+        table = key
+        if section:
+            table = f"{section}.{key}"
         inside = not section
         for number, line in enumerate(self.lines, 1):
             header = re.match(r"""\s*\[+\s*["']?([\w.]+)["']?\s*\]+""", line)
             if header:
                 inside = header.group(1) == section
-                if header.group(1) == (f"{section}.{key}" if section else key):
+                if header.group(1) == table:
                     return number
             elif inside and re.match(rf'\s*"?{re.escape(key)}"?\s*[=.]', line):
                 return number
         return None
 
-    def unknown(self, table: dict[str, Any], known: Sequence[str], section: str) -> None:
+    def unknown(self, table: dict[str, Any], keys: Sequence[str], section: str) -> None:
         """Collect keys of a table that nothing reads."""
         for key in table:
-            if key not in known:
-                where, line = f"[{section}] {key}" if section else key, self.key_line(section, key)
-                self.problem(
-                    f"unknown key: {where}",
-                    "nothing reads it.",
-                    did_you_mean(key, known),
-                    line,
-                    "unknown_key",
-                )
+            if key not in keys:
+                where = key
+                if section:
+                    where = f"[{section}] {key}"
+                line = self.key_line(section, key)
+                fix = did_you_mean(key, keys)
+                self.problem(f"unknown key: {where}", "nothing reads it.", fix, line, "unknown_key")
 
     def unknown_in_rule(
-        self, item: dict[str, Any], known: tuple[str, ...], where: str, line: int | None
+        self, item: dict[str, Any], keys: tuple[str, ...], where: str, line: int | None
     ) -> None:
         """Collect keys of a rule that nothing reads."""
         for key in item:
-            if key not in known:
+            if key not in keys:
+                fix = did_you_mean(key, keys)
                 self.problem(
-                    f"{where}: unknown key {key}",
-                    "nothing reads it.",
-                    did_you_mean(key, known),
-                    line,
-                    "unknown_key",
+                    f"{where}: unknown key {key}", "nothing reads it.", fix, line, "unknown_key"
                 )
 
     def items(
         self, table: dict[str, Any], key: str, section: str = ""
     ) -> Iterator[tuple[dict[str, Any], str, int | None]]:
-        """The tables of a list of rules, each with its name in errors and its line."""
-        header, items = f"{section}.{key}" if section else key, table.get(key, [])
+        """Yield the tables of a list of rules, each with its name in errors and its line."""
+        header = key
+        if section:
+            header = f"{section}.{key}"
+        items = table.get(key, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             self.problem(
                 header,
@@ -162,15 +169,14 @@ class Tables:
         lines: list[int | None] = [
             number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)
         ]
-        for number, (item, line) in enumerate(
-            zip(items, [*lines, *[None] * len(items)], strict=False), 1
-        ):
+        lines += [None] * (len(items) - len(lines))
+        for number, item in enumerate(items, 1):
             self.rule_number = number
-            yield item, f"[[{header}]] rule {number}", line
+            yield item, f"[[{header}]] rule {number}", lines[number - 1]
         self.rule_number = None
 
     def table(self, data: dict[str, Any], key: str) -> dict[str, Any]:
-        """The table `[key]`; an empty one if there is none."""
+        """Return the table `[key]`; an empty one if there is none."""
         table = data.get(key, {})
         if isinstance(table, dict):
             return table
@@ -188,36 +194,40 @@ class Tables:
         *kinds: type,
         fix: str = "",
     ) -> Any:
-        """A value of one of these types."""
-        value, why = table.get(key, default), ""
+        """Return a value of one of these types, or the default with a problem."""
+        value = table.get(key, default)
+        why = ""
         if key in table and not is_one_of(value, kinds):
             why = f"{as_toml(value)} is not {' or '.join(KINDS[kind][0] for kind in kinds)}."
         elif float in kinds and isinstance(value, int) and not is_number(value):
             why = "the number is too large."
-        if why:
-            self.key_problem(section, key, why, fix or f"such as {KINDS[kinds[0]][1]}.")
-        return default if why else value
+        if not why:
+            return value
+        self.key_problem(section, key, why, fix or f"such as {KINDS[kinds[0]][1]}.")
+        return default
 
     def choice(
         self, table: dict[str, Any], section: str, key: str, default: Any, fix: str = ""
     ) -> str | None:
-        """A string, one of `CHOICES` if they list the key."""
-        known = CHOICES.get(f"{section}.{key}")
-        if known and key in table and not isinstance(table[key], str):
-            table = {**table, key: as_toml(table[key])}  # reported below, with the known values
+        """Return a string, one of `CHOICES` if they list the key."""
+        choices = CHOICES.get(f"{section}.{key}")
+        # Values of other types are reported below, with the choices.
+        if choices and key in table and not isinstance(table[key], str):
+            table = {**table, key: as_toml(table[key])}
         value = self.value(table, section, key, default, str, fix=fix)
-        if known and value is not None and value not in known:
-            near = closest(value, known)
-            fix = (
-                (f'did you mean "{near}"? This' if near else "this")
-                + f" version knows: {', '.join(known)}."
-                + register_hint(f"{section}.{key}", value)
-            )
-            kind = UNREGISTERED if f"{section}.{key}" in ADDED_BY else "invalid_value"
-            self.key_problem(section, key, f'no {key} "{value}".', fix, kind)
-            # the value that was probably meant, so that no further problem follows from it
-            return near or default
-        return value
+        if not choices or value is None or value in choices:
+            return value
+        near = closest(value, choices)
+        fix = f"this version knows: {', '.join(choices)}."
+        if near:
+            fix = f'did you mean "{near}"? This version knows: {", ".join(choices)}.'
+        fix += register_hint(f"{section}.{key}", value)
+        kind = "invalid_value"
+        if f"{section}.{key}" in ADDED_BY:
+            kind = UNREGISTERED
+        self.key_problem(section, key, f'no {key} "{value}".', fix, kind)
+        # The value that was probably meant, so that no further problem follows from it.
+        return near or default
 
     def fields(
         self,
@@ -226,8 +236,8 @@ class Tables:
         kind: type,
         fixes: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """The fields of a dataclass that are words, numbers or switches. Other keys are problems,
-        unless it has options of codecs.
+        """Return the fields of a dataclass that are words, numbers or switches. Other keys are
+        problems, unless it has options of codecs.
 
         Args:
           fixes: examples of valid values, by key.
@@ -236,7 +246,8 @@ class Tables:
             self.unknown(table, [field.name for field in dataclasses.fields(kind)], section)
         values: dict[str, Any] = {}
         for field in dataclasses.fields(kind):
-            kinds, fix = plain_types(field), fixes.get(field.name, "")
+            kinds = plain_types(field)
+            fix = fixes.get(field.name, "")
             if str in kinds and int not in kinds:
                 values[field.name] = self.choice(table, section, field.name, field.default, fix)
             elif kinds:
@@ -261,8 +272,8 @@ OTHER_WORDS = {  # of other languages, by what TOML has in their place
 def syntax_error(
     error: type[SpmdError], text: str, where: str, message: str, fix: str
 ) -> SpmdError:
-    """The message of the TOML parser, with the line at which it stopped; `fix` ends with where
-    valid text is seen.
+    """Return an error with the message of the TOML parser, and the line at which it stopped; `fix`
+    ends with a place where valid text is seen.
     """
     fix = f"strings in double quotes, one key = value on a line; {fix}"
     place = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
@@ -271,22 +282,21 @@ def syntax_error(
     line = int(place[2])
     source = text.splitlines()[line - 1]
     word = re.match(r"[A-Za-z_]\w*", source[int(place[3]) - 1 :])
-    fix = OTHER_WORDS.get(word[0], fix) if word else fix
+    if word:
+        fix = OTHER_WORDS.get(word[0], fix)
     why = f"{where}, line {line} is not TOML: {place[1]} (column {place[3]}).\n    {source}"
     return error(why, fix=fix, kind="syntax", line=line)
 
 
 def register_hint(key: str, name: str) -> str:
-    """How to add a value of `[gradients]` of one's own, as the end of a fix; "" for keys whose
+    """Return the end of a fix that adds a value of `[gradients]` of one's own; "" for keys whose
     values are fixed.
     """
-    return (
-        f' One of your own: @wire.{ADDED_BY[key]}("{name}"), before the layout is read.'
-        if key in ADDED_BY
-        else ""
-    )
+    if key not in ADDED_BY:
+        return ""
+    return f' One of your own: @wire.{ADDED_BY[key]}("{name}"), before the layout is read.'
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number of at most 64 bits."""
+    """Return whether a value is a number of at most 64 bits."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -33,7 +33,9 @@ def dumps(layout: Layout) -> str:
         for key in ("description", "use_when")
         if (value := getattr(layout, key))
     ]
-    blocks = [words] if words else []
+    blocks = []
+    if words:
+        blocks = [words]
     if layout.mesh:
         blocks.append(["[mesh]", *(f"{axis} = {size}" for axis, size in layout.mesh)])
     if layout.batch != Batch():
@@ -41,44 +43,31 @@ def dumps(layout: Layout) -> str:
         blocks += [_rule_lines("batch.rules", rule) for rule in layout.batch.rules]
     blocks += [_rule_lines("params", rule) for rule in layout.params]
     if layout.axes:
-        blocks.append(
-            [
-                "[axes]",
-                *(f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes),
-            ]
-        )
+        lines = [f"{_value(name)} = {spec_text((entry,))[1:-1]}" for name, entry in layout.axes]
+        blocks.append(["[axes]", *lines])
     blocks += [_rule_lines("activations", rule) for rule in layout.activations]
     for name in TABLES:
         table = getattr(layout, name)
         if table != type(table)():
-            blocks.append(
-                [
-                    f"[{name}]",
-                    *(f"{key} = {_value(value)}" for key, value in changed_values(table).items()),
-                ]
-            )
+            blocks.append(_changed_lines(f"[{name}]", table))
     blocks += [_rule_lines("gradients.rules", rule) for rule in layout.gradients.rules]
-    for remat in layout.remat.rules:
-        blocks.append(
-            [
-                "[[remat.rules]]",
-                *(f"{key} = {_value(value)}" for key, value in changed_values(remat).items()),
-            ]
-        )
+    blocks += [_changed_lines("[[remat.rules]]", remat) for remat in layout.remat.rules]
     blocks += [_rule_lines("precision", rule) for rule in layout.precision]
     for adapter in layout.adapters:
+        lines = ["[[adapters]]"]
         values = {"modules": adapter.modules, **changed_values(adapter)}
-        values = {
-            "except" if key == "except_" else key: value
-            for key, value in values.items()
-            if key != "line"
-        }
-        blocks.append(
-            ["[[adapters]]", *(f"{key} = {_value(value)}" for key, value in values.items())]
-        )
+        for key, value in values.items():
+            if key != "line":
+                lines.append(f"{key.removesuffix('_')} = {_value(value)}")
+        blocks.append(lines)
     if blocks in ([], [words]):
         blocks.append(["[default]", f"params = {_value(layout.default.params)}"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _changed_lines(header: str, table: Any) -> list[str]:
+    """Return the lines of a table, with the values that differ from defaults."""
+    return [header, *(f"{key} = {_value(value)}" for key, value in changed_values(table).items())]
 
 
 def _rule_lines(header: str, rule: Rule | GradientRule | Precision) -> list[str]:
@@ -92,7 +81,9 @@ def _rule_lines(header: str, rule: Rule | GradientRule | Precision) -> list[str]
         lines.append(f"products = {_value(rule.products)}")
     else:
         lines.append(f"spec = {spec_text(rule.spec)}")
-    return [*lines, f"except = {_value(rule.except_)}"] if rule.except_ else lines
+    if not rule.except_:
+        return lines
+    return [*lines, f"except = {_value(rule.except_)}"]
 
 
 def _value(value: Any) -> str:
@@ -101,4 +92,6 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     # JSON has no nan and no inf
-    return as_toml(value) if isinstance(value, str | bool) else repr(value)
+    if isinstance(value, str | bool):
+        return as_toml(value)
+    return repr(value)

@@ -9,7 +9,8 @@ from spmd.base.fields import Conflict, check_types, names
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError
 
-FROZEN = ("bfloat16", "float16", "int8", "nf4")  # how frozen weights may be kept
+# Dtypes and formats of frozen weights.
+FROZEN = ("bfloat16", "float16", "int8", "nf4")
 ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in words
     "rank": (lambda value: value >= 1, "a whole number from 1."),
     "alpha": (lambda value: value > 0, "a number above 0."),
@@ -21,7 +22,7 @@ ADAPTER_RANGES = {  # of values of an adapter: whether one is in it, and in word
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Which parameters are trained, by path: all that match `include` and none of `exclude`;
+    """The parameters that are trained, by path: all that match `include` and none of `exclude`;
     adapters always are.
 
     Without `include`, adapters alone are trained if there are any, and all parameters if not.
@@ -96,12 +97,14 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+        """The factor of the adapter's output."""
+        if self.rslora:
+            return self.alpha / self.rank**0.5
+        return self.alpha / self.rank
 
 
 def train_problems(train: Train, *, adapters: bool) -> Iterator[Conflict]:
-    """Keys of `[train]` that nothing reads. `adapters`: whether the layout has some."""
+    """Yield keys of `[train]` that nothing reads. `adapters`: whether the layout has some."""
     if train.block != Train().block and train.frozen not in ("int8", "nf4"):
         yield Conflict(
             "block",

@@ -298,7 +298,7 @@ def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) ->
         return abstract
 
     def make() -> tuple[Tree, Tree, Tree]:
-        made = model.init(None, no_call)
+        made = model.make_variables(None, no_call)
         params = flatten(made.params)
         return (
             {path: params[path].astype(new.dtype) for path, new in abstract.params.items()},
