@@ -13,7 +13,8 @@ from pathlib import Path
 from spmd.base.output_files import name_errors, sync
 
 _CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
-_LENGTH = 80  # bytes of the last line, with the line break before it
+# Bytes of the last line, with the line break before it.
+_LENGTH = 80
 
 
 class DamagedFileError(Exception):
@@ -45,7 +46,8 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
         raise
     if not durable:
         return
-    sync(path.parent)  # the name is durable only after its folder is synced
+    # The name is durable only after its folder is synced.
+    sync(path.parent)
 
 
 def read(path: Path) -> bytes | None:

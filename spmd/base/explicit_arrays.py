@@ -17,8 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 
 from spmd.base.tree import describe
 
-MOST_OBJECTS = 20_000  # looked at
-MOST_PARTS = 1_000  # of one object
+# The most objects that are looked at.
+MOST_OBJECTS = 20_000
+# The most parts of one object that are looked at.
+MOST_PARTS = 1_000
 LEAVES = (
     str
     | bytes
@@ -33,8 +35,8 @@ LEAVES = (
 
 
 def closed_over(roots: Iterable[Any]) -> list[str]:
-    """Arrays on a mesh with explicit axes that functions among these objects, or inside of them,
-    close over or use as globals: name, shape, and the function. Arrays that are no part of a
+    """Return arrays on a mesh with explicit axes that functions among these objects, or inside of
+    them, close over or use as globals: name, shape, and the function. Arrays that are no part of a
     function, such as a model's, are not among them. At most `MOST_OBJECTS` objects are looked at,
     those nearest to the roots first, and `MOST_PARTS` of each; one that fails as it is looked at is
     passed over.
@@ -47,28 +49,31 @@ def closed_over(roots: Iterable[Any]) -> list[str]:
     >>> line.partition(" (")[0]
     'weights float32[4], in loss'
     """
-    found, seen, kept = dict[int, str](), set[int](), list[Any]()
+    lines = dict[int, str]()
+    visited = set[int]()
+    # Objects that are still there, so that no other object gets their numbers.
+    alive = list[Any]()
     waiting = deque(("", "", root) for root in itertools.islice(roots, MOST_PARTS))
     left = MOST_OBJECTS - len(waiting)
     while waiting:
         name, function, value = waiting.popleft()
         try:
-            if isinstance(value, LEAVES) or (
-                id(value) in seen and not isinstance(value, jax.Array)
-            ):
+            if isinstance(value, LEAVES):
                 continue
-            seen.add(id(value))
-            kept.append(value)  # so that no other object gets its number
+            if id(value) in visited and not isinstance(value, jax.Array):
+                continue
+            visited.add(id(value))
+            alive.append(value)
             if not isinstance(value, jax.Array):
                 parts = list(itertools.islice(_parts(name, function, value), min(left, MOST_PARTS)))
                 left -= len(parts)
                 waiting += parts
             elif function and _is_explicit(value):
-                found.setdefault(id(value), f"{name} {describe(value)}, in {function}")
+                lines.setdefault(id(value), f"{name} {describe(value)}, in {function}")
         except Exception:
-            # of a user's object: the error that is being explained matters, not this one
+            # A user's object raised: the error that is being explained matters, not this one.
             continue
-    return list(found.values())
+    return list(lines.values())
 
 
 def _is_explicit(array: jax.Array) -> bool:
@@ -79,12 +84,10 @@ def _is_explicit(array: jax.Array) -> bool:
 
 
 def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """What an object has: names, the function that holds it or "", and the values."""
+    """Yield the parts of an object: names, the function that holds it or "", and the values."""
     if isinstance(value, types.FunctionType):
-        place = (
-            f"{value.__qualname__} "
-            f"({Path(value.__code__.co_filename).name}:{value.__code__.co_firstlineno})"
-        )
+        code = value.__code__
+        place = f"{value.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         yield from ((each, place, part) for each, part in _variables(value))
     elif isinstance(value, types.MethodType):
         yield name, function, value.__func__
@@ -92,28 +95,27 @@ def _parts(name: str, function: str, value: Any) -> Iterator[tuple[str, str, Any
     elif isinstance(value, functools.partial):
         inside = getattr(value.func, "__qualname__", "functools.partial")
         yield name, function, value.func
-        yield from (
-            (f"argument {number}", inside, part) for number, part in enumerate(value.args, 1)
-        )
-        yield from ((each, inside, part) for each, part in value.keywords.items())
+        for number, part in enumerate(value.args, 1):
+            yield f"argument {number}", inside, part
+        for each, part in value.keywords.items():
+            yield each, inside, part
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", function, part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{number}]", function, part) for number, part in enumerate(value))
     elif isinstance(value, type):
-        yield from (
-            (name, function, part)
-            for part in list(vars(value).values())
-            if isinstance(part, types.FunctionType)
-        )
+        for part in list(vars(value).values()):
+            if isinstance(part, types.FunctionType):
+                yield name, function, part
     else:
-        # of jax.jit and the like; no `__getattr__` is called
+        # What `jax.jit` and the like return; no `__getattr__` is called.
         wrapped = inspect.getattr_static(value, "__wrapped__", None)
-        yield from () if wrapped is None else ((name, function, wrapped),)
-        yield from (
-            (f"{name}.{key}", function, part) for key, part in list(_attributes(value).items())
-        )
-        yield name, function, type(value)  # the methods' globals
+        if wrapped is not None:
+            yield name, function, wrapped
+        for key, part in list(_attributes(value).items()):
+            yield f"{name}.{key}", function, part
+        # The methods' globals.
+        yield name, function, type(value)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Those that a function closes over, its defaults, and the globals that it names."""
+    """Yield variables that a function closes over, its defaults, and the globals that it names."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -132,17 +134,16 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # not set yet
             continue
     defaults = function.__defaults__ or ()
-    yield from zip(
-        code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True
-    )
+    first = code.co_argcount - len(defaults)
+    yield from zip(code.co_varnames[first : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
-    yield from (
-        (name, function.__globals__[name]) for name in _named(code) if name in function.__globals__
-    )
+    for name in _named(code):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
 
 
 def _named(code: types.CodeType) -> Iterator[str]:
-    """Names that a function, and those defined in it, may look up among globals."""
+    """Yield names that a function, and functions defined in it, may look up among globals."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,5 +1,5 @@
-"""What dataclasses that a layout file spells share: types of fields, checks of what a program
-passes, and conflicts between keys.
+"""Functions of dataclasses that a layout file spells: types of fields, checks of values that a
+program passes, and conflicts between keys.
 """
 
 import dataclasses
@@ -28,18 +28,24 @@ class Conflict:
 
 
 def plain_types(field: dataclasses.Field) -> tuple[Any, ...]:
-    """The types that a field declares, if all its values are words, numbers or switches; () for
-    lists and tables.
+    """Return the types that a field declares, if all its values are words, numbers or switches; ()
+    for lists and tables.
     """
-    declared = field.type.__args__ if isinstance(field.type, types.UnionType) else (field.type,)
-    return declared if all(kind in PLAIN for kind in declared) else ()
+    declared = (field.type,)
+    if isinstance(field.type, types.UnionType):
+        declared = field.type.__args__
+    if all(kind in PLAIN for kind in declared):
+        return declared
+    return ()
 
 
 def is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a value has one of these types; a whole number is a float, True is not a whole
+    """Return whether a value has one of these types; a whole number is a float, True is not a whole
     number.
     """
-    accepted = (*kinds, int) if float in kinds else kinds
+    accepted = kinds
+    if float in kinds:
+        accepted = (*kinds, int)
     return isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool))
 
 
@@ -55,11 +61,11 @@ def check_types(declared: Any) -> None:
             raise wrong_type(declared, field.name, type_name(kinds[0]()))
 
 
-def wrong_type(declared: Any, name: str, wanted: str) -> OptionError:
-    """The error for a field whose value has the wrong type."""
+def wrong_type(declared: Any, name: str, expected: str) -> OptionError:
+    """Return the error for a field whose value has the wrong type."""
     value = getattr(declared, name)
     return OptionError(
-        f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}.", fix=f"{wanted}."
+        f"{type(declared).__name__}: {name}={value!r} is {type_name(value)}.", fix=f"{expected}."
     )
 
 
@@ -69,43 +75,48 @@ def as_rules(declared: Any, name: str, kind: type) -> None:
     Raises:
       OptionError: it is none, or it holds something else than rules of this kind.
     """
-    value, owner = getattr(declared, name), type(declared).__name__
+    value = getattr(declared, name)
+    owner = type(declared).__name__
     if not isinstance(value, tuple | list) or not all(isinstance(rule, kind) for rule in value):
-        known = f"{name}=(spmd.{kind.__name__}(...),)"
+        kind_name = f"spmd.{kind.__name__}"
         raise OptionError(
             f"{owner}: {name}={short_repr(value)}.",
-            fix=f"a tuple of spmd.{kind.__name__}, such as {known}.",
+            fix=f"a tuple of {kind_name}, such as {name}=({kind_name}(...),).",
         )
     object.__setattr__(declared, name, tuple(value))
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """One name or several, as a tuple.
+    """Return one name or several, as a tuple.
 
     >>> names("data"), names(["node", "data"])
     (('data',), ('node', 'data'))
     """
-    several = tuple(value) if isinstance(value, tuple | list) else (value,)
+    several = (value,)
+    if isinstance(value, tuple | list):
+        several = tuple(value)
     if not all(isinstance(name, str) for name in several):
         raise OptionError(f"{value!r} is no name.", fix="a name, or a tuple of names.")
     return several
 
 
 def changed_values(table: Any) -> dict[str, Any]:
-    """The keys of a table that differ from their defaults, without rules; options of a codec are
-    keys of its table.
+    """Return the keys of a table that differ from their defaults, without rules; options of a codec
+    are keys of its table.
     """
-    of_codec = hasattr(table, "codec")
-    beside = ("options", "rules") if of_codec else ("rules",)
-    keys = [field for field in dataclasses.fields(table) if field.name not in beside]
-    changed = {
-        field.name: getattr(table, field.name)
-        for field in keys
-        if getattr(table, field.name) != field.default
-    }
-    return {**changed, **(dict(table.options) if of_codec else {})}
+    has_codec = hasattr(table, "codec")
+    changed = {}
+    for field in dataclasses.fields(table):
+        if field.name == "rules" or (has_codec and field.name == "options"):
+            continue
+        value = getattr(table, field.name)
+        if value != field.default:
+            changed[field.name] = value
+    if has_codec:
+        changed |= dict(table.options)
+    return changed
 
 
 def as_toml(value: Any) -> str:
-    """A value as a TOML file spells it."""
+    """Return a value as a TOML file spells it."""
     return json.dumps(value, default=str, ensure_ascii=False)

@@ -13,7 +13,10 @@ def log_info(text: str) -> None:
     >>> logging.getLogger("spmd").setLevel(logging.NOTSET)
     """
     logger = logging.getLogger("spmd")
-    if not logger.isEnabledFor(logging.WARNING if logger.level == logging.NOTSET else logging.INFO):
+    level = logging.INFO
+    if logger.level == logging.NOTSET:
+        level = logging.WARNING
+    if not logger.isEnabledFor(level):
         return
     if logger.hasHandlers():
         logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))

@@ -15,7 +15,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def name_errors(path: Path) -> Iterator[None]:
-    """In the block, an `OSError` that names no file names this one.
+    """Give an `OSError` in the block that names no file the name of this one.
 
     >>> with name_errors(Path("runs/a.bin")):
     ...     raise OSError(28, "No space left on device")
@@ -31,7 +31,7 @@ def name_errors(path: Path) -> Iterator[None]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file."""
+    """Return the contents of a file."""
     with name_errors(path):
         return path.read_bytes()
 
@@ -117,4 +117,5 @@ def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
     with name_errors(path):
         while view:
             count = os.pwrite(file, view, offset)
-            view, offset = view[count:], offset + count
+            view = view[count:]
+            offset = offset + count

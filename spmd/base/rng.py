@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import random as jax_random
 
-FEW = 8  # splits into fewer keys than this are never taken for one key per row
+# Splits into fewer keys than this are never taken for one key per row.
+FEW = 8
 
 
 def worker_key(key: jax.Array, worker: Any, *, rows: int, workers: int) -> jax.Array:
@@ -39,18 +40,17 @@ def worker_key(key: jax.Array, worker: Any, *, rows: int, workers: int) -> jax.A
 
 
 def at_worker(key: jax.Array, worker: Any) -> jax.Array:
-    """`key`, which `worker_key` made for one worker, as that of another one; the key of a single
-    row stays as it is.
+    """Return `key`, which `worker_key` made for one worker, as the key of another one; the key of a
+    single row stays as it is.
     """
     data = jax.random.key_data(key)
     return jax.random.wrap_key_data(data_at_worker(data, worker), impl=jax.random.key_impl(key))
 
 
 def data_at_worker(data: jax.Array, worker: Any) -> jax.Array:
-    """The data of keys of `worker_key`, uint32[..., 3], as those of another worker."""
-    return _tagged(
-        data[..., :2], jnp.where(data[..., 2:] == _ROW, _ROW, jnp.asarray(worker, jnp.uint32))
-    )
+    """Return the data of keys of `worker_key`, uint32[..., 3], as those of another worker."""
+    number = jnp.where(data[..., 2:] == _ROW, _ROW, jnp.asarray(worker, jnp.uint32))
+    return _tagged(data[..., :2], number)
 
 
 def counts_rows(key: jax.Array) -> bool:
@@ -61,33 +61,33 @@ def counts_rows(key: jax.Array) -> bool:
 
 
 def part_key(key: jax.Array, part: Any, parts: int, *, rows: int) -> jax.Array:
-    """The key of one of `parts` equal parts, of `rows` rows each, of the rows that `key` is for: it
-    draws what all would have drawn there.
+    """Return the key of one of `parts` equal parts, of `rows` rows each, of the rows that `key` is
+    for: it draws the numbers that `key` draws for these rows.
 
     `key` is one that `worker_key` made, or a plain one, which is for all rows.
     """
-    known = _SIZES.get(jax.random.key_impl(key))
-    if known is None:
+    sizes = _SIZES.get(jax.random.key_impl(key))
+    if sizes is None:
         return worker_key(key, part, rows=rows, workers=parts)
+    _, workers = sizes
     data = jax.random.key_data(key)
-    number = jnp.where(
-        data[2] == _ROW, _ROW, data[2] * np.uint32(parts) + jnp.asarray(part, jnp.uint32)
-    )
-    return jax.random.wrap_key_data(
-        _tagged(data[:2], number), impl=_implementation(rows, known[1] * parts)
-    )
+    number = data[2] * np.uint32(parts) + jnp.asarray(part, jnp.uint32)
+    number = jnp.where(data[2] == _ROW, _ROW, number)
+    implementation = _implementation(rows, workers * parts)
+    return jax.random.wrap_key_data(_tagged(data[:2], number), impl=implementation)
 
 
 def first_count(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """uint32[4]: threefry's two words, and the number of the first element of `jax.random.bits(key,
-    shape)` among all that it draws.
+    """Return uint32[4]: threefry's two words, and the number of the first element of
+    `jax.random.bits(key, shape)` among all that it draws.
 
     `key` is a threefry key, one that `worker_key` made of one, or a plain array of
     `jax.random.PRNGKey`. A key of another kind draws the words of a threefry key first.
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    data, sizes = jax.random.key_data(key), _SIZES.get(jax.random.key_impl(key))
+    data = jax.random.key_data(key)
+    sizes = _SIZES.get(jax.random.key_impl(key))
     if sizes is None and jax.random.key_impl(key) != _THREEFRY:
         data = jax.random.bits(key, (2,))
     worker = jnp.uint32(0)
@@ -97,8 +97,8 @@ def first_count(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def advance(count: jax.Array, *steps: tuple[Any, int]) -> jax.Array:
-    """`first_count` of the element that is the sum of `place * stride` further on; places may be
-    traced.
+    """Return `first_count` of the element that is the sum of `place * stride` further on; places
+    may be traced.
     """
     return jnp.stack([count[0], count[1], *_counted((count[2], count[3]), steps)])
 
@@ -163,10 +163,13 @@ def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """`x * factor` as two 32-bit words, the high one first; `x` is uint32, and `factor` has 64
     bits.
     """
-    high, low = np.uint32(factor >> 32 & 0xFFFFFFFF), factor & 0xFFFFFFFF
+    high = np.uint32(factor >> 32 & 0xFFFFFFFF)
+    low = factor & 0xFFFFFFFF
     halves = [np.uint32(low & 0xFFFF), np.uint32(low >> 16)]
-    mask, half = np.uint32(0xFFFF), np.uint32(16)
-    ones, twos = (x & mask) * halves[0], (x >> half) * halves[1]
+    mask = np.uint32(0xFFFF)
+    half = np.uint32(16)
+    ones = (x & mask) * halves[0]
+    twos = (x >> half) * halves[1]
     crossed = [(x & mask) * halves[1], (x >> half) * halves[0]]
     middle = (ones >> half) + (crossed[0] & mask) + (crossed[1] & mask)
     return twos + (crossed[0] >> half) + (crossed[1] >> half) + (
@@ -258,6 +261,7 @@ def _bits(data: jax.Array, worker: jax.Array, bit_width: int, shape: tuple[int, 
 
 
 _THREEFRY = "threefry2x32"
-_SIZES: dict[Any, tuple[int, int]] = {}  # rows and workers, by kind of key
+# Rows and workers, by kind of key.
+_SIZES: dict[Any, tuple[int, int]] = {}
 # in place of a worker's number: the key of a single row, the same on whichever worker the row is
 _ROW = np.uint32(2**32 - 1)

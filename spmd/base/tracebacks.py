@@ -43,26 +43,28 @@ def trims_tracebacks(function: Function) -> Function:
         return function  # type: ignore[return-value]
 
     @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call_trimmed(*arguments: Any, **options: Any) -> Any:
         try:
             try:
                 return function(*arguments, **options)
             except TypeError:
-                if (wrong := _wrong_arguments(function, arguments, options)) is None:
+                wrong = _wrong_arguments(function, arguments, options)
+                if wrong is None:
                     raise
                 raise wrong from None
         except SpmdError as error:
             if os.environ.get("SPMD_TRACEBACK", "0") in ("", "0"):
                 error.__traceback__ = trim(error)
-            raise  # adds no frame, since the error was raised before
+            # Adds no frame, since the error was raised before.
+            raise
 
-    return call  # type: ignore[return-value]
+    return call_trimmed  # type: ignore[return-value]
 
 
 def _wrong_arguments(
     function: Callable[..., Any], arguments: tuple, options: dict[str, Any]
 ) -> OptionError | None:
-    """The error of a call that the function does not take; None if it takes it."""
+    """Return the error of a call that the function does not take; None if it takes it."""
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments, **options)
@@ -70,76 +72,81 @@ def _wrong_arguments(
     except TypeError as error:
         # "missing a required keyword-only argument: 'loss'" since Python 3.12
         problem = str(error).replace("keyword-only ", "")
-    parameters, name = (
-        list(signature.parameters.values()),
-        function.__qualname__.removesuffix(".__init__"),
-    )
+    parameters = list(signature.parameters.values())
+    name = function.__qualname__.removesuffix(".__init__")
     if parameters[0].name == "self":
-        parameters, arguments, name = parameters[1:], arguments[1:], name.rpartition(".")[2]
-    names = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+        parameters = parameters[1:]
+        arguments = arguments[1:]
+        name = name.rpartition(".")[2]
+    names = []
+    positional = []
+    # The required arguments, as a call has them.
+    words = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        names.append(parameter.name)
+        word = f"{parameter.name}=..."
+        if parameter.kind != parameter.KEYWORD_ONLY:
+            positional.append(parameter.name)
+            word = parameter.name
+        if parameter.default is parameter.empty:
+            words.append(word)
     unknown = [option for option in options if option not in names]
     if unknown and len(names) == len(parameters):
         return OptionError(
             f'{name}(): there is no argument "{unknown[0]}".', fix=did_you_mean(unknown[0], names)
         )
-    positional = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    required = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.name in names
-    ]
-    words, why = [word if word in positional else f"{word}=..." for word in required], ""
+    why = ""
     if len(arguments) > len(positional):
         problem = f"takes {len(positional)} positional arguments, and was given {len(arguments)}"
         if "data" in positional and hasattr(arguments[len(positional)], "shape"):
-            words, why = (
-                ["(x, y)" if word == "data" else word for word in words],
-                ", since inputs and targets are one argument",
-            )
+            if "data" in words:
+                words[words.index("data")] = "(x, y)"
+            why = ", since inputs and targets are one argument"
     return OptionError(f"{name}(): {problem}.", fix=f"{name}({', '.join(words)}){why}.")
 
 
 def trim(error: SpmdError) -> types.TracebackType | None:
-    """The user's frames of an error; those of its causes, and a note of JAX, are removed from
-    it.
+    """Return the user's frames of an error; other frames of its causes, and a note of JAX, are
+    removed.
     """
     for cause in _causes(error):
         cause.__traceback__ = _users(cause.__traceback__) or cause.__traceback__
-    if notes := getattr(error, "__notes__", None):
+    # JAX adds a note that says how to see its own frames, which are removed here.
+    notes = getattr(error, "__notes__", None)
+    if notes:
         notes[:] = [note for note in notes if JAX_NOTE not in note]
     return _users(error.__traceback__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that are shown above an error."""
-    seen, cause = (
-        {id(error)},
-        error.__cause__ or (None if error.__suppress_context__ else error.__context__),
-    )
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    """Yield the exceptions that are shown above an error."""
+    visited = {id(error)}
+    cause = _cause(error)
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        cause = _cause(cause)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
 
 
 def _users(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of libraries."""
-    entries, libraries = list[types.TracebackType](), _libraries()
+    """Return a traceback without the frames of libraries."""
+    entries = list[types.TracebackType]()
+    libraries = _libraries()
     while traceback is not None:
         frame = traceback.tb_frame
-        # by dataclasses
-        generated = frame.f_code.co_filename == "<string>" and frame.f_globals.get(
-            "__name__", ""
-        ).startswith("spmd.")
-        if not generated and not frame.f_code.co_filename.startswith(libraries):
+        file = frame.f_code.co_filename
+        module = frame.f_globals.get("__name__", "")
+        # The dataclasses module compiles methods from strings.
+        generated = file == "<string>" and module.startswith("spmd.")
+        if not generated and not file.startswith(libraries):
             entries.append(traceback)
         traceback = traceback.tb_next
     chained = None
@@ -149,20 +156,19 @@ def _users(traceback: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:
-    """The first line of the user's among (file, line), the innermost first, as "file.py:12"; "" if
-    there is none.
+    """Return the first line of the user's among (file, line), the innermost first, as "file.py:12";
+    "" if there is none.
     """
     libraries = _libraries()
-    return next(
-        (f"{Path(file).name}:{line}" for file, line in frames if not file.startswith(libraries)), ""
-    )
+    for file, line in frames:
+        if not file.startswith(libraries):
+            return f"{Path(file).name}:{line}"
+    return ""
 
 
 def _libraries() -> tuple[str, ...]:
-    """What file names of libraries begin with."""
-    loaded = (module for name in LIBRARIES if (module := sys.modules.get(name)) is not None)
-    folders = [
-        Path(__file__).parents[1],
-        *(folder for module in loaded for folder in getattr(module, "__path__", ())),
-    ]
+    """Return the beginnings of file names of libraries."""
+    folders = [Path(__file__).parents[1]]
+    for name in LIBRARIES:
+        folders += getattr(sys.modules.get(name), "__path__", ())
     return (*(f"{folder}{os.sep}" for folder in folders), *PLUMBING)

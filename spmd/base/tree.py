@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-Tree = Any  # a pytree; jax has no type for it
+# A pytree: JAX has no type for it.
+Tree = Any
 
 
 def path_of(keys: tuple) -> str:
@@ -29,7 +30,7 @@ def path_of(keys: tuple) -> str:
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """Leaves by path, in the tree's own order.
+    """Return leaves by path, in the tree's own order.
 
     >>> flatten({"a": {"b": 1}, "c": [2, 3]})
     {'a/b': 1, 'c/0': 2, 'c/1': 3}
@@ -37,17 +38,19 @@ def flatten(tree: Tree) -> dict[str, Any]:
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def map_paths(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`jax.tree.map`, with the leaf's path as the first argument."""
+def map_paths(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Map as `jax.tree.map` does, with the leaf's path as the first argument."""
     return jax.tree_util.tree_map_with_path(
-        lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest
+        lambda keys, *leaves: function(path_of(keys), *leaves), tree, *others
     )
 
 
 def children(node: Tree) -> list[Any]:
     """The subtrees of a node; none of a leaf."""
     below = jax.tree.leaves(node, is_leaf=lambda part: part is not node)
-    return [] if len(below) == 1 and below[0] is node else below
+    if len(below) == 1 and below[0] is node:
+        return []
+    return below
 
 
 def nodes(tree: Tree) -> Iterator[Any]:
@@ -75,7 +78,9 @@ def abstract(tree: Tree, sharding: jax.sharding.Sharding | None = None) -> Tree:
 
 def dtype_of(leaf: Any) -> np.dtype:
     """The dtype of an array, a `ShapeDtypeStruct` or a Python number."""
-    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    return np.asarray(leaf).dtype
 
 
 def nbytes(leaf: Any) -> int:
@@ -84,7 +89,7 @@ def nbytes(leaf: Any) -> int:
 
 
 def describe(leaf: Any) -> str:
-    """Dtype and shape, as errors and tables write them.
+    """Return dtype and shape, as errors and tables write them.
 
     >>> describe(jax.ShapeDtypeStruct((512, 10), "float32"))
     'float32[512, 10]'
@@ -93,8 +98,8 @@ def describe(leaf: Any) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, or a text with a unit: B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB in powers
-    of 1000.
+    """Return a number of bytes, or that of a text with a unit: B, KiB, MiB, GiB, TiB, or KB, MB,
+    GB, TB in powers of 1000.
 
     >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(80)
     (1536, 2000000000, 80)
@@ -102,19 +107,20 @@ def parse_bytes(size: int | str) -> int:
     Raises:
       ValueError: it is neither.
     """
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", size) if isinstance(size, str) else None
-    )
-    if isinstance(size, str) and not match:
-        raise ValueError(f"{size!r} is not a number of bytes")
-    if match is None:
+    if not isinstance(size, str):
         return int(size)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", size)
+    if not match:
+        raise ValueError(f"{size!r} is not a number of bytes")
     number, prefix, binary = match.groups()
-    return round(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+    base = 1000
+    if binary:
+        base = 1024
+    return round(float(number) * base ** " KMGT".index(prefix or " "))
 
 
 def format_bytes(count: float) -> str:
-    """A byte count in binary units.
+    """Return a byte count in binary units.
 
     >>> format_bytes(1536), format_bytes(80)
     ('1.5 KiB', '80 B')
@@ -123,4 +129,6 @@ def format_bytes(count: float) -> str:
     while count >= 1024 and len(units) > 1:
         count /= 1024
         units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+    if units[0] == "B":
+        return f"{count:.0f} B"
+    return f"{count:.1f} {units[0]}"

@@ -14,7 +14,8 @@ from typing import Any
 from spmd.base.output_files import name_errors, sync
 from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_repr, type_name
 
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # pathlib leaves one of two slashes
+# Pathlib leaves one of two slashes.
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})(?=/|$)")
 
 
@@ -48,7 +49,9 @@ def as_path(value: Any, name: str) -> Path:
         )
     path = Path(_expand(text, name))
     # "./~x" is a folder of that name here, and pathlib leaves out the "./"
-    return path.absolute() if str(path)[0] in "~$" or SCHEME.match(str(path)) else path
+    if str(path)[0] in "~$" or SCHEME.match(str(path)):
+        return path.absolute()
+    return path
 
 
 def _expand(text: str, name: str) -> str:
@@ -63,9 +66,12 @@ def _expand(text: str, name: str) -> str:
             )
         text = os.environ[key] + text[variable.end() :]
     if text.startswith("~"):
-        user, text = text.partition("/")[0], os.path.expanduser(text)
+        user = text.partition("/")[0]
+        text = os.path.expanduser(text)
         if text.startswith("~"):
-            why = f"there is no user {user[1:]}" if user[1:] else "this user has no home folder"
+            why = "this user has no home folder"
+            if user[1:]:
+                why = f"there is no user {user[1:]}"
             raise OptionError(
                 f"{headline}: {why}.",
                 fix=f'"{os.path.abspath(text)}" for a folder of this name here, or another path.',
@@ -173,9 +179,15 @@ def replace_file(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     exists = os.path.exists(target)
     if exists and not os.path.isfile(target) and not os.path.isdir(target):
-        yield target  # a pipe or a device, such as /dev/stdout, is written itself
+        # A pipe or a device, such as /dev/stdout, is written itself.
+        yield target
         return
-    why = errno.ELOOP if os.path.islink(target) else errno.EISDIR if os.path.isdir(target) else 0
+    if os.path.islink(target):
+        why = errno.ELOOP
+    elif os.path.isdir(target):
+        why = errno.EISDIR
+    else:
+        why = 0
     if exists and not why and not os.access(target, os.W_OK):
         why = errno.EACCES
     if why:
@@ -189,7 +201,8 @@ def replace_file(path: Path) -> Iterator[Path]:
             if exists:
                 shutil.copymode(target, part)
             yield part
-            sync(part)  # else the new name can be on disk before the contents are
+            # Else the new name can be on disk before the contents are.
+            sync(part)
             part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -199,45 +212,48 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def wrap_os_errors(path: Path, error: type[SpmdError], kind: str = "file") -> Iterator[None]:
-    """In the block, an `OSError` from writing at `path` is raised as an `error` that says why."""
+    """Raise an `OSError` in the block, from writing at `path`, as an `error` that says why."""
     try:
         yield
     except OSError as cause:
-        verb = "created" if kind == "folder" else "written"
-        fix = (
-            "free some disk space, or another path."
-            if cause.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "another path."
-        )
+        verb = "written"
+        if kind == "folder":
+            verb = "created"
+        fix = "another path."
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some disk space, or another path."
         raise error(
             f"the {kind} {path} cannot be {verb}: {explain_os_error(path, cause)}.", fix=fix
         ) from cause
 
 
 def explain_os_error(path: Path, error: OSError) -> str:
-    """Why `path` cannot be written: what is in the way, or the operating system's message."""
-    overwritten = os.path.isfile(path) and not isinstance(
-        error, FileExistsError | NotADirectoryError
-    )
+    """Return the reason why `path` cannot be written: the file in the way, or the operating
+    system's message.
+    """
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder"
-    return blocking_file(path.parent if overwritten else path) or error.strerror or str(error)
+    place = path
+    # A file that is overwritten is in nobody's way.
+    if os.path.isfile(path) and not isinstance(error, FileExistsError | NotADirectoryError):
+        place = path.parent
+    return blocking_file(place) or error.strerror or str(error)
 
 
 def check_free(target: Path, error: type[SpmdError]) -> None:
     """Raise an `error` unless a folder can be made there: nothing is in the way, and it is not
     there or empty.
     """
-    why = blocking_file(target) or (
-        f"{target} is not empty" if os.path.isdir(target) and any(target.iterdir()) else None
-    )
+    why = blocking_file(target)
+    if why is None and os.path.isdir(target) and any(target.iterdir()):
+        why = f"{target} is not empty"
     if why is not None:
         raise error(f"{why}.", fix="another folder, or remove this one.")
 
 
 def blocking_file(path: Path) -> str | None:
-    """The file or broken link that keeps `path` from being a folder, as text; None if there is
-    none.
+    """Return the file or broken link that keeps `path` from being a folder, as text; None if there
+    is none.
     """
     path = Path(os.path.abspath(path))
     for parent in (*reversed(path.parents), path):

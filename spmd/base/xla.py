@@ -67,7 +67,9 @@ def to_bits(x: jax.Array) -> jax.Array:
 
 def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of `to_bits`."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
+    if x.dtype == dtype:
+        return x
+    return lax.bitcast_convert_type(lax.optimization_barrier(x), dtype)
 
 
 def move_bits(move: Callable[[Any], Any], tree: Any) -> Any:
@@ -88,7 +90,9 @@ def varying_axes(x: Any) -> frozenset[str]:
     `check_vma=False`. (`vma` before jax 0.10.)
     """
     kind = jax.typeof(x)
-    return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+    if hasattr(kind, "mat"):
+        return kind.mat.varying
+    return kind.vma
 
 
 def replicate(x: jax.Array) -> jax.Array:
@@ -106,10 +110,8 @@ def shard_map(
     mesh: Mesh | AbstractMesh | None = None,
     axis_names: Collection[str] = (),
 ) -> Callable[..., Any]:
-    """`jax.shard_map` without the replication check; specs name only manual axes.
-
-    Arrays without elements are created inside, not passed: jaxlib 0.11 crashes (segmentation fault)
-    compiling a program that passes one.
+    """Return `jax.shard_map` of a function without the replication check; specs name only manual
+    axes.
 
     >>> mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
     >>> twice = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -118,7 +120,7 @@ def shard_map(
     """
 
     @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
+    def call_mapped(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
         current_mesh = mesh or jax.sharding.get_abstract_mesh()
@@ -126,6 +128,8 @@ def shard_map(
         def local_shape_dtype(leaf: Any, spec: PartitionSpec) -> tuple[tuple[int, ...], Any]:
             return NamedSharding(current_mesh, spec).shard_shape(leaf.shape), leaf.dtype  # type: ignore[arg-type]
 
+        # Arrays without elements are created inside, not passed: jaxlib 0.11 crashes (segmentation
+        # fault) compiling a program that passes one.
         empty = {
             n: local_shape_dtype(leaf, specs[n])
             for n, leaf in enumerate(leaves)
@@ -152,7 +156,7 @@ def shard_map(
         )
         return mapped(*(leaves[n] for n in passed))
 
-    return run
+    return call_mapped
 
 
 # Private in fact -----------------------------------------------------------------------------
@@ -204,7 +208,9 @@ def source_lines(equation: Any) -> list[tuple[str, int]]:
     first; [] if they were not recorded.
     """
     traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else ()
+    frames = ()
+    if traceback:
+        frames = traceback.frames
     return [(frame.file_name, frame.line_num) for frame in frames]
 
 
