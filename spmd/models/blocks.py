@@ -53,7 +53,8 @@ def block_groups(params: Tree, stacked: Collection[str]) -> list[tuple[str, ...]
     ... )
     [('blocks/0', 'blocks/1')]
     """
-    members: dict[str, list[tuple]] = {}  # of every prefix: names, shapes and dtypes
+    # Names, shapes and dtypes of the parameters below every prefix.
+    members: dict[str, list[tuple]] = {}
     left_out = set()
     for path, leaf in flatten(params).items():
         parts = path.split("/")

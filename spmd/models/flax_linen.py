@@ -193,7 +193,8 @@ class _LinenHandle:
         self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]
     ) -> tuple[Any, Mapping[str, Any]]:
         """Outputs of a call, and the collections that it changes."""
-        raise NotImplementedError  # abstract: subclasses initialise the module, or apply it
+        # Abstract: subclasses initialise the module, or apply it.
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         """A method of the module, or the value of one of its fields."""
@@ -250,7 +251,8 @@ class _LinenInit(_LinenHandle):
         self._key = key
         self.called = False
         self.variables = dict[str, Any]()
-        self._makers: dict[str, str] = {}  # calls by the paths of the arrays that they made
+        # Calls by the paths of the arrays that they made.
+        self._makers: dict[str, str] = {}
 
     def _apply(
         self, args: tuple, kwargs: dict[str, Any], method: Method, named: tuple[str, ...]
@@ -310,7 +312,8 @@ class _LinenInit(_LinenHandle):
         if signature in self._observed.checked:
             return
         if getattr(type(module), getattr(function, "__name__", ""), None) is not function:
-            return  # a function of the loss, and no method
+            # A function of the loss, which knows its arguments, and no method.
+            return
 
         def trace_call(more: dict[str, bool]) -> tuple[Record, set[str]] | None:
             record = Record()
@@ -519,7 +522,8 @@ def _interceptor(call: Call, observed: Observations) -> Callable[..., Any]:
     module: synchronised BatchNorm, remat by path, and functions that outputs go through.
     """
     active: set[str] = set()
-    called: dict[str, None] = {}  # paths, in order
+    # Paths, in the order of calls.
+    called: dict[str, None] = {}
 
     def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module

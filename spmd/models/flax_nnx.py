@@ -34,7 +34,8 @@ from spmd.models.quantized import dequantize
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter
 
-ADAPTERS = 0x10AA  # folded into the run's key, of which adapters are drawn
+# Folded into the run's key, of which adapters are drawn.
+ADAPTERS = 0x10AA
 # By id, since a module may define its own hash.
 HANDED_OVER: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
@@ -66,15 +67,20 @@ class NnxModel(Model):
     ):
         self._factory = factory
         self._graphdef: Any = None
-        self._shapes: Variables | None = None  # once the factory was traced
-        self._layers: dict[str, tuple[dict[str, Any], str | None]] = {}  # as `_parameters`
+        # None until the factory is traced.
+        self._shapes: Variables | None = None
+        # As `_parameters` returns them.
+        self._layers: dict[str, tuple[dict[str, Any], str | None]] = {}
         self._impls: dict[str, Any] = {}
         self._stat_paths: tuple = ()
-        self._called: set[str] = set()  # remat patterns of which a module was called
-        self._uncalled: set[str] = set()  # paths of layers with adapters that were not called yet
+        # Remat patterns of which a module was called.
+        self._called: set[str] = set()
+        # Paths of layers with adapters that were not called yet.
+        self._uncalled: set[str] = set()
         self._module_notes: tuple[str, ...] = ()
         self._unbound = UnboundAxes()
-        self._frozen: tuple[str, ...] = ()  # modules that keep their running averages in training
+        # Modules that keep their running averages in training.
+        self._frozen: tuple[str, ...] = ()
         self._passed = concrete
         if passed is not None:
             self._passed = passed
@@ -117,7 +123,8 @@ class NnxModel(Model):
         def build() -> nnx.Module:
             module = self._factory()
             if self._passed is not None:
-                module = nnx.merge(*nnx.split(module))  # another module with the same arrays
+                # The user's module stays as it is: this one has the same arrays.
+                module = nnx.merge(*nnx.split(module))
             key = jax.random.fold_in(jax.random.key(seed), ADAPTERS)
             add_adapters(module, adapters, nnx.Rngs(key))
             return module
@@ -142,7 +149,8 @@ class NnxModel(Model):
                 or metadata.get("sharding")
             )
             if names:
-                names_by_path[path] = tuple(names)[STACKED in metadata :]  # of one layer
+                # A stack's parameter has names of one layer, without that of dim 0.
+                names_by_path[path] = tuple(names)[STACKED in metadata :]
         return names_by_path
 
     def stacks(self) -> dict[str, int]:
@@ -287,7 +295,8 @@ class NnxModel(Model):
     def _recomputed(self, call: Call, modules: Mapping[str, Any]) -> dict[str, Around]:
         """Return the functions that recompute submodules which patterns of `call.remat` match."""
         callables = [path for path, sub in modules.items() if callable(sub)]
-        patterns: dict[str, list[str]] = {}  # by path
+        # Patterns that match a submodule, by its path.
+        patterns: dict[str, list[str]] = {}
         for pattern, _ in call.remat:
             paths = matches(pattern, callables)
             if not paths:

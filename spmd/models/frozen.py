@@ -62,7 +62,8 @@ class Frozen:
         for path, leaf in flatten(frozen).items():
             parameter = path
             if path not in arrays:
-                parameter = path.rpartition("/")[0]  # codes or scales
+                # A quantized parameter is kept as two arrays, codes and scales.
+                parameter = path.rpartition("/")[0]
             arrays[parameter][path] = leaf
         return arrays
 

@@ -23,7 +23,8 @@ from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_atte
 # Queries and keys at a time: scores take memory as rows times heads times the square of this.
 TILE = 512
 MASKED = -jnp.inf
-QUERIES = 3  # the dim of queries in arrays derived from scores
+# The dim of queries in arrays derived from scores.
+QUERIES = 3
 
 
 class Tile(NamedTuple):
@@ -136,7 +137,8 @@ class _Tiles:
         positions.
         """
         before, after = self.scoring.reach
-        distance = key - query - self.shift  # of the first key behind the first query
+        # The distance of the first key behind the first query.
+        distance = key - query - self.shift
         visible = True
         if after is not None:
             visible = distance < self.size[0] + after

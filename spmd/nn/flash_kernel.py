@@ -35,7 +35,8 @@ from spmd.nn.flash_blocks import (
 )
 from spmd.nn.scoring import Inputs, Scoring, TileKernel
 
-WIDEST = 256  # the largest head size
+# The largest head size.
+WIDEST = 256
 
 
 def _forward_kernel(

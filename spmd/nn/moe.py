@@ -166,7 +166,8 @@ def microbatch_notes(parallel: ParallelConfig, rows: int, count: int) -> list[st
     return [f"note: MixtureOfExperts under {option('accumulate', count)}: {computed}, {of_batch}."]
 
 
-ROUTES = "tokens_in_groups"  # the name of a function in a traced loss
+# The name by which `train/batch_rows` finds a function in a traced loss.
+ROUTES = "tokens_in_groups"
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -276,7 +277,8 @@ def _slots(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
     [[0, 2], [1, 4], [8, 3]]
     """
     tokens, k = chosen.shape
-    ordered = chosen.T.reshape(-1)  # all first choices, then all second ones
+    # All first choices, then all second ones.
+    ordered = chosen.T.reshape(-1)
     before = jnp.cumsum(jax.nn.one_hot(ordered, experts, dtype=jnp.int32), axis=0) - 1
     place = jnp.take_along_axis(before, ordered[:, None], axis=1)[:, 0]
     # All different, since the scatter declares its indices unique.

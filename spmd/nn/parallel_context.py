@@ -27,13 +27,16 @@ ATTENTIONS = (
     "spmd.nn.attention, jax.nn.dot_product_attention, flax's attention, or two products and a "
     "softmax in a form that is recognised"
 )
-FUSED = "fused attention"  # in `ParallelConfig.used`: attention that has a first derivative only
-STORED = "stored scores"  # in `ParallelConfig.used`: attention that no kernel takes
+# In `ParallelConfig.used`: attention that has a first derivative only.
+FUSED = "fused attention"
+# In `ParallelConfig.used`: attention that no kernel takes.
+STORED = "stored scores"
 # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
 MIXTURE = "mixture"
 
 
-LAYERS = "layers_of_a_stack"  # the name of a function in a loss that is only read
+# The name by which `train/batch_rows` finds a function in a loss that is only read.
+LAYERS = "layers_of_a_stack"
 
 
 @dataclasses.dataclass(frozen=True)

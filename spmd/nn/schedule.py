@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from spmd.errors import OptionError, check_integer, did_you_mean
 
-MICROBATCHES, TIME_CHUNKS = "microbatches", "chunks of time"  # what a pipeline's parts are
+# The parts of a pipeline's input, as a schedule is printed.
+MICROBATCHES, TIME_CHUNKS = "microbatches", "chunks of time"
 
 
 class Work(NamedTuple):
@@ -227,7 +228,8 @@ def _timed(
     stages = len(orders)
     at = [0] * len(orders)
     table = []
-    done: dict[tuple[int, int, bool], int] = {}  # the tick, by (microbatch, layer, backward)
+    # The tick, by (microbatch, layer, backward).
+    done: dict[tuple[int, int, bool], int] = {}
     layers = stages * groups
 
     def ready(stage: int, work: Work) -> bool:

@@ -238,6 +238,7 @@ def merge(
     ([2.0, 2.0], 0.693)
     """
     logs = jnp.logaddexp(one[1], other[1])
-    base = jnp.where(logs == -jnp.inf, 0.0, logs)  # if neither sees a key: avoid inf - inf
+    # Where neither part sees a key, inf - inf would be NaN.
+    base = jnp.where(logs == -jnp.inf, 0.0, logs)
     shares = [jnp.moveaxis(jnp.exp(x - base), 1, 2)[..., None] for x in (one[1], other[1])]
     return one[0] * shares[0] + other[0] * shares[1], logs

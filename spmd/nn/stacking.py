@@ -264,7 +264,8 @@ def _setting(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.dtype):
         return str(value)
-    name = getattr(value, "__qualname__", None)  # of a function or a type
+    # Functions and types have such a name.
+    name = getattr(value, "__qualname__", None)
     if isinstance(name, str) and not isinstance(value, nnx.Variable):
         return f"{value.__module__}.{name}"
     return UNKNOWN
@@ -304,7 +305,8 @@ class Layers:
         self.params = jax.tree.map(lambda x: checkpoint_name(x, LAYER_PARAMS), params)
         self._impls = jax.tree.map(jax.random.key_impl, keys)
         self.keys = jax.tree.map(jax.random.key_data, keys)
-        self._changed: set[str] = set()  # paths in `state` that some call changed
+        # Paths in `state` that some call changed.
+        self._changed: set[str] = set()
         self._counts = set(flatten(nnx.to_pure_dict(nnx.state(module, nnx.RngCount))))
 
     @property

@@ -390,7 +390,7 @@ class Values:
 
 
 def _keeps_truth(equation: Any) -> bool:
-    """Return whether an equation keeps zeros and numbers other than zero apart."""
+    """Return whether an equation maps zeros, and no other numbers, to zeros."""
     if equation.primitive.name != "convert_element_type":
         return equation.primitive.name == "stop_gradient"
     old = equation.invars[0].aval.dtype

@@ -21,12 +21,13 @@ OPTIONS = {
     "jax_persistent_cache_enable_xla_caches": "none",
     "jax_compilation_cache_max_size": -1,
 }
-_before: dict[str, object] = {}  # the values of these options before
+# The values of these options before.
+_before: dict[str, object] = {}
 
 
 def user_chose() -> bool:
-    """Whether the user has set up JAX's cache, or turned it off; then all of its options stay as
-    they are.
+    """Return whether the user has set up JAX's cache, or turned it off; then all of its options
+    stay as they are.
     """
     folder = getattr(jax.config, FOLDER)
     if not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
@@ -35,9 +36,11 @@ def user_chose() -> bool:
 
 
 def active_folder() -> Path | None:
-    """The folder in use, if it is ours."""
+    """Return the folder in use, if it is ours."""
     folder = getattr(jax.config, FOLDER) or ""
-    return Path(folder.removeprefix(SCHEME)) if folder.startswith(SCHEME) else None
+    if not folder.startswith(SCHEME):
+        return None
+    return Path(folder.removeprefix(SCHEME))
 
 
 def use_folder(folder: Path | None) -> None:
@@ -47,19 +50,27 @@ def use_folder(folder: Path | None) -> None:
     Nothing changes where the user has set up JAX's cache. A folder in which others could have put
     programs is not used, with a warning.
     """
-    compilations()  # counts from now on
+    # Counts from now on.
+    compilations()
     if user_chose():
-        theirs = getattr(jax.config, FOLDER)
-        if theirs and jax.config.jax_enable_compilation_cache and (why := misordered()):  # type: ignore[attr-defined]
+        users_folder = getattr(jax.config, FOLDER)
+        if not (users_folder and jax.config.jax_enable_compilation_cache):  # type: ignore[attr-defined]
+            return
+        why = misordered()
+        if why:
             log_once(
-                Path(theirs),
+                Path(users_folder),
                 "loaded",
-                f"{why}: their values can be wrong, and JAX loads those in {theirs}: set "
+                f"{why}: their values can be wrong, and JAX loads those in {users_folder}: set "
                 "JAX_ENABLE_COMPILATION_CACHE=false.",
             )
         return
-    part = None if folder is None else machine_folder(folder)
-    why = "" if folder is None or part is None else distrust(folder, part)
+    part = None
+    if folder is not None:
+        part = machine_folder(folder)
+    why = ""
+    if not (folder is None or part is None):
+        why = distrust(folder, part)
     if why:
         if why == misordered():
             note_misordered(folder)
@@ -71,7 +82,13 @@ def use_folder(folder: Path | None) -> None:
     if part == active_folder():
         return
     _before.update({name: getattr(jax.config, name) for name in OPTIONS if name not in _before})
-    for name, value in (OPTIONS if part is not None else _before).items():
+    options = _before
+    address = None
+    if part is not None:
+        options = OPTIONS
+        address = f"{SCHEME}{part}"
+    for name, value in options.items():
         jax.config.update(name, value)
-    jax.config.update(FOLDER, None if part is None else f"{SCHEME}{part}")
+    jax.config.update(FOLDER, address)
+    # JAX looks at the folder once, when it compiles its first program.
     compilation_cache.reset_cache()

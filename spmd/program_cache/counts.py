@@ -1,5 +1,5 @@
-"""How many programs this process has compiled, and how many it has loaded instead; counted by JAX's
-events.
+"""The numbers of programs that this process has compiled, and that it has loaded instead, counted
+by JAX's events.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ import jax.monitoring
 
 DONE, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 _lock = threading.Lock()
-_totals = [0, 0, 0.0]  # programs, those that a cache had, seconds
+# Programs, those that a cache had, seconds.
+_totals = [0, 0, 0.0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Compilations:
 
 
 def compilations() -> Compilations:
-    """Those of this process since the first call, in all of its threads."""
+    """Return the compilations of this process since the first call, in all of its threads."""
     _listen()
     with _lock:
         programs, loaded, seconds = _totals

@@ -20,9 +20,13 @@ from spmd.base.checksummed_files import DamagedFileError
 from spmd.base.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
-SUFFIX = "-cache"  # of JAX's entries
-RECORDS = ".json"  # of our records, which are removed in the same way: each script has its own
-MOST_BYTES, MOST_ENTRIES = 4 << 30, 10_000  # the least recently used ones are removed
+# The end of names of JAX's entries.
+SUFFIX = "-cache"
+# The end of names of our records, which are removed in the same way: each script has its own.
+RECORDS = ".json"
+# Beyond this the least recently used entries are removed.
+MOST_BYTES = 4 << 30
+MOST_ENTRIES = 10_000
 # of these limits when one is reached, so that not every program after it looks through the folder
 KEPT = 0.9
 # a file this old that is not renamed yet was left by a process that was killed
@@ -30,8 +34,10 @@ STALE_SECONDS = 3600.0
 
 # called with the name of an entry that is not there, before it is compiled
 on_miss: list[Callable[[str], None]] = []
-_sizes: dict[Path, list[int]] = {}  # of folders that this process has written to: bytes and entries
-_present: set[Path] = set()  # folders that this process has found or made
+# Bytes and entries of folders that this process has written to.
+_sizes: dict[Path, list[int]] = {}
+# Folders that this process has found or made.
+_present: set[Path] = set()
 _logged: set[tuple[Path, str]] = set()
 
 
@@ -40,7 +46,8 @@ class EntryPath:
     """A file or folder of the cache, as far as JAX uses one."""
 
     def __init__(self, uri: str):
-        self._uri, self._content = uri, b""
+        self._uri = uri
+        self._content = b""
 
     def joinpath(self, *names: str) -> "EntryPath":
         """A file in this folder; of no names, the folder."""
@@ -61,20 +68,22 @@ class EntryPath:
         """The folder is made when there is something to write."""
 
     def exists(self) -> bool:
-        """Whether there is an intact entry; it is then read already."""
-        content = _read(self.path)
+        """Return whether there is an intact entry; it is then read already."""
+        content = _read_entry(self.path)
         self._content = content or b""
-        for call in on_miss if content is None else ():
+        if content is not None:
+            return True
+        for call in on_miss:
             call(self.path.name.removesuffix(SUFFIX))
-        return content is not None
+        return False
 
     def read_bytes(self) -> bytes:
-        """The entry, after `exists`."""
+        """Return the entry, after `exists`."""
         return self._content
 
     def write_bytes(self, content: bytes) -> None:
         """Keep an entry, if that is possible."""
-        _write(self.path, content)
+        _write_entry(self.path, content)
 
 
 def log_once(folder: Path, kind: str, text: str) -> None:
@@ -84,13 +93,14 @@ def log_once(folder: Path, kind: str, text: str) -> None:
         logging.getLogger("spmd").warning(text)
 
 
-def _read(path: Path) -> bytes | None:
+def _read_entry(path: Path) -> bytes | None:
     try:
         content = checksummed_files.read(path)
         if content is not None:
             _present.add(path.parent)
             with contextlib.suppress(OSError):
-                os.utime(path)  # marks it as recently used
+                # Marks it as recently used.
+                os.utime(path)
         return content
     except DamagedFileError as error:
         with contextlib.suppress(OSError):
@@ -107,13 +117,13 @@ def _read(path: Path) -> bytes | None:
     return None
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_entry(path: Path, content: bytes) -> None:
     if was_removed(path.parent):
         return
     try:
         make_private(path.parent)
         _make_room(path.parent, len(content))
-        # dozens of programs would each wait for the disk
+        # Not durable: dozens of programs would each wait for the disk.
         checksummed_files.write(path, content, durable=False)
     except OSError as error:
         why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
@@ -135,8 +145,8 @@ def make_private(folder: Path) -> None:
 
 
 def was_removed(folder: Path) -> bool:
-    """Whether a folder was there and is not any more: a temporary run, whose folder must not come
-    back.
+    """Return whether a folder was there and is not any more: a temporary run, whose folder must not
+    come back.
     """
     return folder in _present and not folder.exists()
 
@@ -155,15 +165,18 @@ def _make_room(folder: Path, needed: int) -> None:
     if size is None or size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES:
         entries = []
         for entry in os.scandir(folder):
-            with contextlib.suppress(OSError):  # another process has removed it
-                found = entry.stat()
+            # Another process has removed it.
+            with contextlib.suppress(OSError):
+                status = entry.stat()
                 if entry.name.endswith((SUFFIX, RECORDS)):
-                    entries.append((found.st_mtime, found.st_size, entry.path))
-                elif entry.name.startswith(".") and found.st_mtime < time.time() - STALE_SECONDS:
+                    entries.append((status.st_mtime, status.st_size, entry.path))
+                elif entry.name.startswith(".") and status.st_mtime < time.time() - STALE_SECONDS:
                     os.unlink(entry.path)
         entries.sort()
         size = [sum(size for _, size, _ in entries), len(entries)]
-        share = KEPT if size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES else 1.0
+        share = 1.0
+        if size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES:
+            share = KEPT
         while entries and (
             size[0] + needed > share * MOST_BYTES or size[1] >= share * MOST_ENTRIES
         ):

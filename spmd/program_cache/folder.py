@@ -1,4 +1,4 @@
-"""Which folder keeps compiled programs, and whether it can be trusted."""
+"""The folder that keeps compiled programs, and checks that it can be trusted."""
 
 import contextlib
 import hashlib
@@ -18,8 +18,10 @@ from spmd.errors import OptionError, short_repr
 
 # what people write to turn something off, or on
 NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")
-MISORDERED = (0, 11, 2)  # jaxlib, from this version on
-PROGRAMS = "programs"  # the folder, in a run's folder or in the user's cache folder
+# The version of jaxlib from which on it loads programs wrongly (see `misordered`).
+MISORDERED = (0, 11, 2)
+# The folder, in a run's folder or in the user's cache folder.
+PROGRAMS = "programs"
 
 
 def cache_folder(kind: str) -> Path:
@@ -96,7 +98,9 @@ def machine_folder(folder: Path) -> Path:
     if jax.default_backend() != "cpu":
         return folder / jax.default_backend()
     cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines() if cpu.exists() else []
+    lines = []
+    if cpu.exists():
+        lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines()
     features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
     facts = "\n".join([platform.machine(), *features])
     return folder / f"cpu-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
@@ -109,7 +113,7 @@ COMPILED_INSTEAD = (
 
 
 def misordered() -> str:
-    """Why this process must not load any program; "" if it may.
+    """Return the reason why this process must not load any program; "" if it may.
 
     Since 0.11.2, jaxlib loads a program for several CPU devices without the order of its
     collectives across loops: two that run at the same time give wrong values or end the process
@@ -144,27 +148,30 @@ def note_misordered(folder: Path | None) -> None:
 
 
 def loads_wrongly() -> bool:
-    """Whether this jaxlib, on a CPU, loads programs for several devices incorrectly; see
+    """Return whether this jaxlib, on a CPU, loads programs for several devices incorrectly; see
     `misordered`.
     """
     return jax.default_backend() == "cpu" and jaxlib.version.__version_info__ >= MISORDERED
 
 
 def distrust(*folders: Path) -> str:
-    """Why programs in these folders must not be run; "" if there is no reason, or no folder yet."""
-    if why := misordered():
+    """Return the reason why programs in these folders must not be run; "" if there is none, or no
+    folder yet.
+    """
+    why = misordered()
+    if why:
         return why
     for folder in folders:
         try:
-            found = folder.stat()
-        except OSError:  # what cannot be found cannot be read either, which is logged then
+            status = folder.stat()
+        except OSError:  # a folder without a status cannot be read either, which is logged then
             continue
-        if found.st_uid not in (os.geteuid(), 0):
+        if status.st_uid not in (os.geteuid(), 0):
             return (
-                f"{folder} belongs to another user (id {found.st_uid}), and loading a program runs "
-                "it"
+                f"{folder} belongs to another user (id {status.st_uid}), and loading a program "
+                "runs it"
             )
-        if found.st_mode & stat.S_IWOTH:
+        if status.st_mode & stat.S_IWOTH:
             return (
                 f"every user can write to {folder} (chmod o-w changes that), and loading a program "
                 "runs it"

@@ -20,14 +20,18 @@ from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
 from spmd.program_cache.entries import RECORDS, make_private, on_miss, was_removed
 
-MOST_RECORDS = 8  # of a program
-KINDS = {"facts", "code"}  # of what is recorded
-MOST_SHOWN = 3  # differences in a line
-LEAST_SECONDS = 0.05  # what is loaded sooner is not worth a line
+# Of a program.
+MOST_RECORDS = 8
+# Of what is recorded.
+KINDS = {"facts", "code"}
+# Differences in a line.
+MOST_SHOWN = 3
+# What is loaded sooner is not worth a line.
+LEAST_SECONDS = 0.05
 
 
 class Watch:
-    """What became of a program: `line` says where it came from, if it was loaded."""
+    """A program that is compiled or loaded: `line` names its source, if it was loaded."""
 
     line = ""
 
@@ -41,8 +45,8 @@ def watch(
     *,
     records: bool,
 ) -> Iterator[Watch]:
-    """In the block, a program is compiled or loaded. If it is not in the cache, a line says why;
-    the record of it is written after.
+    """Watch a block in which a program is compiled or loaded. If it is not in the cache, a line
+    says why; the record of it is written after.
 
     Args:
       name: such as "the step".
@@ -52,56 +56,58 @@ def watch(
       code: facts about its text, which follow from those and from the user's code.
       records: whether this process reads and writes records.
     """
-    folder, thread, found, before = active_folder(), threading.get_ident(), Watch(), compilations()
+    folder = active_folder()
+    thread = threading.get_ident()
+    watched = Watch()
+    before = compilations()
     new: dict[str, Mapping[str, str]] = {}
-    asked = threading.Event()  # JAX looks for an entry once more before it writes it
+    # JAX looks for an entry once more before it writes it.
+    asked = threading.Event()
 
     def missed(key: str) -> None:
-        if (
-            not asked.is_set()
-            and threading.get_ident() == thread
-            and key.rpartition("-")[0] == module
-        ):
-            asked.set()
-            try:
-                new.update(facts=facts(), code=code())
-            except Exception as error:
-                # such as a class in a batch that checks its fields: the program itself is kept all
-                # the same
-                logging.getLogger("spmd").warning(
-                    "compiling %s: not in the cache; why is not known: %s.", name, first_line(error)
-                )
-                return
-            if why := _why(_read(path), new):
-                logging.getLogger("spmd").warning(
-                    "compiling %s: not in the cache, because %s.", name, why
-                )
+        if asked.is_set() or threading.get_ident() != thread:
+            return
+        if key.rpartition("-")[0] != module:
+            return
+        asked.set()
+        logger = logging.getLogger("spmd")
+        try:
+            new.update(facts=facts(), code=code())
+        except Exception as error:
+            # A class in a batch may check its fields: the program itself is kept all the same.
+            logger.warning(
+                "compiling %s: not in the cache; why is not known: %s.", name, first_line(error)
+            )
+            return
+        why = _reason(_read_records(path), new)
+        if why:
+            logger.warning("compiling %s: not in the cache, because %s.", name, why)
 
     if folder is None or not records:
-        yield found
+        yield watched
         return
     path = folder / f"{name.replace(' ', '-')}-{_script()}{RECORDS}"
     on_miss.append(missed)
     try:
-        yield found
+        yield watched
     finally:
         on_miss.remove(missed)
     spent = compilations() - before
     if new:
         _add(path, new)
     elif spent.loaded and spent.seconds >= LEAST_SECONDS:
-        found.line = f"{name}: loaded from the compilation cache ({spent.seconds:.1f} s)."
+        watched.line = f"{name}: loaded from the compilation cache ({spent.seconds:.1f} s)."
 
 
 def _script() -> str:
-    """The name of this script, in a folder that several may share."""
+    """Return the name of this script, in a folder that several may share."""
     script = Path(sys.argv[0] or "notebook").absolute()
     name = re.sub(r"[^A-Za-z0-9_]", "_", script.stem)[:40]
     return f"{name}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of a program, the newest first."""
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a program, the newest first."""
     with contextlib.suppress(OSError, DamagedFileError, ValueError, TypeError, AttributeError):
         records = json.loads(checksummed_files.read(path) or b"[]")
         return [record for record in records if record.keys() == KINDS]
@@ -111,19 +117,19 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
     if was_removed(path.parent):
         return
-    others = [record for record in _read(path) if record != new]
-    with contextlib.suppress(OSError):  # the entry could not be written either, which is logged
+    others = [record for record in _read_records(path) if record != new]
+    content = json.dumps([new, *others][:MOST_RECORDS], indent=0).encode()
+    # The entry could not be written either, which is logged.
+    with contextlib.suppress(OSError):
         make_private(path.parent)
-        checksummed_files.write(
-            path, json.dumps([new, *others][:MOST_RECORDS], indent=0).encode(), durable=False
-        )
+        checksummed_files.write(path, content, durable=False)
 
 
-def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs from the nearest record of the same model, of several the newest; "" if there is
-    none.
+def _reason(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the differences from the nearest record of the same model, of several the newest; ""
+    if there is none.
     """
-    # scripts and notebooks have many
+    # Scripts and notebooks have programs of many models.
     records = [
         record for record in records if _parameters(record["facts"]) == _parameters(new["facts"])
     ]
@@ -135,7 +141,8 @@ def _why(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) ->
     )
     if names := _different(nearest["facts"], new["facts"]):
         return _changes(names, nearest["facts"], new["facts"])
-    old, code = nearest["code"], new["code"]
+    old = nearest["code"]
+    code = new["code"]
     if old == code:
         return (
             "its entry was removed, or could not be kept (a program that calls the host, as "
@@ -158,7 +165,9 @@ def _different(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def _changes(names: list[str], old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    more = f", and {len(names) - MOST_SHOWN} more changes" if len(names) > MOST_SHOWN else ""
+    more = ""
+    if len(names) > MOST_SHOWN:
+        more = f", and {len(names) - MOST_SHOWN} more changes"
     return (
         ", and ".join(
             f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}"
@@ -169,4 +178,6 @@ def _changes(names: list[str], old: Mapping[str, str], new: Mapping[str, str]) -
 
 
 def _shown(value: str | None) -> str:
-    return "not set" if value is None else printable(value, 120)
+    if value is None:
+        return "not set"
+    return printable(value, 120)

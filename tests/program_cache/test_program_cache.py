@@ -452,7 +452,7 @@ def test_unreadable_records_are_ignored(jax_cache, tmp_path, caplog, content):
     (path,) = active_folder().glob("*.json")
     checksummed_files.write(path, content) if content else path.write_bytes(content)
     observe({"a": "2"}, {}, 17.5)
-    assert said(caplog) == [] and [record["facts"] for record in records._read(path)] == [
+    assert said(caplog) == [] and [record["facts"] for record in records._read_records(path)] == [
         {"a": "2"}
     ]
 

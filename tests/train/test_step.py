@@ -473,7 +473,7 @@ def test_no_array_of_a_factory_is_ever_replicated():
 
     build = jax.jit(
         lambda: make_state(
-            placed.model.init(jax.random.key(0), placed.spec.call_on_zeros),
+            placed.model.make_variables(jax.random.key(0), placed.spec.call_on_zeros),
             placed.opening,
             0,
             placed.exchange.init,
