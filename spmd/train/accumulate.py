@@ -1,12 +1,12 @@
 """Microbatches: gradients of a large batch in the memory of a small one.
 
-They are only summed here, on each worker. The sum is reduced over workers once, by
-`reduced_gradients` in `spmd/train/step.py`. Those of weights that are gathered layer by layer may
-be reduced in every microbatch instead: `choose_accumulation` says so.
+Gradients are only summed here, on each worker. The sum is reduced over workers once, by
+`reduced_gradients` in `spmd/train/step.py`. Gradients of weights that are gathered layer by layer
+may be reduced in every microbatch instead: `choose_accumulation` decides.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,20 +21,27 @@ from spmd.train.model_setup import PlacedModel
 
 
 def microbatches(tree: Tree, count: int) -> Tree:
-    """Every leaf [rows, ...] as [count, rows / count, ...]; microbatch m holds rows m, m + count, m
-    + 2 count, ...
+    """Return every leaf [rows, ...] as [count, rows / count, ...]; microbatch m holds rows m, m +
+    count, m + 2 count, ...
 
-    Taken with a stride, a microbatch of the whole batch is the union of the workers' own, on any
-    number of workers, and no row leaves its device.
+    Taken with a stride, a microbatch of the whole batch is the union of the workers' microbatches,
+    on any number of workers, and no row leaves its device.
     """
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0), tree
-    )
+
+    def split(leaf: jax.Array) -> jax.Array:
+        rows = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
+        return jnp.moveaxis(rows, 1, 0)
+
+    return jax.tree.map(split, tree)
 
 
 def split_workers(tree: Tree, count: int) -> Tree:
-    """Every leaf [rows, ...] as [count, rows / count, ...], of contiguous rows for each."""
-    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree)
+    """Return every leaf [rows, ...] as [count, rows / count, ...], of contiguous rows for each."""
+
+    def split(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+    return jax.tree.map(split, tree)
 
 
 def accumulate(
@@ -45,9 +52,8 @@ def accumulate(
     *,
     unroll: bool,
 ) -> tuple[Tree, Any]:
-    """Sum `function(carry, x, index) -> (summed, carry)` over the microbatches in `xs`.
-
-    A `lax.scan`, or unrolled: XLA:CPU runs a convolution inside a loop body 12 to 43 times slower.
+    """Sum `function(carry, x, index) -> (summed, carry)` over the microbatches in `xs`, in a
+    `lax.scan` or unrolled.
     """
     first = jax.tree.map(lambda x: x[0], xs)
     shapes, _ = jax.eval_shape(function, carry, first, jnp.int32(0))
@@ -58,9 +64,10 @@ def accumulate(
         summed, carry = function(carry, *inputs)
         return (jax.tree.map(jnp.add, total, summed), carry), None
 
-    (total, carry), _ = lax.scan(
-        body, (total, carry), (xs, jnp.arange(count)), unroll=count if unroll else 1
-    )
+    # XLA:CPU runs a convolution inside a loop body 12 to 43 times slower than outside of one
+    unrolled = count if unroll else 1
+    indices = jnp.arange(count)
+    (total, carry), _ = lax.scan(body, (total, carry), (xs, indices), unroll=unrolled)
     return total, carry
 
 
@@ -88,54 +95,51 @@ def choose_gathering(loss: TracedLoss) -> tuple[GradientSync, list[str]]:
 
 
 def choose_accumulation(placed: PlacedModel, sync: GradientSync) -> tuple[GradientSync, list[str]]:
-    """`sync` with `sums_layers` as the layout says, or as memory allows; and notes on that.
+    """Return `sync` with `sums_layers` as the layout says, or as memory allows; and notes on that.
 
     The choice depends on the layout, the state and the devices alone: all processes, and a run that
     resumes on such devices, choose alike.
     """
-    declared, count = sync.resolved.layout.gradients.accumulate, placed.config.accumulate
+    declared = sync.resolved.layout.gradients.accumulate
+    count = placed.config.accumulate
     trained = sync.layerwise & sync.resolved.placements.keys()
     if count == 1 or not trained:
-        why = (
-            "there is one microbatch"
-            if count == 1
-            else "no gradients are those of weights that are gathered layer by layer"
-        )
-        return sync, [] if declared == "auto" else [
-            f'note: [gradients] accumulate = "{declared}" is not used: {why}.'
-        ]
-    state_leaves = placed.memory_left
-    # of each parameter: among how many layers or blocks it is one of the same size
-    layers = dict(placed.model.stacks())
-    layers |= {
-        path: len(group)
-        for group in sync.blocks
-        for block in group
-        for path in trained
-        if path.startswith(f"{block}/")
-    }
+        if declared == "auto":
+            return sync, []
+        why = "no gradients are those of weights that are gathered layer by layer"
+        if count == 1:
+            why = "there is one microbatch"
+        return sync, [f'note: [gradients] accumulate = "{declared}" is not used: {why}.']
     sizes = {path: full_bytes(sync, path) for path in trained}
-    size, two_layers = (
-        sum(sizes.values()),
-        sum(2 * size // layers[path] for path, size in sizes.items()),
-    )
-    left = (state_leaves or 0) - two_layers
-    fits = state_leaves is not None and size <= ROOM * left
-    room = (
-        f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two layers leave on a "
-        "device"
-    )
-    why = (
-        "devices do not say how much memory they have"
-        if state_leaves is None
-        else f"in full they {'fit into' if fits else 'exceed'} {room}"
-    )
-    why = f'[gradients] accumulate = "{declared}"' if declared != "auto" else why
+    size = sum(sizes.values())
+    fits, why = _fits(placed, sync, sizes)
+    if declared != "auto":
+        why = f'[gradients] accumulate = "{declared}"'
     kinds = {"stacks": sizes.keys() & placed.model.stacks().keys(), "blocks": sync.blocks}
-    of = " and ".join(kind for kind, present in kinds.items() if present)
-    what = f"gradients of {len(sizes)} parameters of {of} ({format_bytes(size)})"
+    names = " and ".join(kind for kind, present in kinds.items() if present)
+    subject = f"gradients of {len(sizes)} parameters of {names} ({format_bytes(size)})"
     if declared == "local" or (declared == "auto" and fits):
-        return dataclasses.replace(sync, sums_layers=True), [
-            f"{what} are summed over {count} microbatches and reduced once: {why}."
-        ]
-    return sync, [f"{what} are reduced in each of {count} microbatches: {why}."]
+        note = f"{subject} are summed over {count} microbatches and reduced once: {why}."
+        return dataclasses.replace(sync, sums_layers=True), [note]
+    return sync, [f"{subject} are reduced in each of {count} microbatches: {why}."]
+
+
+def _fits(placed: PlacedModel, sync: GradientSync, sizes: Mapping[str, int]) -> tuple[bool, str]:
+    """Return whether full gradients of these sizes fit on a device, and why."""
+    state_leaves = placed.memory_left
+    if state_leaves is None:
+        return False, "devices do not say how much memory they have"
+    # of each parameter: the number of layers or blocks of which it is one
+    layers = dict(placed.model.stacks())
+    for group in sync.blocks:
+        for block in group:
+            paths = [path for path in sizes if path.startswith(f"{block}/")]
+            layers |= dict.fromkeys(paths, len(group))
+    two_layers = sum(2 * size // layers[path] for path, size in sizes.items())
+    left = state_leaves - two_layers
+    fits = sum(sizes.values()) <= ROOM * left
+    verb = "fit into" if fits else "exceed"
+    return fits, (
+        f"in full they {verb} {ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two "
+        "layers leave on a device"
+    )

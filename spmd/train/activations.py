@@ -4,7 +4,7 @@ XLA partitions the computation.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -21,7 +21,7 @@ from spmd.nn.parallel_context import manual_axes
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """What `Call.output_hook` is: by a module's path, where its outputs are to be."""
+    """The function `Call.output_hook`: by a module's path, the function that places its outputs."""
 
     resolved: Resolved
     mesh: Mesh | AbstractMesh
@@ -31,30 +31,34 @@ class Activations:
         return rule_matcher(self.resolved.layout.activations)
 
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
-        """A function that gives outputs back, placed; None when no rule claims the module."""
-        rules, claimed = self.resolved.layout.activations, self._matching_rules(path)
-        return (
-            functools.partial(jax.tree.map, functools.partial(self._placed, rules[claimed[0]]))
-            if claimed
-            else None
-        )
+        """Return a function that returns a module's outputs, placed; None when no rule claims the
+        module.
+        """
+        claimed = self._matching_rules(path)
+        if not claimed:
+            return None
+        rule = self.resolved.layout.activations[claimed[0]]
+        return functools.partial(jax.tree.map, functools.partial(self._placed, rule))
 
     def _placed(self, rule: Rule, x: jax.Array) -> jax.Array:
-        """`x` [rows, ...]: all rows, or those of one worker inside a manual region, over whose axes
-        they are split already.
+        """Return `x` [rows, ...], placed: all rows, or the rows of one worker inside a manual
+        region, over whose axes they are split already.
         """
         resolved, manual = self.resolved, manual_axes()
-        free = tuple(axis for axis in resolved.mesh.names if axis not in manual)
-        data = tuple(axis for axis in free if axis in resolved.data_axes)
-        own = keep_axes(rule.spec, tuple(axis for axis in free if axis not in data))
-        spec = activation_spec(own, data, x.shape, resolved.mesh) if x.ndim else ()
+        auto = tuple(axis for axis in resolved.mesh.names if axis not in manual)
+        data_axes = tuple(axis for axis in auto if axis in resolved.data_axes)
+        rule_spec = keep_axes(rule.spec, tuple(axis for axis in auto if axis not in data_axes))
+        spec = ()
+        if x.ndim:
+            spec = activation_spec(rule_spec, data_axes, x.shape, resolved.mesh)
+        # inside of a manual region JAX accepts shardings on that region's mesh only
         mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
         return lax.with_sharding_constraint(x, NamedSharding(mesh, pspec(spec)))
 
 
 class Seen:
-    """Stands where `Activations` does while shapes are found: the submodules there are, and what
-    those that rules claim return.
+    """A stand-in for `Activations` while shapes are determined: records the submodules, and the
+    shapes that submodules return that rules claim.
     """
 
     def __init__(self, resolved: Resolved):
@@ -64,34 +68,32 @@ class Seen:
         self.outputs: dict[str, list[Output]] = {}
 
     def __call__(self, path: str) -> Callable[[Tree], Tree] | None:
-        """A function that remembers shapes, for a module that some rule claims."""
+        """Return a function that records shapes, for a module that some rule claims."""
         self.modules[path] = None
-        return functools.partial(self._remember, path) if self._matching_rules(path) else None
+        if self._matching_rules(path):
+            return functools.partial(self._record, path)
+        return None
 
-    def _remember(self, path: str, outputs: Tree) -> Tree:
-        found = self.outputs.setdefault(path, [])
+    def _record(self, path: str, outputs: Tree) -> Tree:
+        entries = self.outputs.setdefault(path, [])
         for inside, leaf in flatten(outputs).items():
-            entry = Output(
-                inside, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), bool(manual_axes())
-            )
-            found += [entry] if entry not in found else []
+            shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            entry = Output(inside, shape, bool(manual_axes()))
+            if entry not in entries:
+                entries.append(entry)
         return outputs
 
     def check(self, rows: int, parts: int) -> None:
-        """Hold the layout's rules against what was seen on a batch of `rows`, which is worked on in
-        `parts`.
+        """Check the layout's rules against the shapes that were recorded on a batch of `rows`,
+        which is computed in `parts`.
 
         Raises:
-          LayoutError: with every problem found.
+          LayoutError: with every problem.
         """
         layout, mesh = self._resolved.layout, self._resolved.mesh
-        problems: Sequence = (
-            [*output_problems(layout, mesh, list(self.modules), self.outputs, rows, parts)]
-            if layout.activations
-            else ()
-        )
-        raise_problems(
-            LayoutError,
-            f"{layout.source} does not fit what this model's modules return, on mesh {mesh}",
-            problems,
-        )
+        if not layout.activations:
+            return
+        modules = list(self.modules)
+        problems = list(output_problems(layout, mesh, modules, self.outputs, rows, parts))
+        headline = f"{layout.source} does not fit what this model's modules return, on mesh {mesh}"
+        raise_problems(LayoutError, headline, problems)

@@ -15,7 +15,7 @@ from spmd.wire import collectives
 
 
 def no_stats(stats: Tree) -> Tree:
-    """What `add_stats` begins with: zeros for floats, in float32 or more, and the least value of
+    """Return the total of no parts: zeros for floats, in float32 or more, and the least value of
     other numbers.
     """
 
@@ -24,51 +24,60 @@ def no_stats(stats: Tree) -> Tree:
             return x
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.full(x.shape, False if x.dtype == bool else jnp.iinfo(x.dtype).min, x.dtype)
+        least = False if x.dtype == bool else jnp.iinfo(x.dtype).min
+        return jnp.full(x.shape, least, x.dtype)
 
     return jax.tree.map(empty, stats)
 
 
 def add_stats(total: Tree, stats: Tree) -> Tree:
-    """The total with the statistics of one more part: the sum of floats, the maximum of counters,
-    and its keys of random numbers.
+    """Return the total with the statistics of one more part: the sum of floats, the maximum of
+    counters, and the part's keys of random numbers.
     """
 
     def add(total: jax.Array, x: jax.Array) -> jax.Array:
         if _is_key(x):
             return x
-        return total + x if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.maximum(total, x)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return total + x
+        return jnp.maximum(total, x)
 
     return jax.tree.map(add, total, stats)
 
 
 def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[str, ...]) -> Tree:
-    """The next statistics, equal on every worker: the mean of floats, the maximum of counters.
+    """Return the next statistics, equal on every worker: the mean of floats, the maximum of
+    counters.
 
     Args:
-      before: those from before the step, which stay where no worker took part.
-      parts: how many parts of this position were added; an array where not all workers take part.
-      axes: over which positions differ.
+      total: the statistics of this position's parts, added.
+      before: the statistics from before the step, which stay where no worker took part.
+      parts: the number of parts that this position has added; an array where not all workers take
+        part.
+      axes: mesh axes along which positions differ.
     """
     if not jax.tree.leaves(before):
         return before
-    known = isinstance(parts, int)
-    count = (
-        parts * collectives.worker_count(axes)
-        if known
-        else collectives.all_reduce(parts.astype(jnp.float32), axes)
-    )
+    all_take_part = isinstance(parts, int)
+    if all_take_part:
+        count = parts * collectives.worker_count(axes)
+    else:
+        count = collectives.all_reduce(parts.astype(jnp.float32), axes)
 
     def mean(x: jax.Array, old: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jnp.inexact):
-            x = collectives.all_reduce(x, axes) / (count if known else jnp.maximum(count, 1))
+            x = collectives.all_reduce(x, axes)
+            x = x / (count if all_take_part else jnp.maximum(count, 1))
         elif not _is_key(old):
             x = collectives.maximum(x, axes)
-        return x.astype(old.dtype) if known else jnp.where(count > 0, x.astype(old.dtype), old)
+        if all_take_part:
+            return x.astype(old.dtype)
+        has_parts = count > 0
+        return jnp.where(has_parts, x.astype(old.dtype), old)
 
     return jax.tree.map(mean, total, before)
 
 
 def _is_key(x: jax.Array) -> bool:
-    """Whether this is a key of random numbers, which no row changes."""
+    """Return whether a leaf is a key of random numbers, which no row changes."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

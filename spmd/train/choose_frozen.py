@@ -1,5 +1,5 @@
-"""Which parameters of a model a layout's `[train]` and `[[adapters]]` do not train, and how those
-are kept.
+"""The parameters of a model that a layout's `[train]` and `[[adapters]]` do not train, and how
+they are stored.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from spmd.models.quantized import KINDS, block_problem
 
 
 def with_adapters(model: Model, layout: Layout, seed: Any) -> Model:
-    """The model with the layout's adapters, drawn from a key of `seed`.
+    """Return the model with the layout's adapters, drawn from a key of `seed`.
 
     Raises:
       LayoutError: as `add_adapters`; or the model is not one of flax nnx.
@@ -28,17 +28,17 @@ def with_adapters(model: Model, layout: Layout, seed: Any) -> Model:
     if not layout.adapters:
         return model
     if not isinstance(model, NnxModel):
-        why = (
+        raise LayoutError(
             f"{layout.source}: [[adapters]] are for layers of flax nnx (nnx.Linear), and the model "
-            "is of another library."
+            "is of another library.",
+            fix="leave them out, or an nnx.Module.",
         )
-        raise LayoutError(why, fix="leave them out, or an nnx.Module.")
     return model.with_adapters(layout.adapters, seed)
 
 
 def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Frozen:
-    """What is not trained of a model with its adapters. In fewer bits are kept matrices; if
-    quantized, kernels of `nnx.Linear` alone.
+    """Return the parameters of a model with adapters that are not trained. Matrices are stored in
+    fewer bits if the layout says so; quantized ones only if they are kernels of `nnx.Linear`.
 
     Args:
       params: shapes and dtypes of all parameters, by path.
@@ -49,40 +49,51 @@ def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Fr
     """
     train, adapters = layout.train, model.adapters()
     base = [path for path in params if path not in adapters]
-    found = match_all((*train.include, *train.exclude), base)
-    included = {path for pattern in train.include for path in found[pattern]}
+    matches = match_all((*train.include, *train.exclude), base)
+    trained: set[str] = set()
     if not train.include and not adapters:
-        included = set(base)
-    trained = included - {path for pattern in train.exclude for path in found[pattern]}
-    paths, quantized = frozenset(base) - trained, train.frozen in KINDS
-    stacks, kernels = model.stacks(), model.kernels()
-    lower = {
-        path: params[path].shape
-        for path in params
-        if path in paths
-        and jnp.issubdtype(params[path].dtype, jnp.floating)
-        and len(params[path].shape) - (path in stacks) >= 2
-        if train.frozen is not None and (path in kernels or not quantized)
-    }
-    problems = list(_problems(train, found, base, trained, adapters)) or list(
-        _problems_of_kept(train, lower)
-    )
+        trained.update(base)
+    for pattern in train.include:
+        trained.update(matches[pattern])
+    for pattern in train.exclude:
+        trained.difference_update(matches[pattern])
+    frozen = frozenset(base) - trained
+    low_bit_shapes = {}
+    if train.frozen is not None:
+        leaves = {path: leaf for path, leaf in params.items() if path in frozen}
+        low_bit_shapes = _low_bit_shapes(train, model, leaves)
+    problems = list(_trained_problems(train, matches, base, trained, adapters))
+    problems = problems or list(_frozen_problems(train, low_bit_shapes))
     raise_problems(LayoutError, f"{layout.source}: [train] does not fit this model", problems)
-    return Frozen(paths, train.frozen, train.block, frozenset(lower))
+    return Frozen(frozen, train.frozen, train.block, frozenset(low_bit_shapes))
 
 
-def _problems(
+def _low_bit_shapes(
+    train: Train, model: Model, frozen: Mapping[str, Any]
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the frozen parameters that are stored in fewer bits, by path."""
+    stacks, kernels = model.stacks(), model.kernels()
+    shapes = {}
+    for path, leaf in frozen.items():
+        is_matrix = len(leaf.shape) - (path in stacks) >= 2
+        may_be_stored = path in kernels or train.frozen not in KINDS
+        if is_matrix and may_be_stored and jnp.issubdtype(leaf.dtype, jnp.floating):
+            shapes[path] = leaf.shape
+    return shapes
+
+
+def _trained_problems(
     train: Train,
-    found: Mapping[str, list[str]],
+    matches: Mapping[str, list[str]],
     base: list[str],
     trained: Collection[str],
     adapters: Collection[str],
 ) -> Iterator[Problem]:
-    """Of what is trained."""
+    """Yield the problems of the choice of trained parameters."""
     unmatched = False
     for key in ("include", "exclude"):
         for pattern in getattr(train, key):
-            if not found[pattern]:
+            if not matches[pattern]:
                 unmatched = True
                 yield Problem(
                     f'[train] {key}: "{pattern}" matches no parameter.',
@@ -107,21 +118,26 @@ def _problems(
         )
 
 
-def _problems_of_kept(train: Train, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-    """Of how the others are kept."""
+def _frozen_problems(train: Train, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+    """Yield the problems of how the others are stored."""
+    if train.frozen is None:
+        return
     quantized = train.frozen in KINDS
-    if train.frozen is not None and not shapes:
-        what = (
-            "a kernel of an nnx.Linear, and only those are quantized" if quantized else "a matrix"
-        )
-        fix = 'leave it out, or "bfloat16".' if quantized else "leave it out."
-        yield Problem("[train] frozen", [f"no frozen parameter is {what}."], fix, kind="unread_key")
-    misfits: dict[tuple[str, str], list[str]] = {}
-    for path, shape in shapes.items() if quantized else ():
+    if not shapes:
+        why = "no frozen parameter is a matrix."
+        fix = "leave it out."
+        if quantized:
+            why = "no frozen parameter is a kernel of an nnx.Linear, and only those are quantized."
+            fix = 'leave it out, or "bfloat16".'
+        yield Problem("[train] frozen", [why], fix, kind="unread_key")
+    if not quantized:
+        return
+    paths_by_problem: dict[tuple[str, str], list[str]] = {}
+    for path, shape in shapes.items():
         problem = block_problem(shape[-2:], str(train.frozen), train.block)
         if problem:
-            misfits.setdefault(problem, []).append(path)
-    for (why, fix), paths in misfits.items():
+            paths_by_problem.setdefault(problem, []).append(path)
+    for (why, fix), paths in paths_by_problem.items():
         yield Problem(
             f"[train] block   {first_names(paths)}",
             [why],
@@ -139,25 +155,28 @@ def check_same_trained(saved: Layout, now: Layout, step: int) -> None:
       CheckpointError: names every key that differs. An adapter's alpha, too, decides what a model
         computes.
     """
-    problems, pairs = [], [("[train]", saved.train, now.train)]
-    if len(saved.adapters) != len(now.adapters):
-        problems.append(
-            Problem("[[adapters]]", [f"saved {len(saved.adapters)}, now {len(now.adapters)}"])
-        )
-    pairs += [
-        (f"[[adapters]] rule {number}", *pair)
-        for number, pair in enumerate(zip(saved.adapters, now.adapters, strict=False), 1)
-    ]
-    for where, before, after in pairs:
-        names = [field.name for field in dataclasses.fields(before) if field.compare]
-        changed = [name for name in names if getattr(before, name) != getattr(after, name)]
-        lines = [
-            f"{name.rstrip('_')} was {getattr(before, name)}, is {getattr(after, name)}"
-            for name in changed
-        ]
-        problems += [Problem(where, lines)] if lines else []
-    headline = f"step {step} was saved with other adapters, or with other parameters trained"
     fix = "the tables that the run began with, or another folder for a new run."
-    raise_problems(
-        CheckpointError, headline, [dataclasses.replace(problem, fix=fix) for problem in problems]
-    )
+    problems = []
+    if len(saved.adapters) != len(now.adapters):
+        why = f"saved {len(saved.adapters)}, now {len(now.adapters)}"
+        problems.append(Problem("[[adapters]]", [why], fix))
+    tables: list[tuple[str, Any, Any]] = [("[train]", saved.train, now.train)]
+    pairs = zip(saved.adapters, now.adapters, strict=False)
+    for number, (before, after) in enumerate(pairs, 1):
+        tables.append((f"[[adapters]] rule {number}", before, after))
+    for where, before, after in tables:
+        lines = _changes(before, after)
+        if lines:
+            problems.append(Problem(where, lines, fix))
+    headline = f"step {step} was saved with other adapters, or with other parameters trained"
+    raise_problems(CheckpointError, headline, problems)
+
+
+def _changes(before: Any, after: Any) -> list[str]:
+    """Return a line for each key in which two tables differ."""
+    lines = []
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.compare and old != new:
+            lines.append(f"{field.name.rstrip('_')} was {old}, is {new}")
+    return lines

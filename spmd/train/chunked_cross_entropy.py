@@ -23,15 +23,17 @@ from spmd.nn.constraints import manual_axes
 from spmd.nn.parallel_context import current
 from spmd.wire import collectives
 
-# tokens: logits of 2,048 x 128,256 in float32 are 1 GiB. Each chunk adds to the head's gradient, so
-# small ones are slow
+# Tokens: logits of 2,048 x 128,256 in float32 are 1 GiB. Each chunk adds to the head's gradient, so
+# small ones are slow.
 CHUNK = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What is computed of each token's logits; `vocab_dim` is the dim of the head along which the
-    classes are.
+    """Settings of the loss of a token, apart from its arrays.
+
+    Attributes:
+      vocab_dim: the dim of the head along which the classes are.
     """
 
     vocab_dim: int
@@ -95,11 +97,14 @@ def cross_entropy_from_features(
       True
     """
     features, head, labels = map(jnp.asarray, (features, head, labels))
-    settings = _Settings(
-        _vocab_dim(features, head, vocab_dim), label_smoothing, z_loss, soft_cap, chunk
-    )
-    weights = jnp.ones(labels.shape, jnp.float32) if weights is None else jnp.asarray(weights)
-    bias = None if bias is None else jnp.asarray(bias)
+    class_dim = _vocab_dim(features, head, vocab_dim)
+    settings = _Settings(class_dim, label_smoothing, z_loss, soft_cap, chunk)
+    if weights is None:
+        weights = jnp.ones(labels.shape, jnp.float32)
+    else:
+        weights = jnp.asarray(weights)
+    if bias is not None:
+        bias = jnp.asarray(bias)
     _check(settings, features, head, labels, weights, bias)
     weights = weights.astype(jnp.float32)
     with jax.named_scope("cross_entropy"):
@@ -110,30 +115,32 @@ def cross_entropy_from_features(
 def _total(
     settings: _Settings, features: Any, head: Any, bias: Any, labels: Any, weights: Any
 ) -> jax.Array:
-    """The sum of weighted losses."""
+    """Return the sum of weighted losses."""
     return _on_each_device(settings, False, features, head, bias, labels, weights)[0]
 
 
 def _forward(
     settings: _Settings, features: Any, head: Any, bias: Any, labels: Any, weights: Any
 ) -> tuple[jax.Array, tuple]:
-    """`_total`, and its gradients."""
+    """Return `_total`, and its gradients."""
     total, d_features, d_head, d_bias, losses = _on_each_device(
         settings, True, features, head, bias, labels, weights
     )
-    return total, (
-        d_features,
-        d_head.astype(head.dtype),
-        None if bias is None else d_bias.astype(bias.dtype),
-        losses,
-    )
+    d_head = d_head.astype(head.dtype)
+    if bias is not None:
+        d_bias = d_bias.astype(bias.dtype)
+    # the gradient by a token's weight is the token's loss
+    return total, (d_features, d_head, d_bias, losses)
 
 
 def _backward(settings: _Settings, gradients: tuple, scale: jax.Array) -> tuple:
     del settings
-    d_features, d_head, d_bias, d_weights = jax.tree.map(
-        lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), gradients
-    )
+
+    def scaled(gradient: jax.Array) -> jax.Array:
+        return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)
+
+    d_features, d_head, d_bias, d_weights = jax.tree.map(scaled, gradients)
+    # JAX takes None for the gradient by labels, which are integers
     return d_features, d_head, d_bias, None, d_weights
 
 
@@ -149,50 +156,50 @@ def _on_each_device(
     labels: Any,
     weights: Any,
 ) -> tuple:
-    """`_over_chunks` of each device's tokens. Where the compiler still has to shard them, a loop
-    over chunks of all would move them.
-    """
+    """Return `_over_chunks` of each device's tokens."""
     spec = _token_spec(features.shape)
     axes = spec_axes(tuple(spec))
-    run = functools.partial(_over_chunks, settings, with_gradients, axes)
+    compute = functools.partial(_over_chunks, settings, with_gradients, axes)
+    # where the compiler still has to shard tokens, a loop over chunks of all would move them
     if axes:
-        tokens, everywhere = PartitionSpec(*spec), PartitionSpec()
-        out = (
-            (everywhere, tokens, everywhere, everywhere, tokens)
-            if with_gradients
-            else (everywhere,)
-        )
-        mesh = None if manual_axes() else current().mesh
-        run = shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(tokens, everywhere, everywhere, tokens, tokens),
-            out_specs=out,
+        tokens = PartitionSpec(*spec)
+        replicated = PartitionSpec()
+        out_specs: tuple[PartitionSpec, ...] = (replicated,)
+        if with_gradients:
+            out_specs = (replicated, tokens, replicated, replicated, tokens)
+        compute = shard_map(
+            compute,
+            # inside of another `shard_map` JAX takes the mesh of that one
+            mesh=None if manual_axes() else current().mesh,
+            in_specs=(tokens, replicated, replicated, tokens, tokens),
+            out_specs=out_specs,
             axis_names=axes,
         )
-    return run(features, head, bias, labels, weights)
+    return compute(features, head, bias, labels, weights)
 
 
 def _token_spec(shape: tuple[int, ...]) -> PartitionSpec:
-    """Over which mesh axes that are not manual yet the first dims of features [rows, length, ...,
-    width] are sharded.
+    """Return the mesh axes, of those that are not manual yet, over which the first dims of features
+    [rows, length, ..., width] are sharded.
     """
-    parallel, taken = current(), manual_axes()
+    parallel = current()
     if len(shape) < 2:
         return PartitionSpec()
     rows = parallel.auto_row_axes(shape[0])
-    stage, sequence = (
-        axis if axis not in taken and parallel.axis_size(axis) > 1 else None
-        for axis in (parallel.pipeline.axis, parallel.sequence.axis)
-    )
+    stage = _compiler_axis(parallel.pipeline.axis)
+    sequence = _compiler_axis(parallel.sequence.axis)
     if stage is not None and shape[0] % math.prod(map(parallel.axis_size, (*rows, stage))) == 0:
         rows = (*rows, stage)
-    by_length = (
-        sequence
-        if sequence is not None and len(shape) > 2 and shape[1] % parallel.axis_size(sequence) == 0
-        else None
-    )
-    return PartitionSpec(rows or None, by_length) if by_length else PartitionSpec(rows or None)
+    if sequence is None or len(shape) < 3 or shape[1] % parallel.axis_size(sequence):
+        return PartitionSpec(rows or None)
+    return PartitionSpec(rows or None, sequence)
+
+
+def _compiler_axis(axis: str | None) -> str | None:
+    """Return a mesh axis if the compiler still has to shard over it; else None."""
+    if axis in manual_axes() or current().axis_size(axis) == 1:
+        return None
+    return axis
 
 
 def _over_chunks(
@@ -205,10 +212,11 @@ def _over_chunks(
     labels: Any,
     weights: Any,
 ) -> tuple:
-    """The sum over the tokens along `axes`; with gradients also those of features, head and bias,
-    and the loss of each token.
+    """Return the sum over the tokens along `axes`; with gradients also those of features, head and
+    bias, and the loss of each token.
     """
-    tokens, width = labels.size, features.shape[-1]
+    tokens = labels.size
+    width = features.shape[-1]
     count = max(math.ceil(tokens / settings.chunk), 1)
     size = math.ceil(tokens / count)
     padding = count * size - tokens
@@ -217,96 +225,93 @@ def _over_chunks(
 
     def in_chunks(x: jax.Array, *shape: int) -> jax.Array:
         flat = x.reshape(tokens, *shape)
-        return jnp.pad(flat, [(0, padding), *((0, 0) for _ in shape)]).reshape(count, size, *shape)
+        padded = jnp.pad(flat, [(0, padding), *((0, 0) for _ in shape)])
+        return padded.reshape(count, size, *shape)
 
     def add_chunk(sums: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         x, labels, weights = chunk
         x = x.astype(dtype)
         logits = _product(x, columns, 1, 1 - settings.vocab_dim)
-        losses, d_logits = _of_logits(
-            settings,
-            logits if bias is None else logits + bias.astype(logits.dtype),
-            labels,
-            weights,
-        )
+        if bias is not None:
+            logits = logits + bias.astype(logits.dtype)
+        losses, d_logits = _token_losses(settings, logits, labels, weights)
+        # never 0 * NaN: a token of weight 0 may have any label
         total = sums[0] + jnp.where(weights != 0, losses * weights, 0.0).sum()
         if not with_gradients:
             return (total,), ()
         gradient = d_logits().astype(dtype)
         d_x = _product(gradient, columns, 1, settings.vocab_dim).astype(features.dtype)
-        d_head = sums[1] + (
-            _product(gradient, x, 0, 0) if settings.vocab_dim == 0 else _product(x, gradient, 0, 0)
-        )
-        d_bias = sums[2] if bias is None else sums[2] + gradient.sum(axis=0, dtype=jnp.float32)
+        factors = (gradient, x) if settings.vocab_dim == 0 else (x, gradient)
+        d_head = sums[1] + _product(*factors, 0, 0)
+        d_bias = sums[2]
+        if bias is not None:
+            d_bias = d_bias + gradient.sum(axis=0, dtype=jnp.float32)
         return (total, d_head, d_bias), (d_x, losses)
 
-    zero = jnp.zeros((), jnp.float32)
-    sums = (
-        zero,
-        jnp.zeros(head.shape, jnp.float32),
-        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
-    )
+    total = jnp.zeros((), jnp.float32)
+    d_head = jnp.zeros(head.shape, jnp.float32)
+    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
+    sums = (total, d_head, d_bias) if with_gradients else (total,)
     chunks = in_chunks(features, width), in_chunks(labels), in_chunks(weights)
-    sums, of_tokens = lax.scan(add_chunk, sums if with_gradients else sums[:1], chunks)
+    sums, token_arrays = lax.scan(add_chunk, sums, chunks)
     sums = jax.tree.map(lambda x: collectives.all_reduce(x, axes), sums)
     if not with_gradients:
         return sums
-    d_features, losses = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in of_tokens)
-    return (
-        sums[0],
-        d_features.reshape(features.shape),
-        sums[1],
-        sums[2],
-        losses.reshape(labels.shape),
-    )
+    total, d_head, d_bias = sums
+    d_features, losses = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in token_arrays)
+    d_features = d_features.reshape(features.shape)
+    return total, d_features, d_head, d_bias, losses.reshape(labels.shape)
 
 
 def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
-    """Of two matrices, along these dims, summed in float32."""
-    return lax.dot_general(
-        a,
-        b,
-        (((a_dim,), (b_dim,)), ((), ())),
-        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
-    )
+    """Return the product of two matrices, along these dims, summed in float32."""
+    dims = ((a_dim,), (b_dim,)), ((), ())
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
-def _of_logits(
+def _token_losses(
     settings: _Settings, logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The loss of each token [tokens], and a function that gives the gradient of their weighted sum
-    [tokens, vocab].
+    """Return the loss of each token [tokens], and a function that returns the gradient of their
+    weighted sum [tokens, vocab].
     """
-    cap, smoothing, vocab = settings.soft_cap, settings.label_smoothing, logits.shape[-1]
-    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
-    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and
-    # rows are sharded over two mesh axes
+    cap = settings.soft_cap
+    smoothing = settings.label_smoothing
+    vocab = logits.shape[-1]
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    # Compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and
+    # rows are sharded over two mesh axes (jax 0.10.2). Labels of 8 bits could not hold the classes.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     is_label = jnp.arange(vocab, dtype=labels.dtype) == labels[:, None]
     valid = ((labels >= 0) & (labels < vocab)) | (weights == 0)
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    losses = (
-        normalizer
-        - (1 - smoothing) * jnp.where(is_label, logits, 0.0).sum(axis=-1)
-        + settings.z_loss * normalizer**2
-    )
-    losses = losses - smoothing * logits.mean(axis=-1) if smoothing else losses
+    label_logits = jnp.where(is_label, logits, 0.0).sum(axis=-1)
+    losses = normalizer - (1 - smoothing) * label_logits + settings.z_loss * normalizer**2
+    if smoothing:
+        losses = losses - smoothing * logits.mean(axis=-1)
 
     def gradient() -> jax.Array:
         slope = jnp.where(weights != 0, weights, 0.0)
-        softmax = (
-            jnp.exp(logits - normalizer[:, None]) * (1 + 2 * settings.z_loss * normalizer)[:, None]
-        )
-        d_logits = slope[:, None] * (
-            softmax - jnp.where(is_label, 1 - smoothing, 0.0) - smoothing / vocab
-        )
-        return d_logits if cap is None else d_logits * (1 - (logits / cap) ** 2)
+        softmax = jnp.exp(logits - normalizer[:, None])
+        softmax = softmax * (1 + 2 * settings.z_loss * normalizer)[:, None]
+        slope = slope[:, None]
+        label_part = jnp.where(is_label, 1 - smoothing, 0.0)
+        d_logits = slope * (softmax - label_part - smoothing / vocab)
+        if cap is None:
+            return d_logits
+        return d_logits * (1 - (logits / cap) ** 2)
 
     return jnp.where(valid, losses, jnp.nan), gradient
 
 
 def _vocab_dim(features: jax.Array, head: jax.Array, vocab_dim: int | None) -> int:
-    """The dim of the head along which the classes are."""
+    """Return the dim of the head along which the classes are.
+
+    Raises:
+      LossError: shapes do not show it, or `vocab_dim` does not fit them.
+    """
     name = "cross_entropy_from_features"
     if not features.ndim or head.ndim != 2 or features.shape[-1] not in head.shape:
         raise LossError(
@@ -316,20 +321,18 @@ def _vocab_dim(features: jax.Array, head: jax.Array, vocab_dim: int | None) -> i
     width = features.shape[-1]
     if vocab_dim is None:
         if head.shape == (width, width):
-            why = (
-                f"{name}: the head is {describe(head)} for features of width {width}, so either "
-                "dim may be the vocabulary."
-            )
             raise LossError(
-                why, fix="vocab_dim=1 for a head [width, vocab], vocab_dim=0 for [vocab, width]."
+                f"{name}: the head is {describe(head)} for features of width {width}, so either "
+                "dim may be the vocabulary.",
+                fix="vocab_dim=1 for a head [width, vocab], vocab_dim=0 for [vocab, width].",
             )
         return 1 if head.shape[0] == width else 0
     if isinstance(vocab_dim, bool) or vocab_dim not in (0, 1) or head.shape[1 - vocab_dim] != width:
-        why = (
+        raise LossError(
             f"{name}: vocab_dim={short_repr(vocab_dim)}, the head is {describe(head)}, and "
-            f"features are {describe(features)}."
+            f"features are {describe(features)}.",
+            fix="0 for a head [vocab, width], 1 for [width, vocab].",
         )
-        raise LossError(why, fix="0 for a head [vocab, width], 1 for [width, vocab].")
     return vocab_dim
 
 
@@ -337,73 +340,46 @@ def _check(
     settings: _Settings, features: Any, head: Any, labels: Any, weights: Any, bias: Any
 ) -> None:
     """Refuse shapes, dtypes and settings that do not fit, all at once."""
-    tokens, vocab = features.shape[:-1], head.shape[settings.vocab_dim]
-    problems = []
+    tokens = features.shape[:-1]
+    vocab = head.shape[settings.vocab_dim]
+    whys: list[str] = []
+    fixes: list[str] = []
 
-    def require(holds: Any, why: str, fix: str) -> None:
-        if not holds:
-            problems.append((why, fix))
+    def refuse(why: str, fix: str) -> None:
+        whys.append(why)
+        fixes.append(fix)
 
     for name, array in (("features are", features), ("the head is", head)):
-        require(
-            jnp.issubdtype(array.dtype, jnp.floating),
-            f"{name} {describe(array)}",
-            "a floating-point dtype",
-        )
-    require(
-        jnp.issubdtype(labels.dtype, jnp.integer),
-        f"labels are {describe(labels)}",
-        "labels of an integer dtype",
-    )
-    require(
-        labels.shape == tokens,
-        f"labels are {describe(labels)} for features {describe(features)}",
-        f"labels of shape {list(tokens)}",
-    )
-    require(
-        weights.shape == tokens,
-        f"weights are {describe(weights)} for features {describe(features)}",
-        f"weights of shape {list(tokens)}",
-    )
-    is_weight = (
-        weights.dtype == bool
-        or jnp.issubdtype(weights.dtype, jnp.floating)
-        or jnp.issubdtype(weights.dtype, jnp.integer)
-    )
-    require(is_weight, f"weights are {describe(weights)}", "weights of bool or floats")
-    is_bias = bias is None or (bias.shape == (vocab,) and jnp.issubdtype(bias.dtype, jnp.floating))
-    require(
-        is_bias,
-        f"the bias is {describe(bias)} for a vocabulary of {vocab}",
-        f"a bias of shape [{vocab}]",
-    )
-    smoothing, cap, chunk = settings.label_smoothing, settings.soft_cap, settings.chunk
-    require(
-        _number(smoothing) and 0 <= smoothing < 1,
-        f"label_smoothing={short_repr(smoothing)}",
-        "a number from 0 and below 1",
-    )
-    require(
-        _number(settings.z_loss) and settings.z_loss >= 0,
-        f"z_loss={short_repr(settings.z_loss)}",
-        "a number from 0, such as 1e-4",
-    )
-    require(
-        cap is None or (_number(cap) and cap > 0),
-        f"soft_cap={short_repr(cap)}",
-        "a number above 0, or None",
-    )
-    require(
-        isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0,
-        f"chunk={short_repr(chunk)}",
-        "a whole number of tokens from 1",
-    )
-    if problems:
-        whys, fixes = zip(*problems, strict=True)
-        raise LossError(
-            f"cross_entropy_from_features: {'; '.join(whys)}.", fix=f"{'; '.join(fixes)}."
-        )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            refuse(f"{name} {describe(array)}", "a floating-point dtype")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        refuse(f"labels are {describe(labels)}", "labels of an integer dtype")
+    for name, array in (("labels", labels), ("weights", weights)):
+        if array.shape != tokens:
+            why = f"{name} are {describe(array)} for features {describe(features)}"
+            refuse(why, f"{name} of shape {list(tokens)}")
+    if not any(jnp.issubdtype(weights.dtype, kind) for kind in (bool, jnp.floating, jnp.integer)):
+        refuse(f"weights are {describe(weights)}", "weights of bool or floats")
+    if bias is not None:
+        is_floating = jnp.issubdtype(bias.dtype, jnp.floating)
+        if bias.shape != (vocab,) or not is_floating:
+            why = f"the bias is {describe(bias)} for a vocabulary of {vocab}"
+            refuse(why, f"a bias of shape [{vocab}]")
+    smoothing, z_loss = settings.label_smoothing, settings.z_loss
+    if not _is_number(smoothing) or not 0 <= smoothing < 1:
+        refuse(f"label_smoothing={short_repr(smoothing)}", "a number from 0 and below 1")
+    if not _is_number(z_loss) or z_loss < 0:
+        refuse(f"z_loss={short_repr(z_loss)}", "a number from 0, such as 1e-4")
+    cap, chunk = settings.soft_cap, settings.chunk
+    if cap is not None and not (_is_number(cap) and cap > 0):
+        refuse(f"soft_cap={short_repr(cap)}", "a number above 0, or None")
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        refuse(f"chunk={short_repr(chunk)}", "a whole number of tokens from 1")
+    if whys:
+        why = f"cross_entropy_from_features: {'; '.join(whys)}."
+        raise LossError(why, fix=f"{'; '.join(fixes)}.")
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Return whether a setting is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

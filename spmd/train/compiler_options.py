@@ -1,5 +1,5 @@
 """Compiler options: each is tried on a trivial function, so that one that XLA refuses is reported
-before anything else is compiled; and what to compile with instead, where XLA fails with some.
+before anything else is compiled; and other options for programs on which XLA fails.
 """
 
 import os
@@ -16,10 +16,8 @@ from spmd.errors import LayoutError, Problem, first_line, raise_problems
 from spmd.layout.compiler import TRITON, UNROLLING, XLA_NAMES, Compiler
 
 TRITON_ERROR = "Couldn't find output tile sizes"
-BUFFERING, BUFFERING_ERROR = (
-    XLA_NAMES["double_buffering"][0],
-    "is not scheduled after its control predecessor",
-)
+BUFFERING = XLA_NAMES["double_buffering"][0]
+BUFFERING_ERROR = "is not scheduled after its control predecessor"
 # the end of a note on a program that was compiled again
 AT_ONCE = "[compiler] double_buffering = false does so at once"
 # Errors of XLA:GPU, and the option without which it compiles. Without autotuning, which needs a
@@ -50,35 +48,26 @@ def check_compiler_options(options: Mapping[str, Any], source: str, sharding: An
         return
     keys = {name: key for key, names in XLA_NAMES.items() for name in names}
     problems = []
-    for name, value in options.items():
-        if why := _refusal({name: value}, sharding):
-            where = (
-                f"[compiler] {keys[name]}"
-                if name in keys
-                else f"[compiler.options] {name} = {as_toml(value)}"
-            )
-            fix = (
-                "an option and a value that this jaxlib has "
-                "(https://openxla.org/xla/flags_guidance), or leave it out."
-            )
-            problems.append(
-                Problem(
-                    where,
-                    [f"XLA refuses it: {why} (jaxlib {jaxlib.__version__})."],
-                    fix,
-                    kind="invalid_value",
-                )
-            )
-    together = Problem(
-        "[compiler]",
-        [f"XLA refuses these options together: {_refusal(options, sharding)}."],
-        "fewer of them.",
+    fix = (
+        "an option and a value that this jaxlib has "
+        "(https://openxla.org/xla/flags_guidance), or leave it out."
     )
-    raise_problems(LayoutError, f"{source} cannot be compiled with", problems or [together])
+    for name, value in options.items():
+        refusal = _refusal({name: value}, sharding)
+        if refusal:
+            where = f"[compiler.options] {name} = {as_toml(value)}"
+            if name in keys:
+                where = f"[compiler] {keys[name]}"
+            why = f"XLA refuses it: {refusal} (jaxlib {jaxlib.__version__})."
+            problems.append(Problem(where, [why], fix, kind="invalid_value"))
+    if not problems:
+        why = f"XLA refuses these options together: {_refusal(options, sharding)}."
+        problems.append(Problem("[compiler]", [why], "fewer of them."))
+    raise_problems(LayoutError, f"{source} cannot be compiled with", problems)
 
 
 def _refusal(options: Mapping[str, Any], sharding: Any) -> str:
-    """Why XLA does not compile with these options; "" if it does."""
+    """Return why XLA does not compile with these options; "" if it does."""
     argument = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     try:
         jax.jit(jnp.negative).lower(argument).compile(compiler_options=dict(options))
@@ -90,24 +79,20 @@ def _refusal(options: Mapping[str, Any], sharding: Any) -> str:
 def other_options(
     error: str, options: Mapping[str, Any], chosen: Collection[str]
 ) -> dict[str, Any]:
-    """What to compile with instead, and why; empty where an error of XLA:GPU is about something
-    else, or the option was chosen.
+    """Return `options` to compile with instead and the error as `retried`; empty where an error of
+    XLA:GPU is about something else, or the option was chosen.
 
     Args:
-      options: what it was compiled with, by XLA's names.
-      chosen: the names of those that the layout sets; those in XLA_FLAGS are never changed.
+      error: the text of an error of XLA.
+      options: the options of the program that failed, by XLA's names.
+      chosen: the names of options that the layout sets; options in XLA_FLAGS are never changed.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
     for text, name, value in RETRIES:
-        if (
-            text in error
-            and name not in os.environ.get("XLA_FLAGS", "")
-            and name not in chosen
-            and options.get(name) != value
-        ):
-            return {
-                "options": {name: value},
-                "retried": error.partition("\n")[0].partition(", metadata=")[0],
-            }
+        is_chosen = name in flags or name in chosen
+        if text in error and not is_chosen and options.get(name) != value:
+            retried = error.partition("\n")[0].partition(", metadata=")[0]
+            return {"options": {name: value}, "retried": retried}
     return {}
 
 
@@ -117,32 +102,25 @@ def check_buffering(error: str, compiler: Compiler, source: str) -> None:
     Raises:
       LayoutError: names the option.
     """
-    if BUFFERING_ERROR in error and BUFFERING in compiler.chosen:
-        keyed = "double_buffering" in compiler.keys
-        where = "[compiler] double_buffering = true" if keyed else f"[compiler.options] {BUFFERING}"
-        line = (
-            next(line for line in error.splitlines() if BUFFERING_ERROR in line)
-            .rpartition("Error: ")[2]
-            .strip()
-        )
-        why = f"XLA cannot schedule the program with two iterations of a loop as one: {line}."
-        fix = (
-            "double_buffering = false."
-            if keyed
-            else "leave it out, and [compiler] double_buffering = false."
-        )
-        raise_problems(
-            LayoutError,
-            f"{source} cannot be compiled",
-            [Problem(where, [why], fix, kind="conflict")],
-        )
+    if BUFFERING_ERROR not in error or BUFFERING not in compiler.chosen:
+        return
+    lines = [line for line in error.splitlines() if BUFFERING_ERROR in line]
+    text = lines[0].rpartition("Error: ")[2].strip()
+    why = f"XLA cannot schedule the program with two iterations of a loop as one: {text}."
+    where = f"[compiler.options] {BUFFERING}"
+    fix = "leave it out, and [compiler] double_buffering = false."
+    if "double_buffering" in compiler.keys:
+        where = "[compiler] double_buffering = true"
+        fix = "double_buffering = false."
+    problem = Problem(where, [why], fix, kind="conflict")
+    raise_problems(LayoutError, f"{source} cannot be compiled", [problem])
 
 
 def without_buffering(
     error: RuntimeError, options: Mapping[str, Any], compiler: Compiler, source: str
 ) -> dict[str, Any]:
-    """The options with which to compile a program again that XLA cannot schedule with two
-    iterations of a loop as one; logs that.
+    """Return the options with which to compile a program again that XLA cannot schedule with two
+    iterations of a loop as one, and log that.
 
     Raises:
       LayoutError: the layout chose double buffering.

@@ -1,4 +1,4 @@
-"""What devices hold, and how much they can."""
+"""The memory of devices: its limit, and the bytes that arrays take of it."""
 
 import math
 from typing import Any
@@ -11,30 +11,32 @@ from spmd.train.host_memory import HOST
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Bytes that a program can use on each local device of a mesh, the smallest limit; None if
-    devices do not report it (CPUs do not, and devices of a description, for which steps are
-    compiled only).
+    """Return the bytes that a program can use on each local device of a mesh, the smallest limit;
+    None if devices do not report it.
     """
     try:
-        limits = [
-            (device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices
-        ]
+        all_stats = [device.memory_stats() for device in mesh.local_devices]
     except jax.errors.JaxRuntimeError:
+        # devices of a description, for which steps are compiled only
         return None
+    # CPUs have no statistics
+    limits = [stats.get("bytes_limit", 0) if stats else 0 for stats in all_stats]
     return min(limits, default=0) or None
 
 
 def on_device(leaf: Any) -> int:
-    """Bytes of one device's shard of an array."""
+    """Return the bytes of one device's shard of an array."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 
 
 def tree_on_device(tree: Tree) -> int:
-    """Bytes of one device's shards of all arrays in a tree, except those in the host's memory."""
+    """Return the bytes of one device's shards of all arrays in a tree, except arrays in the host's
+    memory.
+    """
     return sum(on_device(leaf) for leaf in jax.tree.leaves(tree) if not in_host_memory(leaf))
 
 
 def in_host_memory(leaf: Any) -> bool:
-    """Whether an array of the state is kept in the host's memory."""
+    """Return whether an array of the state is kept in the host's memory."""
     return leaf.sharding.memory_kind == HOST

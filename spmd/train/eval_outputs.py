@@ -47,8 +47,8 @@ TEXT = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvalOutputs:
-    """The loss and metrics of an evaluation on batches like `sample`, of `rows` rows; traced where
-    it is asked for.
+    """The loss and metrics of an evaluation on batches like `sample`, of `rows` rows; traced when
+    first needed.
     """
 
     placed: PlacedModel
@@ -66,15 +66,13 @@ class EvalOutputs:
     def columns(self) -> tuple[str, ...]:
         """The name that each column of `sums` belongs to: a function of sums has several."""
         metrics = self._shapes[1]
-        widths = [
-            metrics[name].values.shape[-1]
-            if isinstance(metrics.get(name), Columns)
-            else max(self._sums_of(name), 1)
-            for name in self.names
-        ]
-        return tuple(
-            name for name, width in zip(self.names, widths, strict=True) for _ in range(width)
-        )
+        columns = []
+        for name in self.names:
+            width = max(self._sum_count(name), 1)
+            if isinstance(metrics.get(name), Columns):
+                width = metrics[name].values.shape[-1]
+            columns += [name] * width
+        return tuple(columns)
 
     @functools.cached_property
     def pads(self) -> bool:
@@ -84,12 +82,9 @@ class EvalOutputs:
 
     @property
     def undefined(self) -> dict[str, str]:
-        """The reasons why metrics from sums are NaN, by name."""
-        return {
-            name: metric.undefined
-            for name, metric in self.objective.metrics.items()
-            if isinstance(metric, FromSums)
-        }
+        """Reasons why metrics from sums are NaN, by name."""
+        metrics = self.objective.metrics.items()
+        return {name: metric.undefined for name, metric in metrics if isinstance(metric, FromSums)}
 
     # of a batch -----------------------------------------------------------------------------------
 
@@ -108,24 +103,25 @@ class EvalOutputs:
         """
         value, extra = forward(variables, batch, jax.random.key(0))
         sums = self.objective.sums(value, extra, weights)
-        names = [name for name in self.names if self._sums_of(name)]
+        names = [name for name in self.names if self._sum_count(name)]
         if not names:
             return pack(sums, self.names)
         rows = weights.shape[0]
-        copies = 2 if rows == 1 else 1  # for dims of size 1 JAX may do something else
-        batch, key = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch), jax.random.key(0)
+        # for dims of size 1 JAX may trace another program: it broadcasts them
+        copies = 2 if rows == 1 else 1
+        batch = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch)
+        key = jax.random.key(0)
 
         def trace(rows: int) -> tuple[Any, tuple]:
             shapes = with_rows(batch, rows)
             return jax.make_jaxpr(forward, return_shape=True)(variables, shapes, key)
 
         kinds = [held.kind for held in held_inputs(variables, batch)]
-        traces = traces_by_name(
-            trace, rows * copies, kinds, jax.tree.leaves((variables, batch, key))
-        )
+        arrays = jax.tree.leaves((variables, batch, key))
+        traces = traces_by_name(trace, rows * copies, kinds, arrays)
         for name in names:
-            found = traces[name].of_batch() / copies
-            sums[name] = (found, jnp.full(found.shape, rows, jnp.float32))
+            batch_sums = traces[name].of_batch() / copies
+            sums[name] = (batch_sums, jnp.full(batch_sums.shape, rows, jnp.float32))
         return pack(sums, self.names)
 
     # of all batches -------------------------------------------------------------------------------
@@ -136,50 +132,46 @@ class EvalOutputs:
 
         A warning names, once, those of which several batches do not give the value on all rows.
         """
-        columns, found = np.array(self.columns), {}
+        columns = np.array(self.columns)
+        values = {}
         for name in self.names:
             sums, counts = np.asarray(total, np.float64)[:, columns == name]
             metric = self.objective.metrics.get(name)
             if isinstance(metric, FromSums):
-                found[name] = metric.value(name, sums)
-            elif self._sums_of(name) and counts[0]:
-                found[name] = self._function_of_sums(name, sums, counts[0])
+                values[name] = metric.value(name, sums)
+            elif self._sum_count(name) and counts[0]:
+                values[name] = self._function_of_sums(name, sums, counts[0])
             else:
-                found[name] = float(means(sums, counts)[0])
+                values[name] = float(means(sums, counts)[0])
         if batches > 1:
             self._warn_of_means()
-        return found
+        return values
 
     def drawings(self, total: np.ndarray) -> dict[str, Callable[[], Any]]:
-        """Return functions that draw metrics from sums by name, from what `finish` gets; none of
-        sums that are not finite.
+        """Return functions that draw metrics from sums, by name, from the total that `finish` gets;
+        none where sums are not finite.
         """
-        columns, metrics = np.array(self.columns), self.objective.metrics.items()
-        drawn = {
-            name: metric
-            for name, metric in metrics
-            if isinstance(metric, FromSums) and metric.draw is not None
-        }
-        sums = {name: np.asarray(total, np.float64)[0, columns == name] for name in drawn}
-        return {
-            name: functools.partial(metric.picture, name, sums[name])
-            for name, metric in drawn.items()
-            if np.isfinite(sums[name]).all()
-        }
+        columns = np.array(self.columns)
+        drawings = {}
+        for name, metric in self.objective.metrics.items():
+            if isinstance(metric, FromSums) and metric.draw is not None:
+                sums = np.asarray(total, np.float64)[0, columns == name]
+                if np.isfinite(sums).all():
+                    drawings[name] = functools.partial(metric.picture, name, sums)
+        return drawings
 
     def _warn_of_means(self) -> None:
-        names = [
-            name
-            for name in self.names
-            if not self._is_known(name) and self._from_batches[name] == FromBatches()
-        ]
-        fresh = [name for name in names if name not in self.warned]
-        self.warned.update(fresh)
-        if fresh:
-            shown = ", ".join(f'"{name}"' for name in fresh)
-            logging.getLogger("spmd").warning(
-                TEXT, self.rows, shown, "it" if len(fresh) == 1 else "them"
-            )
+        """Warn once of each mean over batches that may differ from the value on all rows."""
+        names = []
+        for name in self.names:
+            is_mean = not self._is_proved(name) and self._from_batches[name] == FromBatches()
+            if is_mean and name not in self.warned:
+                names.append(name)
+        self.warned.update(names)
+        if names:
+            quoted_names = ", ".join(f'"{name}"' for name in names)
+            pronoun = "it" if len(names) == 1 else "them"
+            logging.getLogger("spmd").warning(TEXT, self.rows, quoted_names, pronoun)
 
     # the traces -----------------------------------------------------------------------------------
 
@@ -198,10 +190,10 @@ class EvalOutputs:
         )
 
     def _traces_under(self, parallel: ParallelConfig | None) -> dict[str, Traces]:
-        kinds = [
-            held.kind for held in held_inputs(self.placed.abstract_state.variables, self.sample)
-        ]
-        rows = max(self.rows, 2)  # for dims of size 1 JAX may do something else
+        variables = self.placed.abstract_state.variables
+        kinds = [held.kind for held in held_inputs(variables, self.sample)]
+        # for dims of size 1 JAX may trace another program: it broadcasts them
+        rows = max(self.rows, 2)
 
         def trace(rows: int) -> tuple[Any, tuple]:
             shapes, jaxpr = self._trace(rows, parallel)
@@ -215,69 +207,64 @@ class EvalOutputs:
 
     @functools.cached_property
     def _from_batches(self) -> dict[str, FromBatches]:
+        """The functions by which values on all rows come from batches, by name."""
         try:
             by_name = {name: traces.from_batches() for name, traces in self._traces.items()}
         except SpmdError:  # the loss or a metric takes no other number of rows, and may join them
             return dict.fromkeys(self.names, FromBatches())
-        if any(
-            equation.primitive.name == SHARD_MAP
-            for equation in equations(self._traces[LOSS].first.jaxpr)
-        ):
-            # a layout's own functions are not read, so the loss has to be the same function of rows
-            # without them
-            alone = self._traces_under(dataclasses.replace(UNSHARDED, used=set()))
-            by_name = {
-                name: by_name[name] if by_name[name] == traces.from_batches() else FromBatches()
-                for name, traces in alone.items()
-            }
+        equations_of_loss = equations(self._traces[LOSS].first.jaxpr)
+        if all(equation.primitive.name != SHARD_MAP for equation in equations_of_loss):
+            return by_name
+        # a layout's own functions are not read, so the loss has to be the same function of rows
+        # without them
+        unsharded = self._traces_under(dataclasses.replace(UNSHARDED, used=set()))
+        for name, traces in unsharded.items():
+            if by_name[name] != traces.from_batches():
+                by_name[name] = FromBatches()
         return by_name
 
     @functools.cached_property
     def _functions_of_sums(self) -> dict[str, Callable[..., jax.Array]]:
-        return {
-            name: jax.jit(traces.of_all)
-            for name, traces in self._traces.items()
-            if self._sums_of(name)
-        }
+        functions = {}
+        for name, traces in self._traces.items():
+            if self._sum_count(name):
+                functions[name] = jax.jit(traces.of_all)
+        return functions
 
     def _function_of_sums(self, name: str, sums: np.ndarray, rows: float) -> float:
-        """Return the value on all rows; a warning says where it would be another one on twice these
-        rows.
-        """
+        """Return the value on all rows; warn once if it would be another on twice these rows."""
 
         def value(times: int) -> float:
+            scaled_sums = (times * sums).astype(np.float32)
+            scaled_rows = np.float32(times * rows)
+            # a few sums move to a device, also where the user's guard refuses transfers
             with jax.transfer_guard("allow"):
-                return float(
-                    self._functions_of_sums[name](
-                        (times * sums).astype(np.float32), np.float32(times * rows)
-                    )
-                )
+                return float(self._functions_of_sums[name](scaled_sums, scaled_rows))
 
-        found = value(1)
-        if (
-            not self._from_batches[name].scales
-            and name not in self.warned
-            and not np.isclose(value(2), found, rtol=1e-3, equal_nan=True)
-        ):
+        on_all = value(1)
+        if self._from_batches[name].scales or name in self.warned:
+            return on_all
+        on_twice = value(2)
+        if not np.isclose(on_twice, on_all, rtol=1e-3, equal_nan=True):
             self.warned.add(name)
-            logging.getLogger("spmd").warning(DEPENDS, name, rows, found, value(2))
-        return found
+            logging.getLogger("spmd").warning(DEPENDS, name, rows, on_all, on_twice)
+        return on_all
 
-    def _sums_of(self, name: str) -> int:
-        """Return the number of sums over rows of which a scalar is a function; 0: the mean of its
-        values on batches is taken.
+    def _sum_count(self, name: str) -> int:
+        """Return the number of sums over rows of which a scalar is a function; 0 where it is the
+        mean of its values on batches.
         """
         output = self._shapes[0] if name == LOSS else self._shapes[1][name]
-        return (
-            0
-            if self._is_known(name) or getattr(output, "shape", None) != ()
-            else self._from_batches[name].sums
-        )
+        if self._is_proved(name) or getattr(output, "shape", None) != ():
+            return 0
+        return self._from_batches[name].sums
 
-    def _is_known(self, name: str) -> bool:
-        """Return whether nothing has to be read to know that a metric's mean is right."""
-        metric = self.objective.metrics.get(name, self.objective.loss if name == LOSS else None)
-        shipped = isinstance(metric, FromSums) or (
-            isinstance(metric, PerExample) and metric.function in SHIPPED
-        )
-        return shipped or getattr(metric, "of_parts", False)
+    def _is_proved(self, name: str) -> bool:
+        """Return whether the mean of a metric is right without a proof from its trace."""
+        loss = self.objective.loss if name == LOSS else None
+        metric = self.objective.metrics.get(name, loss)
+        if isinstance(metric, FromSums):
+            return True
+        if isinstance(metric, PerExample) and metric.function in SHIPPED:
+            return True
+        return getattr(metric, "of_parts", False)

@@ -9,9 +9,14 @@ import optax
 
 from spmd.base.tree import Tree
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.spike_skip import MOST_COUNTED, init_alone, where_applied
 from spmd.train.state import check_optimizer
-from spmd.train.wrapped_optimizer import options_of, wrap_optimizer
+from spmd.train.wrapped_optimizer import (
+    MOST_COUNTED,
+    init_alone,
+    options_of,
+    where_applied,
+    wrap_optimizer,
+)
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
 MOST = float(jnp.finfo(jnp.float16).max)
@@ -23,12 +28,12 @@ class LossScale(NamedTuple):
     """The state of `scale_loss`.
 
     Attributes:
-      inner: of the optimizer.
+      inner: the state of the optimizer.
       scale: float32 scalar, by which the next step's loss is multiplied.
       since: int32 scalar, updates made since the scale changed.
       skipped: int32 scalar, updates that were skipped.
       left: int32 scalar, updates that may still be skipped in a row.
-      applied: bool scalar, whether the last update was made.
+      applied: bool scalar, True if the last update was made.
     """
 
     inner: Any
@@ -42,7 +47,7 @@ class LossScale(NamedTuple):
 def scale_loss(
     optimizer: Any, initial: float = 2.0**20, *, every: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps the scale of a loss whose gradients are computed in float16.
+    """Return an optimizer that keeps the scale of a loss whose gradients are computed in float16.
 
     The mean loss is multiplied by `state.scale` before the backward pass, and the gradients are
     divided by it in float32 after: both are the caller's, in spmd's step the step's. If one is then
@@ -83,11 +88,8 @@ def scale_loss(
       (0.0, '-5.0e-09')
     """
     tx = check_optimizer(optimizer)
-    if (
-        isinstance(initial, bool)
-        or not isinstance(initial, numbers.Real)
-        or not SMALLEST <= initial <= LARGEST
-    ):
+    is_number = isinstance(initial, numbers.Real) and not isinstance(initial, bool)
+    if not is_number or not SMALLEST <= initial <= LARGEST:
         raise OptionError(
             f"scale_loss: initial={short_repr(initial)}.",
             fix="from 2.0**-24 to 2.0**40, such as 2.0**20.",
@@ -96,12 +98,12 @@ def scale_loss(
 
     def init(params: Tree) -> LossScale:
         return LossScale(
-            init_alone("scale_loss", tx, params),
-            jnp.float32(initial),
-            jnp.int32(0),
-            jnp.int32(0),
-            jnp.int32(MAX_IN_A_ROW),
-            jnp.bool(True),
+            inner=init_alone("scale_loss", tx, params),
+            scale=jnp.float32(initial),
+            since=jnp.int32(0),
+            skipped=jnp.int32(0),
+            left=jnp.int32(MAX_IN_A_ROW),
+            applied=jnp.bool(True),
         )
 
     def update(
@@ -112,28 +114,30 @@ def scale_loss(
         factor: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[Tree, LossScale]:
-        """`factor`: by which all gradients were larger in the backward pass; None: the scale."""
-        larger = state.scale if factor is None else factor
-        # NaN is not
-        held = [
-            (jnp.abs(leaf).astype(jnp.float32) * larger <= MOST).all()
-            for leaf in jax.tree.leaves(updates)
-        ]
-        applied = jnp.stack(held or [jnp.bool(True)]).all()
-        updates, inner = where_applied(
-            applied, *tx.update(updates, state.inner, params, **extra), state.inner
-        )
+        """Return updates and the next state.
+
+        Args:
+          factor: by which all gradients were larger in the backward pass; None: the scale.
+        """
+        if factor is None:
+            factor = state.scale
+        in_range = []
+        for leaf in jax.tree.leaves(updates):
+            # False for a NaN, too
+            in_range.append((jnp.abs(leaf).astype(jnp.float32) * factor <= MOST).all())
+        applied = jnp.stack(in_range or [jnp.bool(True)]).all()
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        updates, inner = where_applied(applied, updates, inner, state.inner)
         since = jnp.where(applied, state.since + 1, 0)
-        scale = jnp.where(
-            applied, jnp.where(since == every, 2 * state.scale, state.scale), state.scale / 2
-        )
+        scale = jnp.where(since == every, 2 * state.scale, state.scale)
+        scale = jnp.where(applied, scale, state.scale / 2)
         return updates, LossScale(
-            inner,
-            jnp.clip(scale, SMALLEST, LARGEST),
-            since % every,
-            state.skipped + 1 - applied.astype(jnp.int32),
-            jnp.where(applied, MAX_IN_A_ROW, jnp.maximum(state.left - 1, 0)),
-            applied,
+            inner=inner,
+            scale=jnp.clip(scale, SMALLEST, LARGEST),
+            since=since % every,
+            skipped=state.skipped + 1 - applied.astype(jnp.int32),
+            left=jnp.where(applied, MAX_IN_A_ROW, jnp.maximum(state.left - 1, 0)),
+            applied=applied,
         )
 
     return wrap_optimizer("scale_loss", init, update, tx, every=every)
@@ -142,6 +146,8 @@ def scale_loss(
 def with_loss_scale(
     optimizer: optax.GradientTransformationExtraArgs, precision: str
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer for this precision: for float16 one that keeps a scale of the loss."""
-    scales = any(name.startswith("scale_loss") for name in options_of(optimizer))
-    return scale_loss(optimizer) if precision == "float16" and not scales else optimizer
+    """Return an optimizer for a precision: one that keeps a scale of the loss for float16."""
+    has_scale = any(name.startswith("scale_loss") for name in options_of(optimizer))
+    if precision == "float16" and not has_scale:
+        return scale_loss(optimizer)
+    return optimizer

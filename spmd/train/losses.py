@@ -32,36 +32,38 @@ def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> own = of_parts(lambda model, batch: jnp.square(batch - batch.mean()).mean())
-      >>> own.of_parts
+      >>> variance = of_parts(lambda model, batch: jnp.square(batch - batch.mean()).mean())
+      >>> variance.of_parts
       True
     """
 
     @functools.wraps(loss)
-    def same(*args: Any, **named: Any) -> Any:
+    def marked(*args: Any, **named: Any) -> Any:
         return loss(*args, **named)
 
-    same.of_parts = True  # type: ignore[attr-defined]
-    return same
+    marked.of_parts = True  # type: ignore[attr-defined] # a function has any attribute
+    return marked
 
 
 def _is_integer(targets: jax.Array) -> jax.Array | bool:
-    """Which targets are whole numbers; those of files may be, as floats."""
+    """Return which targets are whole numbers: targets that come from files may be floats."""
     if jnp.issubdtype(targets.dtype, jnp.complexfloating):
         raise LossError(f"cross_entropy: the targets are {describe(targets)}.", fix="integers.")
-    return targets == jnp.floor(targets) if jnp.issubdtype(targets.dtype, jnp.floating) else True
+    if jnp.issubdtype(targets.dtype, jnp.floating):
+        return targets == jnp.floor(targets)
+    return True
 
 
 def _cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     same_shape("cross_entropy", outputs[..., 0], targets)
-    logits, classes = outputs.astype(jnp.float32), jnp.arange(outputs.shape[-1])
-    # compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and
-    # rows are sharded over two mesh axes
-    chosen = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
-    chosen = jnp.where(
-        (targets >= 0) & (targets < len(classes)) & _is_integer(targets), chosen, jnp.nan
-    )
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    logits = outputs.astype(jnp.float32)
+    classes = jnp.arange(outputs.shape[-1])
+    # Compared, not looked up: XLA's partitioner aborts on a look-up in logits whose classes and
+    # rows are sharded over two mesh axes (jax 0.10.2).
+    target_logits = jnp.where(classes == targets[..., None], logits, 0.0).sum(axis=-1)
+    is_class = (targets >= 0) & (targets < len(classes)) & _is_integer(targets)
+    target_logits = jnp.where(is_class, target_logits, jnp.nan)
+    return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
 
 def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -70,8 +72,8 @@ def _mean_squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of the next token, as (sum, count) over the tokens that count: for batches of
-    `spmd.data.text`.
+    """Return the cross-entropy of the next token, as (sum, count) over the tokens that count: for
+    batches of `spmd.data.text`.
 
     The model is called as `model(tokens, positions=, segment_ids=)`, without the last two if the
     batch lacks them, and returns logits [rows, length, vocabulary]. One that has `features`, with
@@ -103,18 +105,19 @@ def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
       >>> round(float(total / count), 4) == round(math.log(8), 4)
       True
     """
-    missing = (
-        [name for name in ("tokens", "targets", "mask") if name not in batch]
-        if isinstance(batch, dict)
-        else ["tokens"]
-    )
+    missing = ["tokens"]
+    contents = type_name(batch)
+    if isinstance(batch, dict):
+        missing = [name for name in ("tokens", "targets", "mask") if name not in batch]
+        contents = join_names(batch)
     if missing:
-        has = join_names(batch) if isinstance(batch, dict) else type_name(batch)
         raise DataError(
-            f"next_token: the batch has no {join_names(missing)}; it has {has}.",
+            f"next_token: the batch has no {join_names(missing)}; it has {contents}.",
             fix="batches as of spmd.data.text.",
         )
-    tokens, targets, weights = batch["tokens"], batch["targets"], batch["mask"].astype(jnp.float32)
+    tokens = batch["tokens"]
+    targets = batch["targets"]
+    weights = batch["mask"].astype(jnp.float32)
     packed = {name: batch[name] for name in ("positions", "segment_ids") if name in batch}
     if hasattr(model, "features") and hasattr(model, "output_head"):
         return cross_entropy_from_features(
@@ -126,34 +129,29 @@ def next_token(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 
 @functools.partial(jax.jit, static_argnums=0)
 def _range(loss: PerExample, batch: Any) -> jax.Array:
-    """The smallest and the largest target that counts; of those that are no whole number one, or 0;
-    how many are NaN.
+    """Return of the targets that count: the smallest, the largest, one that is no whole number (0
+    if all are), and how many are NaN.
     """
     targets = jnp.where(loss.counts(batch), loss.split(batch)[1], 0)
-    nans = jnp.isnan(targets)  # which a maximum over devices may drop
-    return jnp.stack(
-        [
-            targets.min(),
-            targets.max(),
-            jnp.where(_is_integer(targets) | nans, 0, targets).max(),
-            nans.sum(dtype=targets.dtype),
-        ]
-    )
+    # counted, because XLA's maximum over devices may drop a NaN
+    nans = jnp.isnan(targets)
+    low = targets.min()
+    high = targets.max()
+    fraction = jnp.where(_is_integer(targets) | nans, 0, targets).max()
+    return jnp.stack([low, high, fraction, nans.sum(dtype=targets.dtype)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _no_mask(function: PerExample, batch: Any) -> jax.Array:
-    """How many entries of a mask are neither 0 nor 1, the largest of them, and how many are NaN,
-    which a maximum over devices may drop.
+    """Return how many entries of a mask are neither 0 nor 1, the largest of these, and how many are
+    NaN.
     """
-    strange, mask = function.no_mask(batch), batch[function.mask].astype(jnp.float32)
-    return jnp.stack(
-        [
-            strange.sum(),
-            jnp.where(strange & ~jnp.isnan(mask), mask, -jnp.inf).max(),
-            jnp.isnan(mask).sum(),
-        ]
-    )
+    invalid = function.no_mask(batch)
+    mask = batch[function.mask].astype(jnp.float32)
+    count = invalid.sum()
+    # without NaN, which XLA's maximum over devices may drop
+    largest = jnp.where(invalid & ~jnp.isnan(mask), mask, -jnp.inf).max()
+    return jnp.stack([count, largest, jnp.isnan(mask).sum()])
 
 
 def check_masks(functions: Iterable[Any], batch: Any) -> None:
@@ -162,34 +160,38 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
     Raises:
       DataError: there are some, for a loss or metric of `on(mask=...)`.
     """
-    masked = {
-        one.mask: one for one in functions if isinstance(one, PerExample) and one.mask is not None
-    }
-    for name, function in masked.items():
-        count, value, nans = map(float, jax.device_get(_no_mask(function, batch)))
+    by_mask = {}
+    for function in functions:
+        if isinstance(function, PerExample) and function.mask is not None:
+            by_mask[function.mask] = function
+    for name, function in by_mask.items():
+        count, largest, nans = map(float, jax.device_get(_no_mask(function, batch)))
         if count:
+            example = math.nan if nans else largest
             raise DataError(
                 f"{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the "
                 f'mask "{name}", '
                 f"{describe(batch[name])}, are neither 0 nor 1, such as "
-                f"{math.nan if nans else value:g}.",
+                f"{example:g}.",
                 fix="a mask of bool, or of 0 and 1. For weights, a loss of your own that returns "
                 "((weights * values).sum(), weights.sum()).",
             )
 
 
 def nan_causes(loss: Any, outputs: Iterable[tuple[int, ...]]) -> str:
-    """What in a batch makes a declared loss NaN, to end a sentence with; empty where nothing is
-    known of it.
+    """Return the end of a sentence on the entries of a batch that make a declared loss NaN; empty
+    where nothing is known of the loss.
 
     Args:
-      outputs: shapes that the model has given to it.
+      outputs: shapes that the model has given to the loss.
     """
     if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
         return ""
     classes = "".join(f", 0 to {shape[-1] - 1}" for shape in outputs)
-    mask = "" if loss.mask is None else f', and where the mask "{loss.mask}" is neither 0 nor 1'
-    return f": {loss.name} is NaN where a target is not one of the model's classes{classes}{mask}"
+    text = f": {loss.name} is NaN where a target is not one of the model's classes{classes}"
+    if loss.mask is not None:
+        text += f', and where the mask "{loss.mask}" is neither 0 nor 1'
+    return text
 
 
 def check_targets(loss: Any, classes: int, batch: Any) -> None:
@@ -200,10 +202,10 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
     """
     if not isinstance(loss, PerExample) or loss.function is not _cross_entropy:
         return
-    low, high, part, nans = map(float, jax.device_get(_range(loss, batch)))
-    if part != 0 and math.isfinite(part):
+    low, high, fraction, nans = map(float, jax.device_get(_range(loss, batch)))
+    if fraction != 0 and math.isfinite(fraction):
         raise DataError(
-            f"{loss.name}: a target is {part:g}, which is no whole number.",
+            f"{loss.name}: a target is {fraction:g}, which is no whole number.",
             fix="classes, counted from 0.",
         )
     if nans:
@@ -218,15 +220,13 @@ def check_targets(loss: Any, classes: int, batch: Any) -> None:
         )
     low, high = math.floor(low), math.ceil(high)
     if low < 0 or high >= classes:
-        ignored = (
-            " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)."
-            if low < 0
-            else ""
-        )
+        fix = f"classes counted from 0, or a model with {max(high + 1, 1)} logits."
+        if low < 0:
+            fix += " Those that do not count: cross_entropy.on(ignore=-100), or on(mask=...)."
         raise DataError(
             f"{loss.name}: targets from {low} to {high}, and the model gives {classes} logits, for "
             f"classes 0 to {classes - 1}.",
-            fix=f"classes counted from 0, or a model with {max(high + 1, 1)} logits.{ignored}",
+            fix=fix,
         )
 
 
@@ -243,7 +243,8 @@ by value and range.
 mean_squared_error = PerExample(_mean_squared_error, "spmd.losses.mean_squared_error")
 """Mean of (output - target)² over everything but dim 0, in float32."""
 
-# which join no rows
+# functions that join no rows
 SHIPPED = tuple(
-    one.function for one in (cross_entropy, mean_squared_error, accuracy, mean_absolute_error)
+    shipped.function
+    for shipped in (cross_entropy, mean_squared_error, accuracy, mean_absolute_error)
 )

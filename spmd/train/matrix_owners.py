@@ -8,13 +8,14 @@ back; all-gathers replace them where an array is replicated. The rest of the upd
 and so does the state.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import graphlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,16 +41,17 @@ from spmd.train.matrix_regions import (
 )
 from spmd.train.owned_matrices import (
     Member,
+    axes_of_batch,
     border_spec,
+    device_count,
     local_update,
+    routes_to_owners,
     shaped_like,
-    slots_of,
-    way_size,
-    ways_of,
 )
 
-ALL = 1 << 60  # equations: functions of jax.numpy are jits, and a matrix passes through many
-# entries that batch dims have more: layers, those in each layer such as experts, both
+# equations of a program to inline: functions of jax.numpy are jits, and a matrix passes many
+ALL = 1 << 60
+# entries by which batch dims are larger: layers; matrices of each layer, such as experts; both
 LARGER = (1,), (0, 1), (1, 1)
 
 
@@ -58,9 +60,9 @@ class Group:
     """Matrices that are updated by equal programs, as the notes of a run and plans show them.
 
     Attributes:
-      shape: of one matrix.
-      matrices: how many there are, each layer of a stack, and each expert of a layer, counted.
-      most: how many the devices with the most own.
+      shape: the shape of one matrix.
+      matrices: the number of matrices, each layer of a stack, and each expert of a layer, counted.
+      most: the number that the devices with the most own.
       paths: the parameters, each with the number of its matrices.
       program: equal for groups whose scalars alone differ.
     """
@@ -78,11 +80,11 @@ def update_by_owners(
     mesh: Mesh | AbstractMesh,
     groups: list[Group] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, with the same state, whose `update` on global arrays computes with each matrix
-    on one device.
+    """Return the optimizer, with the same state, whose `update` on global arrays computes with each
+    matrix on one device.
 
     Args:
-      groups: gets the groups of matrices when `update` is traced.
+      groups: a list to which the groups of matrices are appended when `update` is traced.
 
     Raises:
       LayoutError: by `update`, whose program cannot be rewritten.
@@ -90,25 +92,19 @@ def update_by_owners(
     if mesh.size == 1:
         return optimizer
 
-    def run(updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> tuple[Tree, Any]:
-        return optimizer.update(updates, state, params, **extra)
-
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         arguments = updates, state, params, extra
-        closed, shapes = _traced(run, arguments)
-        larger, owners = (
-            _of_larger_batches(optimizer, run, arguments, closed.jaxpr),
-            _owners(arguments, resolved),
-        )
+        closed, shapes = _traced(optimizer, arguments)
+        larger = _traced_on_larger_batches(optimizer, arguments, closed.jaxpr)
+        owners = _owners(arguments, resolved)
         try:
             jaxpr = _Program(closed.jaxpr, larger, owners, resolved, mesh, groups).rewritten()
         except Exception as error:
-            why = (
-                '[optimizer] matrices = "owner": the optimizer\'s update cannot be rewritten: '
-                f"{type(error).__name__}: {error}"
-            )
+            # an unknown equation of another version of JAX may fail in any way
             raise LayoutError(
-                why, fix="leave it out: the optimizer trains the same, and XLA places its matrices."
+                '[optimizer] matrices = "owner": the optimizer\'s update cannot be rewritten: '
+                f"{type(error).__name__}: {error}",
+                fix="leave it out: the optimizer trains the same, and XLA places its matrices.",
             ) from error
         results = jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -123,66 +119,66 @@ def owner_notes(
     resolved: Resolved,
     mesh: Mesh | AbstractMesh,
 ) -> list[str]:
-    """What a person should know of `matrices = "owner"` under this layout; `params`, as it sees
-    them, and `opt` are abstract.
+    """Return notes on `matrices = "owner"` under a layout.
+
+    Args:
+      params: shapes of the parameters, as the optimizer sees them.
+      opt: shapes of the optimizer's state.
     """
     if not resolved.layout.optimizer.owners or mesh.size == 1:
         return []
     groups: list[Group] = []
     grads, opt = abstract((params, opt))
     update = update_by_owners(optimizer, resolved, mesh, groups).update
-    traced = jax.make_jaxpr(lambda grads, opt: update(grads, opt, grads, value=jnp.float32(0)))(
-        grads, opt
-    )
-    products = _products_outside(traced.jaxpr)
-    left = (
+
+    def step(grads: Tree, opt: Any) -> tuple[Tree, Any]:
+        return update(grads, opt, grads, value=jnp.float32(0))
+
+    products = _products_outside(jax.make_jaxpr(step)(grads, opt).jaxpr)
+    outside = (
         "products of several parameters' arrays, in a loop over them, or next to what cannot be "
-        "batched, are left to the compiler"
+        f"batched, are left to the compiler: {products}."
     )
-    left = f"{left}: {products}."
     if not groups:
-        why = (
-            f"none has an owner: {left}"
-            if products
-            else "the optimizer multiplies and factorizes no matrices, so none has an owner."
-        )
+        why = "the optimizer multiplies and factorizes no matrices, so none has an owner."
+        if products:
+            why = f"none has an owner: {outside}"
         return [f'note: [optimizer] matrices = "owner": {why}']
     counts: dict[str, int] = {}
+    shapes = []
     for group in groups:
-        counts |= {path: max(count, counts.get(path, 0)) for path, count in group.paths.items()}
-    shapes = ", ".join(
-        f"{group.matrices} of {list(group.shape)} (at most {group.most} on a device)"
-        for group in groups
-    )
-    notes = [f"[optimizer] matrices: {sum(counts.values())} have owners: {shapes}."]
+        shape = f"{group.matrices} of {list(group.shape)}"
+        shapes.append(f"{shape} (at most {group.most} on a device)")
+        # several groups may have matrices of a parameter: several regions of its update
+        for path, count in group.paths.items():
+            counts[path] = max(count, counts.get(path, 0))
+    notes = [f"[optimizer] matrices: {sum(counts.values())} have owners: {', '.join(shapes)}."]
     if products:
-        notes.append(f"note: [optimizer] matrices: {left}")
-    alike = [
-        sum(other.program == group.program for other in groups) > 1 and group.matrices < mesh.size
-        for group in groups
-    ]
-    if few := sum(alike):
-        why = (
-            "batches of fewer matrices than the mesh has devices, because scalars that equal "
-            f"programs use differ: {few}."
+        notes.append(f"note: [optimizer] matrices: {outside}")
+    program_counts = collections.Counter(group.program for group in groups)
+    small = [group for group in groups if group.matrices < mesh.size]
+    divided = sum(program_counts[group.program] > 1 for group in small)
+    if divided:
+        notes.append(
+            "note: [optimizer] matrices: batches of fewer matrices than the mesh has devices, "
+            f"because scalars that equal programs use differ: {divided}."
         )
-        notes.append(f"note: [optimizer] matrices: {why}")
     return notes
 
 
 def _products_outside(jaxpr: Any) -> int:
-    """How many products and factorizations of matrices owners do not compute."""
+    """Return how many products and factorizations of matrices owners do not compute."""
     count = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name != "shard_map" and needs_matrix(equation):
-            inner = [*inner_jaxprs(equation)]
-            count += sum(_products_outside(each) for each in inner) if inner else 1
+            inner = list(inner_jaxprs(equation))
+            count += sum(map(_products_outside, inner)) if inner else 1
     return count
 
 
 def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
-    """The parameter whose path is in the path of an optimizer's array: the last, and of several
-    that end there the longest.
+    """Return the parameter whose path is in the path of an optimizer's array: the last, and of
+    several that end there the longest.
 
     The number of a parameter in a list must be at the end, because optimizers are numbered too.
 
@@ -199,56 +195,60 @@ def param_within(path: str, placements: Mapping[str, Any]) -> str | None:
 
 
 def _owners(arguments: tuple[Tree, ...], resolved: Resolved) -> list[str | None]:
-    """The parameter of every leaf of an update's arguments."""
+    """Return the parameter of every leaf of an update's arguments."""
     updates, state, params, extra = arguments
-    of_state = [
-        param_within(path_of(keys), resolved.placements)
-        for keys, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    return [*flatten(updates), *of_state, *flatten(params), *[None for _ in jax.tree.leaves(extra)]]
+    owners: list[str | None] = list(flatten(updates))
+    for keys, _ in jax.tree_util.tree_leaves_with_path(state):
+        owners.append(param_within(path_of(keys), resolved.placements))
+    owners += flatten(params)
+    return owners + [None] * len(jax.tree.leaves(extra))
 
 
-def _traced(run: Callable[..., Any], arguments: tuple[Tree, ...]) -> tuple[Any, Any]:
-    """A function's program, which can be run inside and outside of `jax.shard_map`, since its
-    equations know no mesh; and its results.
-    """
+def _traced(optimizer: Any, arguments: tuple[Tree, ...]) -> tuple[Any, Any]:
+    """Return the program of an optimizer's update, and its results."""
+
+    def update(updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Any:
+        return optimizer.update(updates, state, params, **extra)
+
     shapes = jax.tree.map(lambda x: shaped_like(x, jnp.shape(x)), arguments)
+    # Equations that name no mesh can be part of a program inside of `jax.shard_map`, and of one
+    # outside.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(run, return_shape=True)(*shapes)
+        return jax.make_jaxpr(update, return_shape=True)(*shapes)
 
 
-def _of_larger_batches(
-    optimizer: Any, run: Callable[..., Any], arguments: tuple[Tree, ...], jaxpr: Any
+def _traced_on_larger_batches(
+    optimizer: Any, arguments: tuple[Tree, ...], jaxpr: Any
 ) -> tuple[Any, ...]:
-    """The programs of the same update if dims that may be batches had one entry more: `LARGER` as
-    far as there are such, and as it can be traced.
+    """Return the programs of the same update if dims that may be batches had one entry more:
+    `LARGER` as far as there are such dims, and as it can be traced.
     """
     updates, state, params, extra = arguments
-    if not any(needs_matrix(equation) for equation in equations(jaxpr)):
+    if not any(map(needs_matrix, equations(jaxpr))):
         return ()
 
     def traced(more: tuple[int, ...]) -> Any:
         def larger(leaf: Any) -> jax.ShapeDtypeStruct:
-            batch = [
-                size + add
-                for size, add in zip(leaf.shape[: max(leaf.ndim - 2, 0)], more, strict=False)
-            ]
-            return shaped_like(leaf, (*batch, *leaf.shape[len(batch) :]))
+            shape = list(leaf.shape)
+            for dim in range(min(len(more), leaf.ndim - 2)):
+                shape[dim] += more[dim]
+            return shaped_like(leaf, tuple(shape))
 
         grads, weights = jax.tree.map(larger, (updates, params))
-        opt = jax.tree.map(
-            lambda leaf, other: shaped_like(leaf, other.shape),
-            state,
-            jax.eval_shape(optimizer.init, weights),
-        )
-        return _traced(run, (grads, opt, weights, extra))[0].jaxpr
+        shapes = jax.eval_shape(optimizer.init, weights)
+        opt = jax.tree.map(lambda leaf, other: shaped_like(leaf, other.shape), state, shapes)
+        closed, _ = _traced(optimizer, (grads, opt, weights, extra))
+        return closed.jaxpr
 
-    deepest, found = max((leaf.ndim for leaf in jax.tree.leaves(updates)), default=0), list[Any]()
-    # an optimizer of one's own may refuse other shapes in any way
+    most_dims = max((leaf.ndim for leaf in jax.tree.leaves(updates)), default=0)
+    programs: list[Any] = []
+    # a user's optimizer may refuse other shapes in any way
     with contextlib.suppress(Exception):
-        found += [traced(LARGER[0])] if deepest > 2 else []
-        found += [traced(more) for more in LARGER[1:]] if deepest > 3 else []
-    return tuple(found)
+        if most_dims > 2:
+            programs.append(traced(LARGER[0]))
+        if most_dims > 3:
+            programs += [traced(more) for more in LARGER[1:]]
+    return tuple(programs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +256,7 @@ class _Program:
     """A jaxpr whose regions are to be computed by owners.
 
     Attributes:
-      larger: the same one of larger batches, as `_of_larger_batches` returns them.
+      larger: the same jaxpr of larger batches, as `_traced_on_larger_batches` returns them.
       owners: the parameter of each input.
     """
 
@@ -268,7 +268,7 @@ class _Program:
     groups: list[Group] | None
 
     def rewritten(self) -> Any:
-        """The jaxpr with one equation in place of the regions of a group."""
+        """Return the jaxpr with one equation in place of the regions of a group."""
         equations, outputs = inlined(self.jaxpr, ALL)
         larger = [inlined(jaxpr, ALL)[0] for jaxpr in self.larger]
         larger = list(itertools.takewhile(functools.partial(_correspond, equations), larger))
@@ -281,7 +281,8 @@ class _Program:
             if all(x.aval.size for x in (*region.inputs, *region.outputs)):
                 member = self._member(region, equations, larger)
                 groups.setdefault(member.key, []).append(member)
-        by_owners, replaced = [], set[int]()
+        by_owners = []
+        replaced: set[int] = set()
         for members in groups.values():
             if members[0].can_be_batched():
                 by_owners.append(self._equation(members))
@@ -326,28 +327,28 @@ class _Program:
         try:
             program, batch, stacked = self._of_one_matrix(region, equations, larger)
         except DependentLayersError:
-            if region.without_sums is not None:  # which may be over all layers
+            # sums may be over all layers
+            if region.without_sums is not None:
                 return self._member(region.without_sums, equations, larger)
             program, batch, stacked = self._as_one_matrix(region, equations)
         atoms = (*region.inputs, *region.outputs)
         layered = {atom for atom, is_stacked in zip(atoms, stacked, strict=True) if is_stacked}
         shared = {x: first for x, first in region.shared.items() if x not in layered}
-        slots = slots_of(placement, len(batch))
+        dims = len(batch)
         specs = []
         for atom, is_stacked in zip(atoms, stacked, strict=True):
             if is_stacked or not batch:
-                shape = atom.aval.shape
-                specs.append(border_spec(shape, placement, self.mesh, batch=len(batch)))
+                specs.append(border_spec(atom.aval.shape, placement, self.mesh, batch=dims))
             else:  # an array that all layers share
                 specs.append(())
         return Member(
             region=dataclasses.replace(region, shared=shared),
             program=program,
-            shape=placement.shape[len(batch) :],
+            shape=placement.shape[dims:],
             batch=batch,
             stacked=stacked,
-            slots=slots,
-            ways=ways_of(placement, slots, self.mesh),
+            batch_axes=axes_of_batch(placement, dims),
+            routes=routes_to_owners(placement, dims, self.mesh),
             specs=tuple(specs),
         )
 
@@ -358,12 +359,10 @@ class _Program:
         outputs have it; of as many batch dims as are computed independently of each other.
 
         Raises:
-          DependentLayersError: what is computed of a layer depends on others.
+          DependentLayersError: a layer of the results depends on other layers.
         """
-        shape, atoms = (
-            self.resolved.placements[region.path].shape,
-            (*region.inputs, *region.outputs),
-        )
+        shape = self.resolved.placements[region.path].shape
+        atoms = (*region.inputs, *region.outputs)
         others = [self._larger(region, equations, other) for other in larger]
         if not others or len(shape) < 3:
             return self._as_one_matrix(region, equations)
@@ -374,7 +373,8 @@ class _Program:
             return self._as_one_matrix(region, equations)
         if len(others) == len(LARGER) and len(shape) > 3:
             _, (wider, names), (both, _) = others
-            with contextlib.suppress(DependentLayersError):  # then each layer is one matrix
+            # each layer is one matrix if its matrices depend on each other
+            with contextlib.suppress(DependentLayersError):
                 if _batched(atoms, names, 1, shape[1]) == batched:
                     of_layer = of_one_layer(wider, both, layers)
                     return of_one_layer(program, of_layer, shape[1]), shape[:2], batched
@@ -488,6 +488,6 @@ def _in_order(equations: list[Any]) -> list[Any]:
 def _group(members: list[Member], mesh: Mesh | AbstractMesh) -> Group:
     first = members[0]
     paths = {member.region.path: math.prod(member.batch) for member in members}
-    owners = math.prod(way_size(way, mesh) for way in first.ways)
+    owners = math.prod(device_count(axes, mesh) for axes in first.routes)
     on_each_slot = sum(math.prod(member.local_batch(mesh)) for member in members)
     return Group(first.shape, sum(paths.values()), -(-on_each_slot // owners), paths, first.kind)

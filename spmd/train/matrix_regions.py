@@ -1,5 +1,5 @@
-"""Finds in a traced update of an optimizer what needs a parameter's matrix in one place: products,
-factorizations, what is between them.
+"""The parts of an optimizer's traced update that need a parameter's matrix in one place: products,
+factorizations, and equations between them.
 
 Everything else of an update is element-wise, or sums, which are as exact on shards.
 """
@@ -19,7 +19,7 @@ from spmd.jaxpr.programs import equations, is_literal, part_of, variables
 
 MOVES = of_kind(Kind.MOVEMENT)
 FACTORIZATIONS = of_kind(Kind.FACTORIZATION)
-# the params that hold sizes
+# the params of equations that hold sizes of an array
 SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
 
 
@@ -33,15 +33,16 @@ class Region:
 
     Attributes:
       path: the parameter.
-      level: how many values of several parameters follow one another before it. Regions of one
-        level use nothing of each other.
-      equations: their places in the program, in order.
-      copied: those of equations that it computes as well, because their results need not be sent
+      level: the number of values of several parameters that follow one another before it. Regions
+        of one level use nothing of each other.
+      equations: places of the region's equations in the program, in order.
+      copied: places of equations that it computes as well, because their results need not be sent
         then: constants, and element-wise functions of other inputs.
-      inputs, outputs: variables that it takes from other equations, and that others take from it.
-      shared: those of the inputs that are no arrays of the parameter, such as counters; of each the
-        first that is computed like it.
-      without_sums: the region without sums that it begins with, such as a norm; None if it has
+      inputs: variables that it uses of other equations.
+      outputs: variables that other equations use of it.
+      shared: inputs that are no arrays of the parameter, such as counters; by each, the first
+        variable that is computed alike.
+      without_sums: the region without the sums at its beginning, such as a norm; None if it has
         none.
     """
 
@@ -56,25 +57,25 @@ class Region:
 
     @property
     def places(self) -> list[int]:
-        """Those of all its equations."""
+        """The places of all its equations, copied ones too."""
         return sorted({*self.equations, *self.copied})
 
-    def program(self, found: Sequence[Any], around: Any) -> Any:
-        """The region as a jaxpr; `found` are the equations of the jaxpr `around`."""
-        inside = [found[place] for place in self.places]
+    def program(self, equations: Sequence[Any], around: Any) -> Any:
+        """Return the region as a jaxpr; `equations` are those of the jaxpr `around`."""
+        inside = [equations[place] for place in self.places]
         return part_of(around, inside, self.inputs, self.outputs)
 
 
 def needs_matrix(equation: Any) -> bool:
-    """Whether an equation multiplies or factorizes matrices; a product that is a scalar is a
-    sum.
+    """Return whether an equation multiplies or factorizes matrices; a product that is a scalar is
+    a sum.
     """
     name = equation.primitive.name
     if name == "dot_general":
         return equation.outvars[0].aval.ndim > 0
-    return name in FACTORIZATIONS or any(
-        needs_matrix(inner) for jaxpr in inner_jaxprs(equation) for inner in equations(jaxpr)
-    )
+    if name in FACTORIZATIONS:
+        return True
+    return any(any(map(needs_matrix, equations(jaxpr))) for jaxpr in inner_jaxprs(equation))
 
 
 def find_regions(
@@ -83,26 +84,27 @@ def find_regions(
     """Return the regions of a program, and the parameter of every variable that is computed from
     arrays of one.
 
-    What is computed from arrays of several parameters, such as a global norm, is in none; what uses
-    it is in another region than what it is computed from, so that the regions of one level can be
-    computed at once.
+    A value of arrays of several parameters, such as a global norm, is in no region. Equations that
+    use it are in another region than those that it is computed from, so that the regions of one
+    level can be computed at once.
 
     Args:
-      equations: of the program.
+      equations: the equations of the program.
       owners: the parameter that an input of the program belongs to, by variable.
-      outputs: of the program.
+      outputs: variables that the program returns.
     """
-    owner, level_of = dict(owners), dict.fromkeys(owners, 0)
+    owner = dict(owners)
+    levels = dict.fromkeys(owners, 0)
     places_by_region: dict[tuple[str, int], list[int]] = {}
     for place, equation in enumerate(equations):
         inputs = variables(equation.invars)
         paths = {owner[x] for x in inputs if x in owner}
-        level = max((level_of.get(x, 0) for x in inputs), default=0)
+        level = max((levels.get(x, 0) for x in inputs), default=0)
         if len(paths) == 1:
             path = paths.pop()
             places_by_region.setdefault((path, level), []).append(place)
             owner |= dict.fromkeys(equation.outvars, path)
-        level_of |= dict.fromkeys(equation.outvars, level + (len(paths) > 1))
+        levels |= dict.fromkeys(equation.outvars, level + (len(paths) > 1))
     program = _Program(equations, owner, outputs)
     regions = []
     for (path, level), places in places_by_region.items():
@@ -113,20 +115,21 @@ def find_regions(
 
 
 class _Program:
-    """The equations of a program, and what is known of its variables.
+    """The equations of a program, and facts of its variables.
 
     Attributes:
       owner: the parameter of a variable that has one.
       constants: variables that depend on no input.
       made_at: the place of the equation that makes a variable.
-      used_at: the places of those that use a variable; the end, for an output.
-      first_alike: of every variable of no parameter that element-wise functions compute, the first
+      used_at: the places of equations that use a variable; the end of the program, for an output.
+      first_alike: by every variable of no parameter that element-wise functions compute, the first
         that is computed alike. Each parameter's update may compute a scalar anew, such as the
         learning rate in the parameter's dtype.
     """
 
     def __init__(self, equations: Sequence[Any], owner: Mapping[Any, str], outputs: Iterable[Any]):
-        self.equations, self.owner = equations, owner
+        self.equations = equations
+        self.owner = owner
         self.constants: set[Any] = set()
         self.made_at: dict[Any, int] = {}
         self.used_at: dict[Any, set[int]] = {x: {len(equations)} for x in variables(outputs)}
@@ -144,21 +147,21 @@ class _Program:
                 self.first_alike[result] = first.setdefault(self._computation(equation), result)
 
     def _computation(self, equation: Any) -> tuple:
-        """Return what is equal for element-wise equations that compute the same."""
+        """Return a key that is equal for element-wise equations that compute the same."""
         inputs = []
         for atom in equation.invars:
             if is_literal(atom):
                 inputs.append((atom.aval, np.asarray(atom.val).tobytes()))
             else:
                 inputs.append(self.first_alike.get(atom, atom))
-        params, aval = printed(equation.params), equation.outvars[0].aval
-        return equation.primitive, params, tuple(inputs), aval
+        params = printed(equation.params)
+        return equation.primitive, params, tuple(inputs), equation.outvars[0].aval
 
 
 def _region(program: _Program, path: str, level: int, places: list[int]) -> Region | None:
-    """Return the region among these equations of one parameter: what needs the matrix, what is
-    between, sums of elements that it uses, and what moves elements on either side, so that arrays
-    pass its borders in the parameter's own shape.
+    """Return the region among these equations of one parameter: those that need the matrix, those
+    between, sums of elements that they use, and movements of elements on either side, so that
+    arrays pass the region's borders in the shape of the parameter.
     """
     equations = program.equations
     matrices = {place for place in places if needs_matrix(equations[place])}
@@ -167,8 +170,9 @@ def _region(program: _Program, path: str, level: int, places: list[int]) -> Regi
     elementwise = {place for place in places if is_elementwise(equations[place])}
     moving = {place for place in places if equations[place].primitive.name in MOVES} - elementwise
     without_sums = [place for place in places if place in matrices | moving | elementwise]
-    around = _after(equations, without_sums, matrices) | _before(equations, without_sums, matrices)
-    moves = moving & around
+    connected = _after(equations, without_sums, matrices)
+    connected |= _before(equations, without_sums, matrices)
+    moves = moving & connected
     sums = _before(equations, places, matrices) - elementwise
     region = _hull(program, path, level, places, matrices | moves | sums)
     fewer = _hull(program, path, level, places, matrices | moves)
@@ -178,7 +182,7 @@ def _region(program: _Program, path: str, level: int, places: list[int]) -> Regi
 
 
 def _hull(program: _Program, path: str, level: int, places: list[int], ends: set[int]) -> Region:
-    """Return the region of some equations, `ends`, and of what is between them."""
+    """Return the region of some equations, `ends`, and of those between them."""
     equations = program.equations
     inside = sorted(_after(equations, places, ends) & _before(equations, places, ends))
     inputs, copied = _inputs(program, path, inside)
@@ -194,34 +198,40 @@ def _hull(program: _Program, path: str, level: int, places: list[int], ends: set
 def _inputs(
     program: _Program, path: str, inside: list[int]
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return what some equations take from others, and which others are copied: until no further
-    one makes inputs fewer.
+    """Return the variables that some equations use of others, and the places of others to copy:
+    until no further copy makes inputs fewer.
     """
     copied: set[int] = set()
     while True:
-        chosen = [program.equations[place] for place in sorted({*inside, *copied})]
         made: set[Any] = set()
         inputs: dict[Any, None] = {}
-        for equation in chosen:
+        for place in sorted({*inside, *copied}):
+            equation = program.equations[place]
             inputs |= dict.fromkeys(x for x in variables(equation.invars) if x not in made)
             made.update(equation.outvars)
-        arrays = {x for x in inputs if x.aval.ndim}
         more = set()
         for variable in inputs:
-            if variable not in program.made_at:
-                continue
-            place = program.made_at[variable]
-            equation = program.equations[place]
-            sources = {x for x in variables(equation.invars) if x.aval.ndim}
-            is_of_inputs = bool(sources) and sources <= arrays - {variable}
-            is_computed_again = (
-                program.owner.get(variable) == path and is_of_inputs and is_elementwise(equation)
-            )
-            if variable in program.constants or is_computed_again:
-                more.add(place)
+            if _can_be_copied(program, path, variable, inputs):
+                more.add(program.made_at[variable])
         if not more:
             return tuple(inputs), tuple(sorted(copied))
         copied |= more
+
+
+def _can_be_copied(program: _Program, path: str, variable: Any, inputs: Iterable[Any]) -> bool:
+    """Return whether a region of a parameter can compute one of its inputs: a constant, or an
+    element-wise function of its other inputs.
+    """
+    if variable not in program.made_at:
+        return False
+    if variable in program.constants:
+        return True
+    equation = program.equations[program.made_at[variable]]
+    if program.owner.get(variable) != path or not is_elementwise(equation):
+        return False
+    arrays = {x for x in inputs if x.aval.ndim and x is not variable}
+    sources = {x for x in variables(equation.invars) if x.aval.ndim}
+    return bool(sources) and sources <= arrays
 
 
 def is_elementwise(equation: Any) -> bool:
@@ -233,8 +243,9 @@ def is_elementwise(equation: Any) -> bool:
 
 
 def _after(equations: Sequence[Any], places: Sequence[int], start: set[int]) -> set[int]:
-    """Return those of `places` that are in `start`, or use what is computed there."""
-    after, made = set(), set()
+    """Return those of `places` that are in `start`, or use values that are computed there."""
+    after: set[int] = set()
+    made: set[Any] = set()
     for place in places:
         if place in start or not made.isdisjoint(variables(equations[place].invars)):
             after.add(place)
@@ -243,8 +254,9 @@ def _after(equations: Sequence[Any], places: Sequence[int], start: set[int]) -> 
 
 
 def _before(equations: Sequence[Any], places: Sequence[int], end: set[int]) -> set[int]:
-    """Return those of `places` that are in `end`, or compute what is used there."""
-    before, used = set(), set()
+    """Return those of `places` that are in `end`, or compute values that are used there."""
+    before: set[int] = set()
+    used: set[Any] = set()
     for place in reversed(places):
         if place in end or not used.isdisjoint(equations[place].outvars):
             before.add(place)
@@ -253,29 +265,33 @@ def _before(equations: Sequence[Any], places: Sequence[int], end: set[int]) -> s
 
 
 def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
-    """The program of one layer, of that of a stack: the same jaxpr on arrays with one layer.
+    """Return the program of one layer from that of a stack: the same jaxpr on arrays with one
+    layer.
 
     A dim may have several entries for each layer, one layer after the other, as where the experts
     of all layers are one batch.
 
     Args:
       stacked: a jaxpr on arrays with this many layers.
-      other: the same one on arrays with one layer more, which shows the dims of layers.
+      other: the same jaxpr on arrays with one layer more, which shows the dims of layers.
+      layers: the number of layers of `stacked`.
 
     Raises:
-      DependentLayersError: what it computes of a layer depends on the others, or it is not known.
+      DependentLayersError: a layer of its results depends on other layers, or it is not known.
     """
-    names: dict[Any, Any] = {}
+    variables_of_one: dict[Any, Any] = {}
 
-    def single(x: Any, y: Any) -> Any:
-        dim = layer_dim(x, y, layers)
-        if dim is None or x in names:
-            return names.get(x, x) if dim is not None else x
-        names[x] = Var(x.aval.update(shape=_of_one(x.aval.shape, dim, layers)))
-        return names[x]
+    def single(atom: Any, twin: Any) -> Any:
+        dim = layer_dim(atom, twin, layers)
+        if dim is None:
+            return atom
+        if atom not in variables_of_one:
+            shape = _of_one(atom.aval.shape, dim, layers)
+            variables_of_one[atom] = Var(atom.aval.update(shape=shape))
+        return variables_of_one[atom]
 
-    def renamed(atoms: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        return [single(x, y) for x, y in zip(atoms, others, strict=True)]
+    def singles(atoms: Sequence[Any], twins: Sequence[Any]) -> list[Any]:
+        return [single(atom, twin) for atom, twin in zip(atoms, twins, strict=True)]
 
     if len(stacked.eqns) != len(other.eqns):
         raise DependentLayersError
@@ -284,13 +300,13 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
     of_one = []
     for equation, twin in zip(stacked.eqns, other.eqns, strict=True):
         params = _params_of_one_layer(equation, twin, layers)
-        inputs = renamed(equation.invars, twin.invars)
-        outputs = renamed(equation.outvars, twin.outvars)
+        inputs = singles(equation.invars, twin.invars)
+        outputs = singles(equation.outvars, twin.outvars)
         of_one.append(equation.replace(invars=inputs, outvars=outputs, params=params))
     return stacked.replace(
         eqns=of_one,
-        invars=renamed(stacked.invars, other.invars),
-        outvars=renamed(stacked.outvars, other.outvars),
+        invars=singles(stacked.invars, other.invars),
+        outvars=singles(stacked.outvars, other.outvars),
     )
 
 
@@ -324,6 +340,7 @@ def _layer_dims(atoms: Sequence[Any], others: Sequence[Any], layers: int) -> lis
 
 
 def _of_one(sizes: Sequence[int], dim: int, layers: int) -> tuple[int, ...]:
+    """Return the sizes of one layer."""
     return (*sizes[:dim], sizes[dim] // layers, *sizes[dim + 1 :])
 
 
@@ -334,7 +351,8 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
     Raises:
       DependentLayersError: it does not, or it is not known.
     """
-    name, params = equation.primitive.name, dict(equation.params)
+    name = equation.primitive.name
+    params = dict(equation.params)
     before = _layer_dims(equation.invars, twin.invars, layers)
     after = _layer_dims(equation.outvars, twin.outvars, layers)
     if twin.primitive is not equation.primitive or repeats(equation) != repeats(twin):
@@ -366,28 +384,29 @@ def _keeps_layers(
     """Return whether an equation computes each layer of its outputs from that layer of its inputs;
     layers are along these dims.
     """
-    moved = [dim for dim in before if dim is not None]
-    if not moved:
+    layer_dims = [dim for dim in before if dim is not None]
+    if not layer_dims:
         return name == "broadcast_in_dim"
     if None in after:
         return False
-    dim, rank = before[0], inputs[0].aval.ndim
+    dim = before[0]
+    shape = inputs[0].aval.shape
     if known(name).is_elementwise or name in ("broadcast_in_dim", "squeeze", "transpose"):
         return True
     if name == "dot_general":
         contracted, batch = params["dimension_numbers"]
-        if len(moved) == 1:
+        if len(layer_dims) == 1:
             return all(dim not in summed for dim, summed in zip(before, contracted, strict=True))
         return (before[0], before[1]) in zip(*batch, strict=True)
     if name == "reshape":
-        in_order = params["dimensions"] in (None, tuple(range(rank)))  # and not column-major
-        entries_before = math.prod(inputs[0].aval.shape[:dim])
-        return in_order and entries_before == math.prod(output.aval.shape[: after[0]])
-    if "axes" in params and name.startswith(("reduce_", "arg")):  # and not reduce_window
-        return all(dim not in params["axes"] for dim in moved)
+        # `dimensions` may be those of a column-major order
+        in_order = params["dimensions"] in (None, tuple(range(len(shape))))
+        return in_order and math.prod(shape[:dim]) == math.prod(output.aval.shape[: after[0]])
+    # `reduce_window` has no `axes`
+    if "axes" in params and name.startswith(("reduce_", "arg")):
+        return set(layer_dims).isdisjoint(params["axes"])
     if name == "slice":
-        return (
-            params["start_indices"][dim] == 0
-            and output.aval.shape[after[0]] == inputs[0].aval.shape[dim]
-        )
-    return name in FACTORIZATIONS and all(dim is None or dim < rank - 2 for dim in before)
+        has_all = output.aval.shape[after[0]] == shape[dim]
+        return has_all and params["start_indices"][dim] == 0
+    # the last two dims are those of a matrix
+    return name in FACTORIZATIONS and max(layer_dims) < len(shape) - 2

@@ -19,8 +19,8 @@ from spmd.errors import DataError, LossError, OptionError, check_integer, did_yo
 
 INPUTS = ("x", "inputs", "input", "image", "images", "tokens", "features", "input_ids")
 TARGETS = ("y", "targets", "target", "labels", "label")
-# programs dispatched whose metrics are not yet read; unbounded, XLA:CPU deadlocks on more than two
-# devices
+# Programs dispatched whose metrics are not yet read. Unbounded, XLA:CPU deadlocks in its rendezvous
+# on more than two devices (jax 0.10.2).
 IN_FLIGHT = 2
 
 # name -> (sum over rows, number of rows), both float32 scalars, or [k] of `Columns`
@@ -79,7 +79,7 @@ class PerExample:
         mask: str | None = None,
         ignore: int | None = None,
     ) -> "PerExample":
-        """The same function, reading these keys of a dict batch.
+        """Return the same function, for these keys of a dict batch.
 
         Args:
           mask: the key of an array like the targets, of bool or of 0 and 1: 0 or False where a
@@ -89,21 +89,19 @@ class PerExample:
         Raises:
           OptionError: `ignore` is no whole number.
         """
-        if ignore is not None and (
-            isinstance(ignore, bool) or not isinstance(ignore, int | np.integer)
-        ):
+        is_integer = isinstance(ignore, int | np.integer) and not isinstance(ignore, bool)
+        if ignore is not None and not is_integer:
             raise OptionError(
                 f"{self.name}.on(ignore={short_repr(ignore)}): a target is a whole number.",
                 fix="such as ignore=-100.",
             )
-        given = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
-        return dataclasses.replace(
-            self, **{name: value for name, value in given.items() if value is not None}
-        )
+        fields = {"inputs": inputs, "targets": targets, "mask": mask, "ignore": ignore}
+        changed = {name: value for name, value in fields.items() if value is not None}
+        return dataclasses.replace(self, **changed)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch: a pair, or a dict with keys that are known or were named
-        with `on`.
+        """Return inputs and targets of a batch: a pair, or a dict with keys that are known or were
+        named with `on`.
 
         Raises:
           DataError: when it is not clear which is which.
@@ -116,11 +114,11 @@ class PerExample:
                 f"{type(batch).__name__}.",
                 fix="(inputs, targets).",
             )
-        return batch[self._key(batch, self.inputs, INPUTS, "inputs")], batch[
-            self._key(batch, self.targets, TARGETS, "targets")
-        ]
+        inputs = batch[self._key(batch, self.inputs, INPUTS, "inputs")]
+        return inputs, batch[self._key(batch, self.targets, TARGETS, "targets")]
 
-    def _key(self, batch: dict, named: str | None, known: tuple[str, ...], role: str) -> str:
+    def _key(self, batch: dict, named: str | None, usual: tuple[str, ...], role: str) -> str:
+        """Return the key of a batch that was named for a role, or the only usual one."""
         if named is not None:
             if named not in batch:
                 raise DataError(
@@ -128,17 +126,19 @@ class PerExample:
                     fix=f"{did_you_mean(named, batch)}",
                 )
             return named
-        found = [key for key in known if key in batch]
-        if len(found) == 1:
-            return found[0]
-        what = f"{len(found)} keys could be" if found else "no key is known as"
+        keys = [key for key in usual if key in batch]
+        if len(keys) == 1:
+            return keys[0]
+        count = f"{len(keys)} keys could be" if keys else "no key is known as"
         raise DataError(
-            f"{self.name}: {what} the {role}; the batch has {', '.join(map(str, batch))}.",
+            f"{self.name}: {count} the {role}; the batch has {', '.join(map(str, batch))}.",
             fix=f'name them: {self.name}.on(inputs="...", targets="...").',
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """One value per row, or (sum, count) over the positions that count; calls the model."""
+        """Return one value per row, or (sum, count) over the positions that count; call the
+        model.
+        """
         inputs, targets = self.split(batch)
         if self.mask is None and self.ignore is None:
             values = self.function(model(inputs), targets)
@@ -146,31 +146,35 @@ class PerExample:
                 return tuple(per_row(jnp.asarray(value), jnp.sum) for value in values)
             return per_row(values) if getattr(values, "ndim", 0) > 1 else values
         counts = self.counts(batch)
+        # a target that does not count may be no class, and its NaN would spread in the gradient
         values = self.function(model(inputs), jnp.where(counts, targets, jnp.zeros_like(targets)))
-        numbers, of = values if isinstance(values, tuple) else (values, jnp.ones(counts.shape))
-        for value in (numbers, of):
+        if not isinstance(values, tuple):
+            values = values, jnp.ones(counts.shape)
+        for value in values:
             if value.shape != counts.shape:
                 raise LossError(
                     f"{self.name}: {describe(value)} for targets {describe(targets)}, so positions "
                     "cannot be left out.",
                     fix="a function with one value for each target.",
                 )
-        numbers = jnp.where(
-            self.no_mask(batch), jnp.nan, jnp.where(counts, numbers.astype(jnp.float32), 0.0)
-        )
-        return numbers.sum(), jnp.where(counts, of.astype(jnp.float32), 0.0).sum()
+        numbers, denominators = values
+        invalid = self.no_mask(batch)
+        numbers = jnp.where(counts, numbers.astype(jnp.float32), 0.0)
+        total = jnp.where(invalid, jnp.nan, numbers).sum()
+        return total, jnp.where(counts, denominators.astype(jnp.float32), 0.0).sum()
 
     def counts(self, batch: Any) -> jax.Array:
-        """Which targets count, as `mask` and `ignore` say."""
+        """Return which targets count, as `mask` and `ignore` say."""
         targets = self.split(batch)[1]
         mask = self._mask(batch)
         counts = jnp.ones(targets.shape, bool) if mask is None else mask != 0
         if self.ignore is None:
             return counts
-        if (
-            jnp.issubdtype(targets.dtype, jnp.integer)
-            and not (limits := jnp.iinfo(targets.dtype)).min <= self.ignore <= limits.max
-        ):
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            return counts & (targets != self.ignore)
+        limits = jnp.iinfo(targets.dtype)
+        # JAX would wrap the number around to one that the dtype holds
+        if not limits.min <= self.ignore <= limits.max:
             raise LossError(
                 f"{self.name}.on(ignore={self.ignore}): the targets are {describe(targets)}, from "
                 f"{limits.min} to {limits.max}, "
@@ -181,24 +185,22 @@ class PerExample:
         return counts & (targets != self.ignore)
 
     def no_mask(self, batch: Any) -> jax.Array:
-        """Where the mask is neither 0 nor 1."""
+        """Return which entries of the mask are neither 0 nor 1."""
         mask = self._mask(batch)
-        return (
-            jnp.zeros((), bool) if mask is None or mask.dtype == bool else (mask != 0) & (mask != 1)
-        )
+        if mask is None or mask.dtype == bool:
+            return jnp.zeros((), bool)
+        return (mask != 0) & (mask != 1)
 
     def _mask(self, batch: Any) -> jax.Array | None:
-        """The mask, like the targets; None without one."""
+        """Return the mask, like the targets; None without one."""
         if self.mask is None:
             return None
         targets = self.split(batch)[1]
         if not isinstance(batch, dict) or self.mask not in batch:
-            fix = (
-                did_you_mean(self.mask, batch)
-                if isinstance(batch, dict)
-                else "a batch that is a dict, with the mask under a name."
-            )
-            raise DataError(f'{self.name}: the batch has no mask "{self.mask}".', fix=f"{fix}")
+            fix = "a batch that is a dict, with the mask under a name."
+            if isinstance(batch, dict):
+                fix = did_you_mean(self.mask, batch)
+            raise DataError(f'{self.name}: the batch has no mask "{self.mask}".', fix=fix)
         mask = batch[self.mask]
         if mask.shape != targets.shape:
             raise LossError(
@@ -209,9 +211,11 @@ class PerExample:
 
 
 def per_row(values: jax.Array, over: Callable[..., jax.Array] = jnp.mean) -> jax.Array:
-    """The mean, or another function, over everything but dim 0, in float32."""
+    """Return the mean, or another function, over everything but dim 0, in float32."""
     values = values.astype(jnp.float32)
-    return over(values, axis=tuple(range(1, values.ndim))) if values.ndim > 1 else values
+    if values.ndim > 1:
+        return over(values, axis=tuple(range(1, values.ndim)))
+    return values
 
 
 def same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
@@ -244,14 +248,14 @@ mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolu
 def _hits(
     name: str, outputs: jax.Array, targets: jax.Array, positive: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Which outputs, and which targets, are the positive class: the largest logit of a row, or one
-    logit above 0.
+    """Return which outputs, and which targets, are the positive class: the largest logit of a row,
+    or one logit above 0.
     """
     if outputs.shape == targets.shape:
-        found, classes = jnp.where(outputs > 0, 1, 0), 2
+        predicted, classes = jnp.where(outputs > 0, 1, 0), 2
     else:
         same_shape(name, outputs[..., 0], targets)
-        found, classes = outputs.argmax(axis=-1), outputs.shape[-1]
+        predicted, classes = outputs.argmax(axis=-1), outputs.shape[-1]
         if classes == 1:
             raise LossError(
                 f"{name}: the outputs are {describe(outputs)}, one class.",
@@ -262,7 +266,7 @@ def _hits(
             f"{name}(positive={positive}): the outputs are {describe(outputs)}.",
             fix=f"a class from 0 to {classes - 1}.",
         )
-    return found == positive, targets == positive
+    return predicted == positive, targets == positive
 
 
 def top_k(k: int) -> PerExample:
@@ -296,12 +300,13 @@ def top_k(k: int) -> PerExample:
                 f"top_k({k}): the outputs are {describe(outputs)}.",
                 fix=f"at most {outputs.shape[-1]}.",
             )
-        mine = jnp.where(
-            jnp.arange(outputs.shape[-1]) == targets[..., None], outputs, -jnp.inf
-        ).max(axis=-1, keepdims=True)
-        known = (targets >= 0) & (targets < outputs.shape[-1])
-        # NaN is no hit
-        return (known & ((~(outputs <= mine)).sum(axis=-1) < k)).astype(jnp.float32)
+        # compared, not looked up, as in `spmd/train/losses.py`
+        is_target = jnp.arange(outputs.shape[-1]) == targets[..., None]
+        target_logits = jnp.where(is_target, outputs, -jnp.inf).max(axis=-1, keepdims=True)
+        is_class = (targets >= 0) & (targets < outputs.shape[-1])
+        # not `outputs > target_logits`, by which a NaN would be larger than none
+        larger = (~(outputs <= target_logits)).sum(axis=-1)
+        return (is_class & (larger < k)).astype(jnp.float32)
 
     return PerExample(function, f"spmd.metrics.top_k({k})")
 
@@ -331,8 +336,8 @@ def precision(positive: int = 1) -> PerExample:
     check_integer(positive, "precision: positive", 0)
 
     def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found, true = _hits("precision", outputs, targets, positive)
-        return found & true, found
+        predicted, true = _hits("precision", outputs, targets, positive)
+        return predicted & true, predicted
 
     return PerExample(function, "spmd.metrics.precision")
 
@@ -356,8 +361,8 @@ def recall(positive: int = 1) -> PerExample:
     check_integer(positive, "recall: positive", 0)
 
     def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found, true = _hits("recall", outputs, targets, positive)
-        return found & true, true
+        predicted, true = _hits("recall", outputs, targets, positive)
+        return predicted & true, true
 
     return PerExample(function, "spmd.metrics.recall")
 
@@ -380,14 +385,14 @@ def f1(positive: int = 1) -> PerExample:
     check_integer(positive, "f1: positive", 0)
 
     def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found, true = _hits("f1", outputs, targets, positive)
-        return 2 * (found & true), found.astype(jnp.int32) + true
+        predicted, true = _hits("f1", outputs, targets, positive)
+        return 2 * (predicted & true), predicted.astype(jnp.int32) + true
 
     return PerExample(function, "spmd.metrics.f1")
 
 
 def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A metric's value as (sum, count) over the rows whose weight is 1.
+    """Return a metric's value as (sum, count) over the rows whose weight is 1.
 
     Accepts a (sum, count) pair, a pair of both for each row, one value per row, `Columns`, or a
     scalar, taken as the mean over these rows. Rows of weight 0 are left out with `where`, so that a
@@ -399,9 +404,9 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
         return sums, jnp.broadcast_to(count, sums.shape)
     if isinstance(value, tuple | list) and len(value) == 2:
         pair = [jnp.asarray(number, jnp.float32) for number in value]
-        if [number.shape for number in pair] == 2 * [weights.shape]:
+        if all(number.shape == weights.shape for number in pair):
             pair = [jnp.where(weights > 0, number, 0).sum() for number in pair]
-        if [number.shape for number in pair] == [(), ()]:
+        if all(number.shape == () for number in pair):
             return pair[0], pair[1]
         raise LossError(
             f'metric "{name}" is a pair of {" and ".join(map(describe, pair))}.',
@@ -422,45 +427,40 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def pack(sums: Sums, names: tuple[str, ...]) -> jax.Array:
-    """All pairs as one float32[2, names]: one array to reduce, one to fetch. Of `Columns` there is
-    one entry for each column.
+    """Return all pairs as one float32[2, names]: one array to reduce, one to fetch. There is one
+    entry for each column of `Columns`.
     """
-    return jnp.stack(
-        [jnp.concatenate([jnp.atleast_1d(sums[name][row]) for name in names]) for row in (0, 1)]
-    )
-
-
-def add(left: Sums, right: Sums) -> Sums:
-    """Pairs of two disjoint sets of rows, joined."""
-    return jax.tree.map(jnp.add, left, right)
+    rows = []
+    for row in (0, 1):
+        numbers = [jnp.atleast_1d(sums[name][row]) for name in names]
+        rows.append(jnp.concatenate(numbers))
+    return jnp.stack(rows)
 
 
 def means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Sums over counts on the host; NaN where nothing was counted, which is no sign of divergence
-    and is left out of logs.
+    """Return sums over counts on the host; NaN where nothing was counted, which is no sign of
+    divergence and is left out of logs.
     """
-    return np.divide(
-        sums, counts, out=np.full(np.shape(sums), np.nan), where=np.asarray(counts) != 0
-    )
+    nans = np.full(np.shape(sums), np.nan)
+    return np.divide(sums, counts, out=nans, where=np.asarray(counts) != 0)
 
 
 def fetch() -> Callable[[jax.Array], np.ndarray]:
-    """What brings sums to the host: two numbers per metric, which it has to know, and so may
-    move.
-    """
+    """Return the function that brings sums to the host."""
     if jax.default_backend() == "cpu":
         return np.asarray  # nothing moves
 
-    def moved(packed: jax.Array) -> np.ndarray:
+    def copy_to_host(packed: jax.Array) -> np.ndarray:
+        # two numbers per metric, also where the user's guard refuses transfers
         with jax.transfer_guard_device_to_host("allow"):
             return np.asarray(packed)
 
-    return moved
+    return copy_to_host
 
 
 class Metrics(Mapping[str, float]):
-    """The metrics of one step, by name. Reading one waits for the step; until then the device runs
-    on.
+    """The metrics of one step, by name. Reading one waits for the step; until then the device
+    continues.
     """
 
     def __init__(self, names: tuple[str, ...], packed: jax.Array, constants: Mapping[str, float]):
@@ -468,16 +468,17 @@ class Metrics(Mapping[str, float]):
 
     @functools.cached_property
     def _values(self) -> dict[str, float]:
-        return dict(
-            zip(self._names, means(*jax.device_get(self._packed)).tolist(), strict=True)
-        ) | dict(self._constants)
+        values = means(*jax.device_get(self._packed)).tolist()
+        return dict(zip(self._names, values, strict=True)) | dict(self._constants)
 
     def wait(self) -> None:
-        """Until the step is done; nothing is fetched."""
+        """Wait until the step is done; nothing is fetched."""
         self._packed.block_until_ready()
 
     def __getitem__(self, name: str) -> float:
-        return self._constants[name] if name in self._constants else self._values[name]
+        if name in self._constants:
+            return self._constants[name]
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._names, *self._constants))

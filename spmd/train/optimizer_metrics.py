@@ -1,5 +1,5 @@
-"""What a step measures of its optimizer: the norm of the gradients, the learning rate, and which
-updates were skipped.
+"""Metrics that a step has of its optimizer: the norm of the gradients, the learning rate, and
+skipped updates.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ class GradientNorm(NamedTuple):
 
 
 def measure_norm() -> optax.GradientTransformation:
-    """A transformation that changes nothing, and keeps the norm of what it gets: of the gradients,
-    as the first of a chain.
+    """Return a transformation that changes nothing, and keeps the norm of the updates that it gets:
+    the norm of the gradients, as the first of a chain.
 
-    A run under `fit` has it as the metric `grad_norm`, which is that of the mean gradient over all
+    A run under `fit` has it as the metric `grad_norm`, the norm of the mean gradient over all
     workers: square root of the sum of squares of all elements, in float32. Where gradients are
     sharded it is one more all-reduce of a scalar.
 
@@ -48,42 +48,40 @@ def measure_norm() -> optax.GradientTransformation:
         updates: Tree, state: GradientNorm, params: Tree = None
     ) -> tuple[Tree, GradientNorm]:
         del state, params
-        return updates, GradientNorm(
-            optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), updates))
-        )
+        # the sum of squares of a leaf in float16 would overflow from 256 on
+        updates_float32 = jax.tree.map(lambda x: x.astype(jnp.float32), updates)
+        return updates, GradientNorm(optax.tree.norm(updates_float32))
 
+    # optax declares `update` with a state of any type
     return optax.GradientTransformation(lambda params: GradientNorm(jnp.float32(0)), update)  # type: ignore[arg-type]
 
 
 def measured(opt: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Values and counts by name, from an optimizer's new state. Where workers have optimizers of
-    their own it is the mean over them.
+    """Return values and counts by name, from an optimizer's new state. Where each worker has an
+    optimizer, a value is the mean over workers.
 
     The learning rate is that of `optax.inject_hyperparams`, which keeps it in its state.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for node in nodes(opt):
         if isinstance(node, GradientNorm):
-            found.setdefault(GRAD_NORM, node.norm)
+            values.setdefault(GRAD_NORM, node.norm)
         elif isinstance(node, INJECTED) and LEARNING_RATE in node.hyperparams:
-            found.setdefault(LEARNING_RATE, node.hyperparams[LEARNING_RATE])
-    of_state = {
-        name: (jnp.mean(value, dtype=jnp.float32), jnp.float32(1))
-        for name, value in sorted(found.items())
-    }
-    return of_state | measure_skips(opt)
+            values.setdefault(LEARNING_RATE, node.hyperparams[LEARNING_RATE])
+    pairs = {}
+    for name in sorted(values):
+        pairs[name] = jnp.mean(values[name], dtype=jnp.float32), jnp.float32(1)
+    return pairs | measure_skips(opt)
 
 
 def pack_measured(opt: Any) -> jax.Array:
-    """`measured` as float32[2, names]."""
-    found = measured(opt)
-    return (
-        jnp.stack([jnp.stack(pair) for pair in found.values()], axis=1)
-        if found
-        else jnp.zeros((2, 0))
-    )
+    """Return `measured` as float32[2, names]."""
+    pairs = measured(opt)
+    if not pairs:
+        return jnp.zeros((2, 0))
+    return jnp.stack([jnp.stack(pair) for pair in pairs.values()], axis=1)
 
 
 def measured_names(opt: Any) -> tuple[str, ...]:
-    """Names of what a step of such an optimizer measures; shapes will do."""
+    """Return the names of the metrics of an optimizer, by its state; shapes will do."""
     return tuple(jax.eval_shape(measured, opt))

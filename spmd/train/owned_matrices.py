@@ -1,11 +1,11 @@
-"""Matrices of a parameter that devices own, for `matrix_owners.py`: which mesh axes shard them, and
-how shards become whole matrices on their owners, and shards again.
+"""Matrices of a parameter that devices own, for `matrix_owners.py`: the mesh axes that shard them,
+and how shards become full matrices on their owners, and shards again.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from spmd.layout.resolve import Placement, spread
 from spmd.train.matrix_regions import Region
 from spmd.wire import collectives
 
-Way = tuple[str, ...]  # mesh axes along which matrices are sent to their owners at once
-MOST_BATCH_DIMS = 2  # in front of a matrix: layers, and what each layer has several of
+Axes = tuple[str, ...]  # mesh axes that shard one dim together
+MOST_BATCH_DIMS = 2  # in front of a matrix: layers, and matrices of each layer, such as experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Member:
 
     Attributes:
       program: a jaxpr.
-      shape: of the matrix.
-      batch: sizes of the dims in front, layers and what each has several of, if each entry is a
+      shape: the shape of the matrix.
+      batch: sizes of the dims in front, layers and matrices of each layer, if each entry is a
         matrix of its own.
-      stacked: for each input and output whether it has these dims.
-      slots: mesh axes that shard them.
-      ways: how matrices are sent to owners, one after the other.
-      specs: how inputs and outputs are sharded.
+      stacked: for each input and output, True if it has the dims of the batch.
+      batch_axes: mesh axes that shard each dim of the batch.
+      routes: mesh axes along which matrices are sent to owners, one after the other.
+      specs: the shardings of inputs and outputs.
     """
 
     region: Region
@@ -45,28 +45,39 @@ class Member:
     shape: tuple[int, ...]
     batch: tuple[int, ...]
     stacked: tuple[bool, ...]
-    slots: tuple[Way, ...]
-    ways: tuple[Way, ...]
+    batch_axes: tuple[Axes, ...]
+    routes: tuple[Axes, ...]
     specs: tuple[Spec, ...]
 
     @property
     def key(self) -> tuple:
-        """Return what is equal for members of one group."""
+        """A key that is equal for members of one group."""
         shared = self.region.shared
         return self.kind, tuple(shared[x] for x in self.region.inputs if x in shared)
 
     @property
     def kind(self) -> tuple:
-        """Return what is equal for members of one group, and of groups that differ in shared
-        inputs alone.
+        """A key that is equal for members of one group, and of groups that differ in shared inputs
+        alone.
         """
-        constants = tuple(id(x) for jaxpr in closed_jaxprs(self.program) for x in jaxpr.consts)
-        kind = self.region.level, printed(self.program), constants, len(self.batch)
-        return *kind, self.stacked, self.slots, self.ways, self.specs
+        constants: list[int] = []
+        for jaxpr in closed_jaxprs(self.program):
+            constants += map(id, jaxpr.consts)
+        return (
+            self.region.level,
+            # jaxprs compare by identity, and equal ones print equally
+            printed(self.program),
+            tuple(constants),
+            len(self.batch),
+            self.stacked,
+            self.batch_axes,
+            self.routes,
+            self.specs,
+        )
 
     @property
     def of_batch(self) -> Callable[..., Any]:
-        """Return the program of a batch of matrices."""
+        """The program of a batch of matrices."""
         dims = [None if x in self.region.shared else 0 for x in self.region.inputs]
         return jax.vmap(jaxpr_as_fun(ClosedJaxpr(self.program, ())), in_axes=dims)
 
@@ -83,9 +94,9 @@ class Member:
         return True
 
     def local_batch(self, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-        """Return the batch of matrices that the devices of one position along `slots` have."""
-        pairs = zip(self.batch, self.slots, strict=True)
-        return tuple(size // way_size(way, mesh) for size, way in pairs)
+        """Return the batch of matrices that the devices of one position along `batch_axes` have."""
+        pairs = zip(self.batch, self.batch_axes, strict=True)
+        return tuple(size // device_count(axes, mesh) for size, axes in pairs)
 
 
 def shaped_like(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -94,26 +105,30 @@ def shaped_like(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
 
-def slots_of(placement: Placement, batch: int) -> tuple[Way, ...]:
+def axes_of_batch(placement: Placement, batch: int) -> tuple[Axes, ...]:
     """Return the mesh axes that shard each of the first dims, as the layers of a stack."""
-    return tuple(map(entry_axes, (*placement.state_spec, *[None] * batch)[:batch]))
+    entries = (*placement.state_spec, *[None] * batch)
+    return tuple(map(entry_axes, entries[:batch]))
 
 
-def ways_of(
-    placement: Placement, slots: tuple[Way, ...], mesh: Mesh | AbstractMesh
-) -> tuple[Way, ...]:
+def routes_to_owners(
+    placement: Placement, batch: int, mesh: Mesh | AbstractMesh
+) -> tuple[Axes, ...]:
     """Return the mesh axes along which the parameter's matrices are sent to owners: those that
     shard a dim together, then all others.
+
+    Args:
+      batch: the number of first dims that are a batch of matrices.
     """
-    sharded = map(entry_axes, placement.state_spec[len(slots) :])
-    used = spec_axes(placement.state_spec)
-    ways = (*sharded, *((axis,) for axis in mesh.axis_names if axis not in used))
-    return tuple(way for way in ways if way_size(way, mesh) > 1)
+    routes = list(map(entry_axes, placement.state_spec[batch:]))
+    sharding_axes = spec_axes(placement.state_spec)
+    routes += [(axis,) for axis in mesh.axis_names if axis not in sharding_axes]
+    return tuple(axes for axes in routes if device_count(axes, mesh) > 1)
 
 
-def way_size(way: Way, mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of devices along a way."""
-    return math.prod(mesh.shape[axis] for axis in way)
+def device_count(axes: Axes, mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of devices along mesh axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def border_spec(
@@ -127,8 +142,9 @@ def border_spec(
     parameter's moments, or over as many devices as the sizes of its dims allow, if it has at least
     two.
 
-    `batch`: how many of the first dims are a batch of matrices, as the layers of a stack; None if
-    their sizes have to show it.
+    Args:
+      batch: the number of first dims that are a batch of matrices, as the layers of a stack; None
+        if their sizes have to show it.
     """
     if shape == placement.shape:
         return (*placement.state_spec, *[None] * (len(shape) - len(placement.state_spec)))
@@ -137,11 +153,11 @@ def border_spec(
         batch = 0
         while batch < most and shape[batch] == placement.shape[batch]:
             batch += 1
-    slots = slots_of(placement, batch)
-    ways = {make_entry(way): way_size(way, mesh) for way in ways_of(placement, slots, mesh)}
+    routes = routes_to_owners(placement, batch, mesh)
+    counts = {make_entry(axes): device_count(axes, mesh) for axes in routes}
     inner = shape[batch:]
-    spec = spread(inner, ways) if len(inner) > 1 else (None,) * len(inner)
-    return (*map(make_entry, slots), *spec)
+    spec = spread(inner, counts) if len(inner) > 1 else (None,) * len(inner)
+    return (*map(make_entry, axes_of_batch(placement, batch)), *spec)
 
 
 def local_update(
@@ -153,14 +169,15 @@ def local_update(
     Args:
       member: any of the group.
       arrays_of_each: the numbers of inputs that are arrays of each member.
-      batches: the batch of matrices of each member at this position along `slots`.
+      batches: the batch of matrices of each member at this position along `batch_axes`.
     """
-    inputs, dims = member.region.inputs, len(member.batch)
+    inputs = member.region.inputs
+    dims = len(member.batch)
     counts = [math.prod(batch) for batch in batches]
     ends = list(itertools.accumulate(counts))
 
     def matrices_of(shard: jax.Array, number: int, count: int) -> jax.Array:
-        """Return [count, ...] of what one program takes, from a shard."""
+        """Return an input of `count` programs, [count, ...], from a shard."""
         if member.stacked[number]:
             return shard.reshape(count, *[1] * dims, *shard.shape[dims:])
         return jnp.broadcast_to(shard, (count, *shard.shape))
@@ -176,12 +193,15 @@ def local_update(
         for number, shards in zip(arrays_of_each, arrays, strict=True):
             pairs = zip(shards, counts, strict=True)
             joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in pairs])
-            owned.append(_to_owners(joined, _matrix_spec(member, number), member.ways))
-        of_each, of_all = iter(owned), iter(shared)
-        arguments = [next(of_all if x in member.region.shared else of_each) for x in inputs]
+            owned.append(_to_owners(joined, _matrix_spec(member, number), member.routes))
+        owned_arrays, shared_arrays = iter(owned), iter(shared)
+        arguments = []
+        for variable in inputs:
+            is_shared = variable in member.region.shared
+            arguments.append(next(shared_arrays if is_shared else owned_arrays))
         results = []
         for number, matrices in enumerate(member.of_batch(*arguments), len(inputs)):
-            rows = _from_owners(matrices, _matrix_spec(member, number), member.ways)
+            rows = _from_owners(matrices, _matrix_spec(member, number), member.routes)
             shards = []
             for end, count, batch in zip(ends, counts, batches, strict=True):
                 shards.append(shard_of(rows[end - count : end], number, batch))
@@ -192,51 +212,51 @@ def local_update(
 
 
 def _matrix_spec(member: Member, number: int) -> Spec:
-    """Return how one matrix of an input or output is sharded, as the program of one matrix has
+    """Return the sharding of one matrix of an input or output, as the program of one matrix has
     it.
     """
-    spec, dims = member.specs[number], len(member.batch)
-    return (*[None] * dims, *spec[dims:]) if member.stacked[number] else spec
+    spec = member.specs[number]
+    if not member.stacked[number]:
+        return spec
+    dims = len(member.batch)
+    return (*[None] * dims, *spec[dims:])
 
 
-def _steps(spec: Spec, ways: tuple[Way, ...]) -> Iterator[tuple[Way, int | None]]:
-    """Yield each way, with the dim of [matrices, ...] that it shards, or None."""
+def _sharded_dims(spec: Spec, routes: tuple[Axes, ...]) -> list[tuple[Axes, int | None]]:
+    """Return each route, with the dim of [matrices, ...] that its axes shard, or None."""
     dims = {entry_axes(entry): dim for dim, entry in enumerate(spec, 1) if entry is not None}
-    return ((way, dims.get(way)) for way in ways)
+    return [(axes, dims.get(axes)) for axes in routes]
 
 
-def _to_owners(shards: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """Return the matrices that this device owns, from its shards of all, [matrices, ...].
-
-    If there are fewer than devices, some are there twice: an iteration on zeros might never
-    converge.
-    """
-    places = math.prod(collectives.worker_count(way) for way in ways)
-    missing = -shards.shape[0] % places
+def _to_owners(shards: jax.Array, spec: Spec, routes: tuple[Axes, ...]) -> jax.Array:
+    """Return the matrices that this device owns, from its shards of all, [matrices, ...]."""
+    owners = math.prod(collectives.worker_count(axes) for axes in routes)
+    count = shards.shape[0]
+    missing = -count % owners
     if missing:
-        shards = jnp.concatenate(
-            [shards, *[shards] * (missing // shards.shape[0]), shards[: missing % shards.shape[0]]]
-        )
-    for way, dim in _steps(spec, ways):
-        size = collectives.worker_count(way)
+        # some matrices twice, not zeros, on which an iteration might never converge
+        copies = [shards] * (missing // count)
+        shards = jnp.concatenate([shards, *copies, shards[: missing % count]])
+    for axes, dim in _sharded_dims(spec, routes):
+        size = collectives.worker_count(axes)
         if dim is None:
             each = shards.shape[0] // size
-            shards = lax.dynamic_slice_in_dim(shards, collectives.worker_index(way) * each, each)
+            shards = lax.dynamic_slice_in_dim(shards, collectives.worker_index(axes) * each, each)
             continue
         rows = shards.reshape(size, -1, *shards.shape[1:])
-        rows = jnp.moveaxis(collectives.all_to_all(rows, way), 0, dim)
+        rows = jnp.moveaxis(collectives.all_to_all(rows, axes), 0, dim)
         shards = rows.reshape(*rows.shape[:dim], size * rows.shape[dim + 1], *rows.shape[dim + 2 :])
     return shards
 
 
-def _from_owners(matrices: jax.Array, spec: Spec, ways: tuple[Way, ...]) -> jax.Array:
-    """Return the shards of all matrices, from those that this device owns."""
-    for way, dim in reversed(list(_steps(spec, ways))):
-        size = collectives.worker_count(way)
+def _from_owners(matrices: jax.Array, spec: Spec, routes: tuple[Axes, ...]) -> jax.Array:
+    """Return the shards of all matrices, from the matrices that this device owns."""
+    for axes, dim in reversed(_sharded_dims(spec, routes)):
+        size = collectives.worker_count(axes)
         if dim is None:
-            matrices = collectives.all_gather(matrices, way, 0)
+            matrices = collectives.all_gather(matrices, axes, 0)
             continue
         parts = matrices.reshape(*matrices.shape[:dim], size, -1, *matrices.shape[dim + 1 :])
-        rows = collectives.all_to_all(jnp.moveaxis(parts, dim, 0), way)
+        rows = collectives.all_to_all(jnp.moveaxis(parts, dim, 0), axes)
         matrices = rows.reshape(-1, *rows.shape[2:])
     return matrices

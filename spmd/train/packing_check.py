@@ -1,10 +1,10 @@
-"""What an optimizer can do, tried and not guessed: whether a step can call it, and with parameters
-packed as servers keep them.
+"""Trials of an optimizer: a call as in a step, and updates of parameters that are packed as servers
+keep them.
 """
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +17,22 @@ from spmd.errors import OptimizerError, first_line
 from spmd.train.adapt_optimizer import interface_fix
 from spmd.wire.server.packing import Storage
 
-LONGEST = 160  # of a dim in the trial: longer than 128, from which optax factors second moments
-NOISE = 1e-5  # sums of float32 in another order; of what is rounded more coarsely, one rounding
-STEPS = 2  # with updates: the second sees what the first has left in the state
-MOST = 130  # without: a schedule that warms up, gradients that are gathered
+# of a dim in the trial: longer than 128, from which optax factors second moments
+LONGEST = 160
+# sums of float32 in another order; of values that are rounded more coarsely, one rounding
+NOISE = 1e-5
+# steps with updates: the second sees what the first has left in the state
+STEPS = 2
+# all steps: a schedule that warms up, or gradients that are gathered, update nothing at first
+MOST = 130
 
 
 def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
-    """An optimizer that wants more than gradients, parameters and the loss cannot be used; `params`
-    are shapes.
+    """Refuse an optimizer that needs more than gradients, parameters and the loss; `params` are
+    shapes.
+
+    Raises:
+      OptimizerError: its update fails on these.
     """
     inner = optax.with_extra_args_support(optimizer)
     try:
@@ -33,11 +40,11 @@ def check_update(optimizer: optax.GradientTransformation, params: Tree) -> None:
     except OptimizerError:
         raise
     except Exception as error:
-        why = (
+        raise OptimizerError(
             "the optimizer's update fails on gradients, parameters and value=loss: "
-            f"{first_line(error)}"
-        )
-        raise OptimizerError(why, fix=interface_fix(inner, params)) from error
+            f"{first_line(error)}",
+            fix=interface_fix(inner, params),
+        ) from error
 
 
 def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> None:
@@ -47,48 +54,50 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
     Raises:
       OptimizerError: they differ; with the transformation of a chain that makes them differ.
     """
-    small = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            tuple(min(size, LONGEST) for size in leaf.shape), leaf.dtype
-        ),
-        storage.like,
-    )
+
+    def shortened(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = tuple(min(size, LONGEST) for size in leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    small = jax.tree.map(shortened, storage.like)
     trial = Storage(small, storage.placement, storage.positions, storage.servers)
-    off = _difference(optimizer, trial)
-    if not off:
+    difference = _difference(optimizer, trial)
+    if not difference:
         return
-    share = f"off by {off:.0%}" if math.isfinite(off) else "none at all"
-    guilty = next((name for name, part in _parts(optimizer) if _difference(part, trial)), None)
-    named = (
-        f"{guilty}, a part of the optimizer,"
-        if guilty
-        else f"the optimizer ({_states(optimizer, small)})"
+    share = f"off by {difference:.0%}" if math.isfinite(difference) else "none at all"
+    culprit = f"the optimizer ({_states(optimizer, small)})"
+    for name, part in _chain_parts(optimizer):
+        if _difference(part, trial):
+            culprit = f"{name}, a part of the optimizer,"
+            break
+    fix = (
+        "element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is "
+        "exact too), or [gradients] "
+        'reduction = "reduce_scatter", which does not pack them.'
     )
-    also = (
-        ' placement = "sliced" keeps the norm of each parameter.'
-        if storage.placement != "sliced"
-        else ""
-    )
+    if storage.placement != "sliced":
+        fix += ' placement = "sliced" keeps the norm of each parameter.'
     raise OptimizerError(
-        f"{named} gives parameters other updates when they are packed into rows, as the servers "
+        f"{culprit} gives parameters other updates when they are packed into rows, as the servers "
         f"keep them ({storage.placement}): in a "
         f"trial they are {share}. It depends on shapes, paths or norms of single parameters.",
-        fix="element-wise transformations (sgd, adamw without a mask, ...; clip_by_global_norm is "
-        "exact too), or [gradients] "
-        f'reduction = "reduce_scatter", which does not pack them.{also}',
+        fix=fix,
     )
 
 
 def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> float:
-    """The largest difference of an update, of its parameter's largest, above noise; infinite where
-    packed ones cannot even be updated.
+    """Return the largest difference of an update, as a share of its parameter's largest, above
+    noise; infinite where packed parameters cannot even be updated.
     """
-    inner, rng, worst = optax.with_extra_args_support(optimizer), np.random.default_rng(0), 0.0
+    inner = optax.with_extra_args_support(optimizer)
+    rng = np.random.default_rng(0)
+    largest = 0.0
 
     def draw() -> Tree:
-        return jax.tree.map(
-            lambda x: rng.standard_normal(x.shape, np.float32).astype(x.dtype), storage.like
-        )
+        def normal(leaf: Any) -> np.ndarray:
+            return rng.standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
+
+        return jax.tree.map(normal, storage.like)
 
     @jax.jit
     def begin(params: Tree) -> tuple:
@@ -113,49 +122,57 @@ def _difference(optimizer: optax.GradientTransformation, storage: Storage) -> fl
             )
             moved += any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates))
             for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(unpacked), strict=True):
-                noise, a, b = (
-                    max(NOISE, float(jnp.finfo(a.dtype).eps)),
-                    np.asarray(a, np.float64),
-                    np.asarray(b, np.float64),
-                )
-                off = np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-12)
-                worst = max(worst, off if off > noise else 0.0) if math.isfinite(off) else math.inf
+                difference = _relative_difference(a, b)
+                if not math.isfinite(difference):
+                    return math.inf
+                largest = max(largest, difference)
     except (TypeError, ValueError, KeyError, AttributeError):
         # a mask or labels of the model's own structure
         return math.inf
-    return worst if math.isfinite(worst) else math.inf
+    return largest
 
 
-def _parts(optimizer: Any) -> Iterator[tuple[str, optax.GradientTransformation]]:
-    """The transformations of a chain, by name, as far as its closure shows them."""
-    inner = (
-        inspect.getclosurevars(optimizer.update).nonlocals
-        if inspect.isfunction(optimizer.update)
-        else {}
-    )
-    inits = (
-        inspect.getclosurevars(optimizer.init).nonlocals.get("init_fns", ())
-        if inspect.isfunction(optimizer.init)
-        else ()
-    )
-    for init, update in zip(inits, inner.get("update_fns", ()), strict=False):
-        yield _name(update), optax.GradientTransformation(init, update)
-    wrapped = inner.get("tx")
+def _relative_difference(a: jax.Array, b: jax.Array) -> float:
+    """Return the largest difference of two arrays, as a share of the largest of `a`; 0 if it may be
+    noise.
+    """
+    noise = max(NOISE, float(jnp.finfo(a.dtype).eps))
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    difference = np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-12)
+    # not `<`: a NaN is no noise
+    return 0.0 if difference <= noise else difference
+
+
+def _chain_parts(optimizer: Any) -> Iterator[tuple[str, optax.GradientTransformation]]:
+    """Yield the transformations of a chain, by name, as far as its closure shows them."""
+    of_update = _closure(optimizer.update)
+    inits = _closure(optimizer.init).get("init_fns", ())
+    for init, update in zip(inits, of_update.get("update_fns", ()), strict=False):
+        yield _made_by(update), optax.GradientTransformation(init, update)
+    wrapped = of_update.get("tx")
     if wrapped is not None:
-        yield from _parts(wrapped)
+        yield from _chain_parts(wrapped)
 
 
-def _name(update: Any) -> str:
-    """The function that made it, under what only wraps it."""
-    inner = (
-        inspect.getclosurevars(update).nonlocals.get("tx")
-        if update.__qualname__.startswith("with_extra_args_support")
-        else None
-    )
-    return _name(inner.update) if inner is not None else update.__qualname__.partition(".")[0]
+def _closure(function: Any) -> Mapping[str, Any]:
+    """Return the variables by name that a function closes over."""
+    # an optimizer may be of objects that can be called, and `getclosurevars` refuses these
+    if not inspect.isfunction(function):
+        return {}
+    return inspect.getclosurevars(function).nonlocals
+
+
+def _made_by(update: Any) -> str:
+    """Return the name of the function that made an update, under what only wraps it."""
+    if update.__qualname__.startswith("with_extra_args_support"):
+        inner = inspect.getclosurevars(update).nonlocals.get("tx")
+        if inner is not None:
+            return _made_by(inner.update)
+    return update.__qualname__.partition(".")[0]
 
 
 def _states(optimizer: optax.GradientTransformation, like: Tree) -> str:
-    """What the optimizer's state is made of, for one whose parts are not known."""
+    """Return the names of the states of an optimizer whose parts are not known."""
     state = jax.eval_shape(optimizer.init, like)
-    return ", ".join(type(part).__name__ for part in (state if type(state) is tuple else (state,)))
+    parts = state if type(state) is tuple else (state,)
+    return ", ".join(type(part).__name__ for part in parts)

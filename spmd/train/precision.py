@@ -3,6 +3,7 @@ as they are.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,44 +18,41 @@ PRECISIONS = {"float32": None, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def compute_dtype(precision: str) -> "jnp.dtype | None":
-    """The dtype that float32 arrays are cast to inside the loss; None leaves them.
+    """Return the dtype that float32 arrays are cast to inside the loss; None leaves them.
 
     >>> compute_dtype("float32") is None
     True
     """
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        of_layout = (
-            f"products of weights in {precision} are of the layout: [[precision]] rules, "
-            f'spmd.Precision("**", "{precision}").'
-        )
-        fix = (
-            f"float32, bfloat16 or float16; {of_layout}"
-            if precision in PRODUCTS
-            else did_you_mean(str(precision), PRECISIONS)
-        )
+        fix = did_you_mean(str(precision), PRECISIONS)
+        if precision in PRODUCTS:
+            fix = (
+                f"float32, bfloat16 or float16; products of weights in {precision} are of the "
+                f'layout: [[precision]] rules, spmd.Precision("**", "{precision}").'
+            )
         raise OptionError(f'no precision "{precision}".', fix=fix)
     return PRECISIONS[precision]
 
 
 def cast(tree: Tree, dtype: "jnp.dtype | None") -> Tree:
-    """Every float32 leaf as `dtype`; all other leaves, and the gradient's dtype, stay."""
+    """Return every float32 leaf as `dtype`; all other leaves, and the gradient's dtype, stay."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, tree)
 
 
 def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables:
-    """The parameters of a model for its computation: as `cast`, but the scales of quantized ones
-    stay.
+    """Return the parameters of a model for its computation: as `cast`, but quantized parameters
+    keep the dtype of their scales.
     """
-    frozen = jax.tree.map(
-        lambda leaf: leaf if is_quantized(leaf) else cast(leaf, dtype),
-        variables.frozen,
-        is_leaf=is_quantized,
-    )
+
+    def cast_frozen(leaf: Any) -> Any:
+        return leaf if is_quantized(leaf) else cast(leaf, dtype)
+
+    frozen = jax.tree.map(cast_frozen, variables.frozen, is_leaf=is_quantized)
     return dataclasses.replace(variables, params=cast(variables.params, dtype), frozen=frozen)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
-    """Every leaf in the dtype it had before the step."""
+    """Return every leaf in the dtype that it had before the step."""
     return jax.tree.map(lambda x, old: x.astype(old.dtype), tree, like)

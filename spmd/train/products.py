@@ -18,49 +18,53 @@ LAYERS = "nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral"
 
 
 class Products:
-    """What `Call.products` is: by a layer's path, the function for its products. It records what it
-    was asked for.
+    """The function `Call.products`: by a layer's path, the function for its products. It records
+    the layers for which it was called.
     """
 
     def __init__(self, rules: tuple[Precision, ...]):
         self._rules = rules
         self._matching_rules = rule_matcher(rules)
-        self._functions: dict[str, Callable[..., jax.Array]] = {}  # by path
+        # functions for products in a low precision, by path
+        self._functions: dict[str, Callable[..., jax.Array]] = {}
         # names of functions that the model gives to its layers, by path
-        self._own: dict[str, str] = {}
-        # indices of the rules that match a layer, by the path of each that takes such a function
+        self._function_names: dict[str, str] = {}
+        # indices of the rules that match a layer, by the path of each that has a `dot_general`
         self._claims: dict[str, list[int]] = {}
-        self._called: set[str] = set()  # paths of layers that have computed a product by it
+        # paths of layers that have computed a product in a low precision
+        self._called: set[str] = set()
 
-    def __call__(self, path: str, given: Any) -> Any:
-        """The function for the products of the layer at `path`.
+    def __call__(self, path: str, dot_general: Any) -> Any:
+        """Return the function for the products of the layer at `path`.
 
         Args:
-          given: what the layer has as its `dot_general`; it is returned where no rule is for this
+          dot_general: the function that the layer has; it is returned where no rule is for this
             layer.
         """
         rules = self._claims[path] = self._matching_rules(path)
-        if not rules or given in self._functions.values():
-            return given
-        if given is not None and given is not jax.lax.dot_general:
-            self._own[path] = getattr(given, "__name__", type(given).__name__)
-            return given
+        if not rules or dot_general in self._functions.values():
+            return dot_general
+        if dot_general is not None and dot_general is not jax.lax.dot_general:
+            name = getattr(dot_general, "__name__", type(dot_general).__name__)
+            self._function_names[path] = name
+            return dot_general
         if path not in self._functions:
-            self._functions[path] = self._recorded(
-                path, low_precision_product(self._rules[rules[0]].products)
-            )
+            product = low_precision_product(self._rules[rules[0]].products)
+            self._functions[path] = self._recorded(path, product)
         return self._functions[path]
 
     def _recorded(self, path: str, product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return a product that records its layer as called, and whose errors name the layer."""
+
         def dot_general(*args: Any, **kwargs: Any) -> jax.Array:
             self._called.add(path)
             try:
                 with jax.named_scope(scope_of(path)):
                     return product(*args, **kwargs)
             except OptionError as error:
-                why = f"[[precision]]: {path}: {error.summary}"
                 raise LayoutError(
-                    why, fix=f'except = ["{path}"] in its rule, or {error.fix}'
+                    f"[[precision]]: {path}: {error.summary}",
+                    fix=f'except = ["{path}"] in its rule, or {error.fix}',
                 ) from error
 
         return dot_general
@@ -68,128 +72,112 @@ class Products:
     @property
     def layers(self) -> dict[str, str]:
         """The products that the rules ask for in every layer that has computed some, by path."""
-        return {
-            path: self._rules[claimed[0]].products
-            for path, claimed in self._claims.items()
-            if path in self._called
-        }
+        called = [path for path in self._claims if path in self._called]
+        return {path: self._rules[self._claims[path][0]].products for path in called}
 
     def notes(self) -> list[str]:
-        """Layers that a rule matches, and whose products are computed by something else: a loss
-        that multiplies by a head's kernel.
+        """Return a note on layers that a rule matches, and whose products are computed by something
+        else: a loss that multiplies by a head's kernel.
         """
-        left = [
-            path for path, claimed in self._claims.items() if claimed and path not in self._called
-        ]
-        return (
-            [
-                f"note: [[precision]] leaves {', '.join(left)} as the model computes it, because "
-                "the loss never calls it."
-            ]
-            if left
-            else []
+        paths = []
+        for path, claimed in self._claims.items():
+            if claimed and path not in self._called:
+                paths.append(path)
+        if not paths:
+            return []
+        line = (
+            f"note: [[precision]] leaves {', '.join(paths)} as the model computes it, because "
+            "the loss never calls it."
         )
+        return [line]
 
     def check(self, modules: Iterable[str], source: str) -> None:
-        """Hold the rules against the traced loss, whose model has these `modules`.
+        """Check the rules against the traced loss, whose model has these `modules`.
 
         Raises:
           LayoutError: with every rule that does nothing, or that contradicts another one.
         """
-        raise_problems(
-            LayoutError, f"{source} does not fit the model", list(self._problems(list(modules)))
-        )
+        problems = list(self._problems(list(modules)))
+        raise_problems(LayoutError, f"{source} does not fit the model", problems)
 
     def _problems(self, modules: list[str]) -> Iterator[Problem]:
-        patterns = [pattern for rule in self._rules for pattern in (rule.path, *rule.except_)]
-        found = match_all(patterns, filter(None, dict.fromkeys([*self._claims, *modules])))
-        layers: list[list[str]] = [[] for _ in self._rules]
-        for path, claimed in self._claims.items():
-            for index in claimed:
-                layers[index].append(path)
+        """Yield the problems of all rules."""
+        patterns: list[str] = []
+        for rule in self._rules:
+            patterns += [rule.path, *rule.except_]
+        matches = match_all(patterns, filter(None, dict.fromkeys([*self._claims, *modules])))
         for index, rule in enumerate(self._rules):
-            where = (
-                f"{f'line {rule.line}: ' if rule.line else ''}[[precision]] rule {index + 1}, path "
-                f'"{rule.path}"'
-            )
-            named = found[rule.path]
-            for excepted in rule.except_ if named else ():
-                if not set(named).intersection(found[excepted]):
-                    fix = (
-                        f'did you mean "{near}"?'
-                        if (near := closest(excepted, named))
-                        else f"one of {first_names(named)}."
-                    )
-                    yield Problem(
-                        f'{where}, except "{excepted}"',
-                        ["it matches no layer of this rule."],
-                        fix,
-                        rule=index + 1,
-                        line=rule.line,
-                    )
-            if problem := self._problem(index, rule, named, layers[index]):
+            where = f'[[precision]] rule {index + 1}, path "{rule.path}"'
+            if rule.line:
+                where = f"line {rule.line}: {where}"
+            place: dict[str, Any] = {"rule": index + 1, "line": rule.line}
+            named = matches[rule.path]
+            for pattern in rule.except_:
+                if named and not set(named).intersection(matches[pattern]):
+                    nearest = closest(pattern, named)
+                    fix = f"one of {first_names(named)}."
+                    if nearest:
+                        fix = f'did you mean "{nearest}"?'
+                    why = "it matches no layer of this rule."
+                    yield Problem(f'{where}, except "{pattern}"', [why], fix, **place)
+            layers = [path for path, claimed in self._claims.items() if index in claimed]
+            problem = self._layer_problem(index, layers)
+            is_used = any(path in self._called for path in layers)
+            if problem is None and not is_used:
+                problem = self._unused_problem(rule, named, layers)
+            if problem is not None:
                 why, fix, kind = problem
-                yield Problem(where, [why], fix, rule=index + 1, line=rule.line, kind=kind)
+                yield Problem(where, [why], fix, **place, kind=kind)
 
-    def _problem(
-        self, index: int, rule: Precision, named: list[str], layers: list[str]
-    ) -> tuple[str, str, str] | None:
-        """What is wrong with a rule, the fix, and the kind.
+    def _layer_problem(self, index: int, layers: list[str]) -> tuple[str, str, str] | None:
+        """Return a problem of the layers of a rule that have another function, with its fix and its
+        kind; None if there is none.
 
         Args:
-          named: modules that its path matches, excepted ones too; `layers`: those that take its
-            function.
+          index: of the rule.
+          layers: paths of layers that the rule claims.
         """
-        twice = [path for path in layers if self._claims[path][0] < index]
-        own = [path for path in layers if path in self._own]
-        if twice:
-            why = f"{twice[0]} has a rule already, rule {self._claims[twice[0]][0] + 1}."
-            return why, f'except = ["{twice[0]}"] in one of the two.', "conflict"
-        if own:
-            why = f"{own[0]} computes its products by a function of its own, {self._own[own[0]]}."
-            return (
-                why,
-                f'except = ["{own[0]}"], or a model that does not set dot_general.',
-                "conflict",
-            )
-        if any(path in self._called for path in layers):
-            return None
-        known = (
-            f"layers that can: {first_names(sorted(self._claims))}."
-            if self._claims
-            else "this model has no such layer."
-        )
+        for path in layers:
+            first = self._claims[path][0]
+            if first < index:
+                why = f"{path} has a rule already, rule {first + 1}."
+                return why, f'except = ["{path}"] in one of the two.', "conflict"
+        for path in layers:
+            if path in self._function_names:
+                name = self._function_names[path]
+                why = f"{path} computes its products by a function of its own, {name}."
+                fix = f'except = ["{path}"], or a model that does not set dot_general.'
+                return why, fix, "conflict"
+        return None
+
+    def _unused_problem(
+        self, rule: Precision, named: list[str], layers: list[str]
+    ) -> tuple[str, str, str]:
+        """Return the problem of a rule by which no product is computed, its fix and its kind.
+
+        Args:
+          named: modules that the rule's path matches, excepted ones too.
+          layers: paths of layers that the rule claims.
+        """
         if layers:
-            return (
-                f"the loss never calls {layers[0]}.",
-                "a layer that the loss calls as layer(x), or no such rule.",
-                "conflict",
-            )
-        if any(path in self._claims for path in named):
-            return (
-                "its except leaves no layer of it.",
-                "an except that leaves some, or no such rule.",
-                "conflict",
-            )
+            fix = "a layer that the loss calls as layer(x), or no such rule."
+            return f"the loss never calls {layers[0]}.", fix, "conflict"
+        if not self._claims.keys().isdisjoint(named):
+            fix = "an except that leaves some, or no such rule."
+            return "its except leaves no layer of it.", fix, "conflict"
+        fix = "this model has no such layer."
+        if self._claims:
+            fix = f"layers that can: {first_names(sorted(self._claims))}."
         if named:
-            return (
-                f"it matches {first_names(named)}, and products can be replaced in {LAYERS} only.",
-                known,
-                "conflict",
-            )
-        if any(
-            compiled(rule.path).fullmatch(f"{path}/{name}")
-            for path in self._claims
-            for name in ("kernel", "bias")
-        ):
-            return (
-                "it matches parameters, and here a path names layers.",
-                f'path = "{rule.path.rpartition("/")[0]}".',
-                "no_match",
-            )
-        near = closest(rule.path, self._claims)
-        return (
-            "it matches no module of the model.",
-            (f'did you mean "{near}"? ' if near else "") + known,
-            "no_match",
-        )
+            why = f"it matches {first_names(named)}, and products can be replaced in {LAYERS} only."
+            return why, fix, "conflict"
+        pattern = compiled(rule.path)
+        for path in self._claims:
+            if pattern.fullmatch(f"{path}/kernel") or pattern.fullmatch(f"{path}/bias"):
+                layer = rule.path.rpartition("/")[0]
+                why = "it matches parameters, and here a path names layers."
+                return why, f'path = "{layer}".', "no_match"
+        nearest = closest(rule.path, self._claims)
+        if nearest:
+            fix = f'did you mean "{nearest}"? {fix}'
+        return "it matches no module of the model.", fix, "no_match"

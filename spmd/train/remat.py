@@ -99,14 +99,8 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
     missing = without_host_memory(placed.mesh) if remat.offloads else ""
     if missing:
         why = f"{missing} has no memory of kind {HOST}, to which values are offloaded."
-        problems.append(
-            Problem(
-                "[remat] offload",
-                [why],
-                'save these values on the device, or save = "nothing".',
-                kind="conflict",
-            )
-        )
+        fix = 'save these values on the device, or save = "nothing".'
+        problems.append(Problem("[remat] offload", [why], fix, kind="conflict"))
     raise_problems(LayoutError, f"{source} does not fit the model", problems)
 
 
@@ -126,6 +120,7 @@ def _names_in(table: Any, jaxpr: Any) -> list[str]:
     names = set()
     for program in programs:
         for equation in equations(program):
+            # `jax.ad_checkpoint.checkpoint_name` is an equation of this primitive
             if equation.primitive.name == "name":
                 names.add(equation.params["name"])
     return sorted(names - {LAYER_PARAMS})
@@ -135,6 +130,8 @@ def _unknown_name(table: Any, name: str, names: list[str]) -> Problem:
     """Return the problem of a name in a `[remat]` table that none of the values has."""
     key = "offload" if name in table.offload else "save"
     scope = f"in modules {', '.join(table.modules)}" if table.modules else "in the loss"
+    where = f'[remat] {key} = ["{name}"]'
+    why = f"no value {scope} has this name."
     fix = (
         f'x = jax.ad_checkpoint.checkpoint_name(x, "{name}") in the model; no value there has a '
         "name yet."
@@ -143,9 +140,4 @@ def _unknown_name(table: Any, name: str, names: list[str]) -> Problem:
         nearest = closest(name, names)
         question = f'did you mean "{nearest}"? ' if nearest else ""
         fix = f"{question}Names there: {', '.join(names)}."
-    return Problem(
-        f'[remat] {key} = ["{name}"]',
-        [f"no value {scope} has this name."],
-        fix,
-        kind="unknown_name",
-    )
+    return Problem(where, [why], fix, kind="unknown_name")

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from spmd.base.tree import Tree, describe
-from spmd.errors import CommunicationError, OptionError, check_integer, short_repr
+from spmd.errors import OptionError, check_integer, short_repr
 from spmd.train.state import check_optimizer
-from spmd.train.wrapped_optimizer import wrap_optimizer
-from spmd.wire.states import communicates
+from spmd.train.wrapped_optimizer import MOST_COUNTED, init_alone, where_applied, wrap_optimizer
 
-MOST_COUNTED = 2**31 - 1  # in int32
 # of the mean: a smaller standard deviation counts as this, so that rounding is no spike where all
 # values are alike
 LEAST = 0.01
@@ -23,7 +21,7 @@ class SpikeSkip(NamedTuple):
     """The state of `skip_spikes`.
 
     Attributes:
-      inner: of the optimizer.
+      inner: the state of the optimizer.
       window: float32[2, window], losses and norms of the newest updates that were counted.
       counted: int32 scalar, updates that were made, and whose gradients were not all 0.
       skipped: int32 scalar, updates that were skipped.
@@ -32,7 +30,7 @@ class SpikeSkip(NamedTuple):
         when a run resumes.
       seen: float32[2], the last step's loss (0 if `update` got none) and norm.
       limits: float32[2], the largest loss and norm for which that step's update was made.
-      applied: bool scalar, whether it was made.
+      applied: bool scalar, True if it was made.
     """
 
     inner: Any
@@ -49,8 +47,8 @@ class SpikeSkip(NamedTuple):
 def skip_spikes(
     optimizer: Any, *, sigmas: float = 6.0, window: int = 128, max_in_a_row: int = 10
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that makes no update where the loss, or the norm of all gradients, is a spike or
-    not finite.
+    """Return an optimizer that makes no update where the loss, or the norm of all gradients, is a
+    spike or not finite.
 
     A spike is larger than mean + sigmas * standard deviation of the last `window` updates that were
     made; a deviation of less than 1 % of the mean counts as 1 %. The first `window` updates only
@@ -99,11 +97,8 @@ def skip_spikes(
       (3.0, 1)
     """
     tx = check_optimizer(optimizer)
-    if (
-        isinstance(sigmas, bool)
-        or not isinstance(sigmas, numbers.Real)
-        or not 0 < sigmas < float("inf")
-    ):
+    is_number = isinstance(sigmas, numbers.Real) and not isinstance(sigmas, bool)
+    if not is_number or not 0 < sigmas < float("inf"):
         raise OptionError(
             f"skip_spikes: sigmas={short_repr(sigmas)}.", fix="a number above 0, such as 6."
         )
@@ -111,15 +106,19 @@ def skip_spikes(
     check_integer(max_in_a_row, "skip_spikes: max_in_a_row", 1, MOST_COUNTED)
 
     def init(params: Tree) -> SpikeSkip:
-        inner, zero, f32 = init_alone("skip_spikes", tx, params), jnp.int32(0), jnp.float32
-        counts = zero, zero, zero, jnp.int32(max_in_a_row)
+        inner = init_alone("skip_spikes", tx, params)
+        zero = jnp.int32(0)
+        left = jnp.int32(max_in_a_row)
         return SpikeSkip(
-            inner,
-            jnp.zeros((2, window), f32),
-            *counts,
-            jnp.zeros(2, f32),
-            jnp.full(2, jnp.inf, f32),
-            jnp.bool(True),
+            inner=inner,
+            window=jnp.zeros((2, window), jnp.float32),
+            counted=zero,
+            skipped=zero,
+            in_a_row=zero,
+            left=left,
+            seen=jnp.zeros(2, jnp.float32),
+            limits=jnp.full(2, jnp.inf, jnp.float32),
+            applied=jnp.bool(True),
         )
 
     def update(
@@ -131,63 +130,34 @@ def skip_spikes(
                 f"skip_spikes: value is {describe(value)}, not one number.",
                 fix="the mean loss: update(..., value=loss.mean()).",
             )
-        squares = [
-            jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32)))
-            for leaf in jax.tree.leaves(updates)
-        ]
+        squares = []
+        for leaf in jax.tree.leaves(updates):
+            squares.append(jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))))
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-        seen = jnp.stack(
-            [jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32), norm]
-        )
+        loss = jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32)
+        measured = jnp.stack([loss, norm])
         mean, deviation = state.window.mean(1), state.window.std(1)
         limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))
         judged = (state.counted >= window) & (state.window != 0).any(1)
         limits = jnp.where(judged, limits, jnp.inf)
-        applied = (jnp.isfinite(seen) & (seen <= limits)).all()
-        updates, inner = where_applied(
-            applied, *tx.update(updates, state.inner, params, **extra), state.inner
-        )
+        applied = (jnp.isfinite(measured) & (measured <= limits)).all()
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        updates, inner = where_applied(applied, updates, inner, state.inner)
         # or else a spell of gradients of 0 would make spikes of all that come after
         counts = applied & (norm != 0)
         newest = (jnp.arange(window, dtype=jnp.int32) == state.counted % window) & counts
         in_a_row = jnp.where(applied, 0, state.in_a_row + 1)
         return updates, SpikeSkip(
-            inner,
-            jnp.where(newest, seen[:, None], state.window),
-            state.counted + counts.astype(jnp.int32),
-            state.skipped + 1 - applied.astype(jnp.int32),
-            in_a_row,
-            jnp.maximum(max_in_a_row - in_a_row, 0),
-            seen,
-            limits,
-            applied,
+            inner=inner,
+            window=jnp.where(newest, measured[:, None], state.window),
+            counted=state.counted + counts.astype(jnp.int32),
+            skipped=state.skipped + 1 - applied.astype(jnp.int32),
+            in_a_row=in_a_row,
+            left=jnp.maximum(max_in_a_row - in_a_row, 0),
+            seen=measured,
+            limits=limits,
+            applied=applied,
         )
 
-    return wrap_optimizer(
-        "skip_spikes", init, update, tx, sigmas=float(sigmas), max_in_a_row=max_in_a_row
-    )
-
-
-def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:
-    """The first state of an optimizer that gets mean gradients.
-
-    Raises:
-      CommunicationError: it communicates, so it gets those of a worker.
-    """
-    inner = optimizer.init(params)
-    if communicates(inner):
-        why = (
-            "it looks at each worker's own gradients, before they are reduced, so workers would "
-            "decide differently."
-        )
-        raise CommunicationError(
-            f"{name} around a communication: {why}",
-            fix=f"optax.chain(wire.all_reduce(...), {name}(optimizer)).",
-        )
-    return inner
-
-
-def where_applied(applied: jax.Array, updates: Tree, inner: Any, before: Any) -> tuple[Tree, Any]:
-    """Updates and the optimizer's state if they are applied; or else zeros and its state before."""
-    updates = jax.tree.map(lambda leaf: jnp.where(applied, leaf, jnp.zeros_like(leaf)), updates)
-    return updates, jax.tree.map(lambda new, old: jnp.where(applied, new, old), inner, before)
+    options = {"sigmas": float(sigmas), "max_in_a_row": max_in_a_row}
+    return wrap_optimizer("skip_spikes", init, update, tx, **options)

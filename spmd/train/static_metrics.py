@@ -1,5 +1,5 @@
-"""Metrics of a step that are known without measuring: the bytes that are sent, and what the
-simulated clock says.
+"""Metrics of a step that are known without measuring: the bytes that are sent, and those of the
+simulated clock.
 """
 
 import dataclasses
@@ -22,15 +22,18 @@ class StaticMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names; traces nothing."""
+        """The names of the metrics; traces nothing."""
         clock = self.placed.events
-        return (*self._wire_names, *(clock.metrics(0) if clock else ()))
+        if clock is None:
+            return self._wire_names
+        return (*self._wire_names, *clock.metrics(0))
 
     def at(self, step: int) -> dict[str, float]:
-        """Their values for one step: bytes that each device sends, the compression ratio, and the
-        simulated clock's metrics.
+        """Return the metrics of one step: bytes that each device sends, the compression ratio, and
+        the simulated clock's metrics.
         """
-        clock, early = self.placed.events, step < self._start_step
+        clock = self.placed.events
+        early = step < self._start_step
         values = self._wire_values[early]
         if clock is None:
             return values
@@ -45,11 +48,9 @@ class StaticMetrics:
         if not exchange.reduction.manual:
             return ()  # XLA places the collectives
         compressed = self.placed.resolved.layout.gradients.compressed and not exchange.local
-        return (
-            ("wire_bytes", "compression_ratio")
-            if compressed or exchange.metric_names
-            else ("wire_bytes",)
-        )
+        if compressed or exchange.metric_names:
+            return ("wire_bytes", "compression_ratio")
+        return ("wire_bytes",)
 
     @property
     def _start_step(self) -> int:
@@ -58,21 +59,21 @@ class StaticMetrics:
     @functools.cached_property
     def _scope_bytes(self) -> Callable[[bool, str], int]:
         """Bytes that each device sends in one named scope, before `start_step` or after it."""
-        return functools.cache(
-            lambda early, scope: self.comm_log().bytes(0 if early else self._start_step, scope)
-        )
+
+        def scope_bytes(early: bool, scope: str) -> int:
+            return self.comm_log().bytes(0 if early else self._start_step, scope)
+
+        return functools.cache(scope_bytes)
 
     @functools.cached_property
     def _wire_values(self) -> tuple[dict[str, float], dict[str, float]]:
-        """After `start_step`, and before it."""
+        """The metrics of what is sent, by name, after `start_step` and before it."""
         if not self._wire_names:
             return {}, {}
         values = []
         for step in (self._start_step, 0):
-            reduced, sent = (
-                self.comm_log().bytes(step, "reduce_gradients"),
-                self.comm_log().bytes(step),
-            )
+            reduced = self.comm_log().bytes(step, "reduce_gradients")
+            sent = self.comm_log().bytes(step)
             ratio = exact_bytes(self.placed.exchange) / reduced if reduced else 1.0
             values.append(dict(zip(self._wire_names, (sent, ratio), strict=False)))
         return values[0], values[1]

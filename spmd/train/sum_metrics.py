@@ -16,14 +16,16 @@ from spmd.errors import LossError, OptionError, check_integer, first_line, short
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 
-# of a confusion matrix: for each row it has classes**2 numbers on the devices
-MOST_CLASSES, BLUE = 1024, (31, 119, 180)
+# of a confusion matrix, which has classes**2 numbers for each row on the devices
+MOST_CLASSES = 1024
+BLUE = (31, 119, 180)
 # bins of arcsinh(logit), in all and for each unit: up to logits of 21,000 in size
 BINS, FINENESS = 2048, 96
 
 
 def _no_finish(sums: np.ndarray) -> float:
-    raise NotImplementedError  # never called: a metric without `finish` is refused when it is made
+    # never called: a metric without `finish` is refused when it is made
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +68,16 @@ class FromSums(PerExample):
     draw: Callable[[np.ndarray], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.finish is _no_finish or not callable(self.finish):
-            why = (
-                "there is no `finish`"
-                if self.finish is _no_finish
-                else f"finish={short_repr(self.finish)} is no function"
-            )
-            third = (
-                ", and the third argument, `inputs`, is a function" if callable(self.inputs) else ""
-            )
+        why = ""
+        if self.finish is _no_finish:
+            why = "there is no `finish`"
+        elif not callable(self.finish):
+            why = f"finish={short_repr(self.finish)} is no function"
+        if why:
+            if callable(self.inputs):
+                why += ", and the third argument, `inputs`, is a function"
             raise OptionError(
-                f"FromSums {short_repr(self.name)}: {why}{third}.",
+                f"FromSums {short_repr(self.name)}: {why}.",
                 fix="FromSums(function, name, finish=...).",
             )
         if self.draw is not None and not callable(self.draw):
@@ -87,32 +88,38 @@ class FromSums(PerExample):
             )
 
     def value(self, name: str, sums: np.ndarray) -> float:
-        """What `finish` gives; `name`: of the metric.
+        """Return the number of `finish`; `name` is that of the metric.
 
         Raises:
-          LossError: it fails, or gives no number.
+          LossError: `finish` fails, or returns no number.
         """
-        what, value = _call(name, "finish", self.finish, sums)
+        description, value = _result(name, "finish", self.finish, sums)
         if np.ndim(value) or np.asarray(value).dtype.kind not in "biuf":
-            raise LossError(f"{what} returned {short_repr(value)}.", fix="one number.")
+            raise LossError(f"{description} returned {short_repr(value)}.", fix="one number.")
         return float(value)
 
     def picture(self, name: str, sums: np.ndarray) -> Any:
-        """What `draw` gives; `name`: of the metric.
+        """Return the picture of `draw`, or None without one; `name` is that of the metric.
 
         Raises:
-          LossError: it fails.
+          LossError: `draw` fails.
         """
-        return None if self.draw is None else _call(name, "draw", self.draw, sums)[1]
+        if self.draw is None:
+            return None
+        _, picture = _result(name, "draw", self.draw, sums)
+        return picture
 
     def __call__(self, model: Any, batch: Any) -> Columns:
-        """The k numbers of each row; calls the model."""
+        """Return the k numbers of each row; call the model."""
         inputs, targets = self.split(batch)
-        counts = None if self.mask is None and self.ignore is None else self.counts(batch)
-        values = self.function(
-            model(inputs),
-            targets if counts is None else jnp.where(counts, targets, jnp.zeros_like(targets)),
-        )
+        counts = None
+        if self.mask is not None or self.ignore is not None:
+            counts = self.counts(batch)
+        outputs = model(inputs)
+        counted_targets = targets
+        if counts is not None:
+            counted_targets = jnp.where(counts, targets, jnp.zeros_like(targets))
+        values = self.function(outputs, counted_targets)
         if getattr(values, "ndim", 0) < 2:
             raise LossError(
                 f"{self.name}: {describe(values)}.", fix="[rows, ..., k], k numbers for each row."
@@ -126,34 +133,36 @@ class FromSums(PerExample):
         values = values.astype(jnp.float32)
         if counts is not None:
             if values.shape[:-1] != counts.shape:
-                fix = "a function with k numbers for each target."
                 raise LossError(
                     f"{self.name}: {describe(values)} for targets {describe(targets)}, so "
                     "positions cannot be left out.",
-                    fix=fix,
+                    fix="a function with k numbers for each target.",
                 )
-            values = jnp.where(
-                self.no_mask(batch)[..., None], jnp.nan, jnp.where(counts[..., None], values, 0.0)
-            )
+            invalid = self.no_mask(batch)[..., None]
+            values = jnp.where(counts[..., None], values, 0.0)
+            values = jnp.where(invalid, jnp.nan, values)
         return Columns(values.sum(axis=tuple(range(1, values.ndim - 1))))
 
 
-def _call(
+def _result(
     name: str, method: str, function: Callable[[np.ndarray], Any], sums: np.ndarray
 ) -> tuple[str, Any]:
-    """What is called, for errors, and what it returns."""
-    what = f'metric "{name}": {method}, given the sums {describe(sums)},'
+    """Return a description of the call of a metric's function, for errors, and its result.
+
+    Raises:
+      LossError: the function fails.
+    """
+    description = f'metric "{name}": {method}, given the sums {describe(sums)},'
     try:
-        return what, function(sums)
+        return description, function(sums)
     except Exception as error:
-        raise LossError(
-            f"{what} raised {first_line(error)}{user_line(error)}", fix="correct that line."
-        ) from error
+        why = f"{description} raised {first_line(error)}{user_line(error)}"
+        raise LossError(why, fix="correct that line.") from error
 
 
 def confusion(classes: int) -> FromSums:
-    """The mean over classes of the recall (balanced accuracy), and a picture of the confusion
-    matrix; exact over workers and padding.
+    """Return the metric of the mean over classes of the recall (balanced accuracy), with a picture
+    of the confusion matrix; exact over workers and padding.
 
     Outputs are logits [rows, ..., classes], and targets classes. In the picture, which runs with a
     folder give to their loggers after each evaluation, a row is a true class, from 0 at the top, a
@@ -184,27 +193,25 @@ def confusion(classes: int) -> FromSums:
 
     def cells(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         if outputs.shape != (*targets.shape, classes):
-            wanted = f"logits of {classes} classes for each target"
             raise LossError(
                 f"confusion: the outputs are {describe(outputs)} for targets {describe(targets)}.",
-                fix=f"{wanted}.",
+                fix=f"logits of {classes} classes for each target.",
             )
         valid = (targets >= 0) & (targets < classes) & ~jnp.isnan(outputs).any(-1)
-        cell = jnp.where(
-            valid, targets.astype(jnp.int32) * classes + outputs.argmax(-1).astype(jnp.int32), -1
-        )
-        return jnp.where(
-            valid[..., None], jax.nn.one_hot(cell, classes**2, dtype=jnp.float32), jnp.nan
-        )
+        # not in the dtype of the targets, which may be too narrow for classes**2
+        place = targets.astype(jnp.int32) * classes + outputs.argmax(-1).astype(jnp.int32)
+        cell = jnp.where(valid, place, -1)
+        valid = valid[..., None]
+        hits = jax.nn.one_hot(cell, classes**2, dtype=jnp.float32)
+        return jnp.where(valid, hits, jnp.nan)
 
     def mean_recall(sums: np.ndarray) -> float:
         matrix = sums.reshape(classes, classes)
         rows = matrix.sum(1)
-        return (
-            float(np.mean(matrix.diagonal()[rows != 0] / rows[rows != 0]))
-            if (rows != 0).any()
-            else math.nan
-        )
+        present = rows != 0
+        if not present.any():
+            return math.nan
+        return float(np.mean(matrix.diagonal()[present] / rows[present]))
 
     def draw(sums: np.ndarray) -> np.ndarray:
         matrix = sums.reshape(classes, classes)
@@ -247,21 +254,23 @@ def _histogram(outputs: jax.Array, targets: jax.Array) -> jax.Array:
             )
         outputs = outputs[..., 1].astype(jnp.float32) - outputs[..., 0].astype(jnp.float32)
     same_shape("auc", outputs, targets)
-    place = jnp.clip(
-        jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2, 0, BINS - 1
-    )
-    known = (targets == 0) | (targets == 1)
-    cell = jnp.where(jnp.isnan(place) | ~known, -1, place + BINS * (targets == 1)).astype(jnp.int32)
-    return jnp.where(
-        (cell < 0)[..., None], jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32)
-    )
+    place = jnp.floor(jnp.arcsinh(outputs.astype(jnp.float32)) * FINENESS) + BINS // 2
+    place = jnp.clip(place, 0, BINS - 1)
+    is_class = (targets == 0) | (targets == 1)
+    invalid = jnp.isnan(place) | ~is_class
+    cell = jnp.where(invalid, -1, place + BINS * (targets == 1)).astype(jnp.int32)
+    invalid = (cell < 0)[..., None]
+    return jnp.where(invalid, jnp.nan, jax.nn.one_hot(cell, 2 * BINS, dtype=jnp.float32))
 
 
 def _area(sums: np.ndarray) -> float:
     negative, positive = sums.reshape(2, BINS)
     pairs = positive.sum() * negative.sum()
+    if pairs == 0:
+        return math.nan
+    # those of the same bin count half
     below = np.cumsum(negative) - negative / 2
-    return float((positive * below).sum() / pairs) if pairs != 0 else math.nan
+    return float((positive * below).sum() / pairs)
 
 
 auc = FromSums(_histogram, "spmd.metrics.auc", finish=_area, undefined="all rows are of one class")

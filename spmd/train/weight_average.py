@@ -21,7 +21,8 @@ from spmd.train.spike_skip import SpikeSkip
 from spmd.train.state import check_optimizer
 from spmd.train.wrapped_optimizer import wrap_optimizer
 
-# What may be around it: these pass its updates as they are, or make no update at all.
+# States of optimizers that may be around an average: they make no update at all in some steps, or
+# pass updates as they are.
 SKIPPING = (SpikeSkip, LossScale, optax.MultiStepsState)
 UNCHANGED = (
     *SKIPPING,
@@ -35,7 +36,7 @@ class WeightAverage(NamedTuple):
     """The state of `average_weights`.
 
     Attributes:
-      inner: of the optimizer.
+      inner: the state of the optimizer.
       updates: int32 scalar, updates made so far.
       average: of the weights, shaped and sharded as the optimizer's moments are; float32 for those
         of fewer bits.
@@ -49,8 +50,8 @@ class WeightAverage(NamedTuple):
 def average_weights(
     optimizer: Any, decay: float | None = 0.999, *, start: int = 0, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that also keeps an average of the weights in its state (`WeightAverage`); its
-    updates are those of `optimizer`.
+    """Return an optimizer that also keeps an average of the weights in its state
+    (`WeightAverage`); its updates are those of `optimizer`.
 
     With w_1 .. w_n for the weights after updates start + every, start + 2 every, ..., the average
     is sum_k decay^(n-k) w_k / sum_k decay^(n-k). So it needs no warm-up: the weights at step 0 are
@@ -96,9 +97,8 @@ def average_weights(
       (6.0, 3.0)
     """
     tx = check_optimizer(optimizer)
-    if decay is not None and (
-        isinstance(decay, bool) or not isinstance(decay, numbers.Real) or not 0 < decay < 1
-    ):
+    is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
+    if decay is not None and not (is_number and 0 < decay < 1):
         raise OptionError(
             f"average_weights: decay={short_repr(decay)}.",
             fix="such as 0.999, between 0 and 1; None for the equal average.",
@@ -120,158 +120,180 @@ def average_weights(
         updates, inner = tx.update(updates, state.inner, params, **extra)
         since = state.updates + 1 - start
 
-        def step(average: jax.Array, weight: jax.Array) -> jax.Array:
+        def move(average: jax.Array, weight: jax.Array) -> jax.Array:
             moved = weight
             if jnp.issubdtype(average.dtype, jnp.inexact):
-                rate = _rate(
-                    jnp.maximum(since // every, 1).astype(jnp.finfo(average.dtype).dtype), decay
-                )
+                number = jnp.maximum(since // every, 1).astype(jnp.finfo(average.dtype).dtype)
+                rate = _rate(number, decay)
                 moved = average + rate.astype(average.dtype) * (weight - average)
-            return jnp.where(since <= every, weight, jnp.where(since % every == 0, moved, average))
+            is_first = since <= every
+            moved = jnp.where(since % every == 0, moved, average)
+            return jnp.where(is_first, weight, moved)
 
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
-        return updates, WeightAverage(
-            inner, state.updates + 1, jax.tree.map(step, state.average, weights)
-        )
+        count = state.updates + 1
+        return updates, WeightAverage(inner, count, jax.tree.map(move, state.average, weights))
 
     rate = None if decay is None else float(decay)
     return wrap_optimizer("average_weights", init, update, tx, decay=rate, start=start, every=every)
 
 
 def _rate(number: jax.Array, decay: float | None) -> jax.Array:
-    """How far the average moves towards the n-th weights: 1 / sum_k decay^(n-k)."""
-    return 1 / number if decay is None else (float(decay) - 1) / jnp.expm1(number * math.log(decay))
+    """Return the share by which the average moves towards the n-th weights: 1 / sum_k
+    decay^(n-k).
+    """
+    if decay is None:
+        return 1 / number
+    # `expm1`, because 1 - decay^n cancels where decay is nearly 1
+    return (float(decay) - 1) / jnp.expm1(number * math.log(decay))
 
 
 def _widened(leaf: Any) -> jax.Array:
-    """A copy; of floats, in at least 32 bits."""
+    """Return a copy of an array; floats are copied to at least 32 bits."""
     leaf = jnp.asarray(leaf)
-    wide = (
-        np.promote_types(leaf.dtype, np.float32)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        else leaf.dtype
-    )
-    return jnp.array(leaf, wide, copy=True)
+    dtype = leaf.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        dtype = np.promote_types(dtype, np.float32)
+    # a copy also in the same dtype: the step donates weights and average, which must be two arrays
+    return jnp.array(leaf, dtype, copy=True)
 
 
 def average_of(opt: Any, params: Tree) -> Tree:
-    """The average that an optimizer keeps: that of `average_weights`; of
+    """Return the average that an optimizer keeps: the one of `average_weights`; the one of
     `optax.contrib.schedule_free`, from its state and the weights; or the slow weights of
     `optax.lookahead`.
 
     Args:
-      opt, params: of a state.
+      opt: the optimizer's state.
+      params: the weights.
 
     Raises:
-      OptimizerError: it keeps none, or not that of all weights.
+      OptimizerError: it keeps none, or not one of all weights.
     """
-    averages, free = _found(opt, WeightAverage), _found(opt, optax.contrib.ScheduleFreeState)
+    averages = _outermost(opt, WeightAverage)
     if averages:
         return averages[0][0].average
-    if slow := _found(opt, SlowWeights):
-        return slow[0][0].slow
-    if not free:
+    lookaheads = _outermost(opt, SlowWeights)
+    if lookaheads:
+        return lookaheads[0][0].slow
+    schedule_free = _outermost(opt, optax.contrib.ScheduleFreeState)
+    if not schedule_free:
         fix = "optimizer=spmd.optimizers.average_weights(optimizer), whose updates are the same."
         raise OptimizerError("the optimizer keeps no average of the weights.", fix=fix)
-    (state, outside), shapes = free[0], {path: leaf.shape for path, leaf in flatten(params).items()}
-    if (
-        len(free) > 1
-        or outside
-        or {path: leaf.shape for path, leaf in flatten(state.z).items()} != shapes
-    ):
-        why = (
-            "optax.contrib.schedule_free is a part of the optimizer, so its average is not that of "
-            "all weights as they are updated."
-        )
+    state, outside = schedule_free[0]
+    is_part = bool(outside) or len(schedule_free) > 1
+    if is_part or _shapes(state.z) != _shapes(params):
         raise OptimizerError(
-            why, fix="schedule_free around all of the optimizer; what it wraps may be a chain."
+            "optax.contrib.schedule_free is a part of the optimizer, so its average is not that of "
+            "all weights as they are updated.",
+            fix="schedule_free around all of the optimizer; what it wraps may be a chain.",
         )
     return optax.contrib.schedule_free_eval_params(state, params)
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in flatten(tree).items()}
 
 
 def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync) -> None:
     """If the optimizer keeps an average, check that it is that of all weights, as they are updated.
 
     Args:
-      opt, params: of a state; shapes will do.
+      opt: the optimizer's state; shapes will do.
+      params: the weights; shapes will do.
 
     Raises:
       OptimizerError: it sees other updates than the weights get, or not all weights.
     """
-    problem, fix = "", ""
-    for state, outside in _found(opt, WeightAverage):
-        missing = [path for path in flatten(params) if path not in flatten(state.average)]
-        if sync.local or sync.asynchronous:
-            server = resolved.layout.parameter_server
-            problem = (
-                f'under a parameter server in mode "{server.mode}", workers or servers make '
-                "updates of their own."
+    for state, outside in _outermost(opt, WeightAverage):
+        problem, fix = _sync_problem(resolved, sync)
+        if not problem:
+            problem, fix = _place_problem(state, outside, params)
+        if not problem:
+            problem, fix = _inner_problem(state)
+        if problem:
+            raise OptimizerError(
+                f"average_weights would not average the weights as they are: {problem}", fix=fix
             )
-            fix = 'mode = "synchronous", or another [gradients] reduction.'
-        elif (
-            sync.reduction.manual
-            and sync.rounds_params
-            and any(at.state_spec != at.spec for at in resolved.placements.values())
-        ):
-            problem = (
-                '[gradients] weights = "bfloat16" rounds the updates of sharded moments when they '
-                "are gathered."
-            )
-            fix = '[gradients] weights = "exact".'
-        elif missing:
-            problem = f"it does not see {join_names(missing, 3)}."
-            fix = (
-                "average_weights(...) around the entire optimizer, not inside optax.masked or "
-                "optax.partition."
-            )
-        elif outside:
-            problem = f"{outside} can change its updates."
-            around = "skip_spikes, scale_loss, optax.MultiSteps and optax.apply_if_finite"
-            fix = f"average_weights(...) around all of the optimizer; only {around} go around it."
-        elif any(isinstance(node, optax.MultiStepsState) for node in nodes(state.inner)):
-            problem = (
-                "optax.MultiSteps inside it makes no update in most steps, and each would count."
-            )
-            fix = "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
-        elif any(isinstance(node, optax.contrib.SAMState) for node in nodes(state.inner)):
-            problem = (
-                "optax.contrib.sam inside it moves the weights to perturbed ones and back, and "
-                "each would count."
-            )
-            fix = "one of the two without the other."
-        elif any(isinstance(node, SKIPPING) for node in nodes(state.inner)):
-            problem = "what skips updates is inside it, and each that is skipped would count."
-            scales, spikes = (
-                any(isinstance(node, kind) for node in nodes(state.inner))
-                for kind in (LossScale, SpikeSkip)
-            )
-            fix = (
-                "skip_spikes(average_weights(optimizer))"
-                if spikes
-                else "average_weights(optimizer)"
-            )
-            fix = f"scale_loss({fix})." if scales else f"{fix}."
-    if problem:
-        raise OptimizerError(
-            f"average_weights would not average the weights as they are: {problem}", fix=fix
+
+
+def _sync_problem(resolved: Resolved, sync: GradientSync) -> tuple[str, str]:
+    """Return why a layout gives the weights other updates, and the fix; or "", ""."""
+    if sync.local or sync.asynchronous:
+        mode = resolved.layout.parameter_server.mode
+        return (
+            f'under a parameter server in mode "{mode}", workers or servers make updates of '
+            "their own.",
+            'mode = "synchronous", or another [gradients] reduction.',
         )
+    shards_moments = any(at.state_spec != at.spec for at in resolved.placements.values())
+    if sync.reduction.manual and sync.rounds_params and shards_moments:
+        return (
+            '[gradients] weights = "bfloat16" rounds the updates of sharded moments when they '
+            "are gathered.",
+            '[gradients] weights = "exact".',
+        )
+    return "", ""
 
 
-def _found(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:
-    """The outermost states of this kind, each with what is around it and may change its updates; ""
-    if nothing may.
+def _place_problem(state: WeightAverage, outside: str, params: Tree) -> tuple[str, str]:
+    """Return what an average lacks at its place in the optimizer, and the fix; or "", ""."""
+    averaged = flatten(state.average)
+    missing = [path for path in flatten(params) if path not in averaged]
+    if missing:
+        return (
+            f"it does not see {join_names(missing, 3)}.",
+            "average_weights(...) around the entire optimizer, not inside optax.masked or "
+            "optax.partition.",
+        )
+    if outside:
+        return (
+            f"{outside} can change its updates.",
+            "average_weights(...) around all of the optimizer; only skip_spikes, scale_loss, "
+            "optax.MultiSteps and optax.apply_if_finite go around it.",
+        )
+    return "", ""
+
+
+def _inner_problem(state: WeightAverage) -> tuple[str, str]:
+    """Return why an average counts steps that are no updates, and the fix; or "", ""."""
+    kinds = {type(node) for node in nodes(state.inner)}
+    if optax.MultiStepsState in kinds:
+        return (
+            "optax.MultiSteps inside it makes no update in most steps, and each would count.",
+            "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k).",
+        )
+    if optax.contrib.SAMState in kinds:
+        return (
+            "optax.contrib.sam inside it moves the weights to perturbed ones and back, and "
+            "each would count.",
+            "one of the two without the other.",
+        )
+    if kinds.isdisjoint(SKIPPING):
+        return "", ""
+    fix = "average_weights(optimizer)"
+    if SpikeSkip in kinds:
+        fix = f"skip_spikes({fix})"
+    if LossScale in kinds:
+        fix = f"scale_loss({fix})"
+    return "what skips updates is inside it, and each that is skipped would count.", f"{fix}."
+
+
+def _outermost(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:
+    """Return the outermost states of this kind, each with a description of the transformation
+    around it that may change its updates; "" if none may.
     """
     if isinstance(node, kind):
         return [(node, outside)]
-    found, parts = [], children(node)
+    is_chain = type(node) is tuple
+    around = f"what has the state {type(node).__name__}"
+    if is_chain:
+        around = "a transformation behind it in optax.chain"
+    states = []
+    parts = children(node)
     for number, child in enumerate(parts, 1):
-        last_of_chain = type(node) is tuple and number == len(parts)
-        around = (
-            "a transformation behind it in optax.chain"
-            if type(node) is tuple
-            else f"what has the state {type(node).__name__}"
-        )
-        found += _found(
-            child, kind, outside or ("" if last_of_chain or isinstance(node, UNCHANGED) else around)
-        )
-    return found
+        is_last_of_chain = is_chain and number == len(parts)
+        may_change = not is_last_of_chain and not isinstance(node, UNCHANGED)
+        nearer = around if may_change else ""
+        states += _outermost(child, kind, outside or nearer)
+    return states
