@@ -45,9 +45,10 @@ from spmd.base.deprecated import moved
 
 SHOWN = 100  # problems listed in full: more than that usually share one cause
 ALIKE = 3  # problems that differ only in their place and are each listed
-LINE, TEXT = 1000, 40_000  # the most characters in one line of an error, and in the entire text
-FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
+LINE = 1000  # the most characters in one line of an error
+TEXT = 40_000  # the most characters in an error
 VALUE = 160  # the most characters of a value in an error
+FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
 # arguments that the running command has as options; in Python none
 _options: frozenset[str] = frozenset()
 
@@ -66,8 +67,8 @@ def options_of_command(names: Iterable[str]) -> Iterator[None]:
 
 
 def option(name: str, *values: object) -> str:
-    """An argument in an error, as its user writes it: in Python, or behind the command that is
-    running.
+    """Return an argument in an error, as its user writes it: in Python, or behind the command that
+    is running.
 
     >>> option("batch_size", 8), option("field", quoted("prompt"), quoted("answer")), option("chat")
     ('batch_size=8', 'field=("prompt", "answer")', 'chat=')
@@ -82,21 +83,20 @@ def option(name: str, *values: object) -> str:
     """
     if name in _options:
         flag = f"--{name.replace('_', '-')}"
-        return " ".join(flag if value is True else f"{flag} {value}" for value in values) or flag
-    return (
-        f"{name}=({', '.join(map(str, values))})"
-        if len(values) > 1
-        else f"{name}={''.join(map(str, values))}"
-    )
+        words = [flag if value is True else f"{flag} {value}" for value in values]
+        return " ".join(words) or flag
+    if len(values) > 1:
+        return f"{name}=({', '.join(map(str, values))})"
+    return f"{name}={''.join(map(str, values))}"
 
 
 def quoted(value: object) -> str:
-    """A value in the quotes that `option` puts around a text."""
+    """Return a value in the quotes that `option` puts around a text."""
     return f'"{value}"'
 
 
 def in_python(text: str, command: str = "") -> str:
-    """A part of a fix that only Python can do, and what stands there while a command runs."""
+    """Return a part of a fix that only Python can do; `command` instead while a command runs."""
     return command if _options else text
 
 
@@ -104,6 +104,7 @@ class SpmdError(Exception):
     """Base of every error that this library raises on purpose. The length of its text is bounded.
 
     Attributes:
+      message: the text without the fix.
       fix: what to do about it; "" if there is none, or if each problem has its own.
       summary: what is wrong, in one line without the fix; of several problems the first.
       problems: one `Problem` for each thing that is wrong, if the error collects several.
@@ -129,26 +130,30 @@ class SpmdError(Exception):
         **where: Any,
     ):
         super().__init__(bounded(f"{message}\n    fix: {fix}" if fix else message))
-        self.message, self.fix, self.problems = bounded(message), fix, tuple(problems)
+        self.message = bounded(message)
+        self.fix = fix
+        self.problems = tuple(problems)
         headline = self.message.partition("\n")[0]
         if self.problems and not summary:
             first = self.problems[0]
             summary = f"{first.path or first.where}: {next(iter(first.why), headline)}"
         self.summary = summary or headline
-        self.path, self.rule, self.line, self.kind = (
-            where.pop(name, None) for name in ("path", "rule", "line", "kind")
-        )
+        self.path = where.pop("path", None)
+        self.rule = where.pop("rule", None)
+        self.line = where.pop("line", None)
+        self.kind = where.pop("kind", None)
         if where:
             raise TypeError(f"an error has no field {', '.join(where)}")
 
     def _render_traceback_(self) -> list[str]:
-        """Lines that IPython shows instead of its traceback: the same, with fixes in bold where it
-        has colours.
+        """Return the lines that IPython shows instead of its traceback: the same, with fixes in
+        bold where it has colours.
         """
         shell: Any = sys.modules["IPython"].get_ipython()
         lines = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
-        coloured = any("\033[" in line for line in lines)
-        return [FIX.sub("\\1\033[1m\\2\033[0m", line) for line in lines] if coloured else lines
+        if any("\033[" in line for line in lines):
+            return [FIX.sub("\\1\033[1m\\2\033[0m", line) for line in lines]
+        return lines
 
 
 class MeshError(SpmdError):
@@ -263,11 +268,14 @@ class Problem:
     """One thing that is wrong: where it is, why (with the numbers), and a verified fix.
 
     Attributes:
+      where: the place: a path, a key of a layout, a line of a file.
+      why: lines that say what is wrong there.
+      fix: what to do about it; "" if there is nothing.
       also: a line about other places with the same problem; "" if there are none.
-      path: of the parameter, submodule or batch leaf; None if it is about none, like each of the
-        following.
+      path: the path of the parameter, submodule or batch leaf; None if it is about none, like each
+        of the following.
       rule: the rule's number in its table, from 1.
-      line: of the layout file.
+      line: the line of the layout file.
       kind: "unknown_key", "invalid_value", "unread_key", "unknown_axis", "repeated_axis",
         "no_match", "overlap", "no_rule", "wrong_rank", "not_divisible", "unused_axis",
         "too_much_replicated", "conflict" or "unregistered".
@@ -283,26 +291,29 @@ class Problem:
     kind: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"  {self.where}", *(f"      {line}" for line in (self.also, *self.why) if line)]
+        details = [line for line in (self.also, *self.why) if line]
         if self.fix:
-            lines.append(f"      fix: {self.fix}")
-        return "\n".join(lines)
+            details.append(f"fix: {self.fix}")
+        return "\n      ".join([f"  {self.where}", *details])
 
 
 def problems_text(headline: str, problems: Sequence[Problem], note: str = "") -> str:
-    """The headline, the count, and every problem below it, separated by blank lines; many alike as
-    one, and at most the first `SHOWN`.
+    """Return the headline, the count, and every problem below it, separated by blank lines; many
+    alike as one, and at most the first `SHOWN`.
     """
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    count = f"{count} ({note}):" if note else f"{count}:"
-    shown = group_problems(problems)
-    more = [f"  and {len(shown) - SHOWN} more problems."] if len(shown) > SHOWN else []
-    return "\n\n".join([f"{headline}\n{count}", *map(str, shown[:SHOWN]), *more])
+    if note:
+        count += f" ({note})"
+    groups = group_problems(problems)
+    paragraphs = [f"{headline}\n{count}:", *map(str, groups[:SHOWN])]
+    if len(groups) > SHOWN:
+        paragraphs.append(f"  and {len(groups) - SHOWN} more problems.")
+    return "\n\n".join(paragraphs)
 
 
 def group_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems, of which more than `ALIKE` that differ only in their place become one, which
-    names the others by pattern.
+    """Return the problems, of which more than `ALIKE` that differ only in their place become one,
+    which names the others by pattern.
 
     >>> alike = [Problem(f"layers/{number}/w", ["is wrong."]) for number in range(12)]
     >>> print(group_problems(alike)[0])
@@ -316,18 +327,16 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
         groups.setdefault((*problem.why, fix, problem.also, problem.kind), []).append(number)
     shown = dict(enumerate(problems))
     for first, *others in groups.values():
-        if len(others) < ALIKE or problems[first].also:
+        problem = problems[first]
+        if len(others) < ALIKE or problem.also:
             continue
-        patterns = dict.fromkeys(
-            re.sub(r"\d+", "*", problems[other].path or problems[other].where) for other in others
-        )
-        fix, also = problems[first].fix, f"and {len(others)} more: {join_names(patterns, 4)}"
-        fix = (
-            fix
-            if fix == problems[others[0]].fix
-            else f"{fix.removesuffix('.')}; and so for the others."
-        )
-        shown[first] = dataclasses.replace(problems[first], also=also, fix=fix)
+        places = [problems[other].path or problems[other].where for other in others]
+        patterns = dict.fromkeys(re.sub(r"\d+", "*", place) for place in places)
+        also = f"and {len(others)} more: {join_names(patterns, 4)}"
+        fix = problem.fix
+        if fix != problems[others[0]].fix:
+            fix = f"{fix.removesuffix('.')}; and so for the others."
+        shown[first] = dataclasses.replace(problem, also=also, fix=fix)
         for other in others:
             del shown[other]
     return list(shown.values())
@@ -343,33 +352,36 @@ def raise_problems(
     """Raise `error` with all problems at once, and a fix for all of them together; do nothing when
     there are none.
     """
-    if problems:
-        values = {
-            field: {getattr(problem, field) for problem in problems}
-            for field in ("path", "rule", "line", "kind")
-        }
-        common = {field: distinct.pop() for field, distinct in values.items() if len(distinct) == 1}
-        text = problems_text(headline, problems, note)
-        raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
+    if not problems:
+        return
+    common = {}
+    for field in ("path", "rule", "line", "kind"):
+        distinct = {getattr(problem, field) for problem in problems}
+        if len(distinct) == 1:
+            common[field] = distinct.pop()
+    text = problems_text(headline, problems, note)
+    raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
 
 
 def bounded(text: str) -> str:
-    """The text, truncated to at most `LINE` characters a line and about `TEXT` in all.
+    """Return the text, truncated to at most `LINE` characters a line and about `TEXT` in all.
 
     >>> len(bounded("x" * 38_400)), bounded("short")
     (1018, 'short')
     """
     text = "\n".join(_clipped(line, LINE) for line in str(text).split("\n"))
-    return (
-        text
-        if len(text) <= TEXT + LINE
-        else f"{text[: TEXT // 2]}\n  ... ({len(text) - TEXT:,} more characters)\n"
-        f"{text[-TEXT // 2 :]}"
-    )
+    if len(text) <= TEXT + LINE:
+        return text
+    half = TEXT // 2
+    return f"{text[:half]}\n  ... ({len(text) - TEXT:,} more characters)\n{text[-half:]}"
 
 
 def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most + 30 else f"{text[:most]} ... ({len(text) - most:,} more)"
+    """Return at most `most` characters of a text, with the number of the others."""
+    # truncation would not make a text shorter that exceeds `most` by less than the remark
+    if len(text) <= most + 30:
+        return text
+    return f"{text[:most]} ... ({len(text) - most:,} more)"
 
 
 class _Short(reprlib.Repr):
@@ -378,30 +390,30 @@ class _Short(reprlib.Repr):
     def __init__(self):
         super().__init__()
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 8
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, VALUE, VALUE, VALUE
+        self.maxstring = self.maxother = self.maxlong = VALUE
+        self.maxlevel = 3
 
     def repr1(self, x: Any, level: int) -> str:
-        """One value; an array as its type, dtype and shape."""
-        if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and x.shape:
-            return f"{type(x).__name__} {x.dtype}{list(x.shape)}"
-        if callable(x) and hasattr(x, "__qualname__"):
-            return (
-                "a lambda"
-                if x.__name__ == "<lambda>"
-                else x.__qualname__.rpartition("<locals>.")[2]
-            )
-        return super().repr1(x, level)
+        """Return one value; an array as its type, dtype and shape."""
+        shape = getattr(x, "shape", None)
+        if isinstance(shape, tuple) and hasattr(x, "dtype") and shape:
+            return f"{type(x).__name__} {x.dtype}{list(shape)}"
+        if not callable(x) or not hasattr(x, "__qualname__"):
+            return super().repr1(x, level)
+        if x.__name__ == "<lambda>":
+            return "a lambda"
+        return x.__qualname__.rpartition("<locals>.")[2]
 
 
 def short_repr(value: Any) -> str:
-    """A user's value as errors show it: at most one line.
+    """Return a user's value as errors show it: at most one line.
 
     >>> short_repr("fdsp"), short_repr(list(range(100))), short_repr(len)
     ("'fdsp'", '[0, 1, 2, 3, 4, 5, 6, 7, ...]', 'len')
     """
-    return _clipped(
-        re.sub(r" at 0x[0-9a-f]+", "", " ".join(_Short().repr(value).split("\n"))), VALUE
-    )
+    line = " ".join(_Short().repr(value).split("\n"))
+    # without addresses, so that two runs have the same text
+    return _clipped(re.sub(r" at 0x[0-9a-f]+", "", line), VALUE)
 
 
 def check_integer(
@@ -412,60 +424,54 @@ def check_integer(
     """
     if optional and value is None:
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, numbers.Integral)
-        or value < least
-        or (most is not None and not value <= most)
-    ):
-        fix = f"a whole number from {least}{'' if most is None else f' to {most}'}."
-        raise OptionError(f"{option(name, short_repr(value))}.", fix=fix)
+    # Python's bool is an integer
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < least or (most is not None and not value <= most):
+        fix = f"a whole number from {least}"
+        if most is not None:
+            fix += f" to {most}"
+        raise OptionError(f"{option(name, short_repr(value))}.", fix=f"{fix}.")
 
 
 def join_names(names: Iterable[str], most: int = 8) -> str:
-    """Names separated by commas; of many, the first and their number.
+    """Return names separated by commas; if there are many, the first and their number.
 
     >>> join_names(["a", "b"]), join_names(map(str, range(100)), most=3)
     ('a, b', '0, 1, 2, ... (100 in all)')
     """
     names = list(names)
-    return (
-        ", ".join(names)
-        if len(names) <= most
-        else f"{', '.join(names[:most])}, ... ({len(names)} in all)"
-    )
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f", ... ({len(names)} in all)"
+    return text
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message.
+    """Return an exception's type and the first line of its message.
 
     >>> first_line(ValueError("boom"))
     'ValueError: boom'
     """
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}".rstrip(": ")
 
 
 def user_line(error: BaseException) -> str:
-    """The last line of user code in an exception's traceback, formatted for an error; "" if there
-    is none.
+    """Return the last line of user code in an exception's traceback, formatted for an error; "" if
+    there is none.
     """
     libraries = (
         os.path.dirname(__file__),
         *sysconfig.get_paths().values(),
+        # the standard library of the Python that a virtual environment stands on
         sys.base_prefix + f"{os.sep}lib",
         "<frozen",
     )
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(libraries)
-    ]
-    return (
-        f"\n    in {frames[-1].filename.removeprefix(os.getcwd() + os.sep)}, line "
-        f"{frames[-1].lineno}: {frames[-1].line}"
-        if frames
-        else ""
-    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(libraries):
+            path = frame.filename.removeprefix(os.getcwd() + os.sep)
+            return f"\n    in {path}, line {frame.lineno}: {frame.line}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -496,20 +502,20 @@ def note_second_error(error: BaseException, failure: str) -> Iterator[None]:
 
 
 def printable(text: str, most: int = 2000) -> str:
-    r"""Text of another process, safe for a terminal: control characters escaped, at most `most`
-    characters.
+    r"""Return text of another process, safe for a terminal: control characters escaped, at most
+    `most` characters.
 
     >>> printable("a\x1b[31mred\nline")
     'a\\x1b[31mred\\nline'
     """
-    escaped = "".join(
-        letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most]
-    )
-    return escaped + (f"… ({len(text) - most} more)" if len(text) > most else "")
+    letters = [letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[:most]]
+    if len(text) > most:
+        letters.append(f"… ({len(text) - most} more)")
+    return "".join(letters)
 
 
 def type_name(value: object) -> str:
-    """The type of a value, with its article.
+    """Return the type of a value, with its article.
 
     >>> type_name(3), type_name("x"), type_name(None)
     ('an int', 'a str', 'None')
@@ -520,40 +526,42 @@ def type_name(value: object) -> str:
 
 
 def with_article(name: str) -> str:
-    """A name with its article.
+    """Return a name with its article.
 
     >>> with_article("Attention"), with_article("Remat")
     ('an Attention', 'a Remat')
     """
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}"
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most similar to `word`, or None if none is similar.
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name most similar to `word`, or None if none is similar.
 
     >>> closest("modle", ["data", "model"])
     'model'
     >>> closest("async", ["softsync", "asynchronous"])
     'asynchronous'
     """
-    known = list(known)
-    begins = [name for name in known if len(word) > 2 and name.startswith(word)]
-    if len(begins) == 1:
-        return begins[0]
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+    names = list(names)
+    if len(word) > 2:
+        longer = [name for name in names if name.startswith(word)]
+        if len(longer) == 1:
+            return longer[0]
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.6)), None)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A fix for a misspelt name: the nearest known one, or the list of all.
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return a fix for a misspelt name: the most similar one, or the list of all.
 
     >>> did_you_mean("modle", ["data", "model"])
     'did you mean "model"?'
     """
-    known = list(known)
-    near = closest(word, known)
-    if near:
-        return f'did you mean "{near}"?'
-    return "known: " + (", ".join(known) if known else "none") + "."
+    names = list(names)
+    nearest = closest(word, names)
+    if nearest:
+        return f'did you mean "{nearest}"?'
+    return f"known: {', '.join(names) or 'none'}."
 
 
 def import_extra(module: str, extra: str):
@@ -567,8 +575,8 @@ def import_extra(module: str, extra: str):
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra, from a checkout: the package is not published under this
-    name.
+    """Return the command that installs an extra, from a checkout: the package is not published
+    under this name.
 
     >>> how_to_install("export")
     "in the checkout of spmd: pip install '.[export]'"
@@ -577,7 +585,7 @@ def how_to_install(extra: str) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """The same command, where it is said that it is for the checkout."""
+    """Return the command alone, for a text that names the checkout."""
     return f"pip install '.[{extra}]'"
 
 

@@ -31,10 +31,11 @@ from spmd.errors import (
     type_name,
 )
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHOWN = 8  # arrays in an error
-_DATA = ("data", "eval_data")  # arguments that may be large, and that JAX traces nothing of
-# of a mesh, or of a type such as f32[8@data,4]
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# arguments that may be large, and of which JAX traces nothing
+_DATA = ("data", "eval_data")
+# text in errors of JAX: of a mesh, or of a type such as f32[8@data,4]
 _EXPLICIT = re.compile(r"axis_types=\([^)]*\bExplicit\b|\{Explicit: |\w\[[\w,@]*\w@\w")
 _NO_MESH = Mesh(np.empty((), object), ())
 
@@ -92,74 +93,82 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """How many devices the mesh holds."""
+        """The number of devices of the mesh."""
         return math.prod(size for _, size in self.axes)
 
     def resolve(self, devices: int) -> "MeshSpec":
-        """The same mesh with -1 filled in; every device is used, or it is an error."""
-        known = math.prod(size for _, size in self.axes if size != -1)
-        free = any(size == -1 for _, size in self.axes)
-        if free and devices % known == 0:
-            return MeshSpec(
-                tuple((name, devices // known if size == -1 else size) for name, size in self.axes)
-            )
-        if free:
-            why = (
-                f"{_devices(devices)} / {known} leaves {devices % known}, so the -1 cannot be "
-                "filled"
-            )
-            raise MeshError(f"mesh {self}: {why}.", fix=f"{self._fix(known, devices)}.")
-        if known != devices:
-            product = " * ".join(f"{name}({size})" for name, size in self.axes)
-            why = (
-                f"{product} = {known}, but there {'is' if devices == 1 else 'are'} "
-                f"{_devices(devices)}"
-            )
-            fix = self._fix(known, devices)
-            if known < devices:
-                why += f": {devices - known} would be left unused"
-                fix += in_python(
-                    f', or to use only some devices, mesh=spmd.make_mesh("{self}", '
-                    f"devices=jax.devices()[:{known}])"
-                )
-            raise MeshError(f"mesh {self}: {why}.", fix=f"{fix}.")
-        return self
+        """Return the same mesh with -1 filled in.
 
-    def _fix(self, known: int, devices: int) -> str:
-        """The nearest mesh; on a CPU there can be as many devices as are wanted."""
-        simulate = in_python(
-            f"spmd.simulate_devices({known}) before JAX is first used",
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={known}",
-        )
-        more = f"; on a CPU, {simulate}" if devices < known else ""
-        return f"{option('mesh', quoted(self.nearest(devices)))}{more}"
+        Raises:
+          MeshError: the sizes do not multiply to the number of devices.
+        """
+        product = math.prod(size for _, size in self.axes if size != -1)
+        if -1 in self.sizes.values():
+            remaining, remainder = divmod(devices, product)
+            if remainder:
+                raise MeshError(
+                    f"mesh {self}: {_devices(devices)} / {product} leaves {remainder}, so the -1 "
+                    "cannot be filled.",
+                    fix=f"{self._fix(product, devices)}.",
+                )
+            sizes = self.sizes.items()
+            return MeshSpec(
+                tuple((name, remaining if size == -1 else size) for name, size in sizes)
+            )
+        if product == devices:
+            return self
+        factors = " * ".join(f"{name}({size})" for name, size in self.axes)
+        verb = "is" if devices == 1 else "are"
+        why = f"{factors} = {product}, but there {verb} {_devices(devices)}"
+        fix = self._fix(product, devices)
+        if product < devices:
+            why += f": {devices - product} would be left unused"
+            fix += in_python(
+                f', or to use only some devices, mesh=spmd.make_mesh("{self}", '
+                f"devices=jax.devices()[:{product}])"
+            )
+        raise MeshError(f"mesh {self}: {why}.", fix=f"{fix}.")
+
+    def _fix(self, product: int, devices: int) -> str:
+        """Return a fix: the nearest mesh, or as many simulated CPU devices as the sizes need."""
+        fix = option("mesh", quoted(self.nearest(devices)))
+        if devices < product:
+            simulate = in_python(
+                f"spmd.simulate_devices({product}) before JAX is first used",
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={product}",
+            )
+            fix += f"; on a CPU, {simulate}"
+        return fix
 
     def nearest(self, devices: int) -> "MeshSpec":
-        """The mesh with these axes that uses all devices and whose sizes are nearest to these; a
-        size of -1 stays -1.
+        """Return the mesh with these axes that uses all devices and whose sizes are nearest to
+        these; a size of -1 stays -1.
 
         >>> print(MeshSpec.parse("data=4,model=2").nearest(6))
         data=3, model=2
         """
-        left, free = devices, -1 in self.sizes.values()
+        left = devices
         axes: list[tuple[str, int]] = []
-        for name, size in reversed(self.axes if free else self.axes[1:]):
-            fits = (
-                -1 if size == -1 else max(n for n in range(1, min(size, left) + 1) if left % n == 0)
-            )
-            left //= abs(fits)
-            axes.insert(0, (name, fits))
-        return MeshSpec(tuple(axes if free else [(self.axes[0][0], left), *axes]))
+        has_free = -1 in self.sizes.values()
+        for name, size in reversed(self.axes if has_free else self.axes[1:]):
+            if size != -1:
+                size = max(n for n in range(1, min(size, left) + 1) if left % n == 0)
+                left //= size
+            axes.insert(0, (name, size))
+        if not has_free:
+            axes.insert(0, (self.axes[0][0], left))
+        return MeshSpec(tuple(axes))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes)
 
 
 def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count != 1)}"
+    return f"{count} device" if count == 1 else f"{count} devices"
 
 
 def _pair(word: str, text: str) -> tuple[str, int]:
+    """Return name and size from a word of a mesh's text."""
     name, equals, size = (part.strip() for part in word.partition("="))
     if not equals or not re.fullmatch(r"-?\d+", size):
         raise MeshError(
@@ -170,6 +179,11 @@ def _pair(word: str, text: str) -> tuple[str, int]:
 
 
 def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
+    """Return pairs of name and size.
+
+    Raises:
+      MeshError: there are none, or they are no names and sizes.
+    """
     text = ", ".join(f"{name}={size}" for name, size in pairs)
     if not pairs:
         raise MeshError("the mesh has no axes.", fix='at least one, such as "data=-1".')
@@ -182,11 +196,8 @@ def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, int], ...]:
             )
         if names.count(name) > 1:
             raise MeshError(f'mesh {text}: axis "{name}" is named twice.', fix="every name once.")
-        if (
-            isinstance(size, bool)
-            or not isinstance(size, int | np.integer)
-            or (size < 1 and size != -1)
-        ):
+        is_integer = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not is_integer or (size < 1 and size != -1):
             raise MeshError(
                 f'mesh {text}: axis "{name}" has size {size!r}.',
                 fix="a whole number from 1, or one -1.",
@@ -202,7 +213,7 @@ def make_mesh(
     *,
     devices: Sequence | None = None,
 ) -> Mesh:
-    """A `jax.sharding.Mesh` that uses every device given, axes outermost first.
+    """Make a `jax.sharding.Mesh` that uses every device given, axes outermost first.
 
     Devices are taken in order of their process, so the outermost axes are the ones that cross hosts
     and the innermost stay within one. On TPU, jax's own placement for the torus is used.
@@ -223,11 +234,9 @@ def make_mesh(
       ('data',)
     """
     if isinstance(spec, Mesh):
-        return (
-            spec
-            if all(kind == AxisType.Auto for kind in spec.axis_types)
-            else Mesh(spec.devices, spec.axis_names)
-        )
+        if all(kind == AxisType.Auto for kind in spec.axis_types):
+            return spec
+        return Mesh(spec.devices, spec.axis_names)
     devices = list(jax.devices() if devices is None else devices)
     resolved = MeshSpec.parse(spec if spec is not None else {"data": -1}).resolve(len(devices))
     shape = tuple(resolved.sizes.values())
@@ -236,20 +245,20 @@ def make_mesh(
 
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:
-        grid = np.array(
-            sorted(devices, key=lambda device: (device.process_index, device.id))
-        ).reshape(shape)
+        devices.sort(key=lambda device: (device.process_index, device.id))
+        grid = np.array(devices).reshape(shape)
+    # not `jax.make_mesh`, which leaves surplus devices out and makes Explicit axes
     return Mesh(grid, resolved.names, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
-    """Makes a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays
+    """Make a function run as if no mesh were set with `jax.set_mesh`: the layout says where arrays
     are, and a mesh that is set would say so, too, for every operation. Where JAX fails on arrays
-    that were made under one with explicit axes, a `MeshError` names them. Public functions are
-    decorated with it, so it also trims tracebacks (`spmd/base/tracebacks.py`).
+    that were made under a mesh with explicit axes, a `MeshError` names the arrays. Public functions
+    are decorated, so the decorator also trims tracebacks (`spmd/base/tracebacks.py`).
 
     Args:
-      default: the mesh that is set is the function's argument `mesh`, where none is given.
+      default: the mesh that is set is the default of the function's argument `mesh`.
 
     Example:
       >>> @outside_of_mesh(default=True)
@@ -265,11 +274,12 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
         def call(*arguments: Any, **options: Any) -> Any:
             try:
                 mesh = jax.sharding.get_mesh()
-            except ValueError:  # inside of `jax.jit`, where it cannot be changed
+            except ValueError:
+                # inside of `jax.jit`, where JAX lets no mesh be read or set
                 return function(*arguments, **options)
-            # as it is under `use_abstract_mesh`
             if default and options.get("mesh") is None and not mesh.empty:
                 options["mesh"] = mesh
+            # `get_mesh` is empty under `use_abstract_mesh`
             is_set = not jax.sharding.get_abstract_mesh().empty
             try:
                 with jax.set_mesh(_NO_MESH) if is_set else contextlib.nullcontext():
@@ -280,6 +290,7 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
                     raise
                 raise explained from error
 
+        # `functools.wraps` keeps the signature, which the type does not say
         return trims_tracebacks(call)  # type: ignore[return-value]
 
     return wrap
@@ -288,50 +299,46 @@ def outside_of_mesh(*, default: bool = False) -> Callable[[Function], Function]:
 def _explained(
     error: Exception, function: Callable[..., Any], arguments: tuple, options: dict[str, Any]
 ) -> MeshError | None:
-    """An error that names the arrays with explicit axes that functions among the arguments close
-    over, if JAX failed on such axes.
+    """Return an error that names the arrays with explicit axes that functions among the arguments
+    close over, if JAX failed on such axes; else None.
     """
-    if isinstance(error, SpmdError) and not isinstance(
-        error, CompileError | LossError | OptimizerError
-    ):
+    may_wrap = isinstance(error, CompileError | LossError | OptimizerError)
+    if isinstance(error, SpmdError) and not may_wrap:
         return None
     root = error
-    while root.__cause__ is not None and isinstance(root.__cause__, Exception):
+    while isinstance(root.__cause__, Exception):
         root = root.__cause__
     try:
         if not _names_explicit_axes(root):
             return None
-        given = inspect.signature(function).bind_partial(*arguments, **options).arguments
-        arrays = closed_over([value for name, value in given.items() if name not in _DATA])
-        said = first_line(error)
-    except Exception:  # of a user's object: the error that is being explained matters, not this one
+        by_name = inspect.signature(function).bind_partial(*arguments, **options).arguments
+        arrays = closed_over([value for name, value in by_name.items() if name not in _DATA])
+        text = first_line(error)
+    except Exception:
+        # an object of the user may fail in any way, and the error to explain is another
         return None
     if not arrays:
         return None
-    listed = "".join(f"\n    {array}" for array in arrays[:SHOWN])
-    why = (
+    lines = "".join(f"\n    {array}" for array in arrays[:SHOWN])
+    return MeshError(
         "arrays were made under a mesh with explicit axes, and JAX computes with them only "
-        f"there:{listed}\n    {said}"
+        f"there:{lines}\n    {text}",
+        fix="make them where no mesh is set with jax.set_mesh; there "
+        "jax.numpy.asarray(numpy.asarray(array)) makes a copy of one.",
     )
-    fix = (
-        "make them where no mesh is set with jax.set_mesh; there "
-        "jax.numpy.asarray(numpy.asarray(array)) makes a copy of one."
-    )
-    return MeshError(why, fix=fix)
 
 
 def _names_explicit_axes(error: Exception) -> bool:
-    """Whether JAX raised it for a sharding that is part of an array's type."""
+    """Return whether JAX raised an error for a sharding that is part of an array's type."""
     if isinstance(error, SpmdError):
         return False
     return concerns_sharding_types(error) or _EXPLICIT.search(str(error)) is not None
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
-    """A mesh of these sizes with no devices: programs can be traced for it, and not run."""
-    return AbstractMesh(
-        tuple(spec.sizes.values()), spec.names, axis_types=(AxisType.Auto,) * len(spec.axes)
-    )
+    """Return a mesh of these sizes with no devices: programs can be traced for it, and not run."""
+    sizes = tuple(spec.sizes.values())
+    return AbstractMesh(sizes, spec.names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def simulate_devices(count: int) -> None:
@@ -357,27 +364,25 @@ def simulate_devices(count: int) -> None:
             f"simulate_devices({count}): at least one device is needed.",
             fix="such as spmd.simulate_devices(8).",
         )
-    try:
+    # JAX refuses after its start; then the devices with which it has started are checked
+    with contextlib.suppress(RuntimeError):
         # the launcher has set the devices of each process; the total is checked below
         if not jax.distributed.is_initialized():
             simulate_cpus(count)
-    except RuntimeError:
-        pass  # JAX has started: what counts is what it started with
     devices = jax.devices()
-    if len(devices) != count or devices[0].platform != "cpu":
-        kind = f"{len(devices)} {devices[0].platform} device{'s' if len(devices) > 1 else ''}"
-        fix = (
-            "call it first, right after `import spmd`; in a notebook, restart the kernel and run "
-            "it in the first cell."
-        )
+    platform = devices[0].platform
+    if len(devices) != count or platform != "cpu":
+        noun = "devices" if len(devices) > 1 else "device"
         raise MeshError(
-            f"simulate_devices({count}) comes too late: JAX has already started with {kind}.",
-            fix=fix,
+            f"simulate_devices({count}) comes too late: JAX has already started with "
+            f"{len(devices)} {platform} {noun}.",
+            fix="call it first, right after `import spmd`; in a notebook, restart the kernel and "
+            "run it in the first cell.",
         )
 
 
 def axis_problem(axis: str, mesh: MeshSpec) -> tuple[list[str], str] | None:
-    """Why `axis` cannot be used on `mesh`, with a fix; None when it can."""
+    """Return why `axis` cannot be used on `mesh`, with a fix; None when it can."""
     if axis in mesh.names:
         return None
     return [f'mesh axis "{axis}" does not exist on mesh {mesh}.'], did_you_mean(axis, mesh.names)

@@ -119,12 +119,11 @@ def scale_loss(
         Args:
           factor: by which all gradients were larger in the backward pass; None: the scale.
         """
-        if factor is None:
-            factor = state.scale
+        scaled_by = state.scale if factor is None else factor
         in_range = []
         for leaf in jax.tree.leaves(updates):
             # False for a NaN, too
-            in_range.append((jnp.abs(leaf).astype(jnp.float32) * factor <= MOST).all())
+            in_range.append((jnp.abs(leaf).astype(jnp.float32) * scaled_by <= MOST).all())
         applied = jnp.stack(in_range or [jnp.bool(True)]).all()
         updates, inner = tx.update(updates, state.inner, params, **extra)
         updates, inner = where_applied(applied, updates, inner, state.inner)

@@ -137,8 +137,9 @@ def _relative_difference(a: jax.Array, b: jax.Array) -> float:
     noise.
     """
     noise = max(NOISE, float(jnp.finfo(a.dtype).eps))
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    difference = np.abs(a - b).max(initial=0) / max(np.abs(a).max(initial=0), 1e-12)
+    exact_a, exact_b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    largest = max(np.abs(exact_a).max(initial=0), 1e-12)
+    difference = np.abs(exact_a - exact_b).max(initial=0) / largest
     # not `<`: a NaN is no noise
     return 0.0 if difference <= noise else difference
 

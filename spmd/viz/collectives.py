@@ -6,20 +6,23 @@ from spmd.errors import OptionError, did_you_mean
 from spmd.render.html import Html, framed
 from spmd.render.svg import SERIES, box, caption, frame, on_box, svg
 
-KINDS = {  # of n devices that send around a ring
+# the title of a drawing, with the share that each of n devices sends around a ring
+KINDS = {
     "all_reduce": "all-reduce: each sends 2 (n - 1) / n of the array",
     "reduce_scatter": "reduce-scatter: each sends (n - 1) / n of the array",
     "all_gather": "all-gather: each sends (n - 1) / n of the array",
     "all_to_all": "all-to-all: each sends (n - 1) / n of its array",
     "ring": "ring: each sends its block to the next",
 }
-# of a block, between devices, and of the arrows, in SVG units
-WIDTH, HEIGHT, GAP, ARROWS = 78, 19, 8, 46
+# in SVG units: a block, the space between devices, and the height of the arrows
+WIDTH, HEIGHT = 78, 19
+GAP = 8
+ARROWS = 46
 
 
 def collective(kind: str, *, devices: int = 4) -> Html:
-    """A collective, for a notebook's cell: what each device has before it, who sends to whom, and
-    what each has after it.
+    """Draw a collective, for a notebook's cell: the blocks that each device has before it, who
+    sends to whom, and the blocks that each has after it.
 
     A number is one block of an array. A block's colour is that of the device it comes from; a sum
     has the colours of all.
@@ -58,7 +61,8 @@ def collective(kind: str, *, devices: int = 4) -> Html:
 
 
 def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks [device, position] that each device has before and after; 0 where it has none.
+    """Return the blocks [device, position] that each device has before and after; 0 where it has
+    none.
 
     >>> [array.tolist() for array in blocks("reduce_scatter", 2)]
     [[[1, 2], [10, 20]], [[11, 0], [0, 22]]]
@@ -76,32 +80,39 @@ def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
     }[kind]
 
 
+def _left(device: int) -> float:
+    return device * (WIDTH + GAP)
+
+
 def _middle(device: int) -> float:
-    return device * (WIDTH + GAP) + WIDTH / 2
+    return _left(device) + WIDTH / 2
 
 
-def _row(when: str, held: np.ndarray, top: float) -> list[str]:
+def _row(when: str, blocks_of_devices: np.ndarray, top: float) -> list[str]:
+    """Return the drawing of the blocks of all devices, before or after."""
     parts = []
-    for device, row in enumerate(held.tolist()):
-        for position, number in enumerate(row):
-            left = device * (WIDTH + GAP)
-            y = top + position * HEIGHT
-            title = f"device {device}, {when}: {number or 'nothing'}"
-            if not number:
-                parts.append(frame(left, y + 1, WIDTH, HEIGHT - 2, title))
-                continue
-            sources = [at for at, digit in enumerate(reversed(str(number))) if digit != "0"]
-            for place, source in enumerate(sources):
-                width = WIDTH / len(sources)
-                parts.append(
-                    box(left + place * width, y + 1, width, HEIGHT - 2, SERIES[source], title)
-                )
-            parts.append(on_box(left + WIDTH / 2, y + 14, str(number)))
+    for (device, position), number in np.ndenumerate(blocks_of_devices):
+        left = _left(device)
+        y = top + position * HEIGHT
+        title = f"device {device}, {when}: {number or 'nothing'}"
+        if not number:
+            parts.append(frame(left, y + 1, WIDTH, HEIGHT - 2, title))
+            continue
+        # a digit of the number is not 0 where the block of that device is in it
+        digits = enumerate(reversed(str(number)))
+        sources = [source for source, digit in digits if digit != "0"]
+        width = WIDTH / len(sources)
+        for place, source in enumerate(sources):
+            colour = SERIES[source]
+            parts.append(box(left + place * width, y + 1, width, HEIGHT - 2, colour, title))
+        parts.append(on_box(_middle(device), y + 14, str(number)))
     return parts
 
 
 def _arrows(kind: str, devices: int, top: float) -> list[str]:
+    """Return the drawing of arrows from the devices that send to those that receive."""
     parts = []
+    tip = top + ARROWS - 5
     for sender in range(devices):
         receivers = [device for device in range(devices) if device != sender]
         if kind == "ring":
@@ -109,7 +120,6 @@ def _arrows(kind: str, devices: int, top: float) -> list[str]:
         for receiver in receivers:
             start = _middle(sender)
             end = _middle(receiver)
-            tip = top + ARROWS - 5
             bend = (
                 f"M{start:.1f} {top + 4:.1f}C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f} "
                 f"{end:.1f} {tip:.1f}"
@@ -119,6 +129,7 @@ def _arrows(kind: str, devices: int, top: float) -> list[str]:
                 'stroke-width="1.5"/>'
             )
     for device in range(devices):
-        x, tip = _middle(device), top + ARROWS - 2
-        parts.append(f'<path d="M{x - 4:.1f} {tip - 7:.1f}h8l-4 7z" fill="currentColor"/>')
+        left = _middle(device) - 4
+        head = tip - 4
+        parts.append(f'<path d="M{left:.1f} {head:.1f}h8l-4 7z" fill="currentColor"/>')
     return parts

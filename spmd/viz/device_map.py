@@ -15,17 +15,17 @@ from spmd.render.html import Html, framed, table
 
 
 def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
-    """The devices of a mesh by id, for a notebook's cell: the innermost axis horizontally, all
+    """Draw the devices of a mesh by id, for a notebook's cell: the innermost axis horizontally, all
     others vertically.
 
     Args:
-      mesh: what `spmd.make_mesh` takes, or what it returns.
+      mesh: a mesh, or an argument of `spmd.make_mesh`.
 
     Returns:
       HTML, which a notebook shows.
 
     Raises:
-      MeshError: what `spmd.make_mesh` raises.
+      MeshError: as `spmd.make_mesh`.
 
     Example:
       >>> shown = devices("data=4,model=2")
@@ -72,7 +72,7 @@ def pieces(array: jax.Array, name: str = "") -> Html:
 
 
 def mesh_table(mesh: Any) -> str:
-    """A line with the sizes and device kind of a mesh, and a table of its device ids."""
+    """Return a line with the sizes and device kind of a mesh, and a table of its device ids."""
     *outer, inner = mesh.axis_names
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
     header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
@@ -81,8 +81,7 @@ def mesh_table(mesh: Any) -> str:
         title = ", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True))
         body.append((title, *map(str, ids[place])))
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    words = (
-        f"{sizes}: {mesh.size} device{'s' * (mesh.size != 1)} of kind "
-        f"{mesh.devices.flat[0].device_kind}, by number"
-    )
-    return f'<p>{html.escape(words)}</p><div class="wide">{table(header, body, "mesh")}</div>'
+    noun = "device" if mesh.size == 1 else "devices"
+    kind = mesh.devices.flat[0].device_kind
+    line = html.escape(f"{sizes}: {mesh.size} {noun} of kind {kind}, by number")
+    return f'<p>{line}</p><div class="wide">{table(header, body, "mesh")}</div>'

@@ -1,4 +1,4 @@
-"""Draw what each device holds under a layout: the shards of a parameter, of its optimizer state and
+"""Draw the shards that each device holds under a layout: of a parameter, of its optimizer state and
 of the batch.
 """
 
@@ -37,11 +37,11 @@ def shards(
     parameter: str | None = None,
     batch: Tree | None = None,
 ) -> Html:
-    """Draw what each device of a mesh holds, for a notebook's cell: one column for each device, and
-    one row for each array.
+    """Draw the shards that each device of a mesh holds, for a notebook's cell: one column for each
+    device, and one row for each array.
 
-    A square is the array, and its filled part is what the device has of it. The same colour is the
-    same shard, so an array of one colour is replicated. The last dim is drawn horizontally, all
+    A square is the array, and its filled part is the device's shard. The same colour is the same
+    shard, so an array of one colour is replicated. The last dim is drawn horizontally, all
     others vertically. Nothing is allocated, and the devices need not be there.
 
     Args:
@@ -91,7 +91,13 @@ def _no_loss(model: Any, batch: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """An array, and whether dim 0 is that of the workers, each of which has an array of its own."""
+    """An array to draw.
+
+    Attributes:
+      title: its name.
+      leaf: the array, or its shape, with a sharding.
+      by_worker: True if dim 0 is that of the workers, each of which has an array of its own.
+    """
 
     title: str
     leaf: Any
@@ -99,7 +105,7 @@ class _Row:
 
 
 def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> dict[str, _Row]:
-    """The arrays that are drawn, by the label of their row."""
+    """Return the arrays to draw, by the label of their row."""
     state = placed.abstract_state
     places = placed.resolved.placements
     if parameter is not None and parameter not in places:
@@ -118,13 +124,10 @@ def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> d
                 "worker's": _Row(f"{path}, each worker's", leaf, by_worker=True),
                 "servers'": _Row(f"{path}, the servers'", param),
             }
-    moments = [
-        leaf
-        for name, leaf in flatten(state.opt).items()
-        if name.endswith(f"/{path}") and leaf.ndim >= param.ndim
-    ]
-    if moments:
-        arrays["moments"] = _Row("moments", moments[0], by_worker=moments[0].ndim > param.ndim)
+    for name, leaf in flatten(state.opt).items():
+        if name.endswith(f"/{path}") and leaf.ndim >= param.ndim:
+            arrays["moments"] = _Row("moments", leaf, by_worker=leaf.ndim > param.ndim)
+            break
     if batch is None:
         name = "batch"
         spec = placed.resolved.batch_spec(name)
@@ -133,13 +136,14 @@ def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> d
         name, leaf = next(iter(flatten(batch).items()))
         spec = placed.resolved.batch_spec(name)
         shape = leaf.shape
-    last = max((at for at, entry in enumerate(spec) if entry), default=0)
+    last = max((dim for dim, entry in enumerate(spec) if entry), default=0)
     sharding = NamedSharding(placed.mesh, PartitionSpec(*spec))
     rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=sharding)
     return arrays | {"batch": _Row(name, rows)}
 
 
 def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
+    """Return the SVG of the positions of devices along each axis, and of the arrays below."""
     count = min(mesh.size, DRAWN)
     parts = []
     top = 0.0
@@ -149,11 +153,12 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
         if size == 1:
             continue
         parts.append(caption(0, top + 11, axis))
-        for at in range(-(-count // inner)):
-            left = LABEL + at * inner * SIDE
-            right = LABEL + min((at + 1) * inner, count) * SIDE - GAP
+        for first in range(0, count, inner):
+            left = LABEL + first * SIDE
+            right = LABEL + min(first + inner, count) * SIDE - GAP
+            position = first // inner % size
             parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
-            parts.append(caption((left + right) / 2, top + 11, str(at % size), "middle"))
+            parts.append(caption((left + right) / 2, top + 11, str(position), "middle"))
         top += 18
     top += 3
     for name, row in arrays.items():
@@ -162,10 +167,11 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
             left = LABEL + device * SIDE
             title = f"{row.title}: {shown}"
             tip = f"device {device}, {title} of {describe(row.leaf)}"
-            parts.append(frame(left, top, SIDE - GAP, SIDE - GAP, tip))
+            side = SIDE - GAP
+            parts.append(frame(left, top, side, side, tip))
             colour = SERIES[number % len(SERIES)]
             for rectangle in filled:
-                x, y, width, height = ((SIDE - GAP) * share for share in rectangle)
+                x, y, width, height = (side * share for share in rectangle)
                 parts.append(box(left + x, top + y, width, height, colour, title))
         top += SIDE + 2
     if count < mesh.size:
@@ -175,8 +181,8 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
 
 
 def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
-    """The number of the shard of each device, a description of it, and its parts of a unit
-    square.
+    """Return for each device the number of its shard, a description of the shard, and the shard's
+    parts of a unit square.
     """
     holders = shards_of(row.leaf)
     counts = [1 + max(indices) for indices in zip(*holders, strict=True)]
@@ -192,7 +198,7 @@ def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]
 def _filled(
     shape: Sequence[int], counts: Sequence[int], index: Sequence[int]
 ) -> list[tuple[float, ...]]:
-    """The parts of a unit square that are a shard: left, top, width and height of each.
+    """Return the parts of a unit square that are a shard: left, top, width and height of each.
 
     >>> _filled((4, 8), (2, 1), (1, 0))
     [(0.0, 0.5, 1.0, 0.5)]
@@ -201,15 +207,16 @@ def _filled(
         return [(0.0, 0.0, 1.0, 1.0)]
     *upper, last = zip(index, counts, shape, strict=True)
     intervals = [(0.0, 1.0)]
-    for at, count, size in reversed(upper):
+    for position, count, size in reversed(upper):
+        top = position / count
         if intervals == [(0.0, 1.0)]:
-            intervals = [(at / count, 1 / count)]
+            intervals = [(top, 1 / count)]
             continue
         lines = min(size // count, LINES)
         each = 1 / count / lines
         pairs = itertools.product(range(lines), intervals)
         intervals = [
-            (at / count + (line + begin) * each, height * each) for line, (begin, height) in pairs
+            (top + (line + begin) * each, height * each) for line, (begin, height) in pairs
         ]
-    at, count, _ = last
-    return [(at / count, begin, 1 / count, height) for begin, height in intervals]
+    position, count, _ = last
+    return [(position / count, begin, 1 / count, height) for begin, height in intervals]

@@ -49,13 +49,14 @@ def curve(history: History, path: str | Path | None = None) -> Picture | Path:
 
 
 def figure(history: History) -> Any:
-    """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
+    """Return the drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     rows = list(history.rows())
     trained = history.curves()
     for name in history.known():
         values = {row["step"]: row[name] for row in rows}
-        if len(set(values.values())) > 1:  # a constant is not measured, so not drawn
+        # a value that is the same in all steps is not measured, so not drawn
+        if len(set(values.values())) > 1:
             trained[name] = values
     evaluated: dict[str, list[tuple[int, float]]] = {}
     for row in history.evaluations:
@@ -73,7 +74,7 @@ def figure(history: History) -> Any:
 
 
 def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> None:
-    """One metric: arrays [points, 2] of (step, value)."""
+    """Draw one metric: arrays [points, 2] of (step, value)."""
     if len(trained):
         steps, smooth = _smoothed(trained)
         axes.plot(*trained.T, color=COLOURS[0], linewidth=0.7, alpha=0.35)
@@ -89,13 +90,9 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
         )
     values = np.concatenate([trained[:, 1], evaluated[:, 1]])
     values = values[np.isfinite(values)]
-    if (
-        len(values)
-        and values.min() > 0
-        and values.max() > LOG_RANGE * values.min()
-        and name == "loss"
-    ):
-        axes.set_yscale("log")
+    if name == "loss" and len(values) and values.min() > 0:
+        if values.max() > LOG_RANGE * values.min():
+            axes.set_yscale("log")
     axes.set_title(name.replace("_", " "), loc="left", fontsize=11)
     axes.set_xlabel("step")
     axes.grid(color="#80808040", linewidth=0.7)
@@ -109,7 +106,7 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
 
 
 def _smoothed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and the moving average over a fiftieth of the run, for full windows only."""
+    """Return steps and the moving average over a fiftieth of the run, for full windows only."""
     window = max(1, len(points) // 50)
     average = np.convolve(points[:, 1], np.full(window, 1 / window), mode="valid")
     first = window // 2

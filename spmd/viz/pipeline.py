@@ -10,7 +10,7 @@ from spmd.errors import OptionError, import_extra
 from spmd.nn.schedule import MICROBATCHES, TIME_CHUNKS, Schedule
 from spmd.render.picture import Picture
 
-# colours of the first group of layers, and of the last
+# colours of a stage's first group of layers, and of its last
 FORWARD = ("#3566c0", "#9db8e6")
 BACKWARD = ("#c4571f", "#eab795")
 IDLE = "#80808040"
@@ -59,7 +59,7 @@ def schedule(
 
 
 def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
-    """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
+    """Return the drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     schedules = pipelines if isinstance(pipelines, Mapping) else {"": pipelines}
     if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
         raise OptionError(
@@ -68,13 +68,11 @@ def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
         )
     make = import_extra("matplotlib.figure", "examples").Figure
     length = max(pipeline.ticks / pipeline.groups for pipeline in schedules.values())
-    # of the shortest, abreast
+    # cells of the shortest tick, side by side
     cells = length * max(pipeline.groups for pipeline in schedules.values())
     heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
-    figure = make(
-        figsize=(min(16.0, max(6.0, 0.26 * cells + 1)), 0.5 + 0.26 * sum(heights)),
-        layout="constrained",
-    )
+    width = min(16.0, max(6.0, 0.26 * cells + 1))
+    figure = make(figsize=(width, 0.5 + 0.26 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
@@ -92,7 +90,7 @@ def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
 
 
 def _summary(pipeline: Schedule) -> str:
-    """The ticks of a schedule, its idle share, and the activations that it keeps."""
+    """Return the ticks of a schedule, its idle share, and the activations that it keeps."""
     text = f"{pipeline.ticks} ticks"
     unit = pipeline.unit
     if pipeline.groups > 1:
@@ -105,8 +103,10 @@ def _summary(pipeline: Schedule) -> str:
 
 
 def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
+    """Draw one schedule."""
     width = 1 / pipeline.groups
-    bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}  # of a stage and a colour
+    # by stage and colour, because matplotlib draws bars of one colour at once
+    bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
             colour: Any = IDLE
@@ -136,12 +136,12 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
 
 
 def _between(pair: tuple[str, str], group: int, groups: int) -> tuple[float, ...]:
-    """The colour of a group, from the first's to the last's."""
+    """Return the colour of a group, from the first's to the last's."""
     share = group / (groups - 1) if groups > 1 else 0.0
     first, last = map(_red_green_blue, pair)
     return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True))
 
 
 def _red_green_blue(colour: str) -> tuple[float, ...]:
-    """The three parts of a colour such as "#3566c0", from 0 to 1."""
+    """Return the three parts of a colour such as "#3566c0", from 0 to 1."""
     return tuple(part / 255 for part in bytes.fromhex(colour.removeprefix("#")))

@@ -27,7 +27,7 @@ body { max-width: 66rem; margin: 2.5rem auto; padding: 0 1.2rem }
 }
 .spmd-cell .curves svg { min-width: 0 }
 """
-# of a run's folder, that the page links to
+# files of a run's folder that the page links to
 FILES = ("metrics.jsonl", "layout.toml", "goodput.html")
 
 
@@ -124,24 +124,23 @@ def report(
 
 
 def _headline(result: Result) -> str:
-    """The last evaluation, or the last training metrics, and the time that it took."""
+    """Return the last evaluation, or the last training metrics, and the time of the run."""
     history = result.history
-    values = {name: [*curve.values()][-1] for name, curve in history.curves().items()}
+    values = {name: list(curve.values())[-1] for name, curve in history.curves().items()}
     for row in history.evaluations[-1:]:
         evaluated = {name: value for name, value in row.items() if name != "step"}
         values = evaluated or values
-    figures = {
-        name.replace("eval_", "evaluation "): f"{value:.4g}" for name, value in values.items()
-    }
+    figures = {}
+    for name, value in values.items():
+        figures[name.replace("eval_", "evaluation ")] = f"{value:.4g}"
     if result.goodput is not None:
         figures["time"] = duration(result.goodput.seconds)
         figures["spent training"] = f"{100 * result.goodput.share(TRAINING):.0f} %"
     if result.samples_per_second is not None:
         figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
-    parts = (
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-        for name, value in figures.items()
-    )
+    parts = []
+    for name, value in figures.items():
+        parts.append(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>")
     return f"<dl>{''.join(parts)}</dl>"
 
 
@@ -150,7 +149,7 @@ def _curves(result: Result) -> str:
 
 
 def _metrics(result: Result) -> str:
-    """The last value of every metric, and the step it was measured at."""
+    """Return a table of the last value of every metric, and its step."""
     history = result.history
     body = []
     for name, values in history.curves().items():
@@ -169,6 +168,7 @@ def _metrics(result: Result) -> str:
 
 
 def _checkpoints(folder: Path | None, page: Path) -> str:
+    """Return the checkpoints of a run, and links from a page to the run's files."""
     if folder is None:
         return "<p>None were requested.</p>"
     home = folder / "checkpoints"
@@ -188,7 +188,7 @@ def _checkpoints(folder: Path | None, page: Path) -> str:
 
 
 def _environment() -> str:
-    """The command of this process, versions, devices and git state."""
+    """Return a table of the command of this process, versions, devices and git state."""
     facts: dict[str, object] = {}
     is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     if not is_interactive:

@@ -1,5 +1,5 @@
-"""The simulated timeline of a parameter server as a picture: when workers compute, send and
-wait.
+"""The simulated timeline of a parameter server as a picture: the times in which workers compute,
+send and wait.
 """
 
 import math
@@ -19,6 +19,13 @@ WAITS = "#80808040"
 DROPPED = "#b9c9e8"
 UPDATE = "#808080"
 EDGE = "#16305f"  # between two gradients; seen on white and on black
+# a bar of a gradient that is dropped
+WASTED: dict[str, Any] = {
+    "facecolor": DROPPED,
+    "edgecolor": COMPUTES,
+    "linewidth": 0,
+    "hatch": "/////",
+}
 GRADIENTS = 16  # of a worker by default; more are hard to distinguish
 BAR_HEIGHT = 0.72  # of a line
 
@@ -90,7 +97,7 @@ def timeline(
 def timeline_figure(
     account: Accounts, *, begin: float = 0.0, seconds: float | None = None, workers: int = 16
 ) -> Any:
-    """The drawing as a `matplotlib.figure.Figure`, without a window or global state."""
+    """Return the drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
     by_title = account if isinstance(account, Mapping) else {"": account}
     if not by_title or not all(isinstance(part, ServerStatistics) for part in by_title.values()):
@@ -127,13 +134,16 @@ def timeline_figure(
 def _end(
     accounts: Sequence[ServerStatistics], begin: float, seconds: float | None, workers: int
 ) -> float:
-    """The end of the time axis."""
+    """Return the end of the time axis.
+
+    Raises:
+      OptionError: the interval or `workers` are out of range.
+    """
     interval = f"begin={begin!r}, seconds={seconds!r}, workers={workers!r}"
-    numbers = [begin] if seconds is None else [begin, seconds]
-    are_numbers = all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in numbers
-    )
-    if not are_numbers or isinstance(workers, bool) or not isinstance(workers, int):
+    # Python's bool is an integer
+    has_bool = any(isinstance(value, bool) for value in (begin, seconds, workers))
+    has_numbers = isinstance(begin, int | float) and isinstance(seconds, int | float | None)
+    if has_bool or not has_numbers or not isinstance(workers, int):
         fix = "such as begin=0, seconds=20, workers=8."
         raise OptionError(f"timeline: {interval}: expected two numbers and an integer.", fix=fix)
     longest = max(account.seconds for account in accounts)
@@ -149,7 +159,7 @@ def _end(
 
 
 def _seconds_of_gradient(account: ServerStatistics) -> float:
-    """The median time that a worker computes a gradient which arrives."""
+    """Return the median time in which a worker computes a gradient that arrives."""
     spans = account.spans
     return float(np.median((spans.done - spans.began)[spans.arrived]))
 
@@ -162,7 +172,7 @@ def _title(account: ServerStatistics) -> str:
 
 
 def _summary(account: ServerStatistics, lines: int) -> str:
-    """The figures that the picture alone does not show."""
+    """Return the figures that the picture alone does not show."""
     text = f"computing {1 - account.idle_share.mean():.0%}"
     wasted_share = account.wasted_seconds.mean() / account.seconds
     if wasted_share:
@@ -178,11 +188,11 @@ def _summary(account: ServerStatistics, lines: int) -> str:
 
 
 def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines: int) -> None:
+    """Draw one simulation."""
     spans = account.spans
     last = min(end, account.seconds)
     dropped = spans.arrived & ~spans.applied
     computing = {"facecolor": COMPUTES, "edgecolor": EDGE, "linewidth": 0.8}
-    wasted = {"facecolor": DROPPED, "edgecolor": COMPUTES, "linewidth": 0, "hatch": "/////"}
     sending = {"facecolor": SENDS, "linewidth": 0}
     for worker in range(lines):
         line = (worker - BAR_HEIGHT / 2, BAR_HEIGHT)
@@ -190,7 +200,7 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
         axes.broken_barh([(begin, last - begin)], line, facecolor=WAITS, linewidth=0)
         for start, stop, chosen, style in (
             (spans.began, spans.done, local & ~dropped, computing),
-            (spans.began, spans.done, local & dropped, wasted),
+            (spans.began, spans.done, local & dropped, WASTED),
             (spans.queued, spans.time, local & (spans.time > spans.queued), sending),
         ):
             axes.broken_barh(_bars(start[chosen], stop[chosen], begin, last), line, **style)
@@ -209,30 +219,22 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
 def _bars(
     start: np.ndarray, stop: np.ndarray, begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """(left, width) of intervals, clipped to the axis."""
+    """Return (left, width) of intervals, clipped to the axis."""
     left = np.maximum(start, begin)
     right = np.minimum(stop, end)
     return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
 
 
 def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
+    """Return the entries of the legend, without what no picture has."""
     patch = import_extra("matplotlib.patches", "examples")
     line = import_extra("matplotlib.lines", "examples")
     handles = [patch.Patch(facecolor=COMPUTES, label="computes")]
     if any(account.dropped.any() for account in accounts):
-        handles.append(
-            patch.Patch(
-                facecolor=DROPPED,
-                edgecolor=COMPUTES,
-                linewidth=0,
-                hatch="/////",
-                label="computes a dropped gradient",
-            )
-        )
+        handles.append(patch.Patch(**WASTED, label="computes a dropped gradient"))
     if any(account.send_seconds.any() for account in accounts):
         handles.append(patch.Patch(facecolor=SENDS, label="waits for a link, and sends"))
     handles.append(patch.Patch(facecolor=WAITS, label="waits"))
-    handles.append(
-        line.Line2D([], [], color=UPDATE, marker="|", linestyle="", markersize=8, label="update")
-    )
+    tick = {"marker": "|", "linestyle": "", "markersize": 8}
+    handles.append(line.Line2D([], [], color=UPDATE, label="update", **tick))
     return handles
