@@ -103,10 +103,10 @@ class GradientSync:
         owner = assign(
             "largest_first", sizes, self.resolved.layout.parameter_server.fragments
         ).owner
-        return [
-            [path for path in sizes if owner[path] == part]
-            for part in range(max(owner.values(), default=-1) + 1)
-        ]
+        fragments: list[list[str]] = [[] for _ in range(max(owner.values(), default=-1) + 1)]
+        for path in sizes:
+            fragments[owner[path]].append(path)
+        return fragments
 
     @functools.cached_property
     def buckets(self) -> list[list[str]]:

@@ -67,7 +67,7 @@ def notes(sync: GradientSync) -> list[str]:
 
 
 def server_notes(storage: Storage, clock: Events) -> list[str]:
-    """How evenly the servers are loaded, and how many gradients are dropped."""
+    """Say how evenly the servers are loaded, and how many gradients are dropped."""
     lines = []
     for dtype, assignment in storage.assignments.items():
         itemsize = np.dtype(dtype).itemsize

@@ -34,10 +34,10 @@ class Assignment:
         """Elements that each server stores, including padding for `sliced`."""
         if not self.owner:
             return (sum(-(-size // self.servers) for size in self.sizes.values()),) * self.servers
-        return tuple(
-            sum(size for path, size in self.sizes.items() if self.owner[path] == server)
-            for server in range(self.servers)
-        )
+        load = [0] * self.servers
+        for path, size in self.sizes.items():
+            load[self.owner[path]] += size
+        return tuple(load)
 
     @property
     def imbalance(self) -> float:
@@ -55,7 +55,7 @@ class Assignment:
         return 1 - sum(self.sizes.values()) / stored if stored else 0.0
 
     def start(self, path: str) -> int:
-        """Where in its server's row a parameter begins."""
+        """Return where in its server's row a parameter begins."""
         before = 0
         for other, size in self.sizes.items():
             if other == path:
@@ -78,12 +78,8 @@ def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
 
 def _largest_first(sizes: Sequence[int], servers: int) -> list[int]:
     order = sorted(range(len(sizes)), key=lambda n: -sizes[n])
-    return [
-        server
-        for _, server in sorted(
-            zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True)
-        )
-    ]
+    assigned = zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True)
+    return [server for _, server in sorted(assigned)]
 
 
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {

@@ -31,9 +31,9 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def uses_gloo() -> bool:
-    """Whether devices are CPUs of several processes, whose transport sums arrays of tens of MB
-    wrongly in a reduce-scatter, or waits forever (https://github.com/jax-ml/jax/issues/40830, found
-    with jax 0.10.2); its all-reduce sends twice the bytes, and is right.
+    """Return whether devices are CPUs of several processes, whose transport sums arrays of tens of
+    MB wrongly in a reduce-scatter, or waits forever (https://github.com/jax-ml/jax/issues/40830,
+    found with jax 0.10.2); its all-reduce sends twice the bytes, and is right.
     """
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
@@ -80,7 +80,7 @@ def worker_count(axes: Axes) -> int:
 
 
 def is_bound(axis: str) -> bool:
-    """Whether a name is that of an axis here, of the mesh or of a `vmap`."""
+    """Return whether a name is that of an axis here, of the mesh or of a `vmap`."""
     try:
         lax.axis_size(axis)
     except NameError:

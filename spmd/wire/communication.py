@@ -103,7 +103,7 @@ class Communication:
     rows: bool = False
 
     def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
-        """How each gradient is communicated, from its shape on one worker."""
+        """Return how each gradient is communicated, from its shape on one worker."""
         codecs, matching = dict(self.codecs), matcher(pattern for pattern, _ in self.codecs)
         claims = {path: matching(path) for path in arrays}
         chosen = {
@@ -116,7 +116,11 @@ class Communication:
         }
 
     def _transfer(self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
-        spec = shard_spec(shape, sizes) if self.scatter else (self.axes,) if self.rows else ()
+        spec: Spec = ()
+        if self.scatter:
+            spec = shard_spec(shape, sizes)
+        elif self.rows:
+            spec = (self.axes,)
         layout = ShardLayout(shape, spec, self.axes, tuple(sizes[axis] for axis in self.axes))
         is_sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
         return make_transfer(codec, layout, error_feedback=self.error_feedback, is_sent=is_sent)
@@ -172,7 +176,7 @@ class Communication:
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """As optax knows it."""
+        """Return what optax calls."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)  # type: ignore[arg-type]
 
 
@@ -358,8 +362,8 @@ def check_codec(name: str, codec: Any) -> None:
 
 
 def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
-    """How `reduce_scatter` shards an array over workers: along the largest dim that they divide; ()
-    if they divide none.
+    """Return how `reduce_scatter` shards an array over workers: along the largest dim that they
+    divide; () if they divide none.
 
     >>> (
     ...     shard_spec((3, 8, 16), {"data": 4}),

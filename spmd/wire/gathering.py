@@ -260,7 +260,7 @@ def _transfer(
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """How some arrays are gathered together, and their gradients reduced.
+    """The plan by which some arrays are gathered together, and their gradients reduced.
 
     Attributes:
       transfers: one for each array.
@@ -331,7 +331,7 @@ class Gathering:
 def gather_leaves(
     gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]
 ) -> list[jax.Array]:
-    """What `gather` does, for a list of arrays; `residuals` by number, of those with error
+    """Do what `gather` does, for a list of arrays; `residuals` by number, of those with error
     feedback.
     """
     del residuals

@@ -70,17 +70,17 @@ class LocalState:
         )
 
     def local_params(self, params: Tree) -> Tree:
-        """This worker's own parameters, or those that it takes from the servers now."""
+        """Return this worker's own parameters, or those that it takes from the servers now."""
         params = as_arrays(params)
         owner = split_fragments(params, self.fresh.shape[0])
 
-        def take(path: str, full: jax.Array, own: jax.Array) -> jax.Array:
-            taken = (
-                (self.mix * own[0] + (1 - self.mix) * full).astype(full.dtype) if self.mix else full
-            )
-            return jnp.where(self.fresh[owner[path]], taken, own[0])
+        def local(path: str, full: jax.Array, copies: jax.Array) -> jax.Array:
+            mixed = full
+            if self.mix:
+                mixed = (self.mix * copies[0] + (1 - self.mix) * full).astype(full.dtype)
+            return jnp.where(self.fresh[owner[path]], mixed, copies[0])
 
-        return map_paths(take, params, self.params)
+        return map_paths(local, params, self.params)
 
 
 def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
@@ -152,7 +152,7 @@ class LocalSteps:
         pending: Leaves = {}
         updates: Leaves = {}
         parts = zip(_split(params, self.fragments), _split(local, self.fragments), strict=True)
-        for turn, (full, own) in enumerate(parts):
+        for turn, (full, trained) in enumerate(parts):
             sent_at = (turn + 1) * (self.every // self.fragments)
             send = (number - sent_at) % self.every == 0
             arrived_at = number - self.overlap
@@ -162,7 +162,7 @@ class LocalSteps:
                 for path, leaf in full.items()
             }
             part_memory = {path: memory[path] for path in full if path in memory}
-            synchronize = functools.partial(self._synchronize, full, own, state.wire.step)
+            synchronize = functools.partial(self._synchronize, full, trained, state.wire.step)
             keep = functools.partial(_keep, unchanged)
             with jax.named_scope(f"synchronize/{turn}"):
                 computed, part_memory, outer_state = lax.cond(
@@ -320,12 +320,12 @@ def local_sgd(
 
 
 def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
-    """The parameters of each fragment, by path."""
+    """Return the parameters of each fragment, by path."""
     owner, flat = split_fragments(params, fragments), flatten(params)
-    return [
-        {path: leaf for path, leaf in flat.items() if owner[path] == part}
-        for part in range(fragments)
-    ]
+    parts: list[dict[str, Any]] = [{} for _ in range(fragments)]
+    for path, leaf in flat.items():
+        parts[owner[path]][path] = leaf
+    return parts
 
 
 def _unflatten(like: Tree, flat: dict[str, Any]) -> Tree:

@@ -40,8 +40,10 @@ DIAGNOSTICS = ("residual_norm", "mean_error")
 
 @dataclasses.dataclass(frozen=True)
 class Averaging:
-    """How the gradients of a model are averaged over workers: what a layout's `[gradients]` builds,
-    and what each transformation of `spmd.wire` that averages makes of the shapes it is given.
+    """The plan by which the gradients of a model are averaged over workers.
+
+    A layout's `[gradients]` builds one, and each transformation of `spmd.wire` that averages makes
+    one of the shapes that it is given.
 
     Attributes:
       axes: mesh axes of the workers, outermost first.
@@ -258,9 +260,7 @@ def reduce_bucket(
         grad if residual is None else grad.astype(jnp.float32) + residual
         for grad, residual in zip(grads, residuals, strict=True)
     ]
-    codec_states = [
-        {name: leaf[0] for name, leaf in entry.get(CODEC, {}).items()} for entry in memory
-    ]
+    codec_states = [jax.tree.map(lambda leaf: leaf[0], entry.get(CODEC, {})) for entry in memory]
     means, kept, codec_states = transfers[0].codec.mean(inputs, codec_states, bucket)
     after = []
     for x, x_kept, codec_state, residual in zip(inputs, kept, codec_states, residuals, strict=True):

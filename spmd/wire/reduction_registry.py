@@ -35,7 +35,7 @@ class Reduction:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Which of `OPTIONS` the registered function takes."""
+        """Return those of `OPTIONS` that the registered function takes."""
         parameters = inspect.signature(self.make).parameters if self.make else {}
         return tuple(name for name in OPTIONS if name in parameters)
 

@@ -27,7 +27,11 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
     Raises:
       OptionError: they are no names, or one is given twice.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, Sequence) else ()
+    names: tuple[str, ...] = ()
+    if isinstance(axes, str):
+        names = (axes,)
+    elif isinstance(axes, Sequence):
+        names = tuple(axes)
     if (
         not names
         or not all(isinstance(name, str) for name in names)

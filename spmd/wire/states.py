@@ -195,7 +195,7 @@ def _keeper(part: Tree) -> str:
 
 
 def communicates(part: Tree) -> bool:
-    """Whether a part of an optimizer's state is that of a communication."""
+    """Return whether a part of an optimizer's state is that of a communication."""
     return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
 
 

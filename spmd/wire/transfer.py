@@ -47,7 +47,8 @@ Memory = dict[str, dict[str, Any]]  # by parameter path and kind
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """How one gradient is communicated: who owns which part of its mean, and what is sent.
+    """The plan by which one gradient is communicated: who owns which part of its mean, and what is
+    sent.
 
     Attributes:
       shard_layout: of the array that one device sends.

@@ -125,8 +125,8 @@ def whole_number(default: int) -> Any:
 
 
 def option_problem(codec: "type[Codec]", name: str, value: Any) -> str:
-    """What a value of an option must be; "" if it is valid. An option declared without `option`
-    takes values of its default's type.
+    """Return what a value of an option must be; "" if it is valid. An option declared without
+    `option` takes values of its default's type.
     """
     declared = next(field for field in dataclasses.fields(codec) if field.name == name)  # type: ignore[arg-type]
     if "valid" in declared.metadata:
@@ -173,7 +173,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
-        """Whether this makes a gradient of `layout` smaller; if not, it is sent exactly.
+        """Return whether this makes a gradient of `layout` smaller; if not, it is sent exactly.
         `full_shape` is the parameter's.
         """
 
@@ -184,7 +184,9 @@ class Codec(abc.ABC):
 
     @property
     def reports_loss(self) -> bool:
-        """Whether `mean` says what was lost of a worker's own gradient, as error feedback needs."""
+        """Return whether `mean` says what was lost of a worker's own gradient, as error feedback
+        needs.
+        """
         return True
 
     @property
@@ -228,7 +230,7 @@ class RowCodec(Codec):
         """The payload as float32[n, width]."""
 
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
-        """Whether all encoded rows together are fewer bytes than the gradient as float32."""
+        """Return whether all encoded rows together are fewer bytes than the gradient as float32."""
         payload, problem = self.traced(layout.workers, layout.width)
         if problem:
             raise CodecError(
@@ -324,10 +326,8 @@ class RowCodec(Codec):
         )
         # 4. what the node lost is charged to the worker that summed for it
         if inside:
-            lost, inside_index = (
-                (node - kept)[:, None] * grid.shape[1],
-                collectives.worker_index(inside),
-            )
+            lost = (node - kept)[:, None] * grid.shape[1]
+            inside_index = collectives.worker_index(inside)
             own_part = lax.dynamic_slice_in_dim(grid, inside_index, 1, axis=1)
             kept = lax.dynamic_update_slice_in_dim(grid, own_part - lost, inside_index, axis=1)
         kept = _transpose(

@@ -52,7 +52,7 @@ class PowerSgd(Codec):
     warm_start: bool = option(True, lambda value: type(value) is bool, "true or false")
 
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
-        """Whether P and Q are smaller by at least `min_compression`."""
+        """Return whether P and Q are smaller by at least `min_compression`."""
         n, m = view(layout.shape, best_split(full_shape))
         return (
             len(full_shape) > 1

@@ -24,7 +24,9 @@ from spmd.wire.transfer import GATHERED, HELD, SQUARES, SUM, Leaves, Memory
 def init_server_memory(
     declared: ParameterServer, rows: jax.Array, workers: int
 ) -> dict[str, jax.Array]:
-    """What is kept for a parameter [servers, width]: every worker has read its initial value."""
+    """Return what is kept for a parameter [servers, width]: every worker has read its initial
+    value.
+    """
     servers, width = rows.shape
     zeros = jnp.zeros(rows.shape, jnp.float32)
     entry = {HELD: jnp.broadcast_to(rows[:, None], (servers, workers, width))}
@@ -56,10 +58,8 @@ def apply_arrivals(
       losses: [workers], passed to the optimizer as `value`; None: no `value`.
     """
     workers = events["worker"].shape[0]
-    accumulates, share = (
-        declared.per_update(workers) > 1,
-        1 / workers if declared.mode == "bounded" else 1.0,
-    )
+    accumulates = declared.per_update(workers) > 1
+    share = 1 / workers if declared.mode == "bounded" else 1.0
 
     def apply_arrival(carry: tuple, event: Tree) -> tuple[tuple, None]:
         params, opt, memory = carry

@@ -26,7 +26,8 @@ PLACEMENTS = ("sliced", "round_robin", "greedy_bytes", "largest_first")
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class ParameterServer:
-    """Where parameters are kept, who waits for whom, and what is made of gradients that come late.
+    """A parameter server: where parameters are kept, who waits for whom, and what is made of
+    gradients that come late.
 
     Attributes:
       placement: "sliced" (every parameter sharded evenly over the servers), or entire parameters,
@@ -123,7 +124,7 @@ class ParameterServer:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether gradients are applied in order of arrival."""
+        """Return whether gradients are applied in order of arrival."""
         return self.mode in ASYNCHRONOUS
 
     def per_update(self, workers: int) -> int:
@@ -132,7 +133,7 @@ class ParameterServer:
 
     @property
     def local(self) -> bool:
-        """Whether workers have weights and an optimizer of their own."""
+        """Return whether workers have weights and an optimizer of their own."""
         return self.mode in LOCAL
 
 
@@ -205,7 +206,7 @@ NEEDS = {"bounded": "bound", "softsync": "splits", "local": "every", "elastic": 
 
 
 def declared_problems(server: ParameterServer) -> list[Conflict]:
-    """Which values of a parameter server mean nothing, or contradict each other."""
+    """Return which values of a parameter server mean nothing, or contradict each other."""
     conflicts = [*_number_problems(server), *_text_problems(server)]
     for key, modes in OF_MODE.items():
         if getattr(server, key) != getattr(ParameterServer(), key) and server.mode not in modes:
@@ -236,7 +237,7 @@ def declared_problems(server: ParameterServer) -> list[Conflict]:
 
 
 def worker_problems(server: ParameterServer, workers: int) -> list[Conflict]:
-    """Which values do not fit this number of workers."""
+    """Return which values do not fit this number of workers."""
     conflicts = []
     for key, most in (("spares", workers - 1), ("splits", workers)):
         value = getattr(server, key)

@@ -68,8 +68,8 @@ class Events:
 
     @property
     def masked(self) -> bool:
-        """Whether the compiled step needs event data: not if all workers take part in every step at
-        the same time.
+        """Return whether the compiled step needs event data: not if all workers take part in every
+        step at the same time.
         """
         return (
             self.declared.mode != "synchronous"
@@ -107,8 +107,8 @@ class Events:
 
     @property
     def assigns_rows(self) -> bool:
-        """Whether rows must be assigned to workers, because in some steps not all workers get
-        some.
+        """Return whether rows must be assigned to workers, because in some steps not all workers
+        get some.
         """
         return self.declared.asynchronous or self.declared.warmup_steps > 0
 

@@ -119,10 +119,8 @@ def send_gradients(
             for path, spec, x, sent, received in zip(
                 paths, specs, inputs, payload, all_received, strict=True
             ):
-                rows, own_rows = (
-                    _decode(spec, received, x.shape[-1]),
-                    lax.dynamic_index_in_dim(x, index, 1, keepdims=False),
-                )
+                rows = _decode(spec, received, x.shape[-1])
+                own_rows = lax.dynamic_index_in_dim(x, index, 1, keepdims=False)
                 if not spec.codec.lossless:  # rows to this position itself are not rounded
                     rows = lax.dynamic_update_slice_in_dim(
                         rows, own_rows.astype(rows.dtype), index * x.shape[0], axis=0

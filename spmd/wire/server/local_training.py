@@ -39,7 +39,7 @@ def init_local_memory(
 
 @dataclasses.dataclass(frozen=True)
 class LocalTraining:
-    """How workers synchronize.
+    """The plan by which workers synchronize.
 
     Attributes:
       declared: the mode, and its rates.
@@ -104,12 +104,12 @@ class LocalTraining:
         """
         mix, after = self.declared.mix, {}
         for path, gathered in self._gather(rows).items():
-            own = memory[path][OWN]
+            local = memory[path][OWN]
             if mix:
-                own = (mix * own + (1 - mix) * gathered).astype(own.dtype)
+                local = (mix * local + (1 - mix) * gathered).astype(local.dtype)
             else:
-                own = jnp.broadcast_to(gathered, own.shape)
-            after[path] = memory[path] | {READ: gathered, OWN: own}
+                local = jnp.broadcast_to(gathered, local.shape)
+            after[path] = memory[path] | {READ: gathered, OWN: local}
         return rows, after
 
     def _average_elastically(self, rows: Leaves, memory: Memory, step: Any) -> Fragment:

@@ -36,7 +36,7 @@ def from_server_rows(rows: jax.Array, like: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How a model's parameters are packed and unpacked.
+    """The way in which a model's parameters are packed and unpacked.
 
     `sliced` keeps the tree: each parameter is an array [positions, ceil(size / servers)]. Otherwise
     parameters stay unsplit and share one array per dtype, [positions, elements of the fullest
@@ -69,20 +69,17 @@ class Storage:
         """The server of each parameter, by dtype: an array has one dtype."""
         leaves = flatten(self.like)
         dtypes = dict.fromkeys(str(leaf.dtype) for leaf in leaves.values())
-        sizes = {
-            dtype: {
+        assignments = {}
+        for dtype in dtypes:
+            sizes = {
                 path: math.prod(leaf.shape) for path, leaf in leaves.items() if leaf.dtype == dtype
             }
-            for dtype in dtypes
-        }
-        return {
-            dtype: assign(self.placement, dtype_sizes, self.servers)
-            for dtype, dtype_sizes in sizes.items()
-        }
+            assignments[dtype] = assign(self.placement, sizes, self.servers)
+        return assignments
 
     @property
     def sliced(self) -> bool:
-        """Whether every parameter is split over all servers."""
+        """Return whether every parameter is split over all servers."""
         return self.placement == "sliced"
 
     def pack(self, params: Tree) -> Tree:
@@ -120,8 +117,8 @@ class Storage:
         return move_bits(self.views, stored)
 
     def views(self, stored: Tree) -> Tree:
-        """As `unpack`, but differentiable, for a model that computes with them; XLA may flush
-        subnormal numbers.
+        """Return what `unpack` does, but differentiable, for a model that computes with them; XLA
+        may flush subnormal numbers.
         """
         if self.sliced:
             return jax.tree.map(

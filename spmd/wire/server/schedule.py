@@ -194,18 +194,13 @@ class Asynchronous:
         heapq.heappush(self.queue, (self.inbound, ARRIVES, worker))
 
     def _arrive(self, worker: int, now: float) -> None:
-        index, current, tau = (
-            self.events,
-            self.current,
-            int(self.version - self.read_version[worker]),
-        )
+        index, current = self.events, self.current
+        tau = int(self.version - self.read_version[worker])
         self.events += 1
         current.worker[index], current.present[worker], current.staleness[index] = worker, True, tau
-        current.began[index], current.done[index], current.time[index] = (
-            self.started[worker],
-            self.finished[worker],
-            now,
-        )
+        current.began[index] = self.started[worker]
+        current.done[index] = self.finished[worker]
+        current.time[index] = now
         self.arrived[worker] += 1
         limit = self.declared.max_staleness
         if limit is not None and tau > limit:
@@ -255,9 +250,7 @@ class Asynchronous:
         self.current.worker[self.events :] = absent
         self.current.takes[:] = self.current.present
         closed = dataclasses.replace(self.current, end=float(self.current.time[self.events - 1]))
-        self.current, self.events, self.read_this_round = (
-            Round.empty(self.workers, asynchronous=True),
-            0,
-            set(),
-        )
+        self.current = Round.empty(self.workers, asynchronous=True)
+        self.events = 0
+        self.read_this_round = set()
         return closed

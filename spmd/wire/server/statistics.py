@@ -201,11 +201,8 @@ class ServerStatistics:
         return Network.parse(self.declared.network)
 
     def __str__(self) -> str:
-        arrived, applied, staleness = (
-            int(self.arrived.sum()),
-            int(self.applied.sum()),
-            self.staleness,
-        )
+        arrived, applied = int(self.arrived.sum()), int(self.applied.sum())
+        staleness = self.staleness
         rate = (
             f"; {applied / self.seconds:,.4g} gradients applied per second" if self.seconds else ""
         )
@@ -264,10 +261,10 @@ class ServerStatistics:
                 f"{'...':>6}  {self.workers - MAX_ROWS} workers that compute more than those above "
                 "and less than those below"
             ]
-        lines = [
-            row(n, [share[n] for share in shares], [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"])
-            for n in order
-        ]
+        lines = []
+        for n in order:
+            counts = [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"]
+            lines.append(row(n, [share[n] for share in shares], counts))
         mean = row(
             "mean",
             [share.mean() for share in shares],

@@ -39,15 +39,10 @@ def sync_steps(
         new_round = Round.empty(workers)
         new_round.worker[:], new_round.staleness[:] = order, 0
         new_round.takes[:] = new_round.present[:] = new_round.applied[:] = True
-        new_round.began[:], new_round.done[:], new_round.time[:] = (
-            now[order],
-            done[order],
-            done[order],
-        )
-        sends, receives = (
-            due_fragments(declared, number),
-            due_fragments(declared, number - declared.overlap),
-        )
+        new_round.began[:] = now[order]
+        new_round.done[:] = new_round.time[:] = done[order]
+        sends = due_fragments(declared, number)
+        receives = due_fragments(declared, number - declared.overlap)
         replies[sends] = done.max() + network
         now = np.maximum(done, replies[receives].max(initial=0.0))
         yield dataclasses.replace(new_round, sends=sends, receives=receives, end=float(now.max()))
@@ -76,7 +71,7 @@ def unsynced_steps(declared: ParameterServer, steps: int) -> int:
 
 
 def has_pending_sync(declared: ParameterServer, steps: int) -> bool:
-    """Whether after `steps` steps the workers have sent a fragment whose reply they have not
+    """Return whether after `steps` steps the workers have sent a fragment whose reply they have not
     received yet.
 
     >>> [

@@ -82,12 +82,8 @@ def spans(events: Events, steps: int) -> tuple[float, GradientSpans]:
     # gradients in progress at the end arrive in later rounds: time continues, but no worker begins
     # another gradient
     last = counts if declared.asynchronous else np.full(workers, steps)
-    clock, reader, step, now = (
-        Events(declared, workers, events.sent, TruncatedTimes(events, last)),
-        _Reader(declared.asynchronous, workers),
-        0,
-        0.0,
-    )
+    clock = Events(declared, workers, events.sent, TruncatedTimes(events, last))
+    reader, step, now = _Reader(declared.asynchronous, workers), 0, 0.0
     while math.isfinite(now) and (reader.number <= counts).any():
         now, step = reader.add(clock.round(step)), step + 1
     return end, reader.spans(counts)
@@ -121,10 +117,8 @@ class _Reader:
             self.fetched |= read[-1] > 0
             self.fetched[worker] = read[-1, worker] > read[index, worker]
         else:  # the network is used when the last awaited worker is done
-            rows["queued"], rows["time"] = (
-                np.full(count, rows["time"][rows["applied"]].max()),
-                np.full(count, new_round.end),
-            )
+            rows["queued"] = np.full(count, rows["time"][rows["applied"]].max())
+            rows["time"] = np.full(count, new_round.end)
             if len(new_round.sends):
                 rows |= {
                     "sends": ones * new_round.sends.mean(),

@@ -89,9 +89,8 @@ def read_trace(path: str, workers: int) -> np.ndarray:
             table = np.load(path, allow_pickle=False).astype(np.float64)
         else:
             with open(path, newline="", encoding="utf-8") as file:
-                table = np.array(
-                    [[float(cell) for cell in row] for row in csv.reader(file) if row], np.float64
-                )
+                rows = [list(map(float, row)) for row in csv.reader(file) if row]
+                table = np.array(rows, np.float64)
     except (ValueError, EOFError, OSError) as error:
         fix = "one row per gradient, one column of seconds per worker, and nothing else."
         raise OptionError(f"compute_time: {path} is not a table of numbers.", fix=fix) from error

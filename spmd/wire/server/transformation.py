@@ -115,7 +115,7 @@ class ServerState:
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """What `parameter_server` is made of."""
+    """The parts that `parameter_server` is made of."""
 
     communication: Communication
     optimizer: optax.GradientTransformationExtraArgs
@@ -123,12 +123,12 @@ class Servers:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Of the workers."""
+        """Return the axes of the workers."""
         return self.communication.axes
 
     @property
     def asynchronous(self) -> bool:
-        """Whether gradients are applied in order of arrival."""
+        """Return whether gradients are applied in order of arrival."""
         return self.clock.declared.asynchronous
 
     def init(self, params: Tree) -> ServerState:
