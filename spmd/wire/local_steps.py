@@ -213,7 +213,7 @@ class LocalSteps:
 
     def _synchronize(
         self, full: Leaves, own: Leaves, step: jax.Array, memory: Memory, outer_state: Any
-    ) -> tuple[Leaves, Memory, Any]:
+    ) -> tuple[Any, Memory, Any]:
         """Return the outer updates of a fragment: the mean over workers of (global - local
         parameters) is the outer optimizer's gradient.
         """
