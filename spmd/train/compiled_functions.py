@@ -94,10 +94,6 @@ class CompiledFunctions:
         """Return how many programs have been compiled so far."""
         return sum(map(compiled_count, self._jitted.values()))
 
-    def kinds(self) -> set[str]:
-        """Return the kinds of the functions that were asked for so far."""
-        return {key.kind for key in self._jitted}
-
     def _build(self, key: FunctionKey) -> Callable:
         return self.builders[key.kind](key)
 

@@ -45,7 +45,9 @@ class ModelSpec:
             return spec
         # the copy has what is cached: the traced shapes and names
         _ = self.shapes, self.axis_names
-        return copy.copy(self)
+        spec = copy.copy(self)
+        spec._layout = layout
+        return spec
 
     def learn(self, sample: Tree) -> None:
         """Keep the shapes of a batch, if it is the first."""

@@ -267,7 +267,7 @@ def test_devices_copy_before_the_host_waits_for_the_step(tmp_path, monkeypatch):
     def noted(self):
         events.append(("read", self._unread[0][0], self._control.watchdog.phase))
         read(self)
-        futures.wait([self._config.store._written])
+        futures.wait([self._parts.store._written])
 
     guarded = watchdog.ClusterWatchdog(0, 1, StallTimeouts(), print)
     monkeypatch.setattr(watchdog, "_current", guarded)
@@ -316,9 +316,9 @@ def test_unsaved_copy_is_dropped(error, tmp_path):
 
     def fail(info):
         seen[info.step] = jax.device_get(info.state.params)
-        futures.wait([info._control.config.store._written])
+        futures.wait([info._control.parts.store._written])
         if info.step == 4:
-            assert list(info._control.config.store._copies) == [4]
+            assert list(info._control.parts.store._copies) == [4]
             raise error("no more")
 
     each = spmd.callbacks.Each(fail)

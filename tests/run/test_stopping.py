@@ -378,7 +378,7 @@ def test_save_that_may_take_longer_than_the_time_left_is_reported(
         if info.step == 2:
             signal.raise_signal(signal.SIGTERM)
             clock[0] += 10.0
-            info._control.config.store.write_seconds = took
+            info._control.parts.store.write_seconds = took
 
     with pytest.raises(SystemExit):
         fit(epochs=3, checkpoint=tmp_path, callbacks=[press])
