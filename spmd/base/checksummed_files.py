@@ -21,15 +21,15 @@ class DamagedFileError(Exception):
     """A file differs from what was written; the message says how."""
 
 
-def write(path: Path, content: bytes, *, durable: bool = True) -> None:
+def write_checked(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace a file, and return when it is on disk; concurrent readers get the old content or the
     new.
 
     Args:
       path: the file.
-      content: what `read` returns.
+      content: the bytes that `read_checked` returns.
       durable: False: do not wait for the disk. If the machine then loses its power, the file may be
-        damaged, which `read` notices.
+        damaged, which `read_checked` notices.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -50,8 +50,8 @@ def write(path: Path, content: bytes, *, durable: bool = True) -> None:
     sync(path.parent)
 
 
-def read(path: Path) -> bytes | None:
-    """The content that `write` wrote; None if there is no such file.
+def read_checked(path: Path) -> bytes | None:
+    """The content that `write_checked` wrote; None if there is no such file.
 
     Raises:
       Damaged: it differs from what was written, or cannot be read.
@@ -59,10 +59,10 @@ def read(path: Path) -> bytes | None:
     Example:
       >>> import tempfile
       >>> path = Path(tempfile.mkdtemp()) / "a"
-      >>> read(path), write(path, b"1 2 3"), read(path)
+      >>> read_checked(path), write_checked(path, b"1 2 3"), read_checked(path)
       (None, None, b'1 2 3')
       >>> _ = path.write_bytes(path.read_bytes().replace(b"1 2", b"1 4"))
-      >>> read(path)
+      >>> read_checked(path)
       Traceback (most recent call last):
       spmd.base.checksummed_files.DamagedFileError: its contents do not match its checksum
     """

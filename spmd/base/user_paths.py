@@ -234,7 +234,7 @@ def explain_os_error(path: Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder"
     place = path
-    # A file that is overwritten is in nobody's way.
+    # The folder of a file that is overwritten is what matters.
     if os.path.isfile(path) and not isinstance(error, FileExistsError | NotADirectoryError):
         place = path.parent
     return blocking_file(place) or error.strerror or str(error)

@@ -274,7 +274,7 @@ def cached_scan(
     ]
     index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
     try:
-        stored = checksummed_files.read(index)
+        stored = checksummed_files.read_checked(index)
         head, _, numbers = (stored or b"\n").partition(b"\n")
         if stored is not None and json.loads(head) == facts:
             starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
@@ -285,7 +285,7 @@ def cached_scan(
     if may_store is not None and not may_store(path, starts, ends):
         return starts, ends
     try:
-        checksummed_files.write(
+        checksummed_files.write_checked(
             index,
             json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes(),
         )

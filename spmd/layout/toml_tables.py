@@ -113,6 +113,7 @@ class Tables:
         """Return the line of `key` inside `[section]` (the top of the file when section is
         empty).
         """
+        # Python's tomllib gives no lines of keys: they are found in the text.
         table = key
         if section:
             table = f"{section}.{key}"

@@ -91,8 +91,10 @@ def attention(
       >>> attention(x, x, x, causal=True)[0, 0, 0]  # the first position sees only itself
       Array([0., 1., 2., 3.], dtype=float32)
     """
-    segments = segment_ids
-    if not (isinstance(segment_ids, tuple) or segment_ids is None):
+    segments = None
+    if isinstance(segment_ids, tuple):
+        segments = segment_ids
+    elif segment_ids is not None:
         segments = (segment_ids, segment_ids)
     arrays = ScoreArrays(_four_dims(mask), _four_dims(bias), key_mask, key_lengths, segments)
     _check(query, key, value, arrays)
@@ -210,9 +212,9 @@ class _Sharded:
     def __init__(self, parallel: ParallelConfig, call: Attend):
         self.parallel = parallel
         self.full = call
-        (rows, _, heads, _) = call.query.shape
+        rows, _, heads, _ = call.query.shape
         groups = call.key.shape[2]
-        mesh_axes = ()
+        mesh_axes: tuple[str, ...] = ()
         if parallel.mesh is not None:
             mesh_axes = tuple(parallel.mesh.shape)
         self.axes = tuple(axis for axis in mesh_axes if axis not in manual_axes())
@@ -383,8 +385,9 @@ def _window(window: int | tuple[int | None, int | None] | None) -> tuple[int | N
     Raises:
       OptionError: not numbers from 0.
     """
-    before_after = window
-    if not isinstance(window, tuple):
+    if isinstance(window, tuple):
+        before_after = window
+    else:
         before_after = (window, window)
     if len(before_after) != 2 or not all(
         size is None or (type(size) is int and size >= 0) for size in before_after

@@ -64,8 +64,8 @@ class Attend:
         return [name for name, present in named.items() if present]
 
     def __str__(self) -> str:
-        (_, queries, heads, size) = self.query.shape
-        (_, keys, groups, _) = self.key.shape
+        _, queries, heads, size = self.query.shape
+        _, keys, groups, _ = self.key.shape
         lengths = f"{queries} queries, {keys} keys"
         if queries == keys:
             lengths = f"{queries} queries and keys"
@@ -238,7 +238,7 @@ def _splash(call: Attend, *, interpret: bool = False) -> jax.Array:
     splash = importlib.import_module(SPLASH)
     scoring = call.scoring
     segments = call.arrays.segments
-    (_, queries, heads, _) = call.query.shape
+    _, queries, heads, _ = call.query.shape
     lengths = (queries, call.key.shape[1])
     before, after = scoring.window
     if scoring.causal:
@@ -273,7 +273,7 @@ _SPLASH_BLOCKS = (512, 256, 128)
 
 
 def _splash_refuses(call: Attend) -> str | None:
-    (_, queries, _, size) = call.query.shape
+    _, queries, _, size = call.query.shape
     keys = call.key.shape[1]
     width = call.value.shape[3]
     least = _SPLASH_BLOCKS[-1]

@@ -70,7 +70,7 @@ def _one_direction(
     lengths: Any,
     backward: Any,
 ) -> jax.Array:
-    """One cell over [time, rows, features]; `backward`: from the end of each row to its
+    """Run one cell over [time, rows, features]; `backward`: from the end of each row to its
     beginning.
     """
     time = x.shape[0]
@@ -78,22 +78,17 @@ def _one_direction(
     if lengths is None:
         ends = jnp.full(x.shape[1], time)
     steps = jnp.arange(time)[:, None]
-    # [time, rows]; steps after a row's end keep their place
+    # Of shape [time, rows]; steps after a row's end keep their place.
     order = jnp.where(backward & (steps < ends), ends - 1 - steps, steps)
 
     def reverse(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=0)
 
     cells = Cells(layers, residual_from=layers.count, dropout=0.0)
-    # of `variables`, since inside a region the arrays of `layers` belong to the mesh around it
+    # The carry of `variables`: inside a region the arrays of `layers` belong to the mesh around it.
+    carry = cells.initial_carry(variables, x)
     y, _ = cells.over_time(
-        variables,
-        cells.initial_carry(variables, x),
-        reverse(x),
-        None,
-        steps[:, 0],
-        lengths,
-        unroll=parallel.unroll,
+        variables, carry, reverse(x), None, steps[:, 0], lengths, unroll=parallel.unroll
     )
     return reverse(y)
 

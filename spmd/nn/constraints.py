@@ -22,18 +22,18 @@ from spmd.models.patches import Patches
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes along which the code that is being traced sees one device's shard."""
+    """Return the mesh axes along which the code that is being traced sees one device's shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @contextlib.contextmanager
 def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
-    """Inside, `jax.lax.with_sharding_constraint` in a model's own code refers to this mesh; with
-    None it does nothing.
+    """Let `jax.lax.with_sharding_constraint` inside, in a model's own code, refer to this mesh;
+    with None it does nothing.
 
     Other threads are not affected.
     """
-    # a tuple, since a scope with None is a scope, too
+    # A tuple, since a scope with None is a scope, too.
     with _PATCHES.scope((mesh,)):
         yield
 

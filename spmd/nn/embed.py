@@ -14,10 +14,8 @@ class Embed(nnx.Embed):
     """`flax.nnx.Embed`, for models whose sequences a layout may shard.
 
     Under  [sequence] axis = "context"  tokens [rows, length] are looked up by each device for its
-    shard of the sequence, and the gradient of the table takes one all-reduce over the axis. XLA's
-    partitioner alone (jax 0.10) would gather the gradients of the whole sequence on every device to
-    add them to the table. Tokens with another number of dims, or with a length that the axis does
-    not divide, use flax's lookup.
+    shard of the sequence, and the gradient of the table takes one all-reduce over the axis. Tokens
+    with another number of dims, or with a length that the axis does not divide, use flax's lookup.
 
     Example:
       >>> Embed(10, 4, rngs=nnx.Rngs(0))(jnp.zeros((2, 3), int)).shape
@@ -25,7 +23,7 @@ class Embed(nnx.Embed):
     """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Rows of the table, [*inputs.shape, features]."""
+        """Return rows of the table, [*inputs.shape, features]."""
         parallel = current()
         axis = parallel.sequence.axis
         is_tokens = inputs.ndim == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
@@ -43,7 +41,8 @@ class Embed(nnx.Embed):
         def look_up(table: jax.Array, inputs: jax.Array) -> jax.Array:
             return jnp.take(table, inputs, axis=0)
 
+        # XLA's partitioner alone (jax 0.10) would gather the gradients of the whole sequence on
+        # every device, to add them to the table.
+        on_shards = parallel.shard_map((axis, *row_axes), look_up, (PartitionSpec(), spec), spec)
         with jax.named_scope("embed"):
-            return parallel.shard_map((axis, *row_axes), look_up, (PartitionSpec(), spec), spec)(
-                table, inputs
-            )
+            return on_shards(table, inputs)

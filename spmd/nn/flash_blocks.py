@@ -71,7 +71,7 @@ class BlockCall:
         """Return the call of a kernel on these inputs; `by_keys`: each program has keys of its
         own.
         """
-        (_, queries, _, size) = inputs.query.shape
+        _, queries, _, size = inputs.query.shape
         keys = inputs.key.shape[1]
         width = inputs.value.shape[3]
         blocks = Blocks.of(

@@ -65,18 +65,16 @@ def _forward_kernel(
 
     zeros = jnp.zeros((call.block_q, padded(call.width)), jnp.float32)
     by_query = jnp.zeros(call.block_q, jnp.float32)
-    weighted, highest, total = lax.fori_loop(
-        *call.keys_of(refs, None, start), block, (zeros, by_query + MASKED, by_query)
-    )
+    first, end = call.keys_of(refs, None, start)
+    state = (zeros, by_query + MASKED, by_query)
+    weighted, highest, total = lax.fori_loop(first, end, block, state)
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
     store_block(out, at, start, weighted / total[:, None], call.queries, call.width)
-    numbers = jnp.where(unseen, MASKED, (highest + jnp.log2(total)) * (1 / LOG2E))
-    triton.store(
-        logs.at[pl.ds(start, call.block_q)],
-        numbers,
-        mask=is_inside(start, call.block_q, call.queries),
-    )
+    numbers = (highest + jnp.log2(total)) * (1 / LOG2E)
+    numbers = jnp.where(unseen, MASKED, numbers)
+    inside = is_inside(start, call.block_q, call.queries)
+    triton.store(logs.at[pl.ds(start, call.block_q)], numbers, mask=inside)
 
 
 def _dquery_kernel(
@@ -103,20 +101,14 @@ def _dquery_kernel(
         starts = (start, number * call.block_k)
         key_ = call.of_key(key, at, starts[1])
         value_ = call.of_key(value, at, starts[1], call.width)
-        *_, dproducts = call.slopes(
-            refs, at, place, starts, (query_, key_, value_, grad_, logs_, inner_)
-        )
+        arrays = (query_, key_, value_, grad_, logs_, inner_)
+        _, _, dproducts = call.slopes(refs, at, place, starts, arrays)
         return total + call.dot(dproducts.astype(key.dtype), key_)
 
     zeros = jnp.zeros((call.block_q, padded(call.size)), jnp.float32)
-    store_block(
-        dquery,
-        at,
-        start,
-        lax.fori_loop(*call.keys_of(refs, None, start), block, zeros),
-        call.queries,
-        call.size,
-    )
+    first, end = call.keys_of(refs, None, start)
+    total = lax.fori_loop(first, end, block, zeros)
+    store_block(dquery, at, start, total, call.queries, call.size)
 
 
 def _dkey_kernel(
@@ -141,36 +133,31 @@ def _dkey_kernel(
     value_ = call.of_key(value, alone, start, call.width)
     row = pl.program_id(1)
     group = pl.program_id(2)
-    (first, end) = call.queries_of(refs, None, start)
+    first, end = call.queries_of(refs, None, start)
 
     def block(head: Any, number: Any, totals: tuple) -> tuple:
         starts = (number * call.block_q, start)
         at = (None, head)
         query_ = call.of_query(query, at, starts[0])
         grad_ = call.of_query(grad, at, starts[0], call.width)
-        arrays = (
-            query_,
-            key_,
-            value_,
-            grad_,
-            call.by_query(logs, at, starts[0]),
-            call.by_query(inner, at, starts[0]),
-        )
-        weights, _, dproducts = call.slopes(refs, at, (row, group * heads + head), starts, arrays)
-        return (
-            totals[0] + call.dot(dproducts.astype(query.dtype), query_, (0, 0)),
-            totals[1] + call.dot(weights.astype(grad.dtype), grad_, (0, 0)),
-        )
+        logs_ = call.by_query(logs, at, starts[0])
+        inner_ = call.by_query(inner, at, starts[0])
+        arrays = (query_, key_, value_, grad_, logs_, inner_)
+        place = (row, group * heads + head)
+        weights, _, dproducts = call.slopes(refs, at, place, starts, arrays)
+        key_total, value_total = totals
+        key_total = key_total + call.dot(dproducts.astype(query.dtype), query_, (0, 0))
+        value_total = value_total + call.dot(weights.astype(grad.dtype), grad_, (0, 0))
+        return key_total, value_total
 
     def of_head(head: Any, totals: tuple) -> tuple:
         return lax.fori_loop(first, end, functools.partial(block, head), totals)
 
-    zeros = tuple(
-        jnp.zeros((call.block_k, padded(width)), jnp.float32) for width in (call.size, call.width)
-    )
-    totals = lax.fori_loop(0, heads, of_head, zeros)
-    store_block(dkey, alone, start, totals[0], call.keys, call.size)
-    store_block(dvalue, alone, start, totals[1], call.keys, call.width)
+    key_zeros = jnp.zeros((call.block_k, padded(call.size)), jnp.float32)
+    value_zeros = jnp.zeros((call.block_k, padded(call.width)), jnp.float32)
+    key_total, value_total = lax.fori_loop(0, heads, of_head, (key_zeros, value_zeros))
+    store_block(dkey, alone, start, key_total, call.keys, call.size)
+    store_block(dvalue, alone, start, value_total, call.keys, call.width)
 
 
 def _dbias_kernel(
@@ -187,7 +174,7 @@ def _dbias_kernel(
     """The gradient of one block of the bias, summed over the rows, heads, queries and keys that
     share it.
     """
-    (rows, _, heads, _) = query.shape
+    rows, _, heads, _ = query.shape
     groups = key.shape[2]
     dims = call.dims["bias"]
     counts = (rows, heads, call.blocks_q, call.blocks_k)
@@ -204,14 +191,13 @@ def _dbias_kernel(
         at = (row, head)
         at_keys = (row, lax.div(head, jnp.int32(heads // groups)))
         starts = (number_q * call.block_q, number_k * call.block_k)
-        arrays = (
-            call.of_query(query, at, starts[0]),
-            call.of_key(key, at_keys, starts[1]),
-            call.of_key(value, at_keys, starts[1], call.width),
-            call.of_query(grad, at, starts[0], call.width),
-            call.by_query(logs, at, starts[0]),
-            call.by_query(inner, at, starts[0]),
-        )
+        query_ = call.of_query(query, at, starts[0])
+        key_ = call.of_key(key, at_keys, starts[1])
+        value_ = call.of_key(value, at_keys, starts[1], call.width)
+        grad_ = call.of_query(grad, at, starts[0], call.width)
+        logs_ = call.by_query(logs, at, starts[0])
+        inner_ = call.by_query(inner, at, starts[0])
+        arrays = (query_, key_, value_, grad_, logs_, inner_)
         _, dscores, _ = call.slopes(refs, at, at, starts, arrays)
         return total + dscores
 
@@ -222,9 +208,11 @@ def _dbias_kernel(
             return block(place, total)
         if dims[dim]:
             return over((*place, ids[dim]), total)
-        return lax.fori_loop(
-            0, counts[dim], lambda number, total: over((*place, number), total), total
-        )
+
+        def add(number: Any, total: jax.Array) -> jax.Array:
+            return over((*place, number), total)
+
+        return lax.fori_loop(0, counts[dim], add, total)
 
     total = over((), jnp.zeros((call.block_q, call.block_k), jnp.float32))
     slices = []
@@ -278,10 +266,12 @@ class _Part:
 
     def line(self) -> pl.BlockSpec:
         """Return the spec of an array [rows, heads, queries]."""
-        return pl.BlockSpec(
-            (self.rows, self.heads, self.call.padded_queries),
-            lambda *ids: (*self.index(*ids)[:2], 0),
-        )
+
+        def index(*ids: Any) -> tuple:
+            row, head, _ = self.index(*ids)
+            return row, head, 0
+
+        return pl.BlockSpec((self.rows, self.heads, self.call.padded_queries), index)
 
     def scores(self, name: str) -> pl.BlockSpec:
         """Return the spec of an array [rows, heads, queries, keys], without dims that are 1."""
@@ -317,27 +307,37 @@ class _Part:
             return pl.BlockSpec((size,), lambda *ids: (0,))
 
         def by_row(*length: int) -> pl.BlockSpec:
-            return pl.BlockSpec(
-                (self.rows, *length), lambda *ids: (self.index(*ids)[0], *(0 for _ in length))
-            )
+            def index(*ids: Any) -> tuple:
+                row, _, _ = self.index(*ids)
+                return row, *(0 for _ in length)
 
-        refs: dict[str, tuple] = {"shift": (jnp.full(1, shift, jnp.int32), shared(1))}
+            return pl.BlockSpec((self.rows, *length), index)
+
+        # A Pallas kernel closes over no traced values: the shift is an array, too.
+        refs: dict[str, Any] = {"shift": jnp.full(1, shift, jnp.int32)}
+        ref_specs = {"shift": shared(1)}
         if arrays.mask is not None:
-            refs["mask"] = (arrays.mask, self.scores("mask"))
+            refs["mask"] = arrays.mask
+            ref_specs["mask"] = self.scores("mask")
         if arrays.bias is not None:
-            refs["bias"] = (arrays.bias, self.scores("bias"))
+            refs["bias"] = arrays.bias
+            ref_specs["bias"] = self.scores("bias")
         if arrays.key_mask is not None:
-            refs["key_mask"] = (arrays.key_mask, by_row(lengths[1]))
+            refs["key_mask"] = arrays.key_mask
+            ref_specs["key_mask"] = by_row(lengths[1])
         if arrays.key_lengths is not None:
-            refs["key_lengths"] = (arrays.key_lengths.astype(jnp.int32), by_row())
+            refs["key_lengths"] = arrays.key_lengths.astype(jnp.int32)
+            ref_specs["key_lengths"] = by_row()
         if arrays.segments is not None:
             of_query, of_key = arrays.segments
-            refs["of_query"] = (of_query.astype(jnp.int32), by_row(lengths[0]))
-            refs["of_key"] = (of_key.astype(jnp.int32), by_row(lengths[1]))
+            refs["of_query"] = of_query.astype(jnp.int32)
+            refs["of_key"] = of_key.astype(jnp.int32)
+            ref_specs["of_query"] = by_row(lengths[0])
+            ref_specs["of_key"] = by_row(lengths[1])
         if call.scoring.dropout:
-            refs["count"] = (arrays.count, shared(4))
-        arguments = (*inputs[:3], {name: x for name, (x, _) in refs.items()})
-        return arguments, (*specs, {name: spec for name, (_, spec) in refs.items()})
+            refs["count"] = arrays.count
+            ref_specs["count"] = shared(4)
+        return (*inputs[:3], refs), (*specs, ref_specs)
 
     def call_kernel(
         self,
@@ -383,7 +383,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """`TileKernel.forward`."""
     call = BlockCall.of(scoring, inputs, backward=False)
-    (rows, queries, heads, _) = inputs.query.shape
+    rows, queries, heads, _ = inputs.query.shape
     part = _of_query(call, inputs)
     arguments, specs = part.inputs(shift, inputs)
     result = jax.ShapeDtypeStruct((rows, queries, heads, call.width), dtype)
@@ -409,7 +409,7 @@ def _backward(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """`TileKernel.backward`."""
-    (rows, _, heads, _) = inputs.query.shape
+    rows, _, heads, _ = inputs.query.shape
     groups = inputs.key.shape[2]
     bias = inputs.arrays.bias
     more = (grad.astype(inputs.query.dtype), jnp.where(logs == MASKED, 0.0, logs), inner)

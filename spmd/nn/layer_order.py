@@ -52,6 +52,7 @@ class StageOrder:
                 return leaf
             return leaf[direction(stage_order(leaf.shape[0], self.stages, self.groups))]
 
+        # XLA:CPU loses bits of floats that are only moved (`to_bits` in `base/xla.py` says which).
         return move_bits(lambda tree: map_paths(permute, tree), params)
 
     def alone(self, path: str, leaf: Any) -> "StageOrder":

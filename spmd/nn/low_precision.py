@@ -138,6 +138,7 @@ def _contract(
     rhs, rhs_scale = _rounded(rhs, right_dims, dtypes[1])
     batch = [letter for letter in left if letter in right and letter in out]
     batch_dims = (tuple(map(left.index, batch)), tuple(map(right.index, batch)))
+    # Sums of int8 products are exact in int32.
     sums = jnp.float32
     if dtypes[0] == jnp.int8:
         sums = jnp.int32

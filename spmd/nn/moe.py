@@ -96,18 +96,14 @@ class MixtureOfExperts(nnx.Module):
                 fix="above 0, such as 1.25.",
             )
         init = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        # Eager sharding (flax 0.12) would take the logical names for mesh axes.
         param = functools.partial(nnx.Param, eager_sharding=False)
-        self.router = param(
-            init(rngs.params(), (1, features, experts))[0], out_sharding=("embed", None)
-        )
-        self.up = param(
-            init(rngs.params(), (experts, features, hidden)),
-            out_sharding=("expert", "embed", "mlp"),
-        )
-        self.down = param(
-            init(rngs.params(), (experts, hidden, features)),
-            out_sharding=("expert", "mlp", "embed"),
-        )
+        router = init(rngs.params(), (1, features, experts))[0]
+        up = init(rngs.params(), (experts, features, hidden))
+        down = init(rngs.params(), (experts, hidden, features))
+        self.router = param(router, out_sharding=("embed", None))
+        self.up = param(up, out_sharding=("expert", "embed", "mlp"))
+        self.down = param(down, out_sharding=("expert", "mlp", "embed"))
         self.k = k
         self.capacity_factor = capacity_factor
         self.activation = activation
@@ -148,7 +144,8 @@ class MixtureOfExperts(nnx.Module):
             if not workers:
                 workers = tuple(name for name in parallel.data if name in manual_axes())
             shares = collectives.all_reduce(jax.lax.stop_gradient(chosen.sum(axis=0)), workers)
-        loss = len(up) * jnp.sum(shares / shares.sum() * likely.mean(axis=0))
+        shares = shares / shares.sum()
+        loss = len(up) * jnp.sum(shares * likely.mean(axis=0))
         return y, Routing(loss, dropped.mean())
 
 
@@ -240,31 +237,31 @@ def _route(
     tokens = x.reshape(-1, x.shape[-1])
     experts = router.shape[1]
     capacity = min(len(tokens), math.ceil(k * len(tokens) / experts * factor))
-    likely = jax.nn.softmax(
-        jnp.einsum("td,de->te", tokens, router, preferred_element_type=jnp.float32)
-    )
+    # The router computes in float32, whatever the precision (Switch Transformer, section 2.4).
+    scores = jnp.einsum("td,de->te", tokens, router, preferred_element_type=jnp.float32)
+    likely = jax.nn.softmax(scores)
     weights, chosen = jax.lax.top_k(likely, k)
     if k > 1:
         weights = weights / weights.sum(axis=1, keepdims=True)
     slots = _slots(chosen, experts, capacity)
+    # Dropped choices have slots behind the end, which a scatter leaves out, and a gather fills.
     buffer = jnp.zeros((experts * capacity, x.shape[-1]), x.dtype)
     for choice in range(k):
         buffer = buffer.at[slots[:, choice]].set(tokens, mode="drop", unique_indices=True)
-    out = _run_experts(
-        buffer.reshape(experts, capacity, -1),
-        up.astype(x.dtype),
-        down.astype(x.dtype),
-        axis,
-        activation,
-    )
+    buffer = buffer.reshape(experts, capacity, -1)
+    up = up.astype(x.dtype)
+    down = down.astype(x.dtype)
+    out = _run_experts(buffer, up, down, axis, activation)
     out = out.reshape(experts * capacity, -1)
     y: Any = 0
     for choice in range(k):
         chosen_out = out.at[slots[:, choice]].get(mode="fill", fill_value=0)
         y += weights[:, [choice]].astype(x.dtype) * chosen_out
-    first = jax.nn.one_hot(chosen[:, 0], experts, dtype=jnp.float32).sum(axis=0, keepdims=True)
+    first = jax.nn.one_hot(chosen[:, 0], experts, dtype=jnp.float32)
+    counts = first.sum(axis=0, keepdims=True)
+    likely = likely.mean(axis=0, keepdims=True)
     dropped = jnp.mean(slots >= experts * capacity, dtype=jnp.float32)
-    return jnp.asarray(y).reshape(x.shape), first, likely.mean(axis=0, keepdims=True), dropped[None]
+    return jnp.asarray(y).reshape(x.shape), counts, likely, dropped[None]
 
 
 def _slots(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
@@ -279,11 +276,13 @@ def _slots(chosen: jax.Array, experts: int, capacity: int) -> jax.Array:
     tokens, k = chosen.shape
     # All first choices, then all second ones.
     ordered = chosen.T.reshape(-1)
-    before = jnp.cumsum(jax.nn.one_hot(ordered, experts, dtype=jnp.int32), axis=0) - 1
+    is_chosen = jax.nn.one_hot(ordered, experts, dtype=jnp.int32)
+    before = jnp.cumsum(is_chosen, axis=0) - 1
     place = jnp.take_along_axis(before, ordered[:, None], axis=1)[:, 0]
     # All different, since the scatter declares its indices unique.
     dropped = experts * capacity + jnp.arange(k * tokens)
-    return jnp.where(place < capacity, ordered * capacity + place, dropped).reshape(k, tokens).T
+    slots = jnp.where(place < capacity, ordered * capacity + place, dropped)
+    return slots.reshape(k, tokens).T
 
 
 def _run_experts(

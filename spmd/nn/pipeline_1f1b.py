@@ -37,6 +37,8 @@ from spmd.wire import collectives
 IDLE, FORWARD, BACKWARD = range(3)
 
 
+# The loss is traced with a tap in place of the stack, so it need not be rewritten: that gives the
+# functions up to the stack's input, of the layers, and from the stack's output on.
 @dataclasses.dataclass
 class Tap:
     """Called in place of a stack while a loss is traced: it records the stack's input and supplies
@@ -305,6 +307,7 @@ def one_of(which: jax.Array, work: list[Callable[[], Tree]], *, branchless: bool
     """
     if not branchless:
         return lax.switch(jnp.int32(which), work)
+    # `ParallelConfig.branchless` says where XLA computes branches wrongly.
     result, *others = [function() for function in work]
     for number, other in enumerate(others, 1):
         result = jax.tree.map(functools.partial(jnp.where, which == number), other, result)

@@ -107,6 +107,8 @@ def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
     zero even if the result is NaN.
     """
 
+    # An idle stage computes too, on what it has, and 0 * NaN is NaN: its gradients are replaced by
+    # zeros, and not multiplied by zero.
     def run_masked(
         live: jax.Array, params: Tree, state: Tree, number: jax.Array, group: jax.Array, x: Tree
     ) -> tuple[Tree, Tree]:

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# the four pixels of a window, in the order of rows
+# The four pixels of a window, in the order of rows.
 _PIXELS = np.arange(4, dtype=np.int8).reshape(2, 1, 2, 1)
 
 
 def max_pool2(x: jax.Array) -> jax.Array:
-    """The largest of every 2 x 2 pixels of `x` [rows, height, width, channels]; equals
+    """Return the largest of every 2 x 2 pixels of `x` [rows, height, width, channels]; equals
     `nnx.max_pool(x, (2, 2), (2, 2))`.
 
     Its gradient is equal, too, also where pixels tie: the first of them gets it. But it selects by
@@ -39,6 +39,8 @@ def _windows(x: jax.Array) -> jax.Array:
     return even.reshape(rows, height // 2, 2, width // 2, 2, channels)
 
 
+# The gradient of reduce-window, `select_and_scatter`, searches each window again: on a CPU that is
+# an order of magnitude slower.
 @jax.custom_jvp
 def _largest(windows: jax.Array) -> jax.Array:
     a, b, c, d = _pixels(windows)

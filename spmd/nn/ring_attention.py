@@ -142,6 +142,7 @@ class _Keys(NamedTuple):
     segments: jax.Array | None
 
 
+# JAX's own derivative of the loop would keep the keys and values of every turn, so all of them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, inputs: Inputs) -> jax.Array:
     """Return attention as in `spmd.nn.attention`, of arrays in ring order.
@@ -176,7 +177,8 @@ def _around(ring: Ring, turn: Callable[..., Any], carry: Any, keys: Any) -> Any:
 
     def loop(state: tuple, step: jax.Array) -> tuple:
         carry, keys = state
-        return (turn(carry, keys, (device - step) % ring.count, False), ring.shift(keys)), None
+        carry = turn(carry, keys, (device - step) % ring.count, False)
+        return (carry, ring.shift(keys)), None
 
     # The first turn knows that its keys are local, and the last one sends none: the loop has the
     # others.
@@ -277,10 +279,9 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """
     inputs = on_this_device(ring.scoring, inputs, ring.rows, ring.heads)
     rows, length, heads, _ = inputs.query.shape
-    start = (
-        jnp.zeros((rows, length, heads, inputs.value.shape[3]), jnp.float32),
-        jnp.full((rows, heads, length), -jnp.inf, jnp.float32),
-    )
+    width = inputs.value.shape[3]
+    out = jnp.zeros((rows, length, heads, width), jnp.float32)
+    logs = jnp.full((rows, heads, length), -jnp.inf, jnp.float32)
 
     def tile(state: tuple, tile: _Tile) -> tuple:
         out, logs = state
@@ -297,7 +298,7 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     def turn(state: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
         return _each_tile(ring, inputs, keys, source, local, tile, state)
 
-    out, logs = _around(ring, turn, start, _keys(inputs))
+    out, logs = _around(ring, turn, (out, logs), _keys(inputs))
     return out.astype(inputs.query.dtype), logs
 
 
@@ -318,7 +319,8 @@ def _backward(
         dquery, *dkeys, _ = ring.kernel.backward(
             tile.scoring, tile.shift, tile.inputs, logs_, inner_, grad_, jnp.float32
         )
-        return _add(carry[0], dquery, query), _add(carry[1], tuple(dkeys), key)
+        query_total, key_totals = carry
+        return _add(query_total, dquery, query), _add(key_totals, tuple(dkeys), key)
 
     def turn(carry: tuple, keys: _Keys, source: Any, local: bool) -> tuple:
         dquery, dkeys = carry
@@ -326,8 +328,8 @@ def _backward(
             dkeys = ring.shift(dkeys)
         return _each_tile(ring, inputs, keys, source, local, tile, (dquery, dkeys))
 
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in inputs[:3]]
-    dquery, dkeys = _around(ring, turn, (zeros[0], tuple(zeros[1:])), _keys(inputs))
+    dquery, *dkeys = (jnp.zeros(x.shape, jnp.float32) for x in inputs[:3])
+    dquery, dkeys = _around(ring, turn, (dquery, tuple(dkeys)), _keys(inputs))
     return tuple(
         x.astype(like.dtype)
         for x, like in zip((dquery, *ring.shift(dkeys)), inputs[:3], strict=True)
@@ -365,11 +367,9 @@ def into_ring(ring: Ring, arrays: Any) -> Any:
 
     def exchange(x: jax.Array) -> jax.Array:
         first, second = ring.split(x)
-        return _sorted(
-            ring,
-            collectives.permute(first, ring.axis, firsts),
-            collectives.permute(second, ring.axis, seconds),
-        )
+        first = collectives.permute(first, ring.axis, firsts)
+        second = collectives.permute(second, ring.axis, seconds)
+        return _sorted(ring, first, second)
 
     return jax.tree.map(exchange, arrays)
 

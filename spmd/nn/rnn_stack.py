@@ -358,7 +358,7 @@ def _wavefront(
 
     def stage(arrays: tuple, along: dict, lengths: Any, data: Any) -> tuple:
         along = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), along)
-        (variables, carry) = arrays
+        variables, carry = arrays
         x = along.pop("x")
         local_key = None
         if key is not None:

@@ -132,21 +132,20 @@ class Inputs(NamedTuple):
 def on_this_device(
     scoring: Scoring, inputs: Inputs, rows: tuple[str, ...], heads: tuple[str, ...]
 ) -> Inputs:
-    """A device's shards, with the count of its first row and head in place of that of all; rows and
-    heads are sharded over these axes.
+    """Return a device's shards, with the count of its first row and head in place of that of all;
+    rows and heads are sharded over these axes.
     """
-    if inputs.arrays.count is None:
+    arrays = inputs.arrays
+    if arrays.count is None:
         return inputs
-    sharded = (
-        (rows, inputs.query.shape[0], scoring.strides[0]),
-        (heads, inputs.query.shape[2], scoring.strides[1]),
-    )
-    steps = [
-        (collectives.worker_index(axes) * size, stride) for axes, size, stride in sharded if axes
-    ]
-    return inputs._replace(
-        arrays=inputs.arrays._replace(count=advance(inputs.arrays.count, *steps))
-    )
+    row_stride, head_stride, _ = scoring.strides
+    steps = []
+    if rows:
+        steps.append((collectives.worker_index(rows) * inputs.query.shape[0], row_stride))
+    if heads:
+        steps.append((collectives.worker_index(heads) * inputs.query.shape[2], head_stride))
+    count = advance(arrays.count, *steps)
+    return inputs._replace(arrays=arrays._replace(count=count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ class TileKernel:
 
 
 def tiled_attention(kernel: TileKernel, scoring: Scoring, inputs: Inputs) -> jax.Array:
-    """Attention by a kernel; a query that sees no key gets zeros.
+    """Return attention by a kernel; a query that sees no key gets zeros.
 
     The backward pass keeps the inputs, the result and one number per query and head, and computes
     scores again. There is no second derivative, and no forward-mode one.
@@ -187,6 +186,7 @@ def tiled_attention(kernel: TileKernel, scoring: Scoring, inputs: Inputs) -> jax
     return _attention(kernel, scoring, inputs)
 
 
+# JAX's own derivative of a loop over tiles would keep the scores of every tile.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(kernel: TileKernel, scoring: Scoring, inputs: Inputs) -> jax.Array:
     return kernel.forward(scoring, 0, inputs, inputs.query.dtype)[0]

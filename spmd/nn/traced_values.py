@@ -201,6 +201,8 @@ class Values:
 
     def visible(self, atom: Any, dims: Dims, negated: bool = False) -> list[View | Band]:
         """Return a mask as a conjunction of others: bands, and arrays."""
+        # Masks are read symbolically: to compute and compare them would take gigabytes for long
+        # sequences.
         opaque: list[View | Band] = [View(*self.source(atom, dims), negated)]
         parts = self._parts(atom, dims, negated)
         if parts is None:

@@ -41,9 +41,10 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     scale = arguments["scale"]
     if scale is None:
         scale = 1 / math.sqrt(query.shape[3])
-    window = arguments["local_window_size"] or (None, None)
-    if isinstance(arguments["local_window_size"], int):
-        window = (arguments["local_window_size"],) * 2
+    window = arguments["local_window_size"]
+    if isinstance(window, int):
+        window = (window, window)
+    window = window or (None, None)
     scoring = Scoring(scale, arguments["is_causal"], window)
     arrays = ScoreArrays(
         _with_dims(arguments["mask"], 4),

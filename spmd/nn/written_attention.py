@@ -243,6 +243,7 @@ def _replaced(
         return "its weights are used elsewhere"
     if id(attention.product) in used:
         return "its scores are used elsewhere"
+    # A jit is one equation, which takes the place of the last product.
     try:
         [equation] = jax.make_jaxpr(jax.jit(function))(*shapes).eqns
     except _NoKernelError:

@@ -80,7 +80,7 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
     if not resumes and records.exists():
         begins = records.stat().st_size
     try:
-        content = checksummed_files.read(folder / ID_FILE) if resumes else None
+        content = checksummed_files.read_checked(folder / ID_FILE) if resumes else None
         if content is not None:
             saved = json.loads(content)
             # A folder that was moved is the same run: there is none in its former place.
@@ -92,7 +92,7 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
             logging.getLogger("spmd").warning(text, folder, saved["folder"])
             begins = saved["metrics_begin"]
         facts = {"id": new, "metrics_begin": begins, "folder": here}
-        checksummed_files.write(folder / ID_FILE, json.dumps(facts).encode())
+        checksummed_files.write_checked(folder / ID_FILE, json.dumps(facts).encode())
     except (OSError, checksummed_files.DamagedFileError) as error:
         logging.getLogger("spmd").warning(
             "%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error

@@ -109,7 +109,7 @@ class SweepStore:
                     raise CheckpointError(
                         f"{folder} is not empty, and holds no sweep.", fix="another folder."
                     )
-                checksummed_files.write(file, _json(dict(about)))
+                checksummed_files.write_checked(file, _json(dict(about)))
                 return
         if not resume:
             raise CheckpointError(
@@ -117,7 +117,7 @@ class SweepStore:
                 fix="resume=True to resume it, or another folder.",
             )
         try:
-            before = json.loads(checksummed_files.read(file) or b"{}")
+            before = json.loads(checksummed_files.read_checked(file) or b"{}")
         except checksummed_files.DamagedFileError as why:
             raise CheckpointError(
                 f"{file} is damaged, so what the sweep was is not known: {why}.",
@@ -177,8 +177,8 @@ class SweepStore:
         place = self.place(rung, chunk)
         if place is not None and is_writer():
             self._check_owner()
-            checksummed_files.write(place / "end.npy", _npy(history))
-            checksummed_files.write(place / DONE, _json(evaluations))
+            checksummed_files.write_checked(place / "end.npy", _npy(history))
+            checksummed_files.write_checked(place / DONE, _json(evaluations))
 
     def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
         """Bring a chunk to the step at which it was saved last, if it was; returns whether it
@@ -221,7 +221,7 @@ class SweepStore:
         newest = place / f"history-{run.step}.npy"
         complete = place / f"history-{store.latest()}.npy"
         if is_writer():
-            checksummed_files.write(newest, _npy(run.history))
+            checksummed_files.write_checked(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         if not is_writer():
             return
@@ -236,7 +236,7 @@ class SweepStore:
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             numbers = [list(map(int, place.name.split("-"))) for place in places]
-            checksummed_files.write(self._folder / END, _json(numbers))
+            checksummed_files.write_checked(self._folder / END, _json(numbers))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
@@ -253,7 +253,7 @@ class SweepStore:
         """
         content = None
         try:
-            content = checksummed_files.read(file)
+            content = checksummed_files.read_checked(file)
         except checksummed_files.DamagedFileError as why:
             logging.getLogger("spmd").warning(
                 "%s is damaged, and its chunk is trained again: %s.", file, why
