@@ -102,7 +102,7 @@ def repeat(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -
             {name: jax.random.split(stream(), int(count)) for name, stream in rngs.items()}
         )
     except (TraceContextError, ValueError) as error:
-        # Errors of the user's `make` are ValueErrors, too: flax's are told from them by their text.
+        # Errors of the user's `make` are ValueErrors, too: the text shows which are flax's.
         if "trace level" not in str(error):
             raise
         fix = (
