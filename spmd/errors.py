@@ -49,7 +49,7 @@ LINE = 1000  # the most characters in one line of an error
 TEXT = 40_000  # the most characters in an error
 VALUE = 160  # the most characters of a value in an error
 FIX = re.compile("^( *)(fix: .*)$", re.MULTILINE)
-# arguments that the running command has as options; in Python none
+# names of arguments that the running command has as options; none in Python
 _options: frozenset[str] = frozenset()
 
 
@@ -145,6 +145,7 @@ class SpmdError(Exception):
         if where:
             raise TypeError(f"an error has no field {', '.join(where)}")
 
+    # IPython calls a method of this name in place of its own
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of its traceback: the same, with fixes in
         bold where it has colours.
@@ -323,6 +324,7 @@ def group_problems(problems: Sequence[Problem]) -> list[Problem]:
     """
     groups: dict[Any, list[int]] = {}
     for number, problem in enumerate(problems):
+        # fixes that name the place are alike apart from it
         fix = problem.fix.replace(problem.path or problem.where, "")
         groups.setdefault((*problem.why, fix, problem.also, problem.kind), []).append(number)
     shown = dict(enumerate(problems))
@@ -360,6 +362,7 @@ def raise_problems(
         if len(distinct) == 1:
             common[field] = distinct.pop()
     text = problems_text(headline, problems, note)
+    # a blank line, so that the common fix is not read as that of the last problem
     raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
 
 
@@ -395,6 +398,7 @@ class _Short(reprlib.Repr):
 
     def repr1(self, x: Any, level: int) -> str:
         """Return one value; an array as its type, dtype and shape."""
+        # the `repr` of an array shows its entries, and of one on devices waits for it
         shape = getattr(x, "shape", None)
         if isinstance(shape, tuple) and hasattr(x, "dtype") and shape:
             return f"{type(x).__name__} {x.dtype}{list(shape)}"
@@ -452,6 +456,7 @@ def first_line(error: BaseException) -> str:
     >>> first_line(ValueError("boom"))
     'ValueError: boom'
     """
+    # an exception may have no message
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line}".rstrip(": ")
 
@@ -544,6 +549,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
     'asynchronous'
     """
     names = list(names)
+    # an abbreviation, which `difflib` may find less similar than another name
     if len(word) > 2:
         longer = [name for name in names if name.startswith(word)]
         if len(longer) == 1:

@@ -234,6 +234,7 @@ def make_mesh(
       ('data',)
     """
     if isinstance(spec, Mesh):
+        # with Explicit axes, shardings would be part of the type of every array
         if all(kind == AxisType.Auto for kind in spec.axis_types):
             return spec
         return Mesh(spec.devices, spec.axis_names)
@@ -305,6 +306,7 @@ def _explained(
     may_wrap = isinstance(error, CompileError | LossError | OptimizerError)
     if isinstance(error, SpmdError) and not may_wrap:
         return None
+    # JAX's own error may be the cause of one of spmd
     root = error
     while isinstance(root.__cause__, Exception):
         root = root.__cause__

@@ -22,6 +22,7 @@ def no_stats(stats: Tree) -> Tree:
     def empty(x: jax.Array) -> jax.Array:
         if _is_key(x):
             return x
+        # a sum in bfloat16 would lose small parts
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
         least = False if x.dtype == bool else jnp.iinfo(x.dtype).min
@@ -72,6 +73,7 @@ def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[st
             x = collectives.maximum(x, axes)
         if all_take_part:
             return x.astype(old.dtype)
+        # without parts `x` is `no_stats`
         has_parts = count > 0
         return jnp.where(has_parts, x.astype(old.dtype), old)
 

@@ -51,6 +51,7 @@ def choose_frozen(layout: Layout, model: Model, params: Mapping[str, Any]) -> Fr
     base = [path for path in params if path not in adapters]
     matches = match_all((*train.include, *train.exclude), base)
     trained: set[str] = set()
+    # with adapters, all other parameters are frozen unless patterns include them
     if not train.include and not adapters:
         trained.update(base)
     for pattern in train.include:
@@ -75,6 +76,7 @@ def _low_bit_shapes(
     stacks, kernels = model.stacks(), model.kernels()
     shapes = {}
     for path, leaf in frozen.items():
+        # dim 0 of a stack is that of its layers
         is_matrix = len(leaf.shape) - (path in stacks) >= 2
         may_be_stored = path in kernels or train.frozen not in KINDS
         if is_matrix and may_be_stored and jnp.issubdtype(leaf.dtype, jnp.floating):

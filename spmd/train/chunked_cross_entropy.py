@@ -112,20 +112,15 @@ def cross_entropy_from_features(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(
-    settings: _Settings, features: Any, head: Any, bias: Any, labels: Any, weights: Any
-) -> jax.Array:
-    """Return the sum of weighted losses."""
-    return _on_each_device(settings, False, features, head, bias, labels, weights)[0]
+def _total(settings: _Settings, *arrays: Any) -> jax.Array:
+    """Return the sum of weighted losses, from features, head, bias, labels and weights."""
+    return _on_each_device(settings, False, *arrays)[0]
 
 
-def _forward(
-    settings: _Settings, features: Any, head: Any, bias: Any, labels: Any, weights: Any
-) -> tuple[jax.Array, tuple]:
+def _forward(settings: _Settings, *arrays: Any) -> tuple[jax.Array, tuple]:
     """Return `_total`, and its gradients."""
-    total, d_features, d_head, d_bias, losses = _on_each_device(
-        settings, True, features, head, bias, labels, weights
-    )
+    _, head, bias, *_ = arrays
+    total, d_features, d_head, d_bias, losses = _on_each_device(settings, True, *arrays)
     d_head = d_head.astype(head.dtype)
     if bias is not None:
         d_bias = d_bias.astype(bias.dtype)
@@ -148,13 +143,7 @@ _total.defvjp(_forward, _backward)
 
 
 def _on_each_device(
-    settings: _Settings,
-    with_gradients: bool,
-    features: Any,
-    head: Any,
-    bias: Any,
-    labels: Any,
-    weights: Any,
+    settings: _Settings, with_gradients: bool, features: Any, *arrays: Any
 ) -> tuple:
     """Return `_over_chunks` of each device's tokens."""
     spec = _token_spec(features.shape)
@@ -175,7 +164,7 @@ def _on_each_device(
             out_specs=out_specs,
             axis_names=axes,
         )
-    return compute(features, head, bias, labels, weights)
+    return compute(features, *arrays)
 
 
 def _token_spec(shape: tuple[int, ...]) -> PartitionSpec:
@@ -219,14 +208,8 @@ def _over_chunks(
     width = features.shape[-1]
     count = max(math.ceil(tokens / settings.chunk), 1)
     size = math.ceil(tokens / count)
-    padding = count * size - tokens
     dtype = jnp.promote_types(features.dtype, head.dtype)
     columns = head.astype(dtype)
-
-    def in_chunks(x: jax.Array, *shape: int) -> jax.Array:
-        flat = x.reshape(tokens, *shape)
-        padded = jnp.pad(flat, [(0, padding), *((0, 0) for _ in shape)])
-        return padded.reshape(count, size, *shape)
 
     def add_chunk(sums: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         x, labels, weights = chunk
@@ -252,7 +235,12 @@ def _over_chunks(
     d_head = jnp.zeros(head.shape, jnp.float32)
     d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
     sums = (total, d_head, d_bias) if with_gradients else (total,)
-    chunks = in_chunks(features, width), in_chunks(labels), in_chunks(weights)
+    chunks = (
+        _in_chunks(features.reshape(tokens, width), count, size),
+        _in_chunks(labels.reshape(tokens), count, size),
+        # padding has weight 0
+        _in_chunks(weights.reshape(tokens), count, size),
+    )
     sums, token_arrays = lax.scan(add_chunk, sums, chunks)
     sums = jax.tree.map(lambda x: collectives.all_reduce(x, axes), sums)
     if not with_gradients:
@@ -261,6 +249,13 @@ def _over_chunks(
     d_features, losses = (x.reshape(count * size, *x.shape[2:])[:tokens] for x in token_arrays)
     d_features = d_features.reshape(features.shape)
     return total, d_features, d_head, d_bias, losses.reshape(labels.shape)
+
+
+def _in_chunks(tokens: jax.Array, count: int, size: int) -> jax.Array:
+    """Return [tokens, ...] as [count, size, ...], padded with zeros."""
+    missing = count * size - tokens.shape[0]
+    padded = jnp.pad(tokens, [(0, missing), *[(0, 0)] * (tokens.ndim - 1)])
+    return padded.reshape(count, size, *tokens.shape[1:])
 
 
 def _product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:

@@ -11,11 +11,9 @@ and so does the state.
 import collections
 import contextlib
 import dataclasses
-import functools
 import graphlib
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,7 +96,8 @@ def update_by_owners(
         larger = _traced_on_larger_batches(optimizer, arguments, closed.jaxpr)
         owners = _owners(arguments, resolved)
         try:
-            jaxpr = _Program(closed.jaxpr, larger, owners, resolved, mesh, groups).rewritten()
+            program = _Program(closed.jaxpr, larger, owners, resolved, mesh, groups)
+            jaxpr = program.inlined().rewritten()
         except Exception as error:
             # an unknown equation of another version of JAX may fail in any way
             raise LayoutError(
@@ -256,6 +255,7 @@ class _Program:
     """A jaxpr whose regions are to be computed by owners.
 
     Attributes:
+      jaxpr: the jaxpr.
       larger: the same jaxpr of larger batches, as `_traced_on_larger_batches` returns them.
       owners: the parameter of each input.
     """
@@ -267,19 +267,31 @@ class _Program:
     mesh: Mesh | AbstractMesh
     groups: list[Group] | None
 
+    def inlined(self) -> "_Program":
+        """Return the same program without inner jits, and with those larger ones that have the same
+        equations.
+        """
+        jaxpr = _without_jits(self.jaxpr)
+        larger = []
+        for other in map(_without_jits, self.larger):
+            if not _correspond(jaxpr.eqns, other.eqns):
+                break
+            larger.append(other)
+        return dataclasses.replace(self, jaxpr=jaxpr, larger=tuple(larger))
+
     def rewritten(self) -> Any:
-        """Return the jaxpr with one equation in place of the regions of a group."""
-        equations, outputs = inlined(self.jaxpr, ALL)
-        larger = [inlined(jaxpr, ALL)[0] for jaxpr in self.larger]
-        larger = list(itertools.takewhile(functools.partial(_correspond, equations), larger))
+        """Return the jaxpr, which has no inner jits, with one equation in place of the regions of a
+        group.
+        """
+        equations = self.jaxpr.eqns
         inputs = zip(self.jaxpr.invars, self.owners, strict=True)
         owners = {variable: path for variable, path in inputs if path is not None}
         groups: dict[tuple, list[Member]] = {}
-        regions, owners = find_regions(equations, owners, outputs)
+        regions, owners = find_regions(equations, owners, self.jaxpr.outvars)
         for region in regions:
             # an empty array has no shards to send
             if all(x.aval.size for x in (*region.inputs, *region.outputs)):
-                member = self._member(region, equations, larger)
+                member = self._member(region)
                 groups.setdefault(member.key, []).append(member)
         by_owners = []
         replaced: set[int] = set()
@@ -289,20 +301,14 @@ class _Program:
                 for member in members:
                     replaced.update(member.region.equations)
         others = [place for place in range(len(equations)) if place not in replaced]
-        unchanged = [self._branches(place, equations, larger, owners) for place in others]
-        return self.jaxpr.replace(eqns=_in_order([*unchanged, *by_owners]), outvars=outputs)
+        unchanged = [self._branches(place, owners) for place in others]
+        return self.jaxpr.replace(eqns=_in_order([*unchanged, *by_owners]))
 
-    def _branches(
-        self,
-        place: int,
-        equations: Sequence[Any],
-        larger: Sequence[Sequence[Any]],
-        owners: Mapping[Any, str],
-    ) -> Any:
+    def _branches(self, place: int, owners: Mapping[Any, str]) -> Any:
         """Return an equation; the branches of a conditional, as `optax.MultiSteps` has, are
         rewritten.
         """
-        equation = equations[place]
+        equation = self.jaxpr.eqns[place]
         if equation.primitive.name != "cond" or not needs_matrix(equation):
             return equation
         paths = [None if is_literal(x) else owners.get(x) for x in equation.invars[1:]]
@@ -310,27 +316,20 @@ class _Program:
         def rewritten(_: str, branch: Any, *of_larger: Any) -> Any:
             others = tuple(map(opened, of_larger))
             inside = dataclasses.replace(self, jaxpr=branch.jaxpr, larger=others, owners=paths)
-            return inside.rewritten()
+            return inside.inlined().rewritten()
 
-        return with_programs(equation, rewritten, *(other[place] for other in larger))
+        return with_programs(equation, rewritten, *(other.eqns[place] for other in self.larger))
 
-    def _member(
-        self, region: Region, equations: Sequence[Any], larger: Sequence[Sequence[Any]]
-    ) -> Member:
-        """Return a region with the program of one matrix.
-
-        Args:
-          equations: of the program.
-          larger: those of larger batches.
-        """
+    def _member(self, region: Region) -> Member:
+        """Return a region with the program of one matrix."""
         placement = self.resolved.placements[region.path]
         try:
-            program, batch, stacked = self._of_one_matrix(region, equations, larger)
+            program, batch, stacked = self._of_one_matrix(region)
         except DependentLayersError:
             # sums may be over all layers
             if region.without_sums is not None:
-                return self._member(region.without_sums, equations, larger)
-            program, batch, stacked = self._as_one_matrix(region, equations)
+                return self._member(region.without_sums)
+            program, batch, stacked = self._as_one_matrix(region)
         atoms = (*region.inputs, *region.outputs)
         layered = {atom for atom, is_stacked in zip(atoms, stacked, strict=True) if is_stacked}
         shared = {x: first for x, first in region.shared.items() if x not in layered}
@@ -352,9 +351,7 @@ class _Program:
             specs=tuple(specs),
         )
 
-    def _of_one_matrix(
-        self, region: Region, equations: Sequence[Any], larger: Sequence[Sequence[Any]]
-    ) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
+    def _of_one_matrix(self, region: Region) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
         """Return the program of one matrix of a region, the batch of matrices, and which inputs and
         outputs have it; of as many batch dims as are computed independently of each other.
 
@@ -362,15 +359,16 @@ class _Program:
           DependentLayersError: a layer of the results depends on other layers.
         """
         shape = self.resolved.placements[region.path].shape
-        atoms = (*region.inputs, *region.outputs)
-        others = [self._larger(region, equations, other) for other in larger]
+        others = [self._larger(region, jaxpr) for jaxpr in self.larger]
         if not others or len(shape) < 3:
-            return self._as_one_matrix(region, equations)
+            return self._as_one_matrix(region)
+        atoms = (*region.inputs, *region.outputs)
         layers = shape[0]
-        program = of_one_layer(region.program(equations, self.jaxpr), others[0][0], layers)
-        batched = _batched(atoms, others[0][1], 0, layers)
+        deeper, names = others[0]
+        program = of_one_layer(region.program(self.jaxpr), deeper, layers)
+        batched = _batched(atoms, names, 0, layers)
         if not any(batched):
-            return self._as_one_matrix(region, equations)
+            return self._as_one_matrix(region)
         if len(others) == len(LARGER) and len(shape) > 3:
             _, (wider, names), (both, _) = others
             # each layer is one matrix if its matrices depend on each other
@@ -380,28 +378,25 @@ class _Program:
                     return of_one_layer(program, of_layer, shape[1]), shape[:2], batched
         return program, shape[:1], batched
 
-    def _as_one_matrix(
-        self, region: Region, equations: Sequence[Any]
-    ) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
+    def _as_one_matrix(self, region: Region) -> tuple[Any, tuple[int, ...], tuple[bool, ...]]:
         """Return the program of a region as `_of_one_matrix` does, with no batch."""
         count = len(region.inputs) + len(region.outputs)
-        return region.program(equations, self.jaxpr), (), (False,) * count
+        return region.program(self.jaxpr), (), (False,) * count
 
-    def _larger(
-        self, region: Region, equations: Sequence[Any], other: Sequence[Any]
-    ) -> tuple[Any, dict[Any, Any]]:
+    def _larger(self, region: Region, larger: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the program of a region in that of larger batches, and its variables there by
         those here.
         """
         names = {}
         for place in region.places:
-            for atom, twin in _paired(equations[place], other[place]):
+            equation, twins = self.jaxpr.eqns[place], larger.eqns[place]
+            for atom, twin in zip(_atoms(equation), _atoms(twins), strict=True):
                 if not is_literal(atom):
                     names[atom] = twin
         inputs = tuple(names[variable] for variable in region.inputs)
         outputs = tuple(names[variable] for variable in region.outputs)
         of_larger = dataclasses.replace(region, inputs=inputs, outputs=outputs)
-        return of_larger.program(other, self.jaxpr), names
+        return of_larger.program(larger), names
 
     def _equation(self, members: list[Member]) -> Any:
         """Return one equation in place of the regions of a group."""
@@ -429,6 +424,7 @@ class _Program:
                 )(arrays, shared)
 
         shapes = jax.tree.map(lambda x: shaped_like(x.aval, x.aval.shape), (arrays, shared))
+        # a jit is one equation, whose inputs and outputs can be other variables
         [equation] = jax.make_jaxpr(jax.jit(update))(*shapes).eqns
         outputs = []
         for number in range(len(region.outputs)):
@@ -450,26 +446,35 @@ def _batched(
     return tuple(each == dim for each in dims)
 
 
-def _paired(equation: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    return zip((*equation.invars, *equation.outvars), (*other.invars, *other.outvars), strict=True)
+def _without_jits(jaxpr: Any) -> Any:
+    """Return a jaxpr with the equations of its inner jits in place of their calls."""
+    equations, outputs = inlined(jaxpr, ALL)
+    return jaxpr.replace(eqns=equations, outvars=outputs)
+
+
+def _atoms(equation: Any) -> tuple[Any, ...]:
+    """Return the inputs and outputs of an equation."""
+    return (*equation.invars, *equation.outvars)
 
 
 def _correspond(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Return whether two programs have the same equations on the same variables, but for shapes."""
     if len(first) != len(second):
         return False
-    numbers: tuple[dict, dict] = {}, {}  # of variables, in the order in which they appear
+    # of variables, in the order in which they appear
+    numbers: dict[Any, int] = {}
+    other_numbers: dict[Any, int] = {}
 
     def wiring(equation: Any, numbers: dict[Any, int]) -> list[int | None]:
         places: list[int | None] = []
-        for atom in (*equation.invars, *equation.outvars):
+        for atom in _atoms(equation):
             places.append(None if is_literal(atom) else numbers.setdefault(atom, len(numbers)))
         return places
 
     for one, other in zip(first, second, strict=True):
         if one.primitive is not other.primitive:
             return False
-        if wiring(one, numbers[0]) != wiring(other, numbers[1]):
+        if wiring(one, numbers) != wiring(other, other_numbers):
             return False
     return True
 

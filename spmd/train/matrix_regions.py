@@ -60,10 +60,10 @@ class Region:
         """The places of all its equations, copied ones too."""
         return sorted({*self.equations, *self.copied})
 
-    def program(self, equations: Sequence[Any], around: Any) -> Any:
-        """Return the region as a jaxpr; `equations` are those of the jaxpr `around`."""
-        inside = [equations[place] for place in self.places]
-        return part_of(around, inside, self.inputs, self.outputs)
+    def program(self, jaxpr: Any) -> Any:
+        """Return the region, a part of a jaxpr, as a jaxpr."""
+        inside = [jaxpr.eqns[place] for place in self.places]
+        return part_of(jaxpr, inside, self.inputs, self.outputs)
 
 
 def needs_matrix(equation: Any) -> bool:
@@ -140,6 +140,7 @@ class _Program:
             self.made_at |= dict.fromkeys(equation.outvars, place)
             for variable in inputs:
                 self.used_at.setdefault(variable, set()).add(place)
+            # an equation with effects must not be copied
             if not equation.effects and self.constants.issuperset(inputs):
                 self.constants.update(equation.outvars)
             if is_elementwise(equation) and equation.outvars[0] not in owner:
@@ -285,6 +286,7 @@ def of_one_layer(stacked: Any, other: Any, layers: int) -> Any:
         dim = layer_dim(atom, twin, layers)
         if dim is None:
             return atom
+        # a variable keeps its aval, so another shape is another variable
         if atom not in variables_of_one:
             shape = _of_one(atom.aval.shape, dim, layers)
             variables_of_one[atom] = Var(atom.aval.update(shape=shape))
@@ -368,6 +370,7 @@ def _params_of_one_layer(equation: Any, twin: Any, layers: int) -> dict[str, Any
     if not _keeps_layers(name, params, equation.invars, equation.outvars[0], before, after):
         raise DependentLayersError
     dim = after[0]
+    # these equations have the sizes of their results as params
     if name in SIZES and dim is not None:
         params[SIZES[name]] = _of_one(params[SIZES[name]], dim, layers)
     return params

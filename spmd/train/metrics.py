@@ -139,15 +139,12 @@ class PerExample:
         """Return one value per row, or (sum, count) over the positions that count; call the
         model.
         """
-        inputs, targets = self.split(batch)
-        if self.mask is None and self.ignore is None:
-            values = self.function(model(inputs), targets)
+        values, counts = self._values(model, batch)
+        if counts is None:
             if isinstance(values, tuple):
                 return tuple(per_row(jnp.asarray(value), jnp.sum) for value in values)
             return per_row(values) if getattr(values, "ndim", 0) > 1 else values
-        counts = self.counts(batch)
-        # a target that does not count may be no class, and its NaN would spread in the gradient
-        values = self.function(model(inputs), jnp.where(counts, targets, jnp.zeros_like(targets)))
+        targets = self.split(batch)[1]
         if not isinstance(values, tuple):
             values = values, jnp.ones(counts.shape)
         for value in values:
@@ -162,6 +159,19 @@ class PerExample:
         numbers = jnp.where(counts, numbers.astype(jnp.float32), 0.0)
         total = jnp.where(invalid, jnp.nan, numbers).sum()
         return total, jnp.where(counts, denominators.astype(jnp.float32), 0.0).sum()
+
+    def _values(self, model: Any, batch: Any) -> tuple[Any, jax.Array | None]:
+        """Return the result of the function, and which targets count, None if all; call the
+        model.
+        """
+        inputs, targets = self.split(batch)
+        if self.mask is None and self.ignore is None:
+            return self.function(model(inputs), targets), None
+        counts = self.counts(batch)
+        outputs = model(inputs)
+        # a target that does not count may be no class, and its NaN would spread in the gradient
+        targets = jnp.where(counts, targets, jnp.zeros_like(targets))
+        return self.function(outputs, targets), counts
 
     def counts(self, batch: Any) -> jax.Array:
         """Return which targets count, as `mask` and `ignore` say."""
@@ -243,6 +253,18 @@ accuracy = PerExample(_accuracy, "spmd.metrics.accuracy")
 
 mean_absolute_error = PerExample(_mean_absolute_error, "spmd.metrics.mean_absolute_error")
 """Mean of |output - target| over everything but dim 0."""
+
+
+def _class_ratio(name: str, positive: int, counted: Callable[..., tuple]) -> PerExample:
+    """Return a metric of a class: the ratio of the sums of two arrays, which `counted` gives for
+    the positions that the model takes for the class, and those that are of it, bool arrays.
+    """
+    check_integer(positive, f"{name}: positive", 0)
+
+    def function(outputs: jax.Array, targets: jax.Array) -> tuple:
+        return counted(*_hits(name, outputs, targets, positive))
+
+    return PerExample(function, f"spmd.metrics.{name}")
 
 
 def _hits(
@@ -333,13 +355,7 @@ def precision(positive: int = 1) -> PerExample:
       >>> float(right.sum() / of.sum())
       0.5
     """
-    check_integer(positive, "precision: positive", 0)
-
-    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        predicted, true = _hits("precision", outputs, targets, positive)
-        return predicted & true, predicted
-
-    return PerExample(function, "spmd.metrics.precision")
+    return _class_ratio("precision", positive, lambda hits, true: (hits & true, hits))
 
 
 def recall(positive: int = 1) -> PerExample:
@@ -358,13 +374,7 @@ def recall(positive: int = 1) -> PerExample:
       >>> round(float(right.sum() / of.sum()), 4)
       0.6667
     """
-    check_integer(positive, "recall: positive", 0)
-
-    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        predicted, true = _hits("recall", outputs, targets, positive)
-        return predicted & true, true
-
-    return PerExample(function, "spmd.metrics.recall")
+    return _class_ratio("recall", positive, lambda hits, true: (hits & true, true))
 
 
 def f1(positive: int = 1) -> PerExample:
@@ -382,13 +392,9 @@ def f1(positive: int = 1) -> PerExample:
       >>> round(float(right.sum() / of.sum()), 4)  # 2 right, 1 wrong, 1 missed
       0.6667
     """
-    check_integer(positive, "f1: positive", 0)
-
-    def function(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        predicted, true = _hits("f1", outputs, targets, positive)
-        return 2 * (predicted & true), predicted.astype(jnp.int32) + true
-
-    return PerExample(function, "spmd.metrics.f1")
+    return _class_ratio(
+        "f1", positive, lambda hits, true: (2 * (hits & true), hits.astype(jnp.int32) + true)
+    )
 
 
 def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -101,6 +101,7 @@ class Member:
 
 def shaped_like(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return an abstract array like another one, in another shape."""
+    # a Python number has a weak type, by which JAX promotes dtypes in another way
     kind = like if hasattr(like, "weak_type") else jax.typeof(like)
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
@@ -192,6 +193,7 @@ def local_update(
         owned = []
         for number, shards in zip(arrays_of_each, arrays, strict=True):
             pairs = zip(shards, counts, strict=True)
+            # one array of all members: one collective for all of them
             joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in pairs])
             owned.append(_to_owners(joined, _matrix_spec(member, number), member.routes))
         owned_arrays, shared_arrays = iter(owned), iter(shared)

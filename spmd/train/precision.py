@@ -46,6 +46,7 @@ def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables
     keep the dtype of their scales.
     """
 
+    # a quantized parameter is a node of the tree, with codes and scales
     def cast_frozen(leaf: Any) -> Any:
         return leaf if is_quantized(leaf) else cast(leaf, dtype)
 

@@ -30,6 +30,7 @@ def skipped(opt: Any) -> Any:
     The flag is that of `skip_spikes`, `scale_loss`, `optax.apply_if_finite`, or `optax.MultiSteps`
     with a `should_skip_update_fn`; False for all other optimizers.
     """
+    # `optax.MultiSteps` keeps `should_skip`, and `optax.apply_if_finite` keeps `last_finite`
     applied = [~flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "should_skip")]
     applied += [flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "last_finite")]
     applied += [part.applied for part in _skipping_parts(opt) if part is not None]
@@ -77,6 +78,7 @@ def measure_skips(opt: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     `skips_left` are those of a skipped update.
     """
     scale, spikes = _skipping_parts(opt)
+    # the first is that of `scale_loss`, which skips where gradients overflow
     lefts = [part.left for part in (scale, spikes) if part is not None]
     if not lefts:
         return {}

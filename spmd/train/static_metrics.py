@@ -33,6 +33,7 @@ class StaticMetrics:
         the simulated clock's metrics.
         """
         clock = self.placed.events
+        # gradients are sent uncompressed before `start_step`
         early = step < self._start_step
         values = self._wire_values[early]
         if clock is None:

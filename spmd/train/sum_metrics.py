@@ -111,15 +111,8 @@ class FromSums(PerExample):
 
     def __call__(self, model: Any, batch: Any) -> Columns:
         """Return the k numbers of each row; call the model."""
-        inputs, targets = self.split(batch)
-        counts = None
-        if self.mask is not None or self.ignore is not None:
-            counts = self.counts(batch)
-        outputs = model(inputs)
-        counted_targets = targets
-        if counts is not None:
-            counted_targets = jnp.where(counts, targets, jnp.zeros_like(targets))
-        values = self.function(outputs, counted_targets)
+        values, counts = self._values(model, batch)
+        targets = self.split(batch)[1]
         if getattr(values, "ndim", 0) < 2:
             raise LossError(
                 f"{self.name}: {describe(values)}.", fix="[rows, ..., k], k numbers for each row."

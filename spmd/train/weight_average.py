@@ -4,6 +4,7 @@ moments.
 
 import math
 import numbers
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,7 @@ def average_weights(
             moved = jnp.where(since % every == 0, moved, average)
             return jnp.where(is_first, weight, moved)
 
+        # as the caller's `optax.apply_updates` will make them
         weights = jax.tree.map(_widened, optax.apply_updates(params, updates))
         count = state.updates + 1
         return updates, WeightAverage(inner, count, jax.tree.map(move, state.average, weights))
@@ -206,77 +208,75 @@ def check_average(opt: Any, params: Tree, resolved: Resolved, sync: GradientSync
       OptimizerError: it sees other updates than the weights get, or not all weights.
     """
     for state, outside in _outermost(opt, WeightAverage):
-        problem, fix = _sync_problem(resolved, sync)
-        if not problem:
-            problem, fix = _place_problem(state, outside, params)
-        if not problem:
-            problem, fix = _inner_problem(state)
-        if problem:
+        problems = [
+            *_layout_problems(resolved, sync),
+            *_place_problems(state, outside, params),
+            *_inner_problems(state),
+        ]
+        if problems:
+            problem, fix = problems[0]
             raise OptimizerError(
                 f"average_weights would not average the weights as they are: {problem}", fix=fix
             )
 
 
-def _sync_problem(resolved: Resolved, sync: GradientSync) -> tuple[str, str]:
-    """Return why a layout gives the weights other updates, and the fix; or "", ""."""
+def _layout_problems(resolved: Resolved, sync: GradientSync) -> Iterator[tuple[str, str]]:
+    """Yield why a layout gives the weights other updates, with the fix."""
     if sync.local or sync.asynchronous:
         mode = resolved.layout.parameter_server.mode
-        return (
+        why = (
             f'under a parameter server in mode "{mode}", workers or servers make updates of '
-            "their own.",
-            'mode = "synchronous", or another [gradients] reduction.',
+            "their own."
         )
+        yield why, 'mode = "synchronous", or another [gradients] reduction.'
     shards_moments = any(at.state_spec != at.spec for at in resolved.placements.values())
     if sync.reduction.manual and sync.rounds_params and shards_moments:
-        return (
+        why = (
             '[gradients] weights = "bfloat16" rounds the updates of sharded moments when they '
-            "are gathered.",
-            '[gradients] weights = "exact".',
+            "are gathered."
         )
-    return "", ""
+        yield why, '[gradients] weights = "exact".'
 
 
-def _place_problem(state: WeightAverage, outside: str, params: Tree) -> tuple[str, str]:
-    """Return what an average lacks at its place in the optimizer, and the fix; or "", ""."""
+def _place_problems(state: WeightAverage, outside: str, params: Tree) -> Iterator[tuple[str, str]]:
+    """Yield why an average is not that of all weights at its place in the optimizer, with the
+    fix.
+    """
     averaged = flatten(state.average)
     missing = [path for path in flatten(params) if path not in averaged]
     if missing:
-        return (
-            f"it does not see {join_names(missing, 3)}.",
+        fix = (
             "average_weights(...) around the entire optimizer, not inside optax.masked or "
-            "optax.partition.",
+            "optax.partition."
         )
+        yield f"it does not see {join_names(missing, 3)}.", fix
     if outside:
-        return (
-            f"{outside} can change its updates.",
+        fix = (
             "average_weights(...) around all of the optimizer; only skip_spikes, scale_loss, "
-            "optax.MultiSteps and optax.apply_if_finite go around it.",
+            "optax.MultiSteps and optax.apply_if_finite go around it."
         )
-    return "", ""
+        yield f"{outside} can change its updates.", fix
 
 
-def _inner_problem(state: WeightAverage) -> tuple[str, str]:
-    """Return why an average counts steps that are no updates, and the fix; or "", ""."""
+def _inner_problems(state: WeightAverage) -> Iterator[tuple[str, str]]:
+    """Yield why an average counts steps that are no updates, with the fix."""
     kinds = {type(node) for node in nodes(state.inner)}
     if optax.MultiStepsState in kinds:
-        return (
-            "optax.MultiSteps inside it makes no update in most steps, and each would count.",
-            "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k).",
-        )
+        why = "optax.MultiSteps inside it makes no update in most steps, and each would count."
+        yield why, "optax.MultiSteps(average_weights(optimizer), k), or fit(accumulate=k)."
     if optax.contrib.SAMState in kinds:
-        return (
+        why = (
             "optax.contrib.sam inside it moves the weights to perturbed ones and back, and "
-            "each would count.",
-            "one of the two without the other.",
+            "each would count."
         )
-    if kinds.isdisjoint(SKIPPING):
-        return "", ""
-    fix = "average_weights(optimizer)"
-    if SpikeSkip in kinds:
-        fix = f"skip_spikes({fix})"
-    if LossScale in kinds:
-        fix = f"scale_loss({fix})"
-    return "what skips updates is inside it, and each that is skipped would count.", f"{fix}."
+        yield why, "one of the two without the other."
+    if not kinds.isdisjoint(SKIPPING):
+        fix = "average_weights(optimizer)"
+        if SpikeSkip in kinds:
+            fix = f"skip_spikes({fix})"
+        if LossScale in kinds:
+            fix = f"scale_loss({fix})"
+        yield "what skips updates is inside it, and each that is skipped would count.", f"{fix}."
 
 
 def _outermost(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]:
@@ -292,6 +292,7 @@ def _outermost(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]
     states = []
     parts = children(node)
     for number, child in enumerate(parts, 1):
+        # the updates of the last transformation of a chain are those of the chain
         is_last_of_chain = is_chain and number == len(parts)
         may_change = not is_last_of_chain and not isinstance(node, UNCHANGED)
         nearer = around if may_change else ""

@@ -163,6 +163,7 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
     top += 3
     for name, row in arrays.items():
         parts.append(caption(0, top + SIDE / 2 + 2, name))
+        # a colour stands for another shard again if there are more shards than colours
         for device, (number, shown, filled) in enumerate(_shards_of_devices(row)[:count]):
             left = LABEL + device * SIDE
             title = f"{row.title}: {shown}"

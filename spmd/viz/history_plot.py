@@ -67,6 +67,7 @@ def figure(history: History) -> Any:
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
     panels = np.atleast_1d(drawn.subplots(1, max(1, len(names))))
     for axes, name in zip(panels, names or [""], strict=True):
+        # `reshape`, because an array of no points has one dim
         training_points = np.array(list(trained.get(name, {}).items()), float).reshape(-1, 2)
         evaluation_points = np.array(evaluated.get(f"eval_{name}", []), float).reshape(-1, 2)
         _panel(axes, name, training_points, evaluation_points)

@@ -127,6 +127,7 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
                 )
     for (stage, colour), spans in bars.items():
         axes.broken_barh(spans, (stage - 0.45, 0.9), facecolor=colour, linewidth=0)
+    # stage 0 at the top
     axes.set_ylim(pipeline.stages - 0.4, -0.6)
     axes.set_yticks(range(pipeline.stages))
     axes.set_ylabel("stage", fontsize=9)

@@ -180,6 +180,7 @@ def _checkpoints(folder: Path | None, page: Path) -> str:
     links = []
     for name in FILES:
         if (folder / name).exists():
+            # a link has slashes on every system
             target = Path(os.path.relpath(folder / name, page.parent)).as_posix()
             links.append(f'<a href="{html.escape(target)}">{name}</a>')
     if links:
@@ -191,6 +192,7 @@ def _environment() -> str:
     """Return a table of the command of this process, versions, devices and git state."""
     facts: dict[str, object] = {}
     is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    # the command of a notebook's process starts its kernel, and nothing else
     if not is_interactive:
         facts["command"] = shlex.join(["python", *sys.orig_argv[1:]])
     facts |= environment()

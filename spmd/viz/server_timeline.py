@@ -209,6 +209,7 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
     updates = updates[(updates >= begin) & (updates <= last)]
     axes.vlines(updates, -1.25, -0.65, color=UPDATE, linewidth=1.1)
     axes.set_xlim(begin, end)
+    # worker 0 at the top, below the ticks of updates
     axes.set_ylim(lines - 0.4, -1.3)
     axes.set_yticks([0, lines - 1] if lines > 1 else [0])
     axes.set_ylabel("worker", fontsize=9, labelpad=2)
