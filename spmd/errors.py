@@ -129,7 +129,10 @@ class SpmdError(Exception):
         problems: Sequence["Problem"] = (),
         **where: Any,
     ):
-        super().__init__(bounded(f"{message}\n    fix: {fix}" if fix else message))
+        text = message
+        if fix:
+            text += f"\n    fix: {fix}"
+        super().__init__(bounded(text))
         self.message = bounded(message)
         self.fix = fix
         self.problems = tuple(problems)
@@ -362,8 +365,10 @@ def raise_problems(
         if len(distinct) == 1:
             common[field] = distinct.pop()
     text = problems_text(headline, problems, note)
-    # a blank line, so that the common fix is not read as that of the last problem
-    raise error(f"{text}\n" if fix else text, problems=problems, fix=fix, **common)
+    if fix:
+        # a blank line, so that the common fix is not read as that of the last problem
+        text += "\n"
+    raise error(text, problems=problems, fix=fix, **common)
 
 
 def bounded(text: str) -> str:

@@ -238,8 +238,10 @@ def make_mesh(
         if all(kind == AxisType.Auto for kind in spec.axis_types):
             return spec
         return Mesh(spec.devices, spec.axis_names)
+    if spec is None:
+        spec = {"data": -1}
     devices = list(jax.devices() if devices is None else devices)
-    resolved = MeshSpec.parse(spec if spec is not None else {"data": -1}).resolve(len(devices))
+    resolved = MeshSpec.parse(spec).resolve(len(devices))
     shape = tuple(resolved.sizes.values())
     if devices[0].platform == "tpu":
         from jax.experimental import mesh_utils  # only a TPU's torus needs it

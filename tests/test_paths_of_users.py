@@ -196,7 +196,7 @@ TAKES = {
     "trainer.py:steps:resume": lambda path: (
         list(trainer().steps(DATA, batch_size=8, resume=path)) and show(spmd.Checkpoint(path).path)
     ),
-    "viz/device_shards.py:shards:layout": lambda path: spmd.viz.shards(linear(), path),
+    "viz/device_map.py:shards:layout": lambda path: spmd.viz.shards(linear(), path),
     "viz/history_plot.py:curve:path": lambda path: picture().save(path),
     "viz/run_page.py:report:checkpoint": lambda path: (
         spmd.viz.report(None, "page.html", checkpoint=path) and None

@@ -4,8 +4,7 @@ pipelines; and an HTML report.
 
 from spmd.render.picture import Picture
 from spmd.viz.collectives import collective
-from spmd.viz.device_map import devices, pieces
-from spmd.viz.device_shards import shards
+from spmd.viz.device_map import devices, pieces, shards
 from spmd.viz.history_plot import curve
 from spmd.viz.pipeline import schedule
 from spmd.viz.run_page import report

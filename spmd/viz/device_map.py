@@ -1,17 +1,32 @@
-"""Draw the devices of a mesh, and the shards of an array that they hold."""
+"""Draw the devices of a mesh, and the shards that they hold: of one array, or of all under a
+layout.
+"""
 
+import dataclasses
 import html
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.errors import OptionError
-from spmd.mesh import MeshSpec, make_mesh
-from spmd.planner.html_report import array_drawing
+from spmd.base.tree import Tree, describe, flatten
+from spmd.errors import OptionError, did_you_mean
+from spmd.layout.schema import Layout
+from spmd.layout.toml_reader import load
+from spmd.mesh import MeshSpec, abstract_mesh, make_mesh
+from spmd.planner.html_report import array_drawing, shards_of
 from spmd.render.html import Html, framed, table
+from spmd.render.svg import SERIES, box, caption, frame, svg
+from spmd.train.model_setup import PlacedModel, TrainConfig
+
+DRAWN = 16  # at most this many devices are drawn
+LABEL, SIDE, GAP = 78, 27, 3  # widths of labels and of a device's square, in SVG units
+LINES = 4  # at most this many of a shard's parts along one dim are drawn
 
 
 def devices(mesh: "str | Mapping[str, int] | Mesh | MeshSpec | None" = None) -> Html:
@@ -85,3 +100,199 @@ def mesh_table(mesh: Any) -> str:
     kind = mesh.devices.flat[0].device_kind
     line = html.escape(f"{sizes}: {mesh.size} {noun} of kind {kind}, by number")
     return f'<p>{line}</p><div class="wide">{table(header, body, "mesh")}</div>'
+
+
+def shards(
+    model: Any,
+    layout: str | Path | Layout = "data_parallel",
+    *,
+    mesh: str | Mapping[str, int] | MeshSpec | None = None,
+    devices: int = 8,
+    optimizer: Any = None,
+    parameter: str | None = None,
+    batch: Tree | None = None,
+) -> Html:
+    """Draw the shards that each device of a mesh holds, for a notebook's cell: one column for each
+    device, and one row for each array.
+
+    A square is the array, and its filled part is the device's shard. The same colour is the same
+    shard, so an array of one colour is replicated. The last dim is drawn horizontally, all
+    others vertically. Nothing is allocated, and the devices need not be there.
+
+    Args:
+      model: as `fit` takes it.
+      layout: as `fit` takes it.
+      mesh: None: the layout's.
+      devices: of the mesh, if one of its sizes is -1.
+      optimizer: whose state is drawn; None: Adam.
+      parameter: the path of the one to draw; None: the largest.
+      batch: arrays or their shapes, of which the first is drawn; None: one that has the dims that
+        the layout shards.
+
+    Returns:
+      HTML, which a notebook shows.
+
+    Raises:
+      LayoutError: the layout does not fit the model or the mesh.
+      MeshError: the sizes of the mesh do not multiply to `devices`.
+      OptionError: there is no such parameter.
+
+    Example:
+      >>> import spmd
+      >>> import jax.numpy as jnp
+      >>> model = spmd.FunctionalModel(
+      ...     lambda key: {"w": jnp.zeros((64, 8))}, lambda params, x: x @ params["w"]
+      ... )
+      >>> shown = shards(model, "zero1", mesh="data=4")
+      >>> "w: replicated" in shown, "moments: 0 of 4 shards" in shown
+      (True, True)
+    """
+    declared = load(layout)
+    if mesh is None:
+        mesh = dict(declared.mesh) or {"data": -1}
+    sizes = MeshSpec.parse(mesh)
+    if -1 in sizes.sizes.values():
+        sizes = sizes.resolve(devices)
+    config = TrainConfig(model, _no_loss, optimizer or optax.adam(1e-3))
+    placed = PlacedModel(config, abstract_mesh(sizes), declared)
+    arrays = _arrays(placed, parameter, batch)
+    return framed(_drawing(arrays, sizes, f"{declared.name} on {sizes}"))
+
+
+def _no_loss(model: Any, batch: Any) -> Any:
+    """A loss that is never called, since nothing is computed."""
+    raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """An array to draw.
+
+    Attributes:
+      title: its name.
+      leaf: the array, or its shape, with a sharding.
+      by_worker: True if dim 0 is that of the workers, each of which has an array of its own.
+    """
+
+    title: str
+    leaf: Any
+    by_worker: bool = False
+
+
+def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> dict[str, _Row]:
+    """Return the arrays to draw, by the label of their row."""
+    state = placed.abstract_state
+    places = placed.resolved.placements
+    if parameter is not None and parameter not in places:
+        raise OptionError(
+            f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places)
+        )
+    path = parameter or max(
+        places, key=lambda name: (len(places[name].shape) > 1, places[name].nbytes)
+    )
+    param = flatten(state.params)[path]
+    arrays = {"parameter": _Row(path, param)}
+    for kind, leaf in flatten(state.exchange.get(path, {})).items():
+        # servers have the parameters, and each worker trains a copy or has received one
+        if kind in ("own", "held"):
+            arrays = {
+                "worker's": _Row(f"{path}, each worker's", leaf, by_worker=True),
+                "servers'": _Row(f"{path}, the servers'", param),
+            }
+    for name, leaf in flatten(state.opt).items():
+        if name.endswith(f"/{path}") and leaf.ndim >= param.ndim:
+            arrays["moments"] = _Row("moments", leaf, by_worker=leaf.ndim > param.ndim)
+            break
+    if batch is None:
+        name = "batch"
+        spec = placed.resolved.batch_spec(name)
+        shape = (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+    else:
+        name, leaf = next(iter(flatten(batch).items()))
+        spec = placed.resolved.batch_spec(name)
+        shape = leaf.shape
+    last = max((dim for dim, entry in enumerate(spec) if entry), default=0)
+    sharding = NamedSharding(placed.mesh, PartitionSpec(*spec))
+    rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=sharding)
+    return arrays | {"batch": _Row(name, rows)}
+
+
+def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
+    """Return the SVG of the positions of devices along each axis, and of the arrays below."""
+    count = min(mesh.size, DRAWN)
+    parts = []
+    top = 0.0
+    inner = mesh.size
+    for axis, size in mesh.axes:
+        inner //= size
+        if size == 1:
+            continue
+        parts.append(caption(0, top + 11, axis))
+        for first in range(0, count, inner):
+            left = LABEL + first * SIDE
+            right = LABEL + min(first + inner, count) * SIDE - GAP
+            position = first // inner % size
+            parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
+            parts.append(caption((left + right) / 2, top + 11, str(position), "middle"))
+        top += 18
+    top += 3
+    for name, row in arrays.items():
+        parts.append(caption(0, top + SIDE / 2 + 2, name))
+        # a colour stands for another shard again if there are more shards than colours
+        for device, (number, shown, filled) in enumerate(_shards_of_devices(row)[:count]):
+            left = LABEL + device * SIDE
+            title = f"{row.title}: {shown}"
+            tip = f"device {device}, {title} of {describe(row.leaf)}"
+            side = SIDE - GAP
+            parts.append(frame(left, top, side, side, tip))
+            colour = SERIES[number % len(SERIES)]
+            for rectangle in filled:
+                x, y, width, height = (side * share for share in rectangle)
+                parts.append(box(left + x, top + y, width, height, colour, title))
+        top += SIDE + 2
+    if count < mesh.size:
+        parts.append(caption(0, top + 12, f"{mesh.size - count} more devices are not drawn"))
+        top += 18
+    return svg(top, parts, f"{label}: what each device holds", width=LABEL + count * SIDE)
+
+
+def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
+    """Return for each device the number of its shard, a description of the shard, and the shard's
+    parts of a unit square.
+    """
+    holders = shards_of(row.leaf)
+    counts = [1 + max(indices) for indices in zip(*holders, strict=True)]
+    skipped = int(row.by_worker)
+    by_device = {}
+    for number, (index, devices) in enumerate(sorted(holders.items())):
+        shown = "replicated" if len(holders) == 1 else f"{number} of {len(holders)} shards"
+        filled = _filled(row.leaf.shape[skipped:], counts[skipped:], index[skipped:])
+        by_device |= dict.fromkeys(devices, (number, shown, filled))
+    return [by_device[device] for device in sorted(by_device)]
+
+
+def _filled(
+    shape: Sequence[int], counts: Sequence[int], index: Sequence[int]
+) -> list[tuple[float, ...]]:
+    """Return the parts of a unit square that are a shard: left, top, width and height of each.
+
+    >>> _filled((4, 8), (2, 1), (1, 0))
+    [(0.0, 0.5, 1.0, 0.5)]
+    """
+    if not shape:
+        return [(0.0, 0.0, 1.0, 1.0)]
+    *upper, last = zip(index, counts, shape, strict=True)
+    intervals = [(0.0, 1.0)]
+    for position, count, size in reversed(upper):
+        top = position / count
+        if intervals == [(0.0, 1.0)]:
+            intervals = [(top, 1 / count)]
+            continue
+        lines = min(size // count, LINES)
+        each = 1 / count / lines
+        pairs = itertools.product(range(lines), intervals)
+        intervals = [
+            (top + (line + begin) * each, height * each) for line, (begin, height) in pairs
+        ]
+    position, count, _ = last
+    return [(position / count, begin, 1 / count, height) for begin, height in intervals]

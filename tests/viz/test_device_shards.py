@@ -15,7 +15,7 @@ from spmd import viz
 from spmd.errors import MeshError, OptionError
 from spmd.mesh import MeshSpec, make_mesh
 from spmd.viz.collectives import KINDS, blocks
-from spmd.viz.device_shards import GAP, LABEL, SIDE
+from spmd.viz.device_map import GAP, LABEL, SIDE
 
 
 def model():
