@@ -205,6 +205,7 @@ TAKES = {
 }
 # These give the path to another function of the list, or get one that was read by `as_path`.
 PASSED_ON = {
+    "api.py:_join_cluster:compile_cache",
     "data/record_index.py:__init__:cache",
     "data/record_index.py:cached_scan:cache",
     "data/record_index.py:find_files:files",
@@ -223,8 +224,9 @@ PASSED_ON = {
     "pretrained/folders.py:load:name_map",
     "pretrained/folders.py:save:name_map",
     "program_cache/folder.py:choose_folder:run",
+    "run/loop_checkpoints.py:as_loop_checkpoint:checkpoint",
+    "run/loop_checkpoints.py:open_newest:checkpoint",
     "run/memory_checkpoint.py:open_memory:base",
-    "trainer.py:_resumed:folder",
     "viz/pipeline.py:schedule:path",
     "viz/server_timeline.py:timeline:path",
 }

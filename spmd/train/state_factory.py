@@ -137,7 +137,8 @@ class StateFactory:
             return rngs
 
         def make_rngs() -> Tree:
-            return self.model.make_variables(jax.random.key(self.seed), self.spec.call_on_zeros).rngs
+            key = jax.random.key(self.seed)
+            return self.model.make_variables(key, self.spec.call_on_zeros).rngs
 
         with nnx.use_eager_sharding(False):
             return jax.jit(make_rngs, out_shardings=self.shardings.rngs)()
