@@ -4,6 +4,9 @@ waits for the next attempt.
 A spare process is started with the command of a worker, and $SPMD_SPARE, the number of a socket to
 its launcher. It says there that it is ready, waits for the environment of an attempt, one line of
 JSON, and continues as any worker does. It ends when the launcher closes the socket, or is gone.
+
+*Unmeasured* with GPUs, where a start also opens the device: `benchmarks/spares.py` has timed
+restarts on CPUs.
 """
 
 import contextlib

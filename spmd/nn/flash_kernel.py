@@ -9,6 +9,9 @@ A program computes a block of queries, keys or biases of one row and head, or of
 that share keys, and loops over blocks of the others; those that the causal mask, a window or
 `key_lengths` hides are not read. Lengths and head sizes need not fit the blocks: what lies outside
 is read as zeros, and not written.
+
+*Unmeasured*: no GPU has run these kernels. They were compiled for GPUs, and tests compute them on a
+CPU, block by block.
 """
 
 import dataclasses

@@ -13,6 +13,8 @@ A stage stores its input and recomputes its layers in the backward pass (full re
 stage).
 
 Source: Narayanan et al., PipeDream-Flush, arXiv:2006.09503; the schedule is `spmd.nn.schedule`'s.
+
+*Unmeasured*: no GPU has timed the schedule. That few inputs are stored is in the compiled program.
 """
 
 import dataclasses

@@ -1,5 +1,8 @@
 """Memory of the host that devices copy from and to: who may use it, and moving arrays there inside
 a step.
+
+*Unmeasured*: no GPU has timed the copies. The bytes that stay on a device are in the compiled
+program.
 """
 
 from typing import Any

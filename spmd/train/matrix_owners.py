@@ -6,6 +6,9 @@ equal programs become one `jax.vmap` over all their matrices, inside a `jax.shar
 device has as many of them as any other. All-to-alls bring the shards of a matrix to its owner, and
 back; all-gathers replace them where an array is replicated. The rest of the update stays on shards,
 and so does the state.
+
+*Unmeasured*: no GPU has timed an update; what is sent, and which device multiplies what, is in
+programs that were compiled for GPUs (`benchmarks/matrix_optimizers.py`).
 """
 
 import collections
