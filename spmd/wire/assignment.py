@@ -33,7 +33,8 @@ class Assignment:
     def load(self) -> tuple[int, ...]:
         """Elements that each server stores, including padding for `sliced`."""
         if not self.owner:
-            return (sum(-(-size // self.servers) for size in self.sizes.values()),) * self.servers
+            rows = [-(-size // self.servers) for size in self.sizes.values()]
+            return (sum(rows),) * self.servers
         load = [0] * self.servers
         for path, size in self.sizes.items():
             load[self.owner[path]] += size
@@ -44,7 +45,10 @@ class Assignment:
         """The fullest server's load over the mean load: how much longer the busiest link takes than
         with equal loads.
         """
-        return max(self.load) * self.servers / sum(self.load) if sum(self.load) else 1.0
+        total = sum(self.load)
+        if not total:
+            return 1.0
+        return max(self.load) * self.servers / total
 
     @property
     def padding(self) -> float:
@@ -52,7 +56,9 @@ class Assignment:
         one's.
         """
         stored = max(self.load) * self.servers
-        return 1 - sum(self.sizes.values()) / stored if stored else 0.0
+        if not stored:
+            return 0.0
+        return 1 - sum(self.sizes.values()) / stored
 
     def start(self, path: str) -> int:
         """Return where in its server's row a parameter begins."""
@@ -60,7 +66,8 @@ class Assignment:
         for other, size in self.sizes.items():
             if other == path:
                 break
-            before += size if self.owner[other] == self.owner[path] else 0
+            if self.owner[other] == self.owner[path]:
+                before += size
         return before
 
 
@@ -69,17 +76,22 @@ def _round_robin(sizes: Sequence[int], servers: int) -> list[int]:
 
 
 def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
-    load, owner = [0] * servers, []
+    load = [0] * servers
+    owners = []
     for size in sizes:
-        owner.append(load.index(min(load)))
-        load[owner[-1]] += size
-    return owner
+        server = load.index(min(load))
+        load[server] += size
+        owners.append(server)
+    return owners
 
 
 def _largest_first(sizes: Sequence[int], servers: int) -> list[int]:
-    order = sorted(range(len(sizes)), key=lambda n: -sizes[n])
-    assigned = zip(order, _least_loaded([sizes[n] for n in order], servers), strict=True)
-    return [server for _, server in sorted(assigned)]
+    order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    owners = [0] * len(sizes)
+    assigned = _least_loaded([sizes[number] for number in order], servers)
+    for number, server in zip(order, assigned, strict=True):
+        owners[number] = server
+    return owners
 
 
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
@@ -91,9 +103,8 @@ STRATEGIES: dict[str, Callable[[Sequence[int], int], list[int]]] = {
 
 def assign(placement: str, sizes: Mapping[str, int], servers: int) -> Assignment:
     """Assign parameters of these sizes (elements) to `servers` servers, in the order given."""
-    owner = (
-        {}
-        if placement == "sliced"
-        else dict(zip(sizes, STRATEGIES[placement](list(sizes.values()), servers), strict=True))
-    )
+    owner: dict[str, int] = {}
+    if placement != "sliced":
+        owners = STRATEGIES[placement](list(sizes.values()), servers)
+        owner = dict(zip(sizes, owners, strict=True))
     return Assignment(placement, servers, dict(sizes), owner)

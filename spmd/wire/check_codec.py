@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -50,17 +51,10 @@ def check(codec: Codec) -> dict[str, float]:
       True
     """
     if not (isinstance(codec, Codec) and dataclasses.is_dataclass(codec)):
-        raise OptionError(
-            f"check: {type_name(codec)} is no codec.",
-            fix="an instance of a frozen dataclass that extends wire.Codec.",
-        )
+        why = f"check: {type_name(codec)} is no codec."
+        raise OptionError(why, fix="an instance of a frozen dataclass that extends wire.Codec.")
     measured: dict[str, float] = {}
-    wrong_shape = codec.traced(WORKERS, 32)[1] if isinstance(codec, RowCodec) else ""
-    problems = (
-        [wrong_shape]
-        if wrong_shape
-        else [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
-    )
+    problems = _problems(codec, measured)
     if problems:
         listed = "".join(f"\n    {problem}" for problem in problems)
         fix = "the docstring of spmd.wire.codec.base says what each method returns."
@@ -68,32 +62,36 @@ def check(codec: Codec) -> dict[str, float]:
     return measured
 
 
-def _encoding_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
-    """1 and 5: rows, encoded and decoded."""
+def _problems(codec: Codec, measured: dict[str, float]) -> list[str]:
+    """Return what is broken, and note the errors that were measured."""
     if not isinstance(codec, RowCodec):
-        return
-    worst, rng = 0.0, np.random.default_rng(0)
+        return list(_mean_problems(codec, measured))
+    _, wrong_shape = codec.traced(WORKERS, 32)
+    if wrong_shape:
+        return [wrong_shape]
+    return [*_encoding_problems(codec, measured), *_mean_problems(codec, measured)]
+
+
+def _encoding_problems(codec: RowCodec, measured: dict[str, float]) -> Iterator[str]:
+    """1 and 5: rows, encoded and decoded."""
+    worst = 0.0
+    rng = np.random.default_rng(0)
+    # rows of six magnitudes, of which the last is zero
+    magnitudes = np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)
     for width in (1, 7, 64, 300, 1000):
-        rows = (
-            rng.normal(size=(6, width)).astype(np.float32)
-            * np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)[:, None]
-        )
+        rows = rng.normal(size=(6, width)).astype(np.float32) * magnitudes[:, None]
         rows[5] = 0.0
         payload = codec.encode(jnp.asarray(rows))
         decoded = np.asarray(codec.decode(payload, width))
         if decoded.shape != rows.shape or decoded.dtype != np.float32:
-            yield (
-                f"decode gives {decoded.dtype}{list(decoded.shape)} for rows "
-                f"float32{list(rows.shape)}."
-            )
+            shown = f"{decoded.dtype}{list(decoded.shape)}"
+            yield f"decode gives {shown} for rows float32{list(rows.shape)}."
             return
         lost = np.linalg.norm(rows[:5] - decoded[:5], axis=1) / np.linalg.norm(rows[:5], axis=1)
         worst = max(worst, float(lost.max()))
         if np.any(decoded[5]):
-            yield (
-                f"a row of zeros is decoded as up to {np.abs(decoded[5]).max():.3g} (width "
-                f"{width})."
-            )
+            largest = np.abs(decoded[5]).max()
+            yield f"a row of zeros is decoded as up to {largest:.3g} (width {width})."
         leading = {leaf.shape[0] for leaf in jax.tree.leaves(payload)}
         if leading != {6}:
             yield (
@@ -106,84 +104,87 @@ def _encoding_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str
             f"one encoding loses {worst:.4g} of a row's norm; `error` states at most "
             f"{codec.error:.4g}."
         )
-    layout = ShardLayout((1024, 256), (), ("workers",), (WORKERS,))
-    payload = jax.eval_shape(
-        codec.encode, jax.ShapeDtypeStruct((WORKERS, layout.width), jnp.float32)
-    )
+    yield from _size_problems(codec)
+
+
+def _size_problems(codec: RowCodec) -> Iterator[str]:
+    """5: the bytes of a gradient [1024, 256]."""
+    shape = (1024, 256)
+    layout = ShardLayout(shape, (), ("workers",), (WORKERS,))
+    rows = jax.ShapeDtypeStruct((WORKERS, layout.width), jnp.float32)
+    payload = jax.eval_shape(codec.encode, rows)
     sent = sum(map(nbytes, jax.tree.leaves(payload)))
-    if codec.compresses(layout, (1024, 256)) and sent >= 4 * 1024 * 256:
+    size = 4 * math.prod(shape)
+    if codec.compresses(layout, shape) and sent >= size:
         yield (
             f"compresses says that it makes a gradient [1024, 256] smaller, and sends {sent:,} "
-            f"bytes of {4 * 1024 * 256:,}."
+            f"bytes of {size:,}."
         )
 
 
 def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
     """2, 3 and 4: workers that exchange gradients for some steps, with error feedback."""
-    axes = ("workers",)
     rng = np.random.default_rng(1)
-    grads = {
-        name: rng.normal(size=(STEPS, WORKERS, *shape)).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
-    layouts = {name: ShardLayout(shape, (), axes, (WORKERS,)) for name, shape in SHAPES.items()}
-    transfers = {
-        name: make_transfer(codec, layout, error_feedback=codec.reports_loss)
-        for name, layout in layouts.items()
-    }
+    grads = {}
+    transfers = {}
+    for name, shape in SHAPES.items():
+        grads[name] = rng.normal(size=(STEPS, WORKERS, *shape)).astype(np.float32)
+        layout = ShardLayout(shape, (), ("workers",), (WORKERS,))
+        transfers[name] = make_transfer(codec, layout, error_feedback=codec.reports_loss)
     memory = init_memory(transfers, 1)
 
+    # An axis of vmap has positions as a mesh has, so one device is enough.
     @jax.jit
     @functools.partial(jax.vmap, axis_name="workers", in_axes=(1, None))
-    def run(grads: dict[str, jax.Array], memory: dict[str, dict[str, Any]]) -> tuple:
-        def body(memory: dict, inputs: dict) -> tuple:
-            means, memory = reduce_buckets(transfers, inputs, memory)
+    def exchange(grads: dict[str, jax.Array], memory: dict[str, dict[str, Any]]) -> tuple:
+        def step(memory: dict, grads: dict) -> tuple:
+            means, memory = reduce_buckets(transfers, grads, memory)
             return memory, means
 
-        return jax.lax.scan(body, memory, grads)
+        return jax.lax.scan(step, memory, grads)
 
-    after, means = run(grads, memory)
+    after, means = exchange(grads, memory)
     if not codec.lossless and all(transfer.codec.lossless for transfer in transfers.values()):
         yield (
             "compresses says for no gradient here that the codec makes it smaller: its mean was "
             "not checked."
         )
     worst = 0.0
-    for name in SHAPES:
-        of_worker = np.asarray(means[name], np.float64)  # [workers, steps, ...]
-        true = grads[name].astype(np.float64).mean(1)
-        worst = max(worst, float(np.linalg.norm(of_worker[0] - true) / np.linalg.norm(true)))
-        if not np.isfinite(of_worker).all():
-            yield f"finite gradients {list(SHAPES[name])} have a mean that is not finite."
+    for name, shape in SHAPES.items():
+        of_workers = np.asarray(means[name], np.float64)  # [workers, steps, ...]
+        mean = of_workers[0]
+        true_mean = grads[name].astype(np.float64).mean(1)
+        error = np.linalg.norm(mean - true_mean) / np.linalg.norm(true_mean)
+        worst = max(worst, float(error))
+        if not np.isfinite(of_workers).all():
+            yield f"finite gradients {list(shape)} have a mean that is not finite."
             continue
-        if not (of_worker == of_worker[:1]).all():
-            spread = np.abs(of_worker - of_worker[:1]).max()
+        if not (of_workers == mean).all():
+            spread = np.abs(of_workers - mean).max()
             yield (
-                f"workers get different means of a gradient {list(SHAPES[name])}, with differences "
-                f"up to {spread:.3g}."
+                f"workers get different means of a gradient {list(shape)}, with differences up to "
+                f"{spread:.3g}."
             )
-        rest = (
-            np.asarray(after[name]["residual"], np.float64).mean(0)[0]
-            if transfers[name].error_feedback
-            else 0.0
-        )
-        lost = np.abs(of_worker[0].sum(0) + rest - true.sum(0)).max()
+        total = mean.sum(0)
+        if transfers[name].error_feedback:
+            total = total + np.asarray(after[name]["residual"], np.float64).mean(0)[0]
+        lost = np.abs(total - true_mean.sum(0)).max()
         if codec.reports_loss and lost > 1e-3:
             yield (
-                f"error feedback loses {lost:.3g} of the sum of {STEPS} gradients "
-                f"{list(SHAPES[name])}: the mean over workers of `kept` "
-                "is not the returned mean."
+                f"error feedback loses {lost:.3g} of the sum of {STEPS} gradients {list(shape)}: "
+                "the mean over workers of `kept` is not the returned mean."
             )
     measured["mean_error"] = worst
+    yield from _hidden_nans(exchange, grads, memory)
+
+
+def _hidden_nans(exchange: Callable[..., Any], grads: dict[str, Any], memory: Any) -> Iterator[str]:
+    """4: one worker's NaN in the first step."""
     spoilt = {name: value.copy() for name, value in grads.items()}
     for value in spoilt.values():
         value[0, 0].flat[0] = np.nan
-    _, means = run(spoilt, memory)
-    hidden = [
-        list(shape)
-        for name, shape in SHAPES.items()
-        if np.isfinite(np.asarray(means[name])[:, 0]).all()
-    ]
-    yield from (
-        f"one worker's NaN is hidden in the mean of a gradient {shape}." for shape in hidden
-    )
+    _, means = exchange(spoilt, memory)
+    for name, shape in SHAPES.items():
+        first_means = np.asarray(means[name])[:, 0]
+        if np.isfinite(first_means).all():
+            yield f"one worker's NaN is hidden in the mean of a gradient {list(shape)}."

@@ -15,7 +15,9 @@ Axes = tuple[str, ...]
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     """Sum over all workers along `axes`, replicated, with the shape of `x`."""
-    return _sum(lambda x: lax.psum(x, axes), x) if axes else x
+    if not axes:
+        return x
+    return _sum(lambda x: lax.psum(x, axes), x)
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -26,52 +28,63 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         return x
     if uses_gloo():
         size = x.shape[dim] // worker_count(axes)
-        return lax.dynamic_slice_in_dim(all_reduce(x, axes), worker_index(axes) * size, size, dim)
+        total = all_reduce(x, axes)
+        return lax.dynamic_slice_in_dim(total, worker_index(axes) * size, size, dim)
     return _sum(lambda x: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), x)
 
 
 def uses_gloo() -> bool:
-    """Return whether devices are CPUs of several processes, whose transport sums arrays of tens of
-    MB wrongly in a reduce-scatter, or waits forever (https://github.com/jax-ml/jax/issues/40830,
-    found with jax 0.10.2); its all-reduce sends twice the bytes, and is right.
-    """
+    """Return whether devices are CPUs of several processes, between which Gloo communicates."""
+    # Gloo sums arrays of tens of MB wrongly in a reduce-scatter, or waits forever
+    # (https://github.com/jax-ml/jax/issues/40830, found with jax 0.10.2). Its all-reduce sends
+    # twice the bytes, and is right.
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def _sum(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Sum over devices. Sums bfloat16 as float32 in a partly manual region, where XLA:CPU would
-    abort the process.
-    """
+    """Sum over devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    upcast = x.dtype == jnp.bfloat16 and set(mesh.axis_names) > set(mesh.manual_axes)
-    return collective(x.astype(jnp.float32)).astype(x.dtype) if upcast else collective(x)
+    # XLA:CPU (jax 0.10) aborts the process at a sum of bfloat16 in a partly manual region.
+    if x.dtype == jnp.bfloat16 and set(mesh.axis_names) > set(mesh.manual_axes):
+        return collective(x.astype(jnp.float32)).astype(x.dtype)
+    return collective(x)
 
 
 def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """The slices of all workers along `axes`, concatenated along `dim` in the order of the axes."""
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def all_to_all(x: jax.Array, axes: Axes) -> jax.Array:
     """Row j of `x` [workers, ...] goes to worker j along `axes`; row i of the result came from
     worker i.
     """
-    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def maximum(x: jax.Array, axes: Axes) -> jax.Array:
     """The largest value over all workers along `axes`."""
-    return lax.pmax(x, axes) if axes else x
+    if not axes:
+        return x
+    return lax.pmax(x, axes)
 
 
 def minimum(x: jax.Array, axes: Axes) -> jax.Array:
     """The smallest value over all workers along `axes`."""
-    return lax.pmin(x, axes) if axes else x
+    if not axes:
+        return x
+    return lax.pmin(x, axes)
 
 
 def worker_index(axes: Axes) -> jax.Array:
     """This worker's index along `axes`, a scalar int32; the first axis varies slowest."""
-    return lax.axis_index(axes) if axes else jax.numpy.int32(0)
+    if not axes:
+        return jnp.int32(0)
+    return lax.axis_index(axes)
 
 
 def worker_count(axes: Axes) -> int:
@@ -93,8 +106,14 @@ def shift(x: jax.Array, axis: str, by: int = 1, *, around: bool = False) -> jax.
     `around` the other end's.
     """
     count = lax.axis_size(axis)
-    pairs = [(i, (i + by) % count) for i in range(count) if around or 0 <= i + by < count]
-    return lax.ppermute(x, axis, pairs) if count > 1 or not around else x
+    if around and count == 1:
+        return x
+    pairs = []
+    for source in range(count):
+        target = source + by
+        if around or 0 <= target < count:
+            pairs.append((source, target % count))
+    return lax.ppermute(x, axis, pairs)
 
 
 def permute(x: jax.Array, axis: str, to: tuple[int, ...]) -> jax.Array:

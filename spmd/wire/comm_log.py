@@ -85,9 +85,13 @@ class Op:
     @property
     def sent(self) -> int:
         """Bytes that one device sends in one run."""
-        return SENT[self.kind](
-            self.group, math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
-        )
+        size = math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
+        return SENT[self.kind](self.group, size)
+
+    @property
+    def total(self) -> int:
+        """Bytes that one device sends in all runs of a step."""
+        return self.sent * self.count
 
 
 HEADER = ("where", "collective", "over", "payload", "times", "sent/device")
@@ -109,36 +113,40 @@ class CommLog:
         if scope in RENAMED_SCOPES:
             warn(f'where="{scope}"', f'where="{RENAMED_SCOPES[scope]}"')
             where = RENAMED_SCOPES[scope] + where[len(scope) :]
-        branch = UNCOMPRESSED if step is not None and step < self.start_step else 0
-        return sum(
-            op.sent * op.count
-            for op in self.ops
-            if op.branch in (None, branch) and op.where.startswith(where)
-        )
+        branch = 0
+        if step is not None and step < self.start_step:
+            branch = UNCOMPRESSED
+        total = 0
+        for op in self.ops:
+            if op.branch in (None, branch) and op.where.startswith(where):
+                total += op.total
+        return total
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Equal collectives share a row."""
         times = Counter[Op]()
         for op in self.ops:
             times[dataclasses.replace(op, count=1)] += op.count
-        return [
-            (
-                op.where + (" (before start_step)" if op.branch == UNCOMPRESSED else ""),
-                op.kind,
-                f"{', '.join(op.axes)} ({op.group})",
-                f"{op.dtype}[{', '.join(map(str, op.shape))}]",
-                str(count),
-                format_bytes(op.sent * count),
-            )
-            for op, count in times.items()
-        ]
+        rows = []
+        for op, count in times.items():
+            where = op.where
+            if op.branch == UNCOMPRESSED:
+                where += " (before start_step)"
+            over = f"{', '.join(op.axes)} ({op.group})"
+            payload = f"{op.dtype}[{', '.join(map(str, op.shape))}]"
+            sent = format_bytes(op.sent * count)
+            rows.append((where, op.kind, over, payload, str(count), sent))
+        return rows
 
     @property
     def _total(self) -> str:
-        total = f"{self.bytes():,} bytes sent by each device per step"
-        total += f"; {self.bytes(0):,} before step {self.start_step}" if self.start_step else ""
+        sent = self.bytes()
         synced = self.bytes(where="send/") + self.bytes(where="receive/")
-        total += f"; {self.bytes() - synced:,} in steps without synchronization" if synced else ""
+        total = f"{sent:,} bytes sent by each device per step"
+        if self.start_step:
+            total += f"; {self.bytes(0):,} before step {self.start_step}"
+        if synced:
+            total += f"; {sent - synced:,} in steps without synchronization"
         if any(op.kind == "all_gather" and op.where.startswith("gather_params") for op in self.ops):
             total += (
                 ". Where there is memory, XLA keeps gathered parameters for the backward pass and "
@@ -147,7 +155,8 @@ class CommLog:
         return total
 
     def __str__(self) -> str:
-        return filled("\n".join([*aligned([HEADER, *self._rows()], ruled=True), "", self._total]))
+        rows = aligned([HEADER, *self._rows()], ruled=True)
+        return filled("\n".join([*rows, "", self._total]))
 
     __repr__ = __str__
 
@@ -158,14 +167,11 @@ class CommLog:
         sent = Counter[str]()
         for op in self.ops:
             if op.branch != UNCOMPRESSED:
-                sent[f"{op.where}, {op.kind} over {', '.join(op.axes)}"] += op.sent * op.count
-        drawn = bars(
-            [(name, size, format_bytes(size)) for name, size in sent.most_common(MOST_BARS)],
-            "bytes sent by each device per step",
-        )
-        listed = folded(
-            f"{len(self.ops)} collectives", f'<div class="wide">{table(HEADER, self._rows())}</div>'
-        )
+                sent[f"{op.where}, {op.kind} over {', '.join(op.axes)}"] += op.total
+        lengths = [(name, size, format_bytes(size)) for name, size in sent.most_common(MOST_BARS)]
+        drawn = bars(lengths, "bytes sent by each device per step")
+        rows = f'<div class="wide">{table(HEADER, self._rows())}</div>'
+        listed = folded(f"{len(self.ops)} collectives", rows)
         return framed(f"<p>{html.escape(self._total)}</p>{drawn}{listed}")
 
 
@@ -180,10 +186,11 @@ def _ops(
     """Yield the collectives of a jaxpr that runs `times` times, in the scope `where`."""
 
     def sent(inner: Any) -> int:
-        return sum(op.sent * op.count for op in _ops(inner, sizes, 1, branch, ""))
+        return sum(op.total for op in _ops(inner, sizes, 1, branch, ""))
 
     for equation in jaxpr.eqns:
-        here = "/".join(filter(None, (where, _scope(scope_of(equation)))))
+        scopes = (where, _scope(scope_of(equation)))
+        here = "/".join(scope for scope in scopes if scope)
         if equation.primitive.name in KINDS:
             yield from _ops_of(equation, sizes, times, branch, here)
         elif equation.primitive.name == "cond" and here.endswith(WARM_UP):
@@ -199,9 +206,10 @@ def _ops_of(
     equation: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
 ) -> Iterator[Op]:
     """Yield one `Op` for each operand of a collective; none if its group is one device."""
-    params = equation.params
-    names = params["axes"] if "axes" in params else params["axis_name"]
-    names = tuple(names) if isinstance(names, tuple | list) else (names,)
+    # sums have the param `axes`, other collectives `axis_name` (jax 0.10)
+    names = equation.params.get("axes", equation.params.get("axis_name"))
+    if not isinstance(names, tuple | list):
+        names = (names,)
     # a number is a dim over which each device sums, where a model binds an axis by vmap
     dims = {name for name in names if isinstance(name, int)}
     axes = tuple(name for name in names if name not in dims)
@@ -226,9 +234,11 @@ def _scope(stack: str) -> str:
     """Return a name stack without the wrappers of transformations. The model's own collectives
     (BatchNorm) have only the name "model".
     """
+    if not stack:
+        return ""
     unwrapped = re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack)
-    scope = "/".join(filter(None, unwrapped.split("/")))
-    return scope or ("model" if stack else "")
+    scope = "/".join(part for part in unwrapped.split("/") if part)
+    return scope or "model"
 
 
 def _without_module(scope: str) -> str:

@@ -2,6 +2,7 @@
 `spmd.wire` are made of.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -41,6 +42,7 @@ from spmd.wire.region import (
     check_dtypes,
     check_encodable,
     check_grads,
+    count_rows,
 )
 from spmd.wire.shard_layout import ShardLayout
 from spmd.wire.transfer import (
@@ -104,16 +106,16 @@ class Communication:
 
     def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
         """Return how each gradient is communicated, from its shape on one worker."""
-        codecs, matching = dict(self.codecs), matcher(pattern for pattern, _ in self.codecs)
-        claims = {path: matching(path) for path in arrays}
-        chosen = {
-            path: codecs[patterns[0]] if patterns else self.codec
-            for path, patterns in claims.items()
-        }
-        return {
-            path: self._transfer(chosen[path], jnp.shape(leaf), sizes)
-            for path, leaf in arrays.items()
-        }
+        codecs = dict(self.codecs)
+        matching = matcher(codecs)
+        transfers = {}
+        for path, leaf in arrays.items():
+            patterns = matching(path)
+            codec = self.codec
+            if patterns:
+                codec = codecs[patterns[0]]
+            transfers[path] = self._transfer(codec, jnp.shape(leaf), sizes)
+        return transfers
 
     def _transfer(self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
         spec: Spec = ()
@@ -121,7 +123,8 @@ class Communication:
             spec = shard_spec(shape, sizes)
         elif self.rows:
             spec = (self.axes,)
-        layout = ShardLayout(shape, spec, self.axes, tuple(sizes[axis] for axis in self.axes))
+        counts = tuple(sizes[axis] for axis in self.axes)
+        layout = ShardLayout(shape, spec, self.axes, counts)
         is_sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
         return make_transfer(codec, layout, error_feedback=self.error_feedback, is_sent=is_sent)
 
@@ -130,19 +133,18 @@ class Communication:
         shapes of `params`.
         """
         check_patterns([pattern for pattern, _ in self.codecs], params)
-        lossless = self.codec.lossless and all(codec.lossless for _, codec in self.codecs)
-        memory = (
-            {}
-            if lossless
-            else self.init_memory(arrays_by_path(params), *axis_sizes(self.axes, params))
-        )
+        memory: Memory = {}
+        # Exact gradients need no state, so no mesh must be known here.
+        if not all(codec.lossless for codec in (self.codec, *dict(self.codecs).values())):
+            sizes, in_region = axis_sizes(self.axes, params)
+            memory = self.init_memory(arrays_by_path(params), sizes, in_region)
         return WireState(jnp.zeros((), jnp.int32), memory, self.axes)
 
     def init_memory(
         self, arrays: Mapping[str, Any], sizes: Mapping[str, int], in_region: bool
     ) -> Memory:
         """Zero residuals, and the codecs' own arrays, of gradients with the shapes of `arrays`."""
-        workers = 1 if in_region else math.prod(sizes.values())
+        workers = count_rows(sizes, in_region=in_region)
         return init_memory(self.transfers(arrays, sizes), workers, dtype=self.memory_dtype)
 
     def update(
@@ -150,17 +152,15 @@ class Communication:
     ) -> tuple[Tree, WireState]:
         """The mean gradients, and the next state."""
         del params, extra
-        sizes, flat = bound_sizes(self.axes), arrays_by_path(grads)
+        sizes = bound_sizes(self.axes)
+        by_path = arrays_by_path(grads)
         check_state(state, WireState, self.axes)
-        check_dtypes(flat)
-        flat = {path: jnp.asarray(leaf) for path, leaf in flat.items()}
-        transfers = self.transfers(flat, sizes)
-        check_encodable(flat, transfers)
-        check_grads(
-            self.axes,
-            flat,
-            lossless=all(transfer.codec.lossless for transfer in transfers.values()),
-        )
+        check_dtypes(by_path)
+        by_path = {path: jnp.asarray(leaf) for path, leaf in by_path.items()}
+        transfers = self.transfers(by_path, sizes)
+        check_encodable(by_path, transfers)
+        lossless = all(transfer.codec.lossless for transfer in transfers.values())
+        check_grads(self.axes, by_path, lossless=lossless)
         _check_memory(transfers, state.memory)
         if not self.codec.lossless and all(size == 1 for size in sizes.values()):
             warnings.warn(
@@ -169,10 +169,9 @@ class Communication:
                 stacklevel=3,
             )
         averaging = Averaging(self.axes, transfers, self.bucket_bytes, self.inside, self.start_step)
-        means, memory, _ = averaging.reduce(flat, state.memory, state.step)
-        return jax.tree.unflatten(jax.tree.structure(grads), list(means.values())), WireState(
-            state.step + 1, memory, self.axes
-        )
+        means, memory, _ = averaging.reduce(by_path, state.memory, state.step)
+        mean_grads = jax.tree.unflatten(jax.tree.structure(grads), list(means.values()))
+        return mean_grads, WireState(state.step + 1, memory, self.axes)
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -185,93 +184,89 @@ def check_patterns(patterns: Iterable[str], params: Tree) -> None:
     may match one of another part.
     """
     patterns = list(patterns)
-    nodes = (
-        jax.tree_util.tree_leaves_with_path(
-            params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-        )
-        if patterns
-        else []
+    if not patterns:
+        return
+    # optax.partition puts a MaskedNode, without leaves, where a parameter is of another part.
+    nodes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
-    paths = [*(path_of(keys) for keys, _ in nodes), *(arrays_by_path(params) if patterns else ())]
+    paths = [*(path_of(keys) for keys, _ in nodes), *arrays_by_path(params)]
     for pattern, matched in match_all(patterns, paths).items():
         if not matched:
+            fix = f"without it, or match one of: {join_names(dict.fromkeys(paths))}."
             near = closest(pattern, paths)
-            fix = (
-                f'did you mean "{near}"?'
-                if near
-                else f"without it, or match one of: {join_names(dict.fromkeys(paths))}."
-            )
-            raise CommunicationError(
-                f'codecs: the pattern "{pattern}" matches no parameter.', fix=fix
-            )
+            if near:
+                fix = f'did you mean "{near}"?'
+            why = f'codecs: the pattern "{pattern}" matches no parameter.'
+            raise CommunicationError(why, fix=fix)
 
 
 def arrays_by_path(tree: Tree) -> dict[str, jax.Array]:
     """Arrays by parameter path, with or without `nnx.Variable` around them: `nnx.Optimizer` passes
     them to `init` only.
     """
+    # Whoever has Variables has imported Flax; here it need not be.
     nnx = sys.modules.get("flax.nnx")
-    kinds = (nnx.Variable,) if nnx else ()
+    kinds: tuple[type, ...] = ()
+    if nnx is not None:
+        kinds = (nnx.Variable,)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
     paths = [path_of(keys) for keys, _ in nodes]
-    if len(set(paths)) < len(paths):
-        path = next(path for path in paths if paths.count(path) > 1)
-        raise CommunicationError(
-            f"two arrays have the path {path}.",
-            fix='keys without "/", which separates the levels of a path.',
-            path=path,
-        )
+    for path, count in collections.Counter(paths).items():
+        if count > 1:
+            raise CommunicationError(
+                f"two arrays have the path {path}.",
+                fix='keys without "/", which separates the levels of a path.',
+                path=path,
+            )
     return dict(zip(paths, jax.tree.leaves(tree), strict=True))
 
 
 def check_state(state: Any, kind: type, axes: tuple[str, ...]) -> None:
     """Refuse a state that is of no such communication."""
-    if not isinstance(state, kind) or state.axes != axes:
-        found = (
-            f"of workers along {', '.join(state.axes)}"
-            if isinstance(state, kind)
-            else type_name(state)
-        )
-        raise CommunicationError(
-            f"a communication along {', '.join(axes)} has a state {kind.__name__}; it is given one "
-            f"{found}.",
-            fix="the state that init of this transformation, or its last update, returned.",
-        )
+    shown = type_name(state)
+    if isinstance(state, kind):
+        if state.axes == axes:
+            return
+        shown = f"of workers along {', '.join(state.axes)}"
+    why = f"a communication along {', '.join(axes)} has a state {kind.__name__}; "
+    why += f"it is given one {shown}."
+    fix = "the state that init of this transformation, or its last update, returned."
+    raise CommunicationError(why, fix=fix)
 
 
 def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     """Refuse the state of another tree, or one that `jax.shard_map` did not split over workers."""
-    wanted = {
+    shapes = {path: entry[RESIDUAL].shape for path, entry in memory.items() if RESIDUAL in entry}
+    needed = {
         path: (1, *transfer.shard_layout.shape)
         for path, transfer in transfers.items()
         if transfer.error_feedback
     }
-    kept = {path: entry[RESIDUAL].shape for path, entry in memory.items() if RESIDUAL in entry}
-    if kept == wanted:
-        return _check_codec_states(transfers, memory)
-    path = next(path for path in (*wanted, *kept) if kept.get(path) != wanted.get(path))
-    raise CommunicationError(
-        f"the state is not that of these gradients: on each worker {path} needs the residual "
-        f"{wanted.get(path, 'none')}, "
-        f"and the state has {kept.get(path, 'none')}.",
-        fix="init with these parameters, and wire.specs(state) among the in_specs and out_specs of "
-        "jax.shard_map.",
-        path=path,
-    )
+    for path in (*needed, *shapes):
+        if shapes.get(path) != needed.get(path):
+            raise CommunicationError(
+                f"the state is not that of these gradients: on each worker {path} needs the "
+                f"residual {needed.get(path, 'none')}, "
+                f"and the state has {shapes.get(path, 'none')}.",
+                fix="init with these parameters, and wire.specs(state) among the in_specs and "
+                "out_specs of jax.shard_map.",
+                path=path,
+            )
+    _check_codec_states(transfers, memory)
 
 
 def _check_codec_states(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     """Refuse arrays of another codec, or of another shape."""
     for path, transfer in transfers.items():
-        shapes = {name: describe(leaf) for name, leaf in transfer.codec_shapes.items()}
-        kept = {
-            name: describe(leaf[0]) for name, leaf in memory.get(path, {}).get(CODEC, {}).items()
-        }
-        if kept != shapes:
+        needed = {name: describe(leaf) for name, leaf in transfer.codec_shapes.items()}
+        arrays = memory.get(path, {}).get(CODEC, {})
+        shapes = {name: describe(leaf[0]) for name, leaf in arrays.items()}
+        if shapes != needed:
             raise CommunicationError(
                 f"the state is not that of these gradients: {transfer.codec} needs "
-                f"{shapes or 'no arrays'} for {path}, and the state has "
-                f"{kept or 'none'}.",
+                f"{needed or 'no arrays'} for {path}, and the state has "
+                f"{shapes or 'none'}.",
                 fix="init with these parameters.",
                 path=path,
             )
@@ -296,69 +291,78 @@ def make_communication(
     for name in options:
         if name not in OPTIONS:
             raise OptionError(f"no option {name}.", fix=did_you_mean(name, (*parameters, *OPTIONS)))
-    codecs, error_feedback = options.get("codecs"), options.get("error_feedback", False)
     names = as_axes(axes)
-    if not isinstance(codecs or {}, Mapping) or not all(
-        isinstance(pattern, str) for pattern in codecs or {}
-    ):
-        raise OptionError(
-            f"codecs={short_repr(codecs)}.",
-            fix='codecs by a pattern of parameter paths, such as {"**/bias": wire.exact()}.',
-        )
-    pairs = tuple((codecs or {}).items())
+    codecs = _check_codecs(options.get("codecs"))
+    error_feedback = options.get("error_feedback", False)
     if type(error_feedback) is not bool:
         raise OptionError(f"error_feedback={short_repr(error_feedback)}.", fix="True or False.")
-    for name, value in (
-        ("codec", codec),
-        *((f'codecs["{pattern}"]', value) for pattern, value in pairs),
-    ):
+    named_codecs = {"codec": codec}
+    for pattern, value in codecs.items():
+        named_codecs[f'codecs["{pattern}"]'] = value
+    for name, value in named_codecs.items():
         check_codec(name, value)
-        if error_feedback and not value.reports_loss:
-            raise OptionError(
-                f"{name}={value} with error feedback: no worker knows what it loses.",
-                fix=on_or_off[1],
-            )
-        if value.biased and not error_feedback:
-            raise OptionError(
-                f"{name}={value} without error feedback: what it drops is lost.", fix=on_or_off[0]
-            )
+        _check_feedback(name, value, on_or_off, error_feedback=error_feedback)
         if inside and isinstance(value, Bfloat16) and value.reduce == "ring":
             why = "a ring reduces over all axes at once, so nothing would be exact inside."
             raise OptionError(
                 f"{name}={value}: {why}",
                 fix="wire.bfloat16(), which does not round inside; or wire.all_reduce.",
             )
-    for pattern, _ in pairs:
+    for pattern in codecs:
         compiled(pattern)  # raises if it is none
+    given_options = {**options, "codecs": tuple(codecs.items())}
     communication = Communication(
-        names, codec, inside=inside, scatter=scatter, rows=rows, **{**options, "codecs": pairs}
+        names, codec, inside=inside, scatter=scatter, rows=rows, **given_options
     )
-    if communication.memory_dtype not in ("float32", "bfloat16"):
-        raise OptionError(
-            f"memory_dtype={short_repr(communication.memory_dtype)}.",
-            fix='"float32" or "bfloat16".',
-        )
+    memory_dtype = communication.memory_dtype
+    if memory_dtype not in ("float32", "bfloat16"):
+        why = f"memory_dtype={short_repr(memory_dtype)}."
+        raise OptionError(why, fix='"float32" or "bfloat16".')
     check_integer(communication.start_step, "start_step", 0)
     check_integer(communication.bucket_bytes, "bucket_bytes")
     if communication.start_step >= 2**31:
-        raise OptionError(
-            f"start_step={communication.start_step}.",
-            fix="below 2**31: steps are counted as int32.",
-        )
+        why = f"start_step={communication.start_step}."
+        raise OptionError(why, fix="below 2**31: steps are counted as int32.")
     return communication
+
+
+def _check_codecs(codecs: Any) -> dict[str, Any]:
+    """Return codecs by pattern; refuse a value that has no patterns."""
+    codecs = codecs or {}
+    if not isinstance(codecs, Mapping) or not all(isinstance(key, str) for key in codecs):
+        raise OptionError(
+            f"codecs={short_repr(codecs)}.",
+            fix='codecs by a pattern of parameter paths, such as {"**/bias": wire.exact()}.',
+        )
+    return dict(codecs)
+
+
+def _check_feedback(
+    name: str, codec: Codec, on_or_off: tuple[str, str], *, error_feedback: bool
+) -> None:
+    """Refuse error feedback where nothing is known to be lost, and a biased codec without it."""
+    on, off = on_or_off
+    if error_feedback and not codec.reports_loss:
+        why = f"{name}={codec} with error feedback: no worker knows what it loses."
+        raise OptionError(why, fix=off)
+    if codec.biased and not error_feedback:
+        why = f"{name}={codec} without error feedback: what it drops is lost."
+        raise OptionError(why, fix=on)
 
 
 def check_codec(name: str, codec: Any) -> None:
     """Refuse what is no codec, such as a codec's name or its class."""
     if isinstance(codec, Codec):
         return
-    known = next((known for known, kind in CODECS.items() if codec in (kind, known)), None)
-    fix = f"wire.{known}()." if known in CODECS else "a codec, such as wire.int8(block=256)."
-    raise OptionError(
-        f"{name}={codec.__name__ if isinstance(codec, type) else short_repr(codec)} is "
-        f"{type_name(codec)}.",
-        fix=fix,
-    )
+    fix = "a codec, such as wire.int8(block=256)."
+    for registered, kind in CODECS.items():
+        if codec in (kind, registered):
+            fix = f"wire.{registered}()."
+            break
+    shown = short_repr(codec)
+    if isinstance(codec, type):
+        shown = codec.__name__
+    raise OptionError(f"{name}={shown} is {type_name(codec)}.", fix=fix)
 
 
 def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
@@ -372,11 +376,20 @@ def shard_spec(shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     ... )
     ((None, None, 'data'), (), (('host', 'gpu'),))
     """
-    workers, axes = 1, tuple(sizes)
-    for size in sizes.values():
-        workers *= size
+    workers = math.prod(sizes.values())
     dims = [dim for dim, size in enumerate(shape) if size and size % workers == 0]
     if not dims:
         return ()
-    dim = max(dims, key=lambda dim: shape[dim])
-    return (*[None] * dim, axes[0] if len(axes) == 1 else axes)
+    return dim_spec(max(dims, key=lambda dim: shape[dim]), tuple(sizes))
+
+
+def dim_spec(dim: int, axes: tuple[str, ...]) -> Spec:
+    """Return the spec of an array that is sharded over these axes along one dim.
+
+    >>> dim_spec(1, ("data",)), dim_spec(0, ("host", "gpu"))
+    ((None, 'data'), (('host', 'gpu'),))
+    """
+    before = [None] * dim
+    if len(axes) == 1:
+        return (*before, axes[0])
+    return (*before, axes)

@@ -45,25 +45,24 @@ def comm_log(
       reduce_gradients/exact/0  all_reduce  data (8)  float32[1024, 1024]  1      7.0 MiB
     """
     check_mesh(mesh)
+    sizes = dict(mesh.shape)
     if callable(tx):
-        return read_collectives(jax.make_jaxpr(tx)(*shapes).jaxpr, dict(mesh.shape))
+        return read_collectives(jax.make_jaxpr(tx)(*shapes).jaxpr, sizes)
 
     check_transformation("tx", tx)
 
     def update(params: Tree) -> Any:
         state = tx.init(params)
-        return tx.update(local_params(state, params), state, params, **extra)[0]
+        updates, _ = tx.update(local_params(state, params), state, params, **extra)
+        return updates
 
-    replicated = PartitionSpec()
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), shapes
-    )
-    program = jax.make_jaxpr(
-        shard_map(
-            update, mesh=mesh, in_specs=replicated, out_specs=replicated, axis_names=mesh.axis_names
-        )
-    )(abstract)
-    return read_collectives(program.jaxpr, dict(mesh.shape))
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+    spec = PartitionSpec()
+    mapped = shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=mesh.axis_names)
+    program = jax.make_jaxpr(mapped)(jax.tree.map(abstract, shapes))
+    return read_collectives(program.jaxpr, sizes)
 
 
 def bytes_sent(

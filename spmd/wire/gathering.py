@@ -18,7 +18,7 @@ from spmd.wire import collectives
 from spmd.wire.codec.base import Codec, packed_collective
 from spmd.wire.codec.bfloat16 import send_rounded
 from spmd.wire.codec.exact import EXACT
-from spmd.wire.communication import Communication, make_communication, shard_spec
+from spmd.wire.communication import Communication, dim_spec, make_communication, shard_spec
 from spmd.wire.reduction import reduce_buckets
 from spmd.wire.region import (
     Axes,
@@ -65,29 +65,26 @@ def all_gather(shards: Tree, axes: Axes, like: Tree) -> Tree:
       (8, 2)
     """
     sizes = bound_sizes(as_axes(axes))
+    names = tuple(sizes)
+    workers = collectives.worker_count(names)
 
     def join(path: str, shard: jax.Array, full: Any) -> jax.Array:
         shape = jnp.shape(full)
         spec = shard_spec(shape, sizes)
-        wanted = ShardLayout(shape, spec, tuple(sizes), tuple(sizes.values())).shard_shape
-        if jnp.shape(shard) != wanted:
+        shard_shape = ShardLayout(shape, spec, names, tuple(sizes.values())).shard_shape
+        if jnp.shape(shard) != shard_shape:
             raise CommunicationError(
                 f"all_gather: the shard of {path} is {describe(shard)}; that of {describe(full)} "
-                f"is {list(wanted)} on each of "
-                f"{collectives.worker_count(tuple(sizes))} workers.",
+                f"is {list(shard_shape)} on each of {workers} workers.",
                 fix="like=params, the full arrays that the gradients belong to.",
                 path=path,
             )
         return join_shards(shard, spec)
 
     structure = jax.tree.structure(shards)
-    full = jax.tree.unflatten(
-        structure,
-        _leaves_as(
-            structure, like, "all_gather: like", "like=params, the full arrays, in the same tree."
-        ),
-    )
-    return map_paths(join, shards, full)
+    fix = "like=params, the full arrays, in the same tree."
+    leaves = _leaves_as(structure, like, "all_gather: like", fix)
+    return map_paths(join, shards, jax.tree.unflatten(structure, leaves))
 
 
 def _leaves_as(structure: Any, tree: Tree, what: str, fix: str) -> list[Any]:
@@ -95,9 +92,8 @@ def _leaves_as(structure: Any, tree: Tree, what: str, fix: str) -> list[Any]:
     try:
         return structure.flatten_up_to(tree)
     except ValueError:
-        raise CommunicationError(
-            f"{what} is a tree {jax.tree.structure(tree)}; the shards are {structure}.", fix=fix
-        ) from None
+        why = f"{what} is a tree {jax.tree.structure(tree)}; the shards are {structure}."
+        raise CommunicationError(why, fix=fix) from None
 
 
 def join_shards(shard: jax.Array, spec: Spec) -> jax.Array:
@@ -154,62 +150,67 @@ def gather(
         "residual=wire.residual_like(shards, axes), of which jax.grad returns the next.",
         "residual=None.",
     )
-    communication = make_communication(
-        axes, codec, {"error_feedback": residual is not None}, on_or_off=on_or_off
-    )
+    options = {"error_feedback": residual is not None}
+    communication = make_communication(axes, codec, options, on_or_off=on_or_off)
     if weights not in FORMATS:
         raise OptionError(f"weights={weights!r}.", fix='"exact" or "bfloat16".')
     sizes = bound_sizes(communication.axes)
     leaves, structure = jax.tree.flatten(shards)
     if not leaves:
         return shards
-    paths = flatten(shards)
-    check_dtypes(
-        paths,
-        fix="gather parameters that have gradients; others with jax.lax.all_gather(x, axes, "
-        "tiled=True).",
-    )
-    dims = (
-        [dim] * len(leaves)
-        if isinstance(dim, int)
-        else _leaves_as(structure, dim, "gather: dim", "dim=0, or a tree of numbers.")
-    )
-    transfers = []
-    for path, leaf, along in zip(paths, leaves, dims, strict=True):
+    transfers = _transfers(communication, shards, dim, sizes)
+    residuals: dict[int, jax.Array] = {}
+    if residual is not None:
+        like = "wire.residual_like(shards, axes, dim=dim)."
+        listed = _leaves_as(structure, residual, "gather: residual", like)
+        residuals = {number: leaf for number, leaf in enumerate(listed) if leaf is not None}
+    _check_residuals(transfers, residuals)
+    gathering = Gathering(tuple(transfers.values()), weights)
+    full: list[jax.Array] = gather_leaves(gathering, leaves, residuals)  # type: ignore[assignment]
+    return jax.tree.unflatten(structure, full)
+
+
+def _transfers(
+    communication: Communication, shards: Tree, dim: int | Tree, sizes: dict[str, int]
+) -> dict[str, Transfer]:
+    """Return how the gradient of each shard is reduced."""
+    by_path = flatten(shards)
+    fix = "gather parameters that have gradients; others with jax.lax.all_gather(x, axes, "
+    check_dtypes(by_path, fix=fix + "tiled=True).")
+    if isinstance(dim, int):
+        dims = [dim] * len(jax.tree.leaves(shards))
+    else:
+        fix = "dim=0, or a tree of numbers."
+        dims = _leaves_as(jax.tree.structure(shards), dim, "gather: dim", fix)
+    transfers = {}
+    for (path, leaf), along in zip(by_path.items(), dims, strict=True):
         if type(along) is not int or not 0 <= along < jnp.ndim(leaf):
             raise CommunicationError(
                 f"gather: dim={short_repr(along)} of a shard {describe(leaf)}.",
                 fix="a dim of the array.",
                 path=path,
             )
-        transfers.append(_transfer(communication, leaf, along, sizes, residual is not None))
-    check_encodable(
-        paths,
-        dict(zip(paths, transfers, strict=True)),
-        fix="a call of gather of its own, with wire.exact().",
-    )
-    like = "wire.residual_like(shards, axes, dim=dim)."
-    residuals = (
-        [None] * len(leaves)
-        if residual is None
-        else _leaves_as(structure, residual, "gather: residual", like)
-    )
-    for path, transfer, kept in zip(paths, transfers, residuals, strict=True):
+        transfers[path] = _transfer(communication, leaf, along, sizes)
+    check_encodable(by_path, transfers, fix="a call of gather of its own, with wire.exact().")
+    return transfers
+
+
+def _check_residuals(transfers: dict[str, Transfer], residuals: dict[int, jax.Array]) -> None:
+    """Refuse codecs that keep arrays, and residuals, by number, of other shapes than full
+    gradients.
+    """
+    for number, (path, transfer) in enumerate(transfers.items()):
         if transfer.codec_shapes:
             why = f"{transfer.codec} keeps arrays from step to step, for which gather has no place."
-            raise OptionError(
-                f"gather: {why}", fix="a codec of rows, such as wire.int8(block=256)."
-            )
-        if kept is not None and kept.shape != transfer.shard_layout.shape:
-            raise CommunicationError(
-                f"gather: the residual of {path} is {describe(kept)}; its full gradient is "
-                f"{list(transfer.shard_layout.shape)}.",
-                fix=like,
-                path=path,
-            )
-    kept = {number: leaf for number, leaf in enumerate(residuals) if leaf is not None}
-    full: list[jax.Array] = gather_leaves(Gathering(tuple(transfers), weights), leaves, kept)  # type: ignore[assignment]
-    return jax.tree.unflatten(structure, full)
+            fix = "a codec of rows, such as wire.int8(block=256)."
+            raise OptionError(f"gather: {why}", fix=fix)
+        residual = residuals.get(number)
+        shape = transfer.shard_layout.shape
+        if residual is not None and residual.shape != shape:
+            why = f"gather: the residual of {path} is {describe(residual)}; "
+            why += f"its full gradient is {list(shape)}."
+            fix = "wire.residual_like(shards, axes, dim=dim)."
+            raise CommunicationError(why, fix=fix, path=path)
 
 
 def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
@@ -236,12 +237,14 @@ def residual_like(shards: Tree, axes: Axes, *, dim: int | Tree = 0) -> Tree:
     """
     sizes = bound_sizes(as_axes(axes))
     workers = collectives.worker_count(tuple(sizes))
-    dims = jax.tree.map(lambda _: dim, shards) if isinstance(dim, int) else dim
-    return jax.tree.map(
-        lambda leaf, along: jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32),
-        shards,
-        dims,
-    )
+    dims = dim
+    if isinstance(dim, int):
+        dims = jax.tree.map(lambda _: dim, shards)
+
+    def zeros(leaf: jax.Array, along: int) -> jax.Array:
+        return jnp.zeros(_full_shape(leaf.shape, along, workers), jnp.float32)
+
+    return jax.tree.map(zeros, shards, dims)
 
 
 def _full_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ...]:
@@ -249,12 +252,13 @@ def _full_shape(shape: tuple[int, ...], dim: int, workers: int) -> tuple[int, ..
 
 
 def _transfer(
-    communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int], feedback: bool
+    communication: Communication, leaf: jax.Array, dim: int, sizes: dict[str, int]
 ) -> Transfer:
-    axes, counts = communication.axes, tuple(sizes.values())
+    axes = communication.axes
     workers = collectives.worker_count(axes)
     shape = _full_shape(leaf.shape, dim, workers)
-    layout = ShardLayout(shape, (*[None] * dim, axes[0] if len(axes) == 1 else axes), axes, counts)
+    layout = ShardLayout(shape, dim_spec(dim, axes), axes, tuple(sizes.values()))
+    feedback = communication.error_feedback
     return make_transfer(communication.codec, layout, error_feedback=feedback, is_sent=workers > 1)
 
 
@@ -296,16 +300,20 @@ class Gathering:
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
         with jax.named_scope("gather_params"):
             if self.dtype is not None:
-                shards = [x.astype(self.dtype) if x.dtype == jnp.float32 else x for x in shards]
+                shards = [self._cast(shard) for shard in shards]
             return send_rounded(shards, self._gather_as_is, rounded=self.weights == "bfloat16")
+
+    def _cast(self, shard: jax.Array) -> jax.Array:
+        if shard.dtype != jnp.float32:
+            return shard
+        return shard.astype(self.dtype)
 
     def _gather_as_is(self, shards: list[jax.Array]) -> list[jax.Array]:
         layouts = [transfer.shard_layout for transfer in self.transfers]
-        full: list[Any] = [None] * len(shards)
+        full = list(shards)
         for numbers in _small_together(shards, layouts):
-            gathered = _all_gather(
-                [shards[number] for number in numbers], [layouts[number] for number in numbers]
-            )
+            bucket_shards = [shards[number] for number in numbers]
+            gathered = _all_gather(bucket_shards, [layouts[number] for number in numbers])
             for number, leaf in zip(numbers, gathered, strict=True):
                 full[number] = leaf
         return full
@@ -313,16 +321,12 @@ class Gathering:
     def _reduce(
         self, grads: list[jax.Array], residuals: dict[int, jax.Array]
     ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-        transfers = self.transfers
-        lossless = all(transfer.codec.lossless for transfer in transfers)
+        transfers = {str(number): transfer for number, transfer in enumerate(self.transfers)}
         named_grads = {str(number): grad for number, grad in enumerate(grads)}
-        check_grads(transfers[0].shard_layout.axes, named_grads, lossless=lossless)
-        means, memory = reduce_buckets(
-            {str(number): transfer for number, transfer in enumerate(transfers)},
-            named_grads,
-            {str(number): {RESIDUAL: leaf[None]} for number, leaf in residuals.items()},
-            numbered=False,
-        )
+        lossless = all(transfer.codec.lossless for transfer in self.transfers)
+        check_grads(self.transfers[0].shard_layout.axes, named_grads, lossless=lossless)
+        memory = {str(number): {RESIDUAL: leaf[None]} for number, leaf in residuals.items()}
+        means, memory = reduce_buckets(transfers, named_grads, memory, numbered=False)
         after = {number: memory[str(number)][RESIDUAL][0] for number in residuals}
         return list(means.values()), after
 
@@ -353,32 +357,34 @@ def _small_together(shards: list[jax.Array], layouts: list[ShardLayout]) -> list
 
 
 def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax.Array]:
-    axes, dims = layouts[0].sharded_axes, [len(layout.spec) - 1 for layout in layouts]
+    axes = layouts[0].sharded_axes
+    dims = [len(layout.spec) - 1 for layout in layouts]
     if len(shards) == 1:
         return [collectives.all_gather(shards[0], axes, dims[0])]
-    joined = packed_collective(
+    stacked = packed_collective(
         [x[None] for x in shards], 1, lambda part: collectives.all_gather(part, axes, 0)
     )
-    return [
-        jnp.moveaxis(parts, 0, dim).reshape(layout.shape)
-        for parts, dim, layout in zip(joined, dims, layouts, strict=True)
-    ]
+    full = []
+    for parts, dim, layout in zip(stacked, dims, layouts, strict=True):
+        full.append(jnp.moveaxis(parts, 0, dim).reshape(layout.shape))
+    return full
 
 
 def _gather_forward(
     gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]
 ) -> tuple:
-    # of the shards only dtypes are needed: arrays without elements carry them
-    return gathering.gather(shards), (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
+    full = gathering.gather(shards)
+    # Of the shards only dtypes are needed. What a custom_vjp keeps are arrays, so arrays without
+    # elements carry them.
+    return full, (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
 
 
 def _gather_backward(
     gathering: Gathering, kept: tuple[dict[int, jax.Array], list[jax.Array]], grads: list[jax.Array]
 ) -> tuple:
-    residuals, dtypes = kept
-    return gathering.reduce(
-        [grad.astype(dtype.dtype) for grad, dtype in zip(grads, dtypes, strict=True)], residuals
-    )
+    residuals, typed = kept
+    grads = [grad.astype(empty.dtype) for grad, empty in zip(grads, typed, strict=True)]
+    return gathering.reduce(grads, residuals)
 
 
 gather_leaves.defvjp(_gather_forward, _gather_backward)

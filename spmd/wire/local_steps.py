@@ -4,7 +4,6 @@ as an optax transformation.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.communication import Communication, WireState, check_state, make_communication
-from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes
+from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes, count_rows
 from spmd.wire.states import check_no_communication, check_transformation
 from spmd.wire.transfer import Leaves, Memory
 
@@ -57,13 +56,13 @@ class LocalState:
 
     def specs(self) -> "LocalState":
         """The spec of every leaf."""
-        of_worker, replicated = PartitionSpec(self.axes), PartitionSpec()
 
         def every(spec: PartitionSpec, tree: Tree) -> Tree:
             return jax.tree.map(lambda _: spec, tree)
 
+        of_worker = PartitionSpec(self.axes)
         return dataclasses.replace(
-            every(replicated, self),
+            every(PartitionSpec(), self),
             params=every(of_worker, self.params),
             inner=every(of_worker, self.inner),
             wire=self.wire.specs(),
@@ -89,13 +88,8 @@ def split_fragments(params: Tree, fragments: int) -> dict[str, int]:
     >>> split_fragments({"a": jnp.zeros(6), "b": jnp.zeros(4), "c": jnp.zeros(3)}, 2)
     {'a': 0, 'b': 1, 'c': 1}
     """
-    return dict(
-        assign(
-            "largest_first",
-            {path: nbytes(leaf) for path, leaf in flatten(params).items()},
-            fragments,
-        ).owner
-    )
+    sizes = {path: nbytes(leaf) for path, leaf in flatten(params).items()}
+    return dict(assign("largest_first", sizes, fragments).owner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,20 +108,26 @@ class LocalSteps:
         """Return the state at step 0: every worker has `params`."""
         params = as_arrays(params)
         sizes, in_region = axis_sizes(self.communication.axes, params)
-        workers = 1 if in_region else math.prod(sizes.values())
-        stacked = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf))), params
-        )
+        workers = count_rows(sizes, in_region=in_region)
+
+        def stack(leaf: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf)))
+
+        stacked = jax.tree.map(stack, params)
         inner_state = jax.vmap(self.inner.init, axis_size=workers)(stacked)
         outer_state = tuple(self.outer.init(part) for part in _split(params, self.fragments))
         check_no_communication("inner", inner_state)
         check_no_communication("outer", outer_state)
+        step = jnp.zeros((), jnp.int32)
+        pending = None
+        if self.overlap:
+            pending = jax.tree.map(jnp.zeros_like, params)
         return LocalState(
-            step=jnp.zeros((), jnp.int32),
+            step=step,
             params=stacked,
             inner=inner_state,
             outer=outer_state,
-            pending=jax.tree.map(jnp.zeros_like, params) if self.overlap else None,
+            pending=pending,
             fresh=jnp.zeros(self.fragments, bool),
             wire=self.communication.init(params),
             axes=self.communication.axes,
@@ -143,24 +143,20 @@ class LocalSteps:
                 "wire.local_sgd: update without params.",
                 fix="update(grads, state, params), with the global parameters.",
             )
-        grads, params = as_arrays(grads), as_arrays(params)
+        grads = as_arrays(grads)
+        params = as_arrays(params)
         self._check_state(state, params)
         local, inner_state = self._step(grads, state, params, extra)
-        number, memory = state.step + 1, dict(state.wire.memory)
-        waiting = flatten(state.pending) if self.overlap else {}
-        outer_states, fresh = [], []
+        number = state.step + 1
+        memory = dict(state.wire.memory)
+        outer_states = []
+        fresh = []
         pending: Leaves = {}
         updates: Leaves = {}
         parts = zip(_split(params, self.fragments), _split(local, self.fragments), strict=True)
         for turn, (full, trained) in enumerate(parts):
-            sent_at = (turn + 1) * (self.every // self.fragments)
-            send = (number - sent_at) % self.every == 0
-            arrived_at = number - self.overlap
-            receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
-            unchanged = {
-                path: waiting[path] if self.overlap else jnp.zeros_like(leaf)
-                for path, leaf in full.items()
-            }
+            send, receive = self._turn(number, turn)
+            unchanged = self._unchanged(full, state)
             part_memory = {path: memory[path] for path in full if path in memory}
             synchronize = functools.partial(self._synchronize, full, trained, state.wire.step)
             keep = functools.partial(_keep, unchanged)
@@ -179,13 +175,32 @@ class LocalSteps:
             params=jax.tree.map(lambda x: x[None], local),
             inner=inner_state,
             outer=tuple(outer_states),
-            pending=_unflatten(params, pending) if self.overlap else None,
+            pending=None,
             fresh=jnp.stack(fresh),
             wire=WireState(state.wire.step + 1, memory, state.axes),
             axes=state.axes,
             mix=state.mix,
         )
+        if self.overlap:
+            after = dataclasses.replace(after, pending=_unflatten(params, pending))
         return _unflatten(params, updates), after
+
+    def _turn(self, number: jax.Array, turn: int) -> tuple[jax.Array, jax.Array]:
+        """Return whether a fragment is sent in step `number`, and whether a result of it arrives
+        then.
+        """
+        sent_at = (turn + 1) * (self.every // self.fragments)
+        send = (number - sent_at) % self.every == 0
+        arrived_at = number - self.overlap
+        receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
+        return send, receive
+
+    def _unchanged(self, full: Leaves, state: LocalState) -> Leaves:
+        """Return the outer updates of a fragment that is not sent: those under way, or zeros."""
+        if not self.overlap:
+            return {path: jnp.zeros_like(leaf) for path, leaf in full.items()}
+        waiting = flatten(state.pending)
+        return {path: waiting[path] for path in full}
 
     def _check_state(self, state: LocalState, params: Tree) -> None:
         bound_sizes(self.communication.axes)
@@ -202,22 +217,23 @@ class LocalSteps:
         self, grads: Tree, state: LocalState, params: Tree, extra: dict[str, Any]
     ) -> tuple[Tree, Any]:
         """Return this worker's own parameters and optimizer state after a step of its own."""
-        local = state.local_params(params)
-        grads, stacked = jax.tree.map(lambda x: x[None], (grads, local))
 
         def update(grads: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
             return self.inner.update(grads, inner_state, params, **extra)
 
+        local = state.local_params(params)
+        grads, stacked = jax.tree.map(lambda x: x[None], (grads, local))
         updates, inner_state = jax.vmap(update, axis_size=1)(grads, state.inner, stacked)
-        return optax.apply_updates(local, jax.tree.map(lambda x: x[0], updates)), inner_state
+        updates = jax.tree.map(lambda x: x[0], updates)
+        return optax.apply_updates(local, updates), inner_state
 
     def _synchronize(
-        self, full: Leaves, own: Leaves, step: jax.Array, memory: Memory, outer_state: Any
+        self, full: Leaves, local: Leaves, step: jax.Array, memory: Memory, outer_state: Any
     ) -> tuple[Any, Memory, Any]:
         """Return the outer updates of a fragment: the mean over workers of (global - local
         parameters) is the outer optimizer's gradient.
         """
-        deltas = {path: (leaf - own[path]).astype(leaf.dtype) for path, leaf in full.items()}
+        deltas = {path: (leaf - local[path]).astype(leaf.dtype) for path, leaf in full.items()}
         state = WireState(step, memory, self.communication.axes)
         mean, after = self.communication.update(deltas, state)
         updates, outer_state = self.outer.update(mean, outer_state, full)
@@ -291,12 +307,9 @@ def local_sgd(
     """
     parameters = ("inner", "outer", "every", "fragments", "overlap", "mix", "codec")
     communication = make_communication(axes, codec, options, parameters=parameters)
-    for name, value, least in (
-        ("every", every, 1),
-        ("fragments", fragments, 1),
-        ("overlap", overlap, 0),
-    ):
-        check_integer(value, name, least)
+    check_integer(every, "every", 1)
+    check_integer(fragments, "fragments", 1)
+    check_integer(overlap, "overlap", 0)
     if fragments > every or overlap >= every:
         raise OptionError(
             f"local_sgd: every={every}, fragments={fragments}, overlap={overlap}.",
@@ -309,21 +322,21 @@ def local_sgd(
     check_transformation("outer", outer)
     steps = LocalSteps(
         communication,
-        optax.with_extra_args_support(inner),
-        optax.with_extra_args_support(outer),
-        every,
-        fragments,
-        overlap,
-        mix,
+        inner=optax.with_extra_args_support(inner),
+        outer=optax.with_extra_args_support(outer),
+        every=every,
+        fragments=fragments,
+        overlap=overlap,
+        mix=mix,
     )
     return optax.GradientTransformationExtraArgs(steps.init, steps.update)  # type: ignore[arg-type]
 
 
 def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
     """Return the parameters of each fragment, by path."""
-    owner, flat = split_fragments(params, fragments), flatten(params)
+    owner = split_fragments(params, fragments)
     parts: list[dict[str, Any]] = [{} for _ in range(fragments)]
-    for path, leaf in flat.items():
+    for path, leaf in flatten(params).items():
         parts[owner[path]][path] = leaf
     return parts
 

@@ -70,7 +70,9 @@ class Averaging:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Return the names of what `reduce` measures."""
-        return DIAGNOSTICS if self.diagnostics else ()
+        if not self.diagnostics:
+            return ()
+        return DIAGNOSTICS
 
     def init_memory(self, key: jax.Array, params: Mapping[str, Any], workers: int) -> Memory:
         """Return what is kept at step 0, of as many workers; of `params` it needs nothing."""
@@ -106,7 +108,9 @@ class Averaging:
             if not part:
                 continue
             part_memory = {path: entry for path, entry in memory.items() if path in part}
-            reduce_part = self._nested(part, part_memory) if nested else self._reduce
+            reduce_part = self._reduce
+            if nested:
+                reduce_part = self._nested(part, part_memory)
             part_means, part_after, part_measured = reduce_part(part, part_memory, step)
             means |= part_means
             after |= part_after
@@ -117,10 +121,14 @@ class Averaging:
 
     def _as_sent(self, path: str, grad: jax.Array) -> jax.Array:
         dtype = self.transfers[path].dtype
-        return grad if dtype is None else grad.astype(dtype)
+        if dtype is None:
+            return grad
+        return grad.astype(dtype)
 
     def _nested(self, grads: Leaves, memory: Memory) -> Callable[..., Any]:
         """Return `_reduce` on each device's local shard along the model axes."""
+        # Where only some mesh axes are manual, XLA's partitioner would gather a model-sharded
+        # gradient before it reduces it (jax 0.10): a region over the other axes prevents that.
         axes = tuple(self.model_axes)
         grad_specs = {path: pspec(self.transfers[path].model_spec) for path in grads}
         specs_of_memory = jax.tree.map(
@@ -145,8 +153,8 @@ class Averaging:
         if self.diagnostics:
             with jax.named_scope("measure"):
                 for path, grad in grads.items():
-                    entries = memory.get(path, {}), after.get(path, {})
-                    measured += self._measured(path, grad, *entries, means[path])
+                    before = memory.get(path, {})
+                    measured += self._measured(path, grad, before, after.get(path, {}), means[path])
         return means, after, measured
 
     def _exactly(self, grads: Leaves, memory: Memory) -> tuple[Leaves, Memory]:
@@ -184,19 +192,21 @@ class Averaging:
         """
         transfer = self.transfers[path]
         layout = transfer.shard_layout
-        codec_input, residual = grad.astype(jnp.float32), jnp.zeros(())
+        codec_input = grad.astype(jnp.float32)
+        residual = jnp.zeros(())
         if transfer.error_feedback:
-            codec_input, residual = codec_input + before[RESIDUAL][0], after[RESIDUAL][0]
+            codec_input = codec_input + before[RESIDUAL][0]
+            residual = after[RESIDUAL][0]
         exact = exact_mean(layout, codec_input)
-        squares = jnp.stack(
-            [jnp.sum(x.astype(jnp.float32) ** 2) for x in (residual, mean - exact, exact)]
-        )
+        parts = (residual, mean - exact, exact)
+        squares = jnp.stack([jnp.sum(x.astype(jnp.float32) ** 2) for x in parts])
         copies = collectives.worker_count(layout.replicated_axes)
-        other_axes = set(self._measured_axes) - set(spec_axes(transfer.model_spec))
         model_copies = 1
         if transfer.nested:
+            other_axes = set(self._measured_axes) - set(spec_axes(transfer.model_spec))
             model_copies = math.prod(self.model_axes[axis] for axis in other_axes)
-        return squares / jnp.array([layout.workers, copies, copies], jnp.float32) / model_copies
+        devices = jnp.array([layout.workers, copies, copies], jnp.float32)
+        return squares / devices / model_copies
 
     def _summed(self, measured: jax.Array) -> jax.Array:
         """Return the diagnostics as (value, 1), float32[2, 2], from each worker's part."""
@@ -204,9 +214,10 @@ class Averaging:
             return jnp.zeros((2, 0))
         with jax.named_scope("measure"):
             residual, error, exact = collectives.all_reduce(measured, self.axes)
-        values = jnp.stack(
-            [jnp.sqrt(residual), jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))]
-        )
+        residual_norm = jnp.sqrt(residual)
+        # gradients that are all zero have no relative error
+        mean_error = jnp.sqrt(error / jnp.where(exact == 0, 1.0, exact))
+        values = jnp.stack([residual_norm, mean_error])
         return jnp.stack([values, jnp.ones_like(values)])
 
 
@@ -230,7 +241,9 @@ def reduce_buckets(
     for number, paths in enumerate(make_buckets(transfers, bucket_bytes)):
         chosen = [transfers[path] for path in paths]
         scope = f"reduce_gradients/{chosen[0].codec_name}"
-        with jax.named_scope(f"{scope}/{number}" if numbered else scope):
+        if numbered:
+            scope = f"{scope}/{number}"
+        with jax.named_scope(scope):
             bucket = Bucket(tuple(transfer.shard_layout for transfer in chosen), inside)
             entries = [memory.get(path, {}) for path in paths]
             reduced = reduce_bucket(chosen, [grads[path] for path in paths], entries, bucket)
@@ -252,14 +265,16 @@ def reduce_bucket(
     does not rescale it. (If the parameter itself is bfloat16, its mean is rounded once more at the
     end, and no residual keeps that.)
     """
-    residuals = [
-        entry[RESIDUAL][0].reshape(grad.shape) if transfer.error_feedback else None
-        for transfer, grad, entry in zip(transfers, grads, memory, strict=True)
-    ]
-    inputs = [
-        grad if residual is None else grad.astype(jnp.float32) + residual
-        for grad, residual in zip(grads, residuals, strict=True)
-    ]
+    residuals: list[jax.Array | None] = []
+    for transfer, grad, entry in zip(transfers, grads, memory, strict=True):
+        residual = None
+        if transfer.error_feedback:
+            residual = entry[RESIDUAL][0].reshape(grad.shape)
+        residuals.append(residual)
+    inputs = list(grads)
+    for number, residual in enumerate(residuals):
+        if residual is not None:
+            inputs[number] = grads[number].astype(jnp.float32) + residual
     codec_states = [jax.tree.map(lambda leaf: leaf[0], entry.get(CODEC, {})) for entry in memory]
     means, kept, codec_states = transfers[0].codec.mean(inputs, codec_states, bucket)
     after = []

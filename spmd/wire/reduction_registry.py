@@ -36,7 +36,9 @@ class Reduction:
     @property
     def options(self) -> tuple[str, ...]:
         """Return those of `OPTIONS` that the registered function takes."""
-        parameters = inspect.signature(self.make).parameters if self.make else {}
+        if self.make is None:
+            return ()
+        parameters = inspect.signature(self.make).parameters
         return tuple(name for name in OPTIONS if name in parameters)
 
 
@@ -98,25 +100,23 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
       >>> REDUCTIONS.pop("exact_inside").options
       ('codec', 'error_feedback')
     """
-
     where = f"register_reduction({short_repr(name)})"
     if not isinstance(name, str) or not name:
-        raise OptionError(
-            f"{where}: the name is {type_name(name)}.",
-            fix='such as @wire.register_reduction("ring").',
-        )
+        why = f"{where}: the name is {type_name(name)}."
+        raise OptionError(why, fix='such as @wire.register_reduction("ring").')
 
     def add(function: Function) -> Function:
         if not callable(function):
-            raise OptionError(
-                f"{where}: {type_name(function)} is no function.",
-                fix=f'@wire.register_reduction("{name}") above a def.',
-            )
+            why = f"{where}: {type_name(function)} is no function."
+            raise OptionError(why, fix=f'@wire.register_reduction("{name}") above a def.')
         _check_parameters(where, function)
         other = REDUCTIONS.get(name)
-        if other and (other.make is None or _origin(other.make) != _origin(function)):
-            whose = _origin(other.make) if other.make else "the library's own"
-            raise OptionError(f"{where}: the name is that of {whose}.", fix="another name.")
+        if other is not None:
+            whose = "the library's own"
+            if other.make is not None:
+                whose = _full_name(other.make)
+            if whose != _full_name(function):
+                raise OptionError(f"{where}: the name is that of {whose}.", fix="another name.")
         REDUCTIONS[name] = Reduction(name, True, _spec, _replicated, make=function)
         return function
 
@@ -124,33 +124,31 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
 
 
 def _check_parameters(where: str, function: Callable[..., Any]) -> None:
-    """The first parameter is for the axes; all others are options, or have defaults."""
+    """Check that the first parameter is for the axes, and that all others are options, or have
+    defaults.
+    """
     parameters = list(inspect.signature(function).parameters.values())
-    if not parameters or parameters[0].kind not in (
+    by_position = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    ):
-        raise OptionError(
-            f"{where}: the function takes no axes.", fix="def reduction(axes, codec): ..."
-        )
+    )
+    if not parameters or parameters[0].kind not in by_position:
+        why = f"{where}: the function takes no axes."
+        raise OptionError(why, fix="def reduction(axes, codec): ...")
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             fix = (
                 f"name those of {', '.join(OPTIONS)} that it takes: layouts that set others are "
                 "refused."
             )
-            raise OptionError(
-                f"{where}: {parameter} hides which options the function takes.", fix=fix
-            )
+            why = f"{where}: {parameter} hides which options the function takes."
+            raise OptionError(why, fix=fix)
         if parameter.name not in OPTIONS and parameter.default is parameter.empty:
             why = f"{where}: nothing gives the parameter {parameter.name} a value."
-            raise OptionError(
-                why,
-                fix="a default, or one of the options that a layout has. "
-                f"{did_you_mean(parameter.name, OPTIONS)}",
-            )
+            fix = "a default, or one of the options that a layout has. "
+            raise OptionError(why, fix=fix + did_you_mean(parameter.name, OPTIONS))
 
 
-def _origin(function: Any) -> str:
+def _full_name(function: Any) -> str:
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '')}.{name}"

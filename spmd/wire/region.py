@@ -1,5 +1,6 @@
 """The region in which a transformation runs: `jax.shard_map` with the workers' axes manual."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from spmd.wire.transfer import Transfer
 
 Axes = str | Sequence[str]
 
+ENCODABLE = (jnp.float32, jnp.bfloat16, jnp.float16)
 FLOATS_ONLY = (
     "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for "
     "all others."
@@ -32,15 +34,10 @@ def as_axes(axes: Axes) -> tuple[str, ...]:
         names = (axes,)
     elif isinstance(axes, Sequence):
         names = tuple(axes)
-    if (
-        not names
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) < len(names)
-    ):
-        raise OptionError(
-            f"axes={short_repr(axes)}.",
-            fix='the name of a mesh axis, or several: "data", or ("host", "gpu").',
-        )
+    all_names = all(isinstance(name, str) for name in names)
+    if not names or not all_names or len(set(names)) < len(names):
+        fix = 'the name of a mesh axis, or several: "data", or ("host", "gpu").'
+        raise OptionError(f"axes={short_repr(axes)}.", fix=fix)
     return names
 
 
@@ -52,19 +49,27 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
     """
     sizes = {}
     for axis in axes:
+        # No mesh names an axis that `jax.vmap` binds, so JAX is asked for its size.
         try:
             sizes[axis] = collectives.worker_count((axis,))
         except NameError:
-            manual = jax.sharding.get_abstract_mesh().manual_axes
-            near = closest(axis, manual)
-            fix = f'did you mean "{near}"? Else ' if near else ""
-            needed = ", ".join(f'"{name}"' for name in dict.fromkeys((*axes, *manual)))
-            fix += (
-                f"jax.shard_map(..., axis_names={{{needed}}}, check_vma=False) around it; without "
-                "axis_names every axis is manual."
-            )
-            raise CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix) from None
+            raise _not_manual(axis, axes) from None
     return sizes
+
+
+def _not_manual(axis: str, axes: tuple[str, ...]) -> CommunicationError:
+    """Return the error for one of these axes that is not manual."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    fix = ""
+    near = closest(axis, manual)
+    if near:
+        fix = f'did you mean "{near}"? Else '
+    needed = ", ".join(f'"{name}"' for name in dict.fromkeys((*axes, *manual)))
+    fix += (
+        f"jax.shard_map(..., axis_names={{{needed}}}, check_vma=False) around it; without "
+        "axis_names every axis is manual."
+    )
+    return CommunicationError(f'"{axis}" is not a manual mesh axis here.', fix=fix)
 
 
 def on_local_shards(
@@ -92,12 +97,11 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
     try:
         return bound_sizes(axes), True
     except CommunicationError:
-        meshes = [
-            leaf.sharding.mesh
-            for leaf in jax.tree.leaves(params)
-            if isinstance(getattr(leaf, "sharding", None), NamedSharding)
-        ]
-        for mesh in (jax.sharding.get_abstract_mesh(), *meshes[:1]):
+        meshes: list[Any] = [jax.sharding.get_abstract_mesh()]
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params)]
+        named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+        meshes += [sharding.mesh for sharding in named[:1]]
+        for mesh in meshes:
             if all(axis in mesh.shape for axis in axes):
                 return {axis: mesh.shape[axis] for axis in axes}, False
         check_axes(axes, jax.sharding.get_abstract_mesh().axis_names or axes)
@@ -106,6 +110,15 @@ def axis_sizes(axes: tuple[str, ...], params: Tree) -> tuple[dict[str, int], boo
         "depends on it.",
         fix="wire.init(tx, params, mesh), or tx.init inside jax.shard_map.",
     )
+
+
+def count_rows(sizes: Mapping[str, int], *, in_region: bool) -> int:
+    """Return how many rows, one for each worker, an array has: inside the region this worker's
+    own.
+    """
+    if in_region:
+        return 1
+    return math.prod(sizes.values())
 
 
 def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
@@ -123,10 +136,13 @@ def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
 
 def as_arrays(tree: Tree) -> Tree:
     """The tree with arrays in place of Python numbers."""
-    return jax.tree.map(
-        lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf, jnp.result_type(leaf)),
-        tree,
-    )
+
+    def as_array(leaf: Any) -> Any:
+        if hasattr(leaf, "shape"):
+            return leaf
+        return jnp.asarray(leaf, jnp.result_type(leaf))
+
+    return jax.tree.map(as_array, tree)
 
 
 def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
@@ -137,7 +153,10 @@ def check_dtypes(grads: Mapping[str, Any], fix: str = FLOATS_ONLY) -> None:
     """
     for path, grad in grads.items():
         if not jnp.issubdtype(dtype_of(grad), jnp.inexact):
-            dtype = "float0" if dtype_of(grad) == jax.dtypes.float0 else str(dtype_of(grad))
+            dtype = str(dtype_of(grad))
+            # `jax.grad` of an integer; numpy shows its dtype as a structure
+            if dtype_of(grad) == jax.dtypes.float0:
+                dtype = "float0"
             why = f"the gradient {path} is {dtype}{list(jnp.shape(grad))}: its mean is no {dtype}."
             raise CommunicationError(why, fix=fix, path=path)
 
@@ -151,18 +170,12 @@ def check_encodable(
       CommunicationError: names the first of them.
     """
     for path, grad in grads.items():
-        if not transfers[path].codec.lossless and grad.dtype not in (
-            jnp.float32,
-            jnp.bfloat16,
-            jnp.float16,
-        ):
-            why = (
-                f"the gradient {path} is {describe(grad)}, and codec {transfers[path].codec_name} "
-                "computes in float32."
-            )
-            raise CommunicationError(
-                why, fix=fix or f'codecs={{"{path}": wire.exact()}}.', path=path
-            )
+        transfer = transfers[path]
+        if not transfer.codec.lossless and grad.dtype not in ENCODABLE:
+            why = f"the gradient {path} is {describe(grad)}, and codec {transfer.codec_name} "
+            why += "computes in float32."
+            fix = fix or f'codecs={{"{path}": wire.exact()}}.'
+            raise CommunicationError(why, fix=fix, path=path)
 
 
 def check_grads(axes: tuple[str, ...], grads: Mapping[str, Any], *, lossless: bool) -> None:

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from spmd.base.tree import Tree, describe, map_paths
 from spmd.errors import CommunicationError, join_names, type_name
 from spmd.wire.communication import WireState
 from spmd.wire.local_steps import LocalState
 from spmd.wire.server.transformation import ServerState
-from spmd.wire.states import init, specs
+from spmd.wire.states import init, place, specs
 from spmd.wire.transfer import CODEC, RESIDUAL, Memory
 from spmd.wire.zero import ZeroState
 
@@ -39,10 +39,12 @@ def resplit_rows(x: Any, workers: int) -> jax.Array:
     """
     before = x.shape[0]
     if before % workers == 0:
-        return x.reshape(workers, before // workers, *x.shape[1:]).mean(1).astype(x.dtype)
+        groups = x.reshape(workers, before // workers, *x.shape[1:])
+        return groups.mean(1).astype(x.dtype)
     if workers % before == 0:
         return jnp.repeat(x, workers // before, axis=0)
-    return jnp.repeat(x.mean(0, keepdims=True).astype(x.dtype), workers, axis=0)
+    mean = x.mean(0, keepdims=True).astype(x.dtype)
+    return jnp.repeat(mean, workers, axis=0)
 
 
 def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Mesh) -> Any:
@@ -81,7 +83,8 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
       >>> wire.resplit(tx, state, params, mesh_of_2).memory["w"]["residual"].shape
       (2, 64, 64)
     """
-    if any(isinstance(node, ServerState) for node in jax.tree.leaves(state, is_leaf=_is_ours)):
+    nodes = jax.tree.leaves(state, is_leaf=_is_ours)
+    if any(isinstance(node, ServerState) for node in nodes):
         raise CommunicationError(
             "resplit: the workers of a parameter server have read different versions of the "
             "parameters, and have no mean.",
@@ -89,9 +92,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
             "begin at the servers' parameters.",
         )
     fresh = init(tx, params, mesh)
-    if isinstance(state, dict | list) and not any(
-        map(_is_ours, jax.tree.leaves(state, is_leaf=_is_ours))
-    ):
+    if isinstance(state, dict | list) and not any(_is_ours(node) for node in nodes):
         raise CommunicationError(
             f"resplit: the state is {type_name(state)} of plain lists and dicts, as Orbax restores "
             "one without a template.",
@@ -101,9 +102,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
     kept = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
-    return jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), kept, specs(kept)
-    )
+    return place(kept, mesh, specs(kept))
 
 
 def _is_ours(node: Any) -> bool:
@@ -113,40 +112,28 @@ def _is_ours(node: Any) -> bool:
 def _keep(old: Any, fresh: Any) -> Any:
     """`old` in the shapes of `fresh`."""
     if (_is_ours(old) or _is_ours(fresh)) and type(old) is not type(fresh):
-        raise CommunicationError(
-            f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}.", fix=FIX
-        )
+        why = f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}."
+        raise CommunicationError(why, fix=FIX)
     if isinstance(old, WireState):
-        return WireState(
-            _keep_array("step", old.step, fresh.step),
-            _keep_memory(old.memory, fresh.memory),
-            fresh.axes,
-        )
+        step = _keep_array("step", old.step, fresh.step)
+        return WireState(step, _keep_memory(old.memory, fresh.memory), fresh.axes)
     if isinstance(old, ZeroState):
-        return ZeroState(
-            _keep(old.wire, fresh.wire),
-            map_paths(_keep_array, old.inner, fresh.inner),
-            fresh.inner_specs,
-        )
+        wire = _keep(old.wire, fresh.wire)
+        inner = map_paths(_keep_array, old.inner, fresh.inner)
+        return ZeroState(wire, inner, fresh.inner_specs)
     if isinstance(old, LocalState):
-        same = {
-            name: map_paths(_keep_array, getattr(old, name), getattr(fresh, name))
-            for name in ("step", "outer", "pending", "fresh")
-        }
-        rows = {
-            name: map_paths(_keep_rows, getattr(old, name), getattr(fresh, name))
-            for name in ("params", "inner")
-        }
-        return dataclasses.replace(fresh, wire=_keep(old.wire, fresh.wire), **same, **rows)
+        parts = {}
+        for name in ("step", "outer", "pending", "fresh"):
+            parts[name] = map_paths(_keep_array, getattr(old, name), getattr(fresh, name))
+        for name in ("params", "inner"):
+            parts[name] = map_paths(_keep_rows, getattr(old, name), getattr(fresh, name))
+        return dataclasses.replace(fresh, wire=_keep(old.wire, fresh.wire), **parts)
     return _keep_array("an array", old, fresh)
 
 
 def _keep_memory(old: Memory, fresh: Memory) -> Memory:
-    lost = [
-        path
-        for path, entry in old.items()
-        if RESIDUAL in entry and RESIDUAL not in fresh.get(path, {})
-    ]
+    has_place = {path for path, entry in fresh.items() if RESIDUAL in entry}
+    lost = [path for path, entry in old.items() if RESIDUAL in entry and path not in has_place]
     if lost:
         raise CommunicationError(
             f"resplit: residuals of {join_names(lost)} have no place: tx has no error feedback, or "
@@ -162,9 +149,9 @@ def _keep_memory(old: Memory, fresh: Memory) -> Memory:
         if RESIDUAL in entry and RESIDUAL in before:
             kept[path][RESIDUAL] = _keep_rows(path, before[RESIDUAL], entry[RESIDUAL])
         if CODEC in entry and before.get(CODEC, {}).keys() == entry[CODEC].keys():
+            arrays = entry[CODEC].items()
             kept[path][CODEC] = {
-                name: _keep_array(path, before[CODEC][name], leaf)
-                for name, leaf in entry[CODEC].items()
+                name: _keep_array(path, before[CODEC][name], leaf) for name, leaf in arrays
             }
     return kept
 
@@ -172,32 +159,27 @@ def _keep_memory(old: Memory, fresh: Memory) -> Memory:
 def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:
     """An array [workers, ...] of each worker's own."""
     if jnp.shape(old)[1:] != fresh.shape[1:] or jnp.result_type(old) != fresh.dtype:
-        raise CommunicationError(
-            f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.",
-            fix=FIX,
-            path=path,
-        )
+        raise _other_array(path, old, fresh)
     rows = _on_host(path, old)
     if jnp.issubdtype(fresh.dtype, jnp.inexact):
         return resplit_rows(jnp.asarray(rows), fresh.shape[0])
     if (rows != rows[:1]).any():
-        raise CommunicationError(
-            f"resplit: {path}, {describe(old)}, differs between workers and has no mean.",
-            fix="tx.init, which starts anew.",
-            path=path,
-        )
+        why = f"resplit: {path}, {describe(old)}, differs between workers and has no mean."
+        raise CommunicationError(why, fix="tx.init, which starts anew.", path=path)
     return np.repeat(rows[:1], fresh.shape[0], axis=0)
 
 
 def _keep_array(path: str, old: Any, fresh: jax.Array) -> Any:
     """An array that does not depend on the number of workers."""
     if describe(old) != describe(fresh):
-        raise CommunicationError(
-            f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}.",
-            fix=FIX,
-            path=path,
-        )
+        raise _other_array(path, old, fresh)
     return _on_host(path, old)
+
+
+def _other_array(path: str, old: Any, fresh: jax.Array) -> CommunicationError:
+    """Return the error for an array of another shape or dtype."""
+    why = f"resplit: {path} is {describe(old)}, which cannot become {describe(fresh)}."
+    return CommunicationError(why, fix=FIX, path=path)
 
 
 def _on_host(path: str, leaf: Any) -> Any:

@@ -52,9 +52,8 @@ class ShardLayout:
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of a shard."""
-        return tuple(
-            size // self._count(axes) for size, axes in zip(self.shape, self._dim_axes, strict=True)
-        )
+        dims = zip(self.shape, self._dim_axes, strict=True)
+        return tuple(size // self._count(axes) for size, axes in dims)
 
     @property
     def width(self) -> int:
@@ -65,37 +64,34 @@ class ShardLayout:
 
     def shards(self, x: jax.Array) -> jax.Array:
         """All shards of `x`, [positions along `sharded_axes`, elements of a shard]."""
-        return (
-            x.reshape(self._split_shape)
-            .transpose(self._order)
-            .reshape(self._count(self.sharded_axes), -1)
-        )
+        ordered = x.reshape(self._split_shape).transpose(self._order)
+        return ordered.reshape(self._count(self.sharded_axes), -1)
 
     def local_shard(self, x: jax.Array) -> jax.Array:
         """This worker's shard of the replicated `x`."""
         if not self.sharded_axes:
             return x
         index = collectives.worker_index(self.sharded_axes)
-        return lax.dynamic_index_in_dim(self.shards(x), index, keepdims=False).reshape(
-            self.shard_shape
-        )
+        shard = lax.dynamic_index_in_dim(self.shards(x), index, keepdims=False)
+        return shard.reshape(self.shard_shape)
 
     def to_rows(self, x: jax.Array) -> jax.Array:
         """`x` as float32[workers, width]; worker j owns row j."""
-        shards, copies = self.shards(x).astype(jnp.float32), self._count(self.replicated_axes)
+        shards = self.shards(x).astype(jnp.float32)
+        copies = self._count(self.replicated_axes)
         padded = jnp.pad(shards, ((0, 0), (0, copies * self.width - shards.shape[1])))
         axes = (*self.sharded_axes, *self.replicated_axes)
         grid = padded.reshape(*self._sizes(axes), self.width)
-        return grid.transpose(*(axes.index(axis) for axis in self.axes), len(axes)).reshape(
-            self.workers, self.width
-        )
+        order = [axes.index(axis) for axis in self.axes]
+        return grid.transpose(*order, len(axes)).reshape(self.workers, self.width)
 
     def from_rows(self, rows: jax.Array) -> jax.Array:
         """The inverse of `to_rows`."""
-        grid = rows.reshape(*self.sizes, self.width)
         axes = (*self.sharded_axes, *self.replicated_axes)
-        grid = grid.transpose(*(self.axes.index(axis) for axis in axes), len(self.axes))
-        shards = grid.reshape(self._count(self.sharded_axes), -1)[:, : math.prod(self.shard_shape)]
+        order = [self.axes.index(axis) for axis in axes]
+        grid = rows.reshape(*self.sizes, self.width).transpose(*order, len(self.axes))
+        padded = grid.reshape(self._count(self.sharded_axes), -1)
+        shards = padded[:, : math.prod(self.shard_shape)]
         split_shape = [self._split_shape[dim] for dim in self._order]
         inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
         return shards.reshape(split_shape).transpose(inverse).reshape(self.shape)
@@ -109,24 +105,30 @@ class ShardLayout:
     @functools.cached_property
     def _dim_axes(self) -> tuple[tuple[str, ...], ...]:
         """For every dim the axes that shard it."""
-        return tuple(map(entry_axes, (*self.spec, *[None] * (len(self.shape) - len(self.spec)))))
+        unsharded = [None] * (len(self.shape) - len(self.spec))
+        return tuple(map(entry_axes, (*self.spec, *unsharded)))
 
     @functools.cached_property
     def _split_shape(self) -> tuple[int, ...]:
         """The shape with every sharded dim split into one dim per axis and the rest."""
-        split = zip(self._dim_axes, self.shard_shape, strict=True)
-        return tuple(size for axes, rest in split for size in (*self._sizes(axes), rest))
+        shape: list[int] = []
+        for axes, size in zip(self._dim_axes, self.shard_shape, strict=True):
+            shape += [*self._sizes(axes), size]
+        return tuple(shape)
 
     @functools.cached_property
     def _order(self) -> tuple[int, ...]:
         """The order of these dims that puts the axes first, as in `sharded_axes`."""
-        axis_dims, rest_dims, dim = {}, [], 0
+        dim_of_axis = {}
+        other_dims = []
+        dim = 0
         for axes in self._dim_axes:
             for axis in axes:
-                axis_dims[axis], dim = dim, dim + 1
-            rest_dims.append(dim)
+                dim_of_axis[axis] = dim
+                dim += 1
+            other_dims.append(dim)
             dim += 1
-        return (*(axis_dims[axis] for axis in self.sharded_axes), *rest_dims)
+        return (*(dim_of_axis[axis] for axis in self.sharded_axes), *other_dims)
 
     def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[self.axes.index(axis)] for axis in axes)

@@ -1,6 +1,7 @@
 """States of optax transformations that communicate: made on a mesh, and split over it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from spmd.errors import (
     short_repr,
     type_name,
 )
-from spmd.wire.communication import WireState
 from spmd.wire.region import (
     check_axes,
 )
+
+MASKED = (optax.MaskedState, optax.PartitionState)
 
 
 def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMesh) -> Any:
@@ -51,13 +53,22 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
     """
     check_transformation("tx", tx)
     check_mesh(mesh)
-    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
-        state = tx.init(params) if isinstance(mesh, Mesh) else jax.eval_shape(tx.init, params)
-    for node in jax.tree.leaves(state, is_leaf=_has_specs):
-        check_axes(getattr(node, "axes", ()) if _has_specs(node) else (), mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        with jax.set_mesh(mesh):
+            state = tx.init(params)
+    else:
+        with jax.sharding.use_abstract_mesh(mesh):
+            state = jax.eval_shape(tx.init, params)
+    for node in _nodes(state, _has_specs):
+        check_axes(getattr(node, "axes", ()), mesh.axis_names)
     split = specs(state)
     if not isinstance(mesh, Mesh):
         return state
+    return place(state, mesh, split)
+
+
+def place(state: Tree, mesh: Mesh, split: Tree) -> Tree:
+    """Return a state with each array on a mesh, by a tree of specs like it."""
     return jax.tree.map(
         lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, split
     )
@@ -91,18 +102,18 @@ def specs(state: Tree) -> Tree:
             fix="wire.specs(state), of what wire.init(tx, params, mesh) returns.",
         )
     for wrapper, name, why, fix in _WRAPPERS:
-        for node in jax.tree.leaves(
-            state, is_leaf=lambda node, kind=wrapper: isinstance(node, kind)
-        ):
-            if isinstance(node, wrapper) and communicates(node):
-                raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
+        wrapped = _nodes(state, lambda node, kind=wrapper: isinstance(node, kind))
+        if any(communicates(node) for node in wrapped):
+            raise CommunicationError(f"optax.{name} around a communication: {why}.", fix=fix)
     _check_masked(state)
     _check_order(state)
-    return jax.tree.map(
-        lambda node: node.specs() if _has_specs(node) else PartitionSpec(),
-        state,
-        is_leaf=_has_specs,
-    )
+
+    def node_specs(node: Any) -> Any:
+        if _has_specs(node):
+            return node.specs()
+        return PartitionSpec()
+
+    return jax.tree.map(node_specs, state, is_leaf=_has_specs)
 
 
 def local_params(state: Tree, params: Tree) -> Tree:
@@ -126,27 +137,27 @@ def local_params(state: Tree, params: Tree) -> Tree:
       ... ) is params  # nothing here keeps other ones
       True
     """
-    states = [
-        node
-        for node in jax.tree.leaves(state, is_leaf=_has_local_params)
-        if _has_local_params(node)
-    ]
-    return states[0].local_params(params) if states else params
+    states = _nodes(state, lambda node: hasattr(node, "local_params"))
+    if not states:
+        return params
+    return states[0].local_params(params)
 
 
-def _has_local_params(node: Any) -> bool:
-    return hasattr(node, "local_params")
+def _nodes(state: Tree, is_node: Callable[[Any], bool]) -> list[Any]:
+    """Return the nodes of a tree for which this is true, without those inside of them."""
+    leaves = jax.tree.leaves(state, is_leaf=is_node)
+    return [node for node in leaves if is_node(node)]
 
 
 def _check_masked(state: Tree) -> None:
     """Refuse `optax.masked` around a communication; `optax.partition`, made of it, has a
     transformation for every parameter.
     """
-    for node in jax.tree.leaves(state, is_leaf=_is_masked):
+    for node in _nodes(state, lambda node: isinstance(node, MASKED)):
         if isinstance(node, optax.PartitionState):
             for part in node.inner_states.values():
                 _check_masked(part.inner_state)  # type: ignore[attr-defined]
-        elif _is_masked(node) and communicates(node):
+        elif communicates(node):
             raise CommunicationError(
                 "optax.masked around a communication: gradients that the mask leaves out stay each "
                 "worker's own, so workers would diverge.",
@@ -157,23 +168,17 @@ def _check_masked(state: Tree) -> None:
             )
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedState | optax.PartitionState)
-
-
 def _check_order(state: Tree) -> None:
     """Refuse `optax.chain` with arrays of state before a communication: they would differ between
     workers, and `specs` calls them equal.
     """
-    parts = [
-        part
-        for part in jax.tree.leaves(state, is_leaf=lambda node: node is not state)
-        if part is not state
-    ]
-    communications = (
-        [at for at, part in enumerate(parts) if communicates(part)] if type(state) is tuple else []
-    )
-    for part in parts[: communications[-1]] if communications else ():
+    children = jax.tree.leaves(state, is_leaf=lambda node: node is not state)
+    parts = [part for part in children if part is not state]
+    # optax.chain's state is a plain tuple; a named tuple is the state of one transformation
+    last = 0
+    if type(state) is tuple:
+        last = max((at for at, part in enumerate(parts) if communicates(part)), default=0)
+    for part in parts[:last]:
         kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
         if kept and not communicates(part):
             raise CommunicationError(
@@ -189,14 +194,16 @@ def _check_order(state: Tree) -> None:
 
 def _keeper(part: Tree) -> str:
     """The kind of state that keeps arrays, inside tuples of states."""
-    if type(part) is not tuple:
-        return type(part).__name__
-    return _keeper(next(inner for inner in part if any(map(jnp.ndim, jax.tree.leaves(inner)))))
+    if type(part) is tuple:
+        for inner in part:
+            if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(inner)):
+                return _keeper(inner)
+    return type(part).__name__
 
 
 def communicates(part: Tree) -> bool:
     """Return whether a part of an optimizer's state is that of a communication."""
-    return any(map(_has_specs, jax.tree.leaves(part, is_leaf=_has_specs)))
+    return bool(_nodes(part, _has_specs))
 
 
 def check_mesh(mesh: Any) -> None:
@@ -208,9 +215,8 @@ def check_mesh(mesh: Any) -> None:
 
 def check_transformation(name: str, value: Any) -> None:
     """Refuse what is no optax transformation."""
-    if isinstance(value, type) or not (
-        callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
-    ):
+    methods = (getattr(value, "init", None), getattr(value, "update", None))
+    if isinstance(value, type) or not all(callable(method) for method in methods):
         shown = getattr(value, "__name__", None) or short_repr(value)
         fix = (
             "an optax transformation, such as optax.adamw(1e-3); a function that makes one must be "
@@ -255,6 +261,5 @@ _WRAPPERS = (
 
 
 def _has_specs(node: Any) -> bool:
-    return isinstance(node, WireState) or (
-        hasattr(node, "specs") and dataclasses.is_dataclass(node)
-    )
+    """Return whether a node is the state of a communication, which says how it is split."""
+    return hasattr(node, "specs") and dataclasses.is_dataclass(node)

@@ -79,9 +79,10 @@ class Transfer:
     def codec_name(self) -> str:
         """Return the registered name of the codec, or that of its class."""
         kind = type(self.codec)
-        return next(
-            (name for name, registered in CODECS.items() if registered is kind), kind.__name__
-        )
+        for name, registered in CODECS.items():
+            if registered is kind:
+                return name
+        return kind.__name__
 
     def codec_arrays(self, keys: jax.Array) -> dict[str, jax.Array]:
         """Return the codec's arrays at step 0, [keys, ...]; of most codecs there are none."""
@@ -130,15 +131,19 @@ def make_buckets(transfers: Mapping[str, Transfer], limit: int) -> list[list[str
     Exact gradients would be copied into a bucket without getting smaller, so their limit is lower.
     """
     buckets: list[list[str]] = []
+    # by codec and axes: the last bucket and its bytes
     filling: dict[tuple, tuple[list[str], int]] = {}
     for path, transfer in transfers.items():
         layout = transfer.shard_layout
-        key, size = (transfer.codec, layout.replicated_axes), 4 * math.prod(layout.shape)
+        key = (transfer.codec, layout.replicated_axes)
+        size = 4 * math.prod(layout.shape)
+        most = limit
+        if transfer.codec.lossless:
+            most = min(limit, MAX_EXACT_BUCKET)
         paths, filled = filling.get(key, ([], 0))
-        if not paths or filled + size > (
-            min(limit, MAX_EXACT_BUCKET) if transfer.codec.lossless else limit
-        ):
-            paths, filled = [], 0
+        if not paths or filled + size > most:
+            paths = []
+            filled = 0
             buckets.append(paths)
         paths.append(path)
         filling[key] = (paths, filled + size)
@@ -195,15 +200,15 @@ def memory_specs(
     """
     specs: Memory = {}
     for path, entry in memory.items():
+        model_spec: Spec = ()
         transfer = transfers.get(path)
-        model_spec = transfer.model_spec if transfer is not None and transfer.nested else ()
+        if transfer is not None and transfer.nested:
+            model_spec = transfer.model_spec
+        of_codec: Spec = ()
         model_axes = spec_axes(model_spec)
-        by_kind: dict[str, Spec] = {
-            RESIDUAL: (axes, *model_spec),
-            CODEC: (model_axes,) if model_axes else (),
-            GATHERED: (),
-            READ: (),
-        }
+        if model_axes:
+            of_codec = (model_axes,)
+        by_kind = {RESIDUAL: (axes, *model_spec), CODEC: of_codec, GATHERED: (), READ: ()}
         specs[path] = {}
         for kind, part in entry.items():
             spec = by_kind.get(kind, (axes,))

@@ -128,25 +128,29 @@ def hierarchical(
       ... )
       True
     """
-    for name, pair, example in (
-        ("inside", inside, '("gpu", wire.exact())'),
-        ("across", across, '("host", wire.int8())'),
-    ):
-        if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise OptionError(
-                f"{name}={short_repr(pair)}.", fix=f"axes and a codec: {name}={example}."
-            )
-        check_codec(f"{name}: codec", pair[1])
+    _check_stage("inside", inside, '("gpu", wire.exact())')
+    _check_stage("across", across, '("host", wire.int8())')
     if type(scatter) is not bool:
         raise OptionError(f"scatter={short_repr(scatter)}.", fix="True or False.")
-    (inner, inner_codec), (outer, codec) = inside, across
-    inner, outer = as_axes(inner), as_axes(outer)
-    if not isinstance(inner_codec, Exact):
-        raise OptionError(
-            f"inside: {short_repr(inner_codec)}.",
-            fix="wire.exact(): gradients are rounded only across hosts.",
-        )
-    parameters = ("inside", "across", "scatter")
-    return make_communication(
-        (*outer, *inner), codec, options, inside=inner, scatter=scatter, parameters=parameters
-    ).transformation
+    inner = as_axes(inside[0])
+    outer = as_axes(across[0])
+    if not isinstance(inside[1], Exact):
+        why = f"inside: {short_repr(inside[1])}."
+        raise OptionError(why, fix="wire.exact(): gradients are rounded only across hosts.")
+    communication = make_communication(
+        (*outer, *inner),
+        across[1],
+        options,
+        inside=inner,
+        scatter=scatter,
+        parameters=("inside", "across", "scatter"),
+    )
+    return communication.transformation
+
+
+def _check_stage(name: str, stage: Any, example: str) -> None:
+    """Refuse a stage that is not axes and a codec."""
+    if not (isinstance(stage, tuple) and len(stage) == 2):
+        why = f"{name}={short_repr(stage)}."
+        raise OptionError(why, fix=f"axes and a codec: {name}={example}.")
+    check_codec(f"{name}: codec", stage[1])

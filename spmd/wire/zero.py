@@ -63,11 +63,8 @@ class ZeroState:
 
     def specs(self) -> "ZeroState":
         """The spec of every leaf."""
-        return ZeroState(
-            self.wire.specs(),
-            jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs),
-            self.inner_specs,
-        )
+        inner = jax.tree.unflatten(jax.tree.structure(self.inner), self.inner_specs)
+        return ZeroState(self.wire.specs(), inner, self.inner_specs)
 
 
 def zero1(
@@ -109,9 +106,8 @@ def zero1(
       >>> wire.bytes_sent(tx, {"w": jnp.zeros((1024, 1024))}, AbstractMesh((8,), ("data",)))
       5505024
     """
-    communication = make_communication(
-        axes, codec, options, scatter=True, parameters=("inner", "codec", "max_norm")
-    )
+    parameters = ("inner", "codec", "max_norm")
+    communication = make_communication(axes, codec, options, scatter=True, parameters=parameters)
     check_transformation("inner", inner)
     if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
         raise OptionError(f"max_norm={short_repr(max_norm)}.", fix="a number above 0.")
@@ -120,10 +116,11 @@ def zero1(
     def init(params: Tree) -> ZeroState:
         params = as_arrays(params)
         sizes, in_region = axis_sizes(communication.axes, params)
-        start = _own_shards(communication, params, sizes) if in_region else params
+        start = params
+        if in_region:
+            start = _local_shards(communication, params, sizes)
         state = inner.init(start)
         check_no_communication("inner", state)
-
         full = jax.tree.map(lambda leaf: PartitionSpec(*shard_spec(leaf.shape, sizes)), params)
         inner_specs = moment_specs("wire.zero1", inner, state, start, full)
         return ZeroState(communication.init(params), state, inner_specs)
@@ -136,52 +133,57 @@ def zero1(
                 "wire.zero1: update without params.",
                 fix="update(grads, state, params): shards are those of the parameters.",
             )
-        params, sizes = as_arrays(params), bound_sizes(communication.axes)
+        params = as_arrays(params)
+        sizes = bound_sizes(communication.axes)
         if not isinstance(state, ZeroState):
-            raise CommunicationError(
-                f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}.",
-                fix="the state of its init.",
-            )
+            why = f"wire.zero1 has a state ZeroState; it is given one {type_name(state)}."
+            raise CommunicationError(why, fix="the state of its init.")
         shards, wire_state = communication.update(grads, state.wire)
         if max_norm is not None:
             shards = _clip(shards, params, sizes, max_norm)
-        own = _own_shards(communication, params, sizes)
+        local = _local_shards(communication, params, sizes)
         fix = f"for clipping: wire.zero1(..., max_norm=1.0); else {FULL_GRADIENTS}"
-        check_elementwise("wire.zero1", fix, inner, shards, state.inner, own, extra)
-        updates, inner_state = inner.update(shards, state.inner, own, **extra)
-        return all_gather(updates, communication.axes, params), ZeroState(
-            wire_state, inner_state, state.inner_specs
-        )
+        check_elementwise("wire.zero1", fix, inner, shards, state.inner, local, extra)
+        updates, inner_state = inner.update(shards, state.inner, local, **extra)
+        full_updates = all_gather(updates, communication.axes, params)
+        return full_updates, ZeroState(wire_state, inner_state, state.inner_specs)
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def _own_shards(communication: Communication, params: Tree, sizes: dict[str, int]) -> Tree:
-    """This worker's shards of full arrays."""
-    counts = tuple(sizes[axis] for axis in communication.axes)
+def _local_shards(communication: Communication, params: Tree, sizes: dict[str, int]) -> Tree:
+    """Return this worker's shards of full arrays."""
+    axes = communication.axes
+    counts = tuple(sizes[axis] for axis in axes)
 
-    def own(leaf: jax.Array) -> jax.Array:
-        return ShardLayout(
-            leaf.shape, shard_spec(leaf.shape, sizes), communication.axes, counts
-        ).local_shard(leaf)
+    def local_shard(leaf: jax.Array) -> jax.Array:
+        layout = ShardLayout(leaf.shape, shard_spec(leaf.shape, sizes), axes, counts)
+        return layout.local_shard(leaf)
 
-    return jax.tree.map(own, params)
+    return jax.tree.map(local_shard, params)
 
 
 def _clip(shards: Tree, params: Tree, sizes: dict[str, int], max_norm: float) -> Tree:
     """Scaled so that the norm over all workers' shards is at most `max_norm`; an array that is full
     on each counts once.
     """
-    squares = [jnp.zeros(()), jnp.zeros(())]  # of sharded arrays, and of full ones
+    sharded = jnp.zeros(())
+    replicated = jnp.zeros(())
     for shard, full in zip(jax.tree.leaves(shards), jax.tree.leaves(params), strict=True):
-        squares[not shard_spec(full.shape, sizes)] += jnp.sum(jnp.square(shard.astype(jnp.float32)))
-    norm = jnp.sqrt(collectives.all_reduce(squares[0], tuple(sizes)) + squares[1])
-    return jax.tree.map(
-        lambda shard: jnp.where(
-            norm < max_norm, shard, (shard / norm.astype(shard.dtype)) * max_norm
-        ),
-        shards,
-    )
+        square = jnp.sum(jnp.square(shard.astype(jnp.float32)))
+        if shard_spec(full.shape, sizes):
+            sharded += square
+        else:
+            replicated += square
+    norm = jnp.sqrt(collectives.all_reduce(sharded, tuple(sizes)) + replicated)
+
+    def clip(shard: jax.Array) -> jax.Array:
+        # the operations of optax.clip_by_global_norm, so that bits are the same
+        fits = norm < max_norm
+        scaled = (shard / norm.astype(shard.dtype)) * max_norm
+        return jnp.where(fits, shard, scaled)
+
+    return jax.tree.map(clip, shards)
 
 
 def moment_specs(
@@ -195,16 +197,19 @@ def moment_specs(
         return isinstance(node, optax.MaskedNode)
 
     def moment_spec(moment: jax.Array, param: jax.Array, spec: PartitionSpec) -> Any:
-        if is_masked(moment):  # a parameter of another part of optax.partition
+        # a parameter of another part of optax.partition
+        if is_masked(moment):
             return moment
-        if moment.shape != param.shape and moment.size > 1:
+        if moment.shape == param.shape:
+            return spec
+        if moment.size > 1:
             raise OptimizerError(
                 f"{where}: the optimizer keeps {describe(moment)} for a parameter "
                 f"{describe(param)}: it combines elements of an array, "
                 "and each worker has only its shard.",
                 fix=FULL_GRADIENTS,
             )
-        return spec if moment.shape == param.shape else PartitionSpec()
+        return PartitionSpec()
 
     tree = optax.tree_utils.tree_map_params(
         inner,
@@ -230,16 +235,14 @@ def check_elementwise(
     program = jax.make_jaxpr(lambda *trees: inner.update(*trees, **extra))(shards, state, params)
     for equation in equations(program.jaxpr):
         name = equation.primitive.name
-        shape = equation.invars[0].aval.shape if equation.invars else ()
+        shape: tuple[int, ...] = ()
+        if equation.invars:
+            shape = equation.invars[0].aval.shape
         if name in COMBINING and shape:
-            raise OptimizerError(
-                f"{where}: the optimizer combines the elements of an array ({name} of "
-                f"{list(shape)}); each worker has only its shard.",
-                fix=fix,
-            )
+            why = f"{where}: the optimizer combines the elements of an array ({name} of "
+            why += f"{list(shape)}); each worker has only its shard."
+            raise OptimizerError(why, fix=fix)
         if name in RANDOM:
-            raise OptimizerError(
-                f"{where}: the optimizer draws random numbers ({name}): every worker would draw "
-                "the same ones for its shard.",
-                fix=f"an optimizer that draws none; else {FULL_GRADIENTS}",
-            )
+            why = f"{where}: the optimizer draws random numbers ({name}): every worker would draw "
+            why += "the same ones for its shard."
+            raise OptimizerError(why, fix=f"an optimizer that draws none; else {FULL_GRADIENTS}")

@@ -52,50 +52,47 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
       >>> make_codec("halved", {}), CODECS.pop("halved") is Halved
       (Halved(reduce='one_shot'), True)
     """
-
     if not isinstance(name, str) or not name:
-        found = "empty" if name == "" else type_name(name)
-        raise OptionError(
-            f"register({short_repr(name)}): the name is {found}.",
-            fix='such as @wire.register("ternary").',
-        )
+        shown = type_name(name)
+        if name == "":
+            shown = "empty"
+        why = f"register({short_repr(name)}): the name is {shown}."
+        raise OptionError(why, fix='such as @wire.register("ternary").')
 
     def add(codec: CodecClass) -> CodecClass:
-        if not (
-            isinstance(codec, type) and issubclass(codec, Codec) and dataclasses.is_dataclass(codec)
-        ):
-            why = f'register("{name}"): {type_name(codec)} is no codec.'
-            raise OptionError(why, fix="a frozen dataclass that extends spmd.wire.Codec.")
-        if not codec.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise OptionError(
-                f'register("{name}"): {codec.__name__} can be changed.',
-                fix="@dataclasses.dataclass(frozen=True).",
-            )
-        if missing := sorted(codec.__abstractmethods__):
-            raise OptionError(
-                f'register("{name}"): {codec.__name__} lacks {", ".join(missing)}.',
-                fix=f"define {', '.join(missing)}.",
-            )
-        for field in dataclasses.fields(codec):
-            if type(field.default) not in (bool, int, float, str):
-                raise OptionError(
-                    f'register("{name}"): option {field.name} of {codec.__name__} has no default '
-                    "that a layout file can hold.",
-                    fix=f"such as  {field.name}: int = 256  (a number, a string, True or False).",
-                )
+        _check_class(f'register("{name}")', codec)
         other = CODECS.get(name)
-        if other and (other.__module__, other.__qualname__) != (
-            codec.__module__,
-            codec.__qualname__,
-        ):
-            raise OptionError(
-                f'register("{name}"): the name is that of {other.__module__}.{other.__qualname__}.',
-                fix="another name.",
-            )
+        if other is not None and _full_name(other) != _full_name(codec):
+            why = f'register("{name}"): the name is that of {_full_name(other)}.'
+            raise OptionError(why, fix="another name.")
         CODECS[name] = codec
         return codec
 
     return add
+
+
+def _check_class(where: str, codec: Any) -> None:
+    """Refuse what is no codec, or one that a layout file cannot make."""
+    is_codec = isinstance(codec, type) and issubclass(codec, Codec)
+    if not (is_codec and dataclasses.is_dataclass(codec)):
+        why = f"{where}: {type_name(codec)} is no codec."
+        raise OptionError(why, fix="a frozen dataclass that extends spmd.wire.Codec.")
+    if not codec.__dataclass_params__.frozen:
+        why = f"{where}: {codec.__name__} can be changed."
+        raise OptionError(why, fix="@dataclasses.dataclass(frozen=True).")
+    missing = ", ".join(sorted(codec.__abstractmethods__))
+    if missing:
+        raise OptionError(f"{where}: {codec.__name__} lacks {missing}.", fix=f"define {missing}.")
+    for field in dataclasses.fields(codec):
+        if type(field.default) not in (bool, int, float, str):
+            why = f"{where}: option {field.name} of {codec.__name__} has no default that a layout "
+            why += "file can hold."
+            fix = f"such as  {field.name}: int = 256  (a number, a string, True or False)."
+            raise OptionError(why, fix=fix)
+
+
+def _full_name(codec: type) -> str:
+    return f"{codec.__module__}.{codec.__qualname__}"
 
 
 def codec_class(name: str) -> type[Codec]:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -68,34 +68,33 @@ class Bucket:
 
     def to_rows(self, grads: list[jax.Array]) -> jax.Array:
         """All gradients concatenated, float32[workers, elements that each worker owns]."""
-        return jnp.concatenate(
-            [self.shard_layouts[n].to_rows(grads[n]) for n in self._order], axis=1
-        )
+        rows = [self.shard_layouts[number].to_rows(grads[number]) for number in self._order]
+        return jnp.concatenate(rows, axis=1)
 
     def split_columns(self, rows: jax.Array) -> list[jax.Array]:
         """The columns of `rows` that belong to each gradient."""
-        ends = list(itertools.accumulate(self.shard_layouts[n].width for n in self._order))
-        parts = jnp.split(rows, ends[:-1], axis=1)
-        return [parts[self._order.index(n)] for n in range(len(self.shard_layouts))]
+        widths = [self.shard_layouts[number].width for number in self._order]
+        parts = split_sizes(rows, widths, 1)
+        by_number = dict(zip(self._order, parts, strict=True))
+        return [by_number[number] for number in range(len(self.shard_layouts))]
+
+    @property
+    def _width_sizes(self) -> list[int]:
+        """The columns that all gradients of a width have together, in the order of `widths`."""
+        counts = collections.Counter(layout.width for layout in self.shard_layouts)
+        return [width * counts[width] for width in self.widths]
 
     def split_widths(self, rows: jax.Array) -> list[jax.Array]:
         """For each width, float32[rows times gradients, width], for the codec to encode in one
         call.
         """
-        counts = collections.Counter(layout.width for layout in self.shard_layouts)
-        ends = list(itertools.accumulate(width * counts[width] for width in self.widths))
-        return [
-            part.reshape(-1, width)
-            for part, width in zip(jnp.split(rows, ends[:-1], axis=1), self.widths, strict=True)
-        ]
+        parts = split_sizes(rows, self._width_sizes, 1)
+        return [part.reshape(-1, width) for part, width in zip(parts, self.widths, strict=True)]
 
     def join_widths(self, parts: list[jax.Array]) -> jax.Array:
         """The inverse of `split_widths`."""
-        counts = collections.Counter(layout.width for layout in self.shard_layouts)
-        sizes = [width * counts[width] for width in self.widths]
-        return jnp.concatenate(
-            [part.reshape(-1, size) for part, size in zip(parts, sizes, strict=True)], axis=1
-        )
+        sized = zip(parts, self._width_sizes, strict=True)
+        return jnp.concatenate([part.reshape(-1, size) for part, size in sized], axis=1)
 
 
 def option(default: Any, valid: Callable[[Any], bool], wanted: str) -> Any:
@@ -130,9 +129,14 @@ def option_problem(codec: "type[Codec]", name: str, value: Any) -> str:
     """
     declared = next(field for field in dataclasses.fields(codec) if field.name == name)  # type: ignore[arg-type]
     if "valid" in declared.metadata:
-        return "" if declared.metadata["valid"](value) else declared.metadata["wanted"]
-    kind = type(declared.default)
-    return "" if type(value) is kind else type_name(declared.default)
+        valid = declared.metadata["valid"](value)
+        wanted = declared.metadata["wanted"]
+    else:
+        valid = type(value) is type(declared.default)
+        wanted = type_name(declared.default)
+    if valid:
+        return ""
+    return wanted
 
 
 class Codec(abc.ABC):
@@ -152,11 +156,11 @@ class Codec(abc.ABC):
 
     def __new__(cls, *values: Any, **options: Any) -> "Codec":
         """Refuse options that the codec does not have, by name."""
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in options:
-            if name not in (known := [field.name for field in dataclasses.fields(cls)]):  # type: ignore[arg-type]
-                raise OptionError(
-                    f"codec {cls.__name__}: no option {name}.", fix=did_you_mean(name, known)
-                )
+            if name not in names:
+                why = f"codec {cls.__name__}: no option {name}."
+                raise OptionError(why, fix=did_you_mean(name, names))
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -164,12 +168,12 @@ class Codec(abc.ABC):
             value = getattr(self, field.name)
             if isinstance(value, np.integer):
                 value = int(value)
+                # A frozen dataclass has no other way to set a field.
                 object.__setattr__(self, field.name, value)
-            if wanted := option_problem(type(self), field.name, value):
-                raise OptionError(
-                    f"codec {type(self).__name__}: {field.name}={short_repr(value)}.",
-                    fix=f"{wanted}.",
-                )
+            wanted = option_problem(type(self), field.name, value)
+            if wanted:
+                why = f"codec {type(self).__name__}: {field.name}={short_repr(value)}."
+                raise OptionError(why, fix=f"{wanted}.")
 
     @abc.abstractmethod
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
@@ -233,106 +237,99 @@ class RowCodec(Codec):
         """Return whether all encoded rows together are fewer bytes than the gradient as float32."""
         payload, problem = self.traced(layout.workers, layout.width)
         if problem:
-            raise CodecError(
-                f"{self}: {problem}",
-                fix="wire.check(codec), which checks all that a codec promises.",
-            )
-        return sum(map(nbytes, jax.tree.leaves(payload))) < 4 * math.prod(layout.shape)
+            fix = "wire.check(codec), which checks all that a codec promises."
+            raise CodecError(f"{self}: {problem}", fix=fix)
+        sent = sum(map(nbytes, jax.tree.leaves(payload)))
+        return sent < 4 * math.prod(layout.shape)
 
     def traced(self, rows: int, width: int) -> tuple[Any, str]:
         """The shapes of the payload of float32[rows, width], and what is wrong with them or with
         what they are decoded to; "".
         """
+        shape = f"float32[{rows}, {width}]"
         payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct((rows, width), jnp.float32))
         for leaf in jax.tree.leaves(payload):
             if leaf.shape[:1] != (rows,):
-                return (
-                    payload,
-                    f"encode of float32[{rows}, {width}] returns {describe(leaf)}; dim 0 must have "
-                    "an entry for each row.",
-                )
+                problem = f"encode of {shape} returns {describe(leaf)}; "
+                problem += "dim 0 must have an entry for each row."
+                return payload, problem
         decoded = jax.eval_shape(lambda payload: self.decode(payload, width), payload)
-        shown = describe(decoded) if hasattr(decoded, "shape") else type_name(decoded)
-        fine = shown == f"float32[{rows}, {width}]"
-        return (
-            payload,
-            ""
-            if fine
-            else f"decode returns {shown} for rows float32[{rows}, {width}], which it must return.",
-        )
+        shown = type_name(decoded)
+        if hasattr(decoded, "shape"):
+            shown = describe(decoded)
+        if shown == shape:
+            return payload, ""
+        return payload, f"decode returns {shown} for rows {shape}, which it must return."
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """One exchange per bucket."""
-        rows, kept = self.exchange(bucket.to_rows(grads), bucket)
-        means = [
-            layout.join_rows(part)
-            for layout, part in zip(bucket.shard_layouts, bucket.split_columns(rows), strict=True)
-        ]
-        kept = [
-            layout.from_rows(part)
-            for layout, part in zip(bucket.shard_layouts, bucket.split_columns(kept), strict=True)
-        ]
+        layouts = bucket.shard_layouts
+        rows, kept_rows = self.exchange(bucket.to_rows(grads), bucket)
+        columns = zip(layouts, bucket.split_columns(rows), strict=True)
+        means = [layout.join_rows(part) for layout, part in columns]
+        kept_columns = zip(layouts, bucket.split_columns(kept_rows), strict=True)
+        kept = [layout.from_rows(part) for layout, part in kept_columns]
         return means, kept, states
+
+    def _encode_bucket(self, rows: jax.Array, bucket: Bucket) -> list[Any]:
+        """Return the payload of each width."""
+        payload = [self.encode(part) for part in bucket.split_widths(rows)]
+        # Without the barrier XLA could compute on what was encoded before it was rounded; with it,
+        # this worker decodes exactly what it sends.
+        return lax.optimization_barrier(payload)
+
+    def _decode_bucket(self, payload: Any, bucket: Bucket) -> jax.Array:
+        """Return the rows of all widths, float32."""
+        parts = zip(payload, bucket.widths, strict=True)
+        return bucket.join_widths([self.decode(part, width) for part, width in parts])
 
     def exchange(self, rows: jax.Array, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         """From float32[workers, width]: the mean rows along `replicated_axes`, and what arrived of
         each of this worker's rows.
         """
-        axes, inside, across = bucket.axes, bucket.inside, bucket.across
-
-        def encode(rows: jax.Array) -> Any:  # the barrier makes XLA decode exactly what is sent
-            return lax.optimization_barrier(
-                [self.encode(part) for part in bucket.split_widths(rows)]
-            )
-
-        def decode(parts: Any) -> jax.Array:
-            return bucket.join_widths(
-                [self.decode(part, width) for part, width in zip(parts, bucket.widths, strict=True)]
-            )
-
+        axes = bucket.axes
+        inside = bucket.inside
+        across = bucket.across
+        inside_count = collectives.worker_count(inside)
+        node_count = collectives.worker_count(across)
         # 1. inside a node, exactly: each worker sums the rows that it owns for the whole node
-        grid = _transpose(rows.reshape(*map(_size, axes), -1), axes, (*across, *inside))
-        grid = grid.reshape(collectives.worker_count(across), collectives.worker_count(inside), -1)
-        node = collectives.reduce_scatter(grid, inside, 1)[:, 0] / grid.shape[1]
+        grid = _reorder(rows, axes, (*across, *inside))
+        grid = grid.reshape(node_count, inside_count, -1)
+        node = collectives.reduce_scatter(grid, inside, 1)[:, 0] / inside_count
         # 2. across nodes, encoded: to the owner, which sums in float32
-        width, index = node.shape[1], collectives.worker_index(across)
-        payload, own_row = encode(node), lax.dynamic_index_in_dim(node, index)
-        received = decode(
-            packed_collective(
-                payload, node.shape[0], lambda part: collectives.all_to_all(part, across)
-            )
+        width = node.shape[1]
+        index = collectives.worker_index(across)
+        payload = self._encode_bucket(node, bucket)
+        own_row = lax.dynamic_index_in_dim(node, index)
+        received = packed_collective(
+            payload, node_count, lambda part: collectives.all_to_all(part, across)
         )
-        mean = (
-            lax.dynamic_update_index_in_dim(received, own_row, index, 0).sum(0, keepdims=True)
-            / node.shape[0]
-        )
-        kept = lax.dynamic_update_index_in_dim(decode(payload), own_row, index, 0)
+        received = self._decode_bucket(received, bucket)
+        received = lax.dynamic_update_index_in_dim(received, own_row, index, 0)
+        mean = received.sum(0, keepdims=True) / node_count
+        decoded = self._decode_bucket(payload, bucket)
+        kept = lax.dynamic_update_index_in_dim(decoded, own_row, index, 0)
         # 3. back to all workers that need it, first across nodes; this rounding is charged to the
         #    owner
         outer = tuple(axis for axis in bucket.replicated_axes if axis in across)
         inner = tuple(axis for axis in bucket.replicated_axes if axis in inside)
         if outer:
-            payload = encode(mean)
-            lost = (mean - decode(payload)) * node.shape[0]
+            payload = self._encode_bucket(mean, bucket)
+            lost = (mean - self._decode_bucket(payload, bucket)) * node_count
             kept = lax.dynamic_update_index_in_dim(kept, own_row - lost, index, 0)
-            mean = decode(
-                packed_collective(payload, 1, lambda part: collectives.all_gather(part, outer, 0))
+            gathered = packed_collective(
+                payload, 1, lambda part: collectives.all_gather(part, outer, 0)
             )
+            mean = self._decode_bucket(gathered, bucket)
         mean = collectives.all_gather(mean[:, None], inner, 1)
-        mean = _transpose(
-            mean.reshape(*map(_size, (*outer, *inner)), width),
-            (*outer, *inner),
-            bucket.replicated_axes,
-        )
+        mean = _reorder(mean, (*outer, *inner), bucket.replicated_axes)
         # 4. what the node lost is charged to the worker that summed for it
         if inside:
-            lost = (node - kept)[:, None] * grid.shape[1]
+            lost = (node - kept)[:, None] * inside_count
             inside_index = collectives.worker_index(inside)
             own_part = lax.dynamic_slice_in_dim(grid, inside_index, 1, axis=1)
             kept = lax.dynamic_update_slice_in_dim(grid, own_part - lost, inside_index, axis=1)
-        kept = _transpose(
-            kept.reshape(*map(_size, (*across, *inside)), width), (*across, *inside), axes
-        )
+        kept = _reorder(kept, (*across, *inside), axes)
         return mean.reshape(-1, width), kept.reshape(-1, width)
 
 
@@ -342,41 +339,76 @@ def packed_collective(payload: Any, rows: int, collective: Callable[[jax.Array],
     """
     leaves, structure = jax.tree.flatten(payload)
     one_dtype = len({leaf.dtype for leaf in leaves}) == 1
-    as_sent = (
-        leaves if one_dtype else [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
-    )
-    # -1 fails for arrays without elements
+    as_sent = leaves
+    if not one_dtype:
+        as_sent = [lax.bitcast_convert_type(leaf, jnp.uint8) for leaf in leaves]
+    # reshape to [rows, -1] raises for arrays without elements
     parts = [leaf.reshape(rows, leaf.size // rows) for leaf in as_sent]
     received = collective(jnp.concatenate(parts, axis=1))
-    ends = itertools.accumulate(part.shape[1] for part in parts[:-1])
-    split = zip(jnp.split(received, list(ends), axis=1), as_sent, strict=True)
-    unpacked = [
-        part.reshape(leaf.shape[0] * received.shape[0] // rows, *leaf.shape[1:])
-        for part, leaf in split
-    ]
+    received_parts = split_sizes(received, [part.shape[1] for part in parts], 1)
+    unpacked = []
+    for part, leaf in zip(received_parts, as_sent, strict=True):
+        count = leaf.shape[0] * received.shape[0] // rows
+        unpacked.append(part.reshape(count, *leaf.shape[1:]))
     if not one_dtype:
-        unpacked = [
-            lax.bitcast_convert_type(part, leaf.dtype)
-            for part, leaf in zip(unpacked, leaves, strict=True)
-        ]
+        typed = zip(unpacked, leaves, strict=True)
+        unpacked = [lax.bitcast_convert_type(part, leaf.dtype) for part, leaf in typed]
     return jax.tree.unflatten(structure, unpacked)
+
+
+def flat_mean(parts: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Return the means over workers of several arrays, each float32[elements], in one
+    all-reduce.
+    """
+    joined = jnp.concatenate([part.reshape(-1) for part in parts])
+    total = collectives.all_reduce(joined, axes).astype(jnp.float32)
+    mean = total / collectives.worker_count(axes)
+    return split_sizes(mean, [part.size for part in parts], 0)
+
+
+def split_sizes(x: jax.Array, sizes: Iterable[int], dim: int) -> list[jax.Array]:
+    """Return consecutive parts of `x`, of these sizes along a dim, which together are all of it.
+
+    >>> [part.tolist() for part in split_sizes(jnp.arange(3), [1, 2], 0)]
+    [[0], [1, 2]]
+    """
+    ends = list(itertools.accumulate(sizes))
+    return jnp.split(x, ends[:-1], axis=dim)
+
+
+def _reorder(rows: jax.Array, before: tuple[str, ...], after: tuple[str, ...]) -> jax.Array:
+    """Return rows of workers in the order of the axes `before`, [workers, width] or their grid
+    [*before, width], as the grid [*after, width].
+    """
+    grid = rows.reshape(*map(_size, before), rows.shape[-1])
+    order = [before.index(axis) for axis in after]
+    return grid.transpose(*order, len(before))
 
 
 def _size(axis: str) -> int:
     return collectives.worker_count((axis,))
 
 
-def _transpose(grid: jax.Array, before: tuple[str, ...], after: tuple[str, ...]) -> jax.Array:
-    """The grid [*before, width] with its leading dims in the order `after`."""
-    return grid.transpose(*(before.index(axis) for axis in after), len(before))
-
-
 def blocks(rows: jax.Array, size: int) -> jax.Array:
     """[n, width] as [n, blocks, size], the last block padded with zeros."""
     count = -(-rows.shape[1] // size)
-    return jnp.pad(rows, ((0, 0), (0, count * size - rows.shape[1]))).reshape(
-        rows.shape[0], count, size
-    )
+    padded = jnp.pad(rows, ((0, 0), (0, count * size - rows.shape[1])))
+    return padded.reshape(rows.shape[0], count, size)
+
+
+def scaled_blocks(values: jax.Array, scale: jax.Array, size: int) -> jax.Array:
+    """Return float32[n, width] times the scale of each block of `size` elements, [n, blocks, 1];
+    a row that is shorter than `size` is one block.
+    """
+    width = values.shape[1]
+    return unblocks(blocks(values, min(size, width)) * scale, width)
+
+
+def finite_or_nan(scale: jax.Array) -> jax.Array:
+    """Return scales with NaN for one that is not finite, so that every element of its block is
+    decoded as NaN.
+    """
+    return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
 
 
 def unblocks(values: jax.Array, width: int) -> jax.Array:

@@ -38,21 +38,21 @@ class Exact(Codec):
         """The mean, dim by dim: reduce-scattered along sharded dims, then all-reduced along the
         replicated axes.
         """
-        axes, workers, layouts = bucket.axes, bucket.shard_layouts[0].workers, bucket.shard_layouts
+        axes = bucket.axes
+        layouts = bucket.shard_layouts
+        workers = layouts[0].workers
         by_rows = all(
             len(layout.spec) == 1 and entry_axes(layout.spec[0]) == axes for layout in layouts
         )
         # sharded along dim 0 only: can be concatenated without a transpose
         if by_rows and len({grad.dtype for grad in grads}) == 1:
-            means = packed_collective(
+            totals = packed_collective(
                 grads, workers, lambda rows: collectives.reduce_scatter(rows, axes, 0)
             )
-            return [mean / workers for mean in means], grads, states
-        return (
-            [exact_mean(layout, grad) for layout, grad in zip(layouts, grads, strict=True)],
-            grads,
-            states,
-        )
+            means = [total / workers for total in totals]
+        else:
+            means = [exact_mean(layout, x) for layout, x in zip(layouts, grads, strict=True)]
+        return means, grads, states
 
 
 EXACT = Exact()

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd.base.xla import largest_magnitude
-from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
+from spmd.wire.codec.base import (
+    RowCodec,
+    blocks,
+    finite_or_nan,
+    scaled_blocks,
+    unblocks,
+    whole_number,
+)
 
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -43,14 +50,14 @@ class Float8(RowCodec):
         """uint8 bit patterns and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = largest_magnitude(values, -1) / LARGEST
-        scaled = jnp.clip(values / jnp.where(scale == 0, 1.0, scale), -LARGEST, LARGEST)
-        bits = lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
-        return {
-            "values": unblocks(bits, rows.shape[1]),
-            "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan),
-        }
+        # a block of zeros has no scale
+        scaled = values / jnp.where(scale == 0, 1.0, scale)
+        # float8_e4m3fn has no infinity: above its largest number a cast makes NaN
+        scaled = jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        bits = lax.bitcast_convert_type(scaled, jnp.uint8)
+        return {"values": unblocks(bits, rows.shape[1]), "scale": finite_or_nan(scale)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""
-        values = lax.bitcast_convert_type(payload["values"], jnp.float8_e4m3fn).astype(jnp.float32)
-        return unblocks(blocks(values, min(self.block, width)) * payload["scale"], width)
+        values = lax.bitcast_convert_type(payload["values"], jnp.float8_e4m3fn)
+        return scaled_blocks(values.astype(jnp.float32), payload["scale"], self.block)

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from spmd.base.xla import largest_magnitude
-from spmd.wire.codec.base import RowCodec, blocks, unblocks, whole_number
+from spmd.wire.codec.base import (
+    RowCodec,
+    blocks,
+    finite_or_nan,
+    scaled_blocks,
+    unblocks,
+    whole_number,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +49,10 @@ class Int8(RowCodec):
         """int8 values and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = largest_magnitude(values, -1) / 127
-        integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale))
-        return {
-            "values": unblocks(integers.astype(jnp.int8), rows.shape[1]),
-            "scale": jnp.where(jnp.isfinite(scale), scale, jnp.nan),
-        }
+        # a block of zeros has no scale
+        integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int8)
+        return {"values": unblocks(integers, rows.shape[1]), "scale": finite_or_nan(scale)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Values times scales."""
-        return unblocks(
-            blocks(payload["values"].astype(jnp.float32), min(self.block, width))
-            * payload["scale"],
-            width,
-        )
+        return scaled_blocks(payload["values"].astype(jnp.float32), payload["scale"], self.block)

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from spmd.wire import collectives
-from spmd.wire.codec.base import Bucket, Codec, Means, State, option, whole_number
+from spmd.wire.codec.base import Bucket, Codec, Means, State, flat_mean, option, whole_number
 from spmd.wire.shard_layout import ShardLayout
 
+# At JAX's default precision, GPUs multiply float32 as tensorfloat32 and TPUs as bfloat16
+# (`jax.lax.Precision`), and every step's approximation would carry that rounding.
 matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -54,11 +55,10 @@ class PowerSgd(Codec):
     def compresses(self, layout: ShardLayout, full_shape: tuple[int, ...]) -> bool:
         """Return whether P and Q are smaller by at least `min_compression`."""
         n, m = view(layout.shape, best_split(full_shape))
-        return (
-            len(full_shape) > 1
-            and n * m > 0
-            and n * m / (self._rank(n, m) * (n + m)) >= self.min_compression
-        )
+        if len(full_shape) < 2 or n * m == 0:
+            return False
+        sent = self._rank(n, m) * (n + m)
+        return n * m / sent >= self.min_compression
 
     def _rank(self, n: int, m: int) -> int:
         return min(self.rank, n, m)
@@ -75,44 +75,36 @@ class PowerSgd(Codec):
 
     def mean(self, grads: list[jax.Array], states: list[State], bucket: Bucket) -> Means:
         """Two all-reduces per bucket: all P, then all Q."""
-        inner, across = collectives.worker_count(bucket.inside), bucket.across
+        inside_count = collectives.worker_count(bucket.inside)
+        across = bucket.across
+        old_qs = [state["q"] for state in states]
         # inside a node, exactly (all-reduced: a low-rank factor is too small to be worth sharding)
-        nodes = [
-            collectives.all_reduce(grad.astype(jnp.float32), bucket.inside) / inner
-            for grad in grads
-        ]
-        matrices = [
-            node.reshape(-1, state["q"].shape[0]) for node, state in zip(nodes, states, strict=True)
-        ]
-        ps = _mean(
-            [matmul(m, state["q"]) for m, state in zip(matrices, states, strict=True)], across
-        )
-        ps = [orthonormal(p) for p in ps]
+        nodes = []
+        for grad in grads:
+            total = collectives.all_reduce(grad.astype(jnp.float32), bucket.inside)
+            nodes.append(total / inside_count)
+        matrices = [x.reshape(-1, q.shape[0]) for x, q in zip(nodes, old_qs, strict=True)]
+        local_ps = [matmul(m, q) for m, q in zip(matrices, old_qs, strict=True)]
+        ps = [orthonormal(p) for p in _mean(local_ps, across)]
         local_qs = [matmul(m.T, p) for m, p in zip(matrices, ps, strict=True)]
         qs = _mean(local_qs, across)
-        means = [
-            matmul(p, q.T).reshape(grad.shape) for p, q, grad in zip(ps, qs, grads, strict=True)
-        ]
-        kept = [
-            matmul(p, q.T).reshape(node.shape)
-            for p, q, node in zip(ps, local_qs, nodes, strict=True)
-        ]
-        if bucket.inside:  # each worker of the node lost what the node lost
-            kept = [
-                grad - (node - part) for grad, node, part in zip(grads, nodes, kept, strict=True)
-            ]
-        next_states = [
-            {"q": _valid(q, s["q"]) if self.warm_start else s["q"]}
-            for q, s in zip(qs, states, strict=True)
-        ]
-        return (
-            [
-                layout.local_shard(mean)
-                for layout, mean in zip(bucket.shard_layouts, means, strict=True)
-            ],
-            kept,
-            next_states,
-        )
+        means = _products(ps, qs, grads)
+        kept = _products(ps, local_qs, nodes)
+        if bucket.inside:
+            # each worker of the node lost what the node lost
+            parts = zip(grads, nodes, kept, strict=True)
+            kept = [grad - (node - part) for grad, node, part in parts]
+        next_qs = old_qs
+        if self.warm_start:
+            next_qs = [_valid(q, old) for q, old in zip(qs, old_qs, strict=True)]
+        layouts = zip(bucket.shard_layouts, means, strict=True)
+        shards = [layout.local_shard(mean) for layout, mean in layouts]
+        return shards, kept, [{"q": q} for q in next_qs]
+
+
+def _products(ps: list[jax.Array], qs: list[jax.Array], like: list[jax.Array]) -> list[jax.Array]:
+    """Return P Q^T of each gradient, in its shape."""
+    return [matmul(p, q.T).reshape(x.shape) for p, q, x in zip(ps, qs, like, strict=True)]
 
 
 def _valid(q: jax.Array, old: jax.Array) -> jax.Array:
@@ -149,10 +141,5 @@ def orthonormal(p: jax.Array) -> jax.Array:
 
 def _mean(parts: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """The mean over workers of several arrays, in one all-reduce."""
-    total = collectives.all_reduce(
-        jnp.concatenate([part.reshape(-1) for part in parts]), axes
-    ) / collectives.worker_count(axes)
-    ends = np.cumsum([part.size for part in parts])[:-1].tolist()
-    return [
-        flat.reshape(part.shape) for flat, part in zip(jnp.split(total, ends), parts, strict=True)
-    ]
+    means = zip(flat_mean(parts, axes), parts, strict=True)
+    return [mean.reshape(part.shape) for mean, part in means]

@@ -42,9 +42,8 @@ class Sign(RowCodec):
         values = blocks(rows, min(self.block, rows.shape[1]))
         # the padding of the last block is not counted
         size = values.shape[2]
-        counts = jnp.minimum(
-            size, rows.shape[1] - size * jnp.arange(values.shape[1], dtype=jnp.float32)
-        )[:, None]
+        starts = size * jnp.arange(values.shape[1], dtype=jnp.float32)
+        counts = jnp.minimum(size, rows.shape[1] - starts)[:, None]
         scale = jnp.abs(values).sum(-1, keepdims=True) / counts
         octets = blocks((rows >= 0).astype(jnp.uint8), 8)
         packed = jnp.left_shift(octets, jnp.arange(8, dtype=jnp.uint8)).sum(-1, dtype=jnp.uint8)
@@ -52,8 +51,7 @@ class Sign(RowCodec):
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """Plus or minus the scale."""
-        bits = jnp.right_shift(
-            payload["bits"][..., None], jnp.arange(8, dtype=jnp.uint8)
-        ) & jnp.uint8(1)
+        shifted = jnp.right_shift(payload["bits"][..., None], jnp.arange(8, dtype=jnp.uint8))
+        bits = shifted & jnp.uint8(1)
         bits = blocks(unblocks(bits, width), min(self.block, width))
         return unblocks(jnp.where(bits == 1, payload["scale"], -payload["scale"]), width)

@@ -44,15 +44,15 @@ class TopK(RowCodec):
 
     def encode(self, rows: jax.Array) -> Any:
         """float32 values and int32 indices, [n, k]."""
+        # the share, rounded up
         count = max(1, -int(-rows.shape[1] * self.keep // 1))
         _, indices = lax.top_k(jnp.abs(rows), count)
-        return {
-            "values": jnp.take_along_axis(rows, indices, axis=1),
-            "indices": indices.astype(jnp.int32),
-        }
+        values = jnp.take_along_axis(rows, indices, axis=1)
+        return {"values": values, "indices": indices.astype(jnp.int32)}
 
     def decode(self, payload: Any, width: int) -> jax.Array:
         """The values at their indices, zero elsewhere."""
         values, indices = payload["values"], payload["indices"]
-        rows = jnp.arange(values.shape[0])[:, None]
-        return jnp.zeros((values.shape[0], width), jnp.float32).at[rows, indices].set(values)
+        numbers = jnp.arange(values.shape[0])[:, None]
+        rows = jnp.zeros((values.shape[0], width), jnp.float32)
+        return rows.at[numbers, indices].set(values)

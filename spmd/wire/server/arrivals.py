@@ -30,12 +30,12 @@ def init_server_memory(
     servers, width = rows.shape
     zeros = jnp.zeros(rows.shape, jnp.float32)
     entry = {HELD: jnp.broadcast_to(rows[:, None], (servers, workers, width))}
-    entry |= (
-        {SUM: zeros, GATHERED: jnp.zeros(2, jnp.float32)}
-        if declared.per_update(workers) > 1
-        else {}
-    )
-    return entry | ({SQUARES: zeros} if declared.delay_decay is not None else {})
+    if declared.per_update(workers) > 1:
+        entry[SUM] = zeros
+        entry[GATHERED] = jnp.zeros(2, jnp.float32)
+    if declared.delay_decay is not None:
+        entry[SQUARES] = zeros
+    return entry
 
 
 def apply_arrivals(
@@ -58,30 +58,37 @@ def apply_arrivals(
       losses: [workers], passed to the optimizer as `value`; None: no `value`.
     """
     workers = events["worker"].shape[0]
-    accumulates = declared.per_update(workers) > 1
-    share = 1 / workers if declared.mode == "bounded" else 1.0
+    share = 1.0
+    if declared.mode == "bounded":
+        share = 1 / workers
+    # Where every gradient is an update, there is nothing to add up.
+    complete_update = _single_gradient
+    if declared.per_update(workers) > 1:
+        complete_update = _accumulate
 
     def apply_arrival(carry: tuple, event: Tree) -> tuple[tuple, None]:
         params, opt, memory = carry
-        worker, flat = event["worker"], flatten(params)
+        worker = event["worker"]
+        by_path = flatten(params)
 
         def of_worker(x: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(x, worker, 1, keepdims=False)
 
-        grads = {path: of_worker(arrived[path]) for path in flat}
+        grads = {path: of_worker(arrived[path]) for path in by_path}
         if declared.delay_compensation:
-            read = {path: of_worker(memory[path][HELD]) for path in flat}
-            grads, memory = _compensate_delay(declared, grads, flat, read, memory, event["applied"])
-        # 1. accumulate until an update is complete; where every gradient is an update, that is at
-        #    once
-        mean, rate, due, left = (_accumulate if accumulates else _single_gradient)(
-            memory, grads, event
-        )
+            read = {path: of_worker(memory[path][HELD]) for path in by_path}
+            grads, memory = _compensate_delay(
+                declared, grads, by_path, read, memory, event["applied"]
+            )
+        # 1. accumulate until an update is complete
+        mean, rate, due, left = complete_update(memory, grads, event)
         # 2. the update, which counts when it is due
         mean = jax.tree.unflatten(jax.tree.structure(params), list(mean.values()))
         # fused with it, the update would be rounded otherwise
         mean = lax.optimization_barrier(mean)
-        value = {} if losses is None else {"value": losses[worker]}
+        value = {}
+        if losses is not None:
+            value["value"] = losses[worker]
         updates, new_opt = optimizer.update(mean, opt, params, **value)
         if declared.staleness_scale != "none" or share < 1:
             updates = jax.tree.map(lambda u: (rate * share * u).astype(u.dtype), updates)
@@ -89,30 +96,34 @@ def apply_arrivals(
         def commit(new: Tree, old: Tree) -> Tree:
             return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
 
-        params, opt = commit(optax.apply_updates(params, updates), params), commit(new_opt, opt)
+        params = commit(optax.apply_updates(params, updates), params)
+        opt = commit(new_opt, opt)
         memory = {path: entry | left.get(path, {}) for path, entry in memory.items()}
         # 3. workers that read now read these parameters
         return (params, opt, read_params(memory, params, event["reads"])), None
 
     inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
-    inputs |= {"reads": events["reads"][1:]}
+    # row 0 has the reads before the first arrival
+    inputs["reads"] = events["reads"][1:]
     carry, _ = lax.scan(apply_arrival, (params, opt, memory), inputs)
     return carry
 
 
 def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
-    """These workers now hold the servers' parameters. One at a time: there are rarely several."""
-    flat, order = flatten(params), jnp.argsort(~readers)
+    """Return a memory in which these workers hold the servers' parameters. They read one at a time:
+    there are rarely several.
+    """
+    by_path = flatten(params)
+    order = jnp.argsort(~readers)
 
     def read(number: Any, held: Leaves) -> Leaves:
-        return {
-            path: lax.dynamic_update_index_in_dim(x, flat[path], order[number], 1)
-            for path, x in held.items()
-        }
+        after = {}
+        for path, x in held.items():
+            after[path] = lax.dynamic_update_index_in_dim(x, by_path[path], order[number], 1)
+        return after
 
-    held = lax.fori_loop(
-        0, readers.sum(), read, {path: entry[HELD] for path, entry in memory.items()}
-    )
+    count = readers.sum()
+    held = lax.fori_loop(0, count, read, {path: entry[HELD] for path, entry in memory.items()})
     return {path: entry | {HELD: held[path]} for path, entry in memory.items()}
 
 
@@ -130,12 +141,14 @@ def _compensate_delay(
     Adaptive, lambda is divided by the root of the servers' moving mean of g g, this one included
     (their DC-ASGD-a).
     """
-    compensated, after = {}, dict(memory)
+    compensated = {}
+    after = dict(memory)
     for path, g in grads.items():
         strength = jnp.asarray(declared.delay_compensation, g.dtype)
         if declared.delay_decay is not None:
-            old, m = memory[path][SQUARES], declared.delay_decay
-            squares = m * old + (1 - m) * jnp.square(g.astype(jnp.float32))
+            old = memory[path][SQUARES]
+            decay = declared.delay_decay
+            squares = decay * old + (1 - decay) * jnp.square(g.astype(jnp.float32))
             strength = (strength / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
             after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
         compensated[path] = g + strength * g * g * (params[path] - read[path])
@@ -148,10 +161,9 @@ def _single_gradient(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves
     """
     del memory
     weight = event["weight"]
-    mean = {
-        path: (1 / weight * (weight * g.astype(jnp.float32))).astype(g.dtype)
-        for path, g in grads.items()
-    }
+    mean = {}
+    for path, g in grads.items():
+        mean[path] = (1 / weight * (weight * g.astype(jnp.float32))).astype(g.dtype)
     return mean, weight, event["applied"] & event["commit"], {}
 
 
@@ -159,23 +171,22 @@ def _accumulate(memory: Memory, grads: Leaves, event: Tree) -> tuple[Leaves, Any
     """The weighted mean of the accumulated gradients, the rate for their mean weight, whether it is
     due, and what is left.
     """
-    added = {
-        path: memory[path][SUM] + event["weight"] * g.astype(jnp.float32)
-        for path, g in grads.items()
-    }
-    total = {path: jnp.where(event["applied"], x, memory[path][SUM]) for path, x in added.items()}
-    this = jnp.where(event["applied"], jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
-    weight, count = weight_and_count = next(iter(memory.values()))[GATHERED] + this
+    applied = event["applied"]
+    added = {}
+    for path, g in grads.items():
+        added[path] = memory[path][SUM] + event["weight"] * g.astype(jnp.float32)
+    total = {path: jnp.where(applied, x, memory[path][SUM]) for path, x in added.items()}
+    this = jnp.where(applied, jnp.stack([event["weight"], jnp.float32(1)]), 0.0)
+    # each parameter keeps the same pair
+    weight_and_count = next(iter(memory.values()))[GATHERED] + this
+    weight, count = weight_and_count
     due = event["commit"] & (count > 0)  # where the data ends there may be nothing
-    norm, rate = 1 / jnp.where(weight == 0, 1.0, weight), weight / jnp.maximum(count, 1)
+    norm = 1 / jnp.where(weight == 0, 1.0, weight)
+    rate = weight / jnp.maximum(count, 1)
 
     def left(x: jax.Array) -> jax.Array:
         return jnp.where(due, jnp.zeros_like(x), x)
 
     mean = {path: (norm * total[path]).astype(g.dtype) for path, g in grads.items()}
-    return (
-        mean,
-        rate,
-        due,
-        {path: {SUM: left(x), GATHERED: left(weight_and_count)} for path, x in total.items()},
-    )
+    after = {path: {SUM: left(x), GATHERED: left(weight_and_count)} for path, x in total.items()}
+    return mean, rate, due, after

@@ -52,32 +52,29 @@ def server_clock(
       ([False, True, True], 2.0)
     """
     check_integer(workers, "workers")
-    of_local = [name for name, modes in OF_MODE.items() if not set(modes) - set(LOCAL)]
+    of_local = [name for name, modes in OF_MODE.items() if set(modes) <= set(LOCAL)]
     declared_fields = [field.name for field in dataclasses.fields(ParameterServer)]
     known = [name for name in declared_fields if name not in (*ELSEWHERE, "workers", *of_local)]
+    local = options.get("mode") in LOCAL
     for name in options:
-        if name not in known and not (name in of_local and options.get("mode") in LOCAL):
+        if name not in known and not (name in of_local and local):
             raise OptionError(f"server_clock: nothing reads {name}.", fix=did_you_mean(name, known))
     declared = ParameterServer(workers=int(workers), **options)
     if declared.mode not in MODES:
-        raise OptionError(
-            f"server_clock: mode={short_repr(declared.mode)}.",
-            fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS)),
-        )
+        why = f"server_clock: mode={short_repr(declared.mode)}."
+        raise OptionError(why, fix=did_you_mean(declared.mode, ("synchronous", *ASYNCHRONOUS)))
     if declared.local:
         why = (
             f'in mode "{declared.mode}" workers have optimizers of their own, and no clock is '
             "needed."
         )
         raise OptionError(f"server_clock: {why}", fix=local_fix(declared.mode))
-    if problems := [*declared_problems(declared), *worker_problems(declared, workers)]:
-        more = [
-            f"{problem.key}: {problem.why}\n    fix: {problem.fix}" for problem in problems[:-1]
-        ]
-        last = problems[-1]
-        raise OptionError(
-            "server_clock: " + "\n  ".join([*more, f"{last.key}: {last.why}"]), fix=last.fix
-        )
+    problems = [*declared_problems(declared), *worker_problems(declared, workers)]
+    if problems:
+        lines = [f"{problem.key}: {problem.why}" for problem in problems]
+        for number, problem in enumerate(problems[:-1]):
+            lines[number] += f"\n    fix: {problem.fix}"
+        raise OptionError("server_clock: " + "\n  ".join(lines), fix=problems[-1].fix)
     check_bytes("server_clock", bytes)
     if any(bytes) and not declared.network:
         raise OptionError(
@@ -107,12 +104,10 @@ def check_bytes(where: str, value: Any) -> None:
 
 
 def _is_size(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # an int may be larger than any float
     try:
-        return (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-            and value >= 0
-        )
+        return math.isfinite(value) and value >= 0
     except OverflowError:
         return False

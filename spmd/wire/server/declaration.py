@@ -109,15 +109,13 @@ class ParameterServer:
         check_types(self)
         if not isinstance(self.network, Mapping | tuple):
             raise wrong_type(self, "network", "a dict")
+        # A frozen dataclass has no other way to set a field.
         object.__setattr__(self, "network", _pairs(self.network))
         if not isinstance(self.compute_time, str | list | tuple):
             raise wrong_type(self, "compute_time", "a str or a list")
         if not isinstance(self.compute_time, str):
-            object.__setattr__(
-                self,
-                "compute_time",
-                tuple(_number("compute_time", value, SECONDS) for value in self.compute_time),
-            )
+            seconds = tuple(_number("compute_time", value, SECONDS) for value in self.compute_time)
+            object.__setattr__(self, "compute_time", seconds)
         for key, fix in FRACTIONS.items():
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, _number(key, getattr(self, key), fix))
@@ -129,7 +127,9 @@ class ParameterServer:
 
     def per_update(self, workers: int) -> int:
         """Gradients of one update, where they are applied in order of arrival."""
-        return workers // self.splits if self.mode == "softsync" and self.splits else 1
+        if self.mode == "softsync" and self.splits:
+            return workers // self.splits
+        return 1
 
     @property
     def local(self) -> bool:
@@ -138,31 +138,32 @@ class ParameterServer:
 
 
 def _pairs(network: Any) -> tuple[tuple[str, str], ...]:
-    pairs = tuple(network.items()) if isinstance(network, Mapping) else network
-    for pair in pairs:
-        key, value = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
-        if (
-            not isinstance(key, str)
-            or not key.isidentifier()
-            or not isinstance(value, str | int | float)
-        ):
-            raise OptionError(
-                f"ParameterServer: network={network!r} is no table of words.", fix=LINK
-            )
+    pairs = network
+    if isinstance(network, Mapping):
+        pairs = tuple(network.items())
+    if not all(_is_pair(pair) for pair in pairs):
+        why = f"ParameterServer: network={network!r} is no table of words."
+        raise OptionError(why, fix=LINK)
     return pairs
 
 
+def _is_pair(pair: Any) -> bool:
+    """Return whether this is a key and its value, as a TOML table has them."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    key, value = pair
+    return isinstance(key, str) and key.isidentifier() and isinstance(value, str | int | float)
+
+
 def _number(key: str, value: Any, fix: str) -> float:
+    is_number = isinstance(value, int | float) or hasattr(value, "dtype")
     try:
-        if isinstance(value, bool) or (
-            not isinstance(value, int | float) and not hasattr(value, "dtype")
-        ):
+        if isinstance(value, bool) or not is_number:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise OptionError(
-            f"ParameterServer: {key}: {value!r} is no number that float holds.", fix=fix
-        ) from None
+        why = f"ParameterServer: {key}: {value!r} is no number that float holds."
+        raise OptionError(why, fix=fix) from None
 
 
 # others from 0
@@ -214,26 +215,21 @@ def declared_problems(server: ParameterServer) -> list[Conflict]:
             conflicts.append(Conflict(key, f'nothing reads it in mode "{server.mode}".', fix))
     needed = NEEDS.get(server.mode)
     if needed and getattr(server, needed) is None:
-        example = 10 if server.local else LEAST[needed] + 1
-        conflicts.append(
-            Conflict("mode", f'"{server.mode}" needs {needed}.', f"such as  {needed} = {example}.")
-        )
+        example = LEAST[needed] + 1
+        if server.local:
+            example = 10
+        fix = f"such as  {needed} = {example}."
+        conflicts.append(Conflict("mode", f'"{server.mode}" needs {needed}.', fix))
     if server.delay_decay is not None and not server.delay_compensation:
         fix = "delay_compensation = 2.0, or leave it out."
         conflicts.append(Conflict("delay_decay", "nothing reads it: delay_compensation is 0.", fix))
-    if (
-        server.asynchronous
-        and not isinstance(server.compute_time, str)
-        and 0 in server.compute_time
-    ):
-        conflicts.append(
-            Conflict(
-                "compute_time",
-                "a worker that takes no time leaves none to the others.",
-                "seconds above 0.",
-            )
-        )
-    return conflicts + (_local_problems(server) if server.local else [])
+    times = server.compute_time
+    if server.asynchronous and not isinstance(times, str) and 0 in times:
+        why = "a worker that takes no time leaves none to the others."
+        conflicts.append(Conflict("compute_time", why, "seconds above 0."))
+    if server.local:
+        conflicts += _local_problems(server)
+    return conflicts
 
 
 def worker_problems(server: ParameterServer, workers: int) -> list[Conflict]:
@@ -243,59 +239,62 @@ def worker_problems(server: ParameterServer, workers: int) -> list[Conflict]:
         value = getattr(server, key)
         if value is not None and value > most:
             conflicts.append(Conflict(key, f"{value}, of {workers} workers.", f"at most {most}."))
-    if isinstance(server.compute_time, tuple) and len(server.compute_time) != workers:
-        conflicts.append(
-            Conflict(
-                "compute_time",
-                f"{len(server.compute_time)} numbers for {workers} workers.",
-                "one for each.",
-            )
-        )
+    times = server.compute_time
+    if isinstance(times, tuple) and len(times) != workers:
+        why = f"{len(times)} numbers for {workers} workers."
+        conflicts.append(Conflict("compute_time", why, "one for each."))
     return conflicts
 
 
 def _number_problems(server: ParameterServer) -> list[Conflict]:
     conflicts = []
     for field in dataclasses.fields(server):
-        key, value, least = field.name, getattr(server, field.name), LEAST.get(field.name, 0)
-        if int in plain_types(field) and value is not None and not least <= value < 2**31:
-            conflicts.append(
-                Conflict(
-                    key,
-                    f"{value}.",
-                    f"a whole number from {least}." if value < least else "below 2**31.",
-                )
-            )
+        key = field.name
+        value = getattr(server, key)
+        least = LEAST.get(key, 0)
+        if int not in plain_types(field) or value is None or least <= value < 2**31:
+            continue
+        fix = "below 2**31."
+        if value < least:
+            fix = f"a whole number from {least}."
+        conflicts.append(Conflict(key, f"{value}.", fix))
     for key in FRACTIONS:
-        value, least = getattr(server, key), "above 0" if key == "outer_rate" else "from 0"
-        fine = value is None or (
-            math.isfinite(value) and value >= 0 and (value > 0 or key != "outer_rate")
-        )
-        if not fine or (key in BELOW_ONE and value is not None and value >= 1):
-            conflicts.append(
-                Conflict(
-                    key,
-                    f"{value}.",
-                    f"a number {least}{' to below 1' if key in BELOW_ONE else ''}.",
-                )
-            )
+        value = getattr(server, key)
+        if value is not None and not _is_fraction(key, value):
+            fix = "a number from 0."
+            if key == "outer_rate":
+                fix = "a number above 0."
+            elif key in BELOW_ONE:
+                fix = "a number from 0 to below 1."
+            conflicts.append(Conflict(key, f"{value}.", fix))
     return conflicts
 
 
+def _is_fraction(key: str, value: float) -> bool:
+    """Return whether a number is one that this key of `FRACTIONS` may have."""
+    if not math.isfinite(value) or value < 0:
+        return False
+    if key == "outer_rate":
+        return value > 0
+    return key not in BELOW_ONE or value < 1
+
+
 def _local_problems(server: ParameterServer) -> list[Conflict]:
-    """Synchronizations that overlap each other."""
-    every, parts = server.every or 0, server.fragments
-    if every >= 1 and parts >= 1 and every % parts:
+    """Return problems of synchronizations that overlap each other."""
+    every = server.every or 0
+    fragments = server.fragments
+    if every < 1 or fragments < 1:
+        return []
+    between = every // fragments
+    if every % fragments:
         why = (
-            f"{every} steps between synchronizations, for {parts} fragments in turn; {every} / "
-            f"{parts} leaves {every % parts}."
+            f"{every} steps between synchronizations, for {fragments} fragments in turn; {every} / "
+            f"{fragments} leaves {every % fragments}."
         )
-        return [Conflict("fragments", why, f"every = {-(-every // parts) * parts}.")]
-    if every >= 1 and parts >= 1 and server.overlap >= every // parts:
-        why = (
-            f"{server.overlap} steps, and the next synchronization is {every // parts} steps later."
-        )
-        return [Conflict("overlap", why, f"at most {every // parts - 1}.")]
+        return [Conflict("fragments", why, f"every = {-(-every // fragments) * fragments}.")]
+    if server.overlap >= between:
+        why = f"{server.overlap} steps, and the next synchronization is {between} steps later."
+        return [Conflict("overlap", why, f"at most {between - 1}.")]
     return []
 
 

@@ -1,6 +1,5 @@
 """The events of every simulated step: the inputs of the compiled step, and its metrics."""
 
-import itertools
 import operator
 import threading
 from collections.abc import Iterator
@@ -42,24 +41,28 @@ class Events:
         sent: tuple[float, float] = (0.0, 0.0),
         times: Times | None = None,
     ):
-        self.declared, self.workers, self.sent = declared, workers, sent
+        self.declared = declared
+        self.workers = workers
+        self.sent = sent
         if declared.asynchronous and workers > MAX_WORKERS:
             raise OptionError(
                 f"[parameter_server] {workers} workers: a round is a table of workers by workers.",
                 fix=f"at most {MAX_WORKERS}.",
             )
         self._network = Network.parse(declared.network)
-        self._times = (
-            Times(declared.compute_time, workers, declared.seed) if times is None else times
-        )
-        self._coming: Iterator[Round] = iter(())
-        self._first, self._rounds, self._busy, self._lock = 0, [], [], threading.Lock()
+        if times is None:
+            times = Times(declared.compute_time, workers, declared.seed)
+        self._times = times
+        # held by whichever thread asks: the loop, or the one that prefetches data
+        self._lock = threading.Lock()
         self._kept_rounds = max(16, min(MAX_KEPT_ROUNDS, MAX_KEPT_BYTES // workers**2))
         self._restart()
 
     def _restart(self) -> None:
         self._coming = rounds(self.declared, self.workers, self._times, self._network, self.sent)
-        self._first, self._rounds, self._busy = 0, [], []
+        self._first = 0  # the number of the first of `_rounds`
+        self._rounds: list[Round] = []
+        self._busy: list[float] = []  # seconds of all workers' gradients until each round's end
 
     @property
     def steps(self) -> int | None:
@@ -94,12 +97,11 @@ class Events:
             except OptionError:  # the trace has ended: raise again on the next call
                 self._restart()
                 raise
+            before = 0.0
+            if self._busy:
+                before = self._busy[-1]
             self._rounds.append(new_round)
-            count, before = int(new_round.takes.sum()), self._busy[-1] if self._busy else 0.0
-            self._busy.append(
-                before
-                + float((np.minimum(new_round.done, new_round.end) - new_round.began)[:count].sum())
-            )
+            self._busy.append(before + _busy_seconds(new_round))
             if len(self._rounds) > self._kept_rounds:
                 del self._rounds[0], self._busy[0]
                 self._first += 1
@@ -124,13 +126,19 @@ class Events:
         """
         if self.steps is None or steps is parts is None:
             return
-        step = taken = epoch = 0
+        step = 0
+        epoch = 0
+        parts_used = 0  # of this epoch
         while (steps is None or step < steps) and epoch < epochs:
-            takes = int(self.round(step).takes.sum())
-            ends = parts is not None and drop and taken + takes > parts
-            taken, step = (taken, step) if ends else (taken + takes, step + 1)
-            if ends or (parts is not None and taken >= parts):
-                epoch, taken = epoch + 1, 0
+            # raises where the trace ends
+            needed = int(self.round(step).takes.sum())
+            too_few = parts is not None and drop and parts_used + needed > parts
+            if not too_few:
+                parts_used += needed
+                step += 1
+            if too_few or (parts is not None and parts_used >= parts):
+                epoch += 1
+                parts_used = 0
 
     def step_inputs(self, step: int, have: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """The event data of the compiled step.
@@ -144,44 +152,54 @@ class Events:
             and their order, if `masked`; and
           for local SGD the fragments that are sent and received.
         """
-        found = self.round(step)
-        have = np.ones(self.workers, bool) if have is None else have
+        events = self.round(step)
+        if have is None:
+            have = np.ones(self.workers, bool)
         if self.declared.local:
-            counted = self._counted(have.sum(), have.sum(), found.sends.any())
             return {
-                "counted": counted,
+                "counted": self._counted(have.sum(), have.sum(), events.sends.any()),
                 "present": have,
-                "sends": found.sends,
-                "receives": found.receives,
+                "sends": events.sends,
+                "receives": events.receives,
             }
-        if not self.declared.asynchronous:
-            present = self._kept(found, have) if self.masked else have
-            counted = {
-                "counted": self._counted(present.sum(), (have & found.takes).sum(), present.any())
-            }
-            return counted | ({"present": present} if self.masked else {})
-        present = found.present & have
-        here = present[found.worker]
-        applied, commit = found.applied & here, found.commit & here
-        data_ended = here.any() and not here[: int(found.present.sum())].all()
+        if self.declared.asynchronous:
+            return self._arrivals(events, have)
+        present = have
+        if self.masked:
+            present = self._fastest(events, have)
+        arrived = (have & events.takes).sum()
+        inputs = {"counted": self._counted(present.sum(), arrived, present.any())}
+        if self.masked:
+            inputs["present"] = present
+        return inputs
+
+    def _arrivals(self, events: Round, have: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the event data of an asynchronous round."""
+        present = events.present & have
+        here = present[events.worker]
+        applied = events.applied & here
+        commit = events.commit & here
+        data_ended = here.any() and not here[: int(events.present.sum())].all()
         # the data ends: the gathered gradients are an update
         if data_ended and self.declared.mode == "softsync":
             commit[np.flatnonzero(here)[-1]] = True
-        counted = self._counted(
-            applied.sum(), here.sum(), commit.sum(), found.staleness[here].sum(), here.sum()
-        )
-        arrivals = {
-            "worker": found.worker,
+        arrived = here.sum()
+        staleness = events.staleness[here].sum()
+        return {
+            "counted": self._counted(applied.sum(), arrived, commit.sum(), staleness, arrived),
+            "present": present,
+            "worker": events.worker,
             "applied": applied,
-            "weight": found.weight,
+            "weight": events.weight,
             "commit": commit,
+            "reads": events.reads,
         }
-        return {"counted": counted, "present": present, **arrivals, "reads": found.reads}
 
     def _counted(
         self, applied: Any, arrived: Any, updates: Any, staleness: Any = 0, count: Any = 0
     ) -> np.ndarray:
-        sums, counts = [applied, arrived - applied, updates, staleness], [1, 1, 1, max(count, 1)]
+        sums = [applied, arrived - applied, updates, staleness]
+        counts = [1, 1, 1, max(count, 1)]
         return np.array([sums, counts], np.float32)[:, : len(self.metric_names)]
 
     @property
@@ -190,35 +208,30 @@ class Events:
         servers (for local SGD: synchronizations), and the mean staleness of the gradients that
         arrived.
         """
-        return (
-            "gradients_applied",
-            "gradients_dropped",
-            "updates",
-            *(("staleness",) if self.declared.asynchronous else ()),
-        )
+        names = ("gradients_applied", "gradients_dropped", "updates")
+        if self.declared.asynchronous:
+            return (*names, "staleness")
+        return names
 
-    def _kept(self, found: Round, have: np.ndarray) -> np.ndarray:
+    def _fastest(self, events: Round, have: np.ndarray) -> np.ndarray:
         """The fastest of the workers that have data, as many as an update waits for."""
         if have.all():
-            return found.present
-        count = int(found.present.sum())
-        order = [worker for worker in found.worker if have[worker]]
-        kept = np.zeros(self.workers, bool)
-        kept[list(itertools.islice(order, count))] = True
-        return kept
+            return events.present
+        count = int(events.present.sum())
+        order = [worker for worker in events.worker if have[worker]]
+        fastest = np.zeros(self.workers, bool)
+        fastest[order[:count]] = True
+        return fastest
 
     def skipped_scopes(self, step: int) -> list[str]:
         """Scopes of the step that local SGD skips in this step, since those fragments are not
         due.
         """
-        found = self.round(step)
-        directions = (("send", found.sends), ("receive", found.receives))
-        return [
-            f"{direction}/{number}/"
-            for direction, due in directions
-            for number, is_due in enumerate(due)
-            if not is_due
-        ]
+        events = self.round(step)
+        scopes = []
+        for direction, due in (("send", events.sends), ("receive", events.receives)):
+            scopes += [f"{direction}/{number}/" for number in np.flatnonzero(~due)]
+        return scopes
 
     def metrics(self, step: int) -> dict[str, float]:
         """The simulated time at the end of this step, and the share of all workers' time so far
@@ -226,11 +239,19 @@ class Events:
         """
         number = _step_number(step)
         with self._lock:
-            end, busy = self._round(number).end, self._busy[number - self._first]
-        return {
-            "simulated_seconds": end,
-            "idle_share": 1 - busy / (end * self.workers) if end else 0.0,
-        }
+            end = self._round(number).end
+            busy = self._busy[number - self._first]
+        idle_share = 0.0
+        if end:
+            idle_share = 1 - busy / (end * self.workers)
+        return {"simulated_seconds": end, "idle_share": idle_share}
+
+
+def _busy_seconds(new_round: Round) -> float:
+    """Return the seconds that workers have computed gradients until the end of the round."""
+    count = int(new_round.takes.sum())
+    seconds = np.minimum(new_round.done, new_round.end) - new_round.began
+    return float(seconds[:count].sum())
 
 
 def _step_number(step: Any) -> int:

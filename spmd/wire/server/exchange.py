@@ -39,13 +39,9 @@ def gather_rows(
     with jax.named_scope("gather_params"):
         for paths in buckets:
             if paths[0] in rows:
-                gathered |= dict(
-                    zip(
-                        paths,
-                        _send_params([rows[path] for path in paths], 1, all_gather, rounded),
-                        strict=True,
-                    )
-                )
+                sent = [rows[path] for path in paths]
+                received = _send_params(sent, 1, all_gather, rounded)
+                gathered.update(zip(paths, received, strict=True))
     return {path: gathered[path] for path in rows}
 
 
@@ -61,16 +57,17 @@ def fetch_params(
     def all_to_all(part: jax.Array) -> jax.Array:
         return collectives.all_to_all(part, axes)
 
+    def by_position(held: jax.Array) -> jax.Array:
+        workers, width = held.shape
+        return held.reshape(positions, workers // positions, width)
+
     with jax.named_scope("gather_params"):
         for paths in buckets:
             held = [memory[path][HELD][0] for path in paths]  # [W, width]
-            held = [
-                leaf.reshape(positions, leaf.shape[0] // positions, leaf.shape[-1]) for leaf in held
-            ]
-            received = _send_params(held, positions, all_to_all, rounded)
-            fetched |= {
-                path: leaf.swapaxes(0, 1) for path, leaf in zip(paths, received, strict=True)
-            }
+            sent = [by_position(leaf) for leaf in held]
+            received = _send_params(sent, positions, all_to_all, rounded)
+            for path, leaf in zip(paths, received, strict=True):
+                fetched[path] = leaf.swapaxes(0, 1)
     return fetched
 
 
@@ -102,71 +99,65 @@ def send_gradients(
       By path [1, W, width], what arrived at this server, in order of the workers' numbers; and the
       next memory.
     """
-    arrived, after = {}, {path: dict(entry) for path, entry in memory.items()}
+    arrived: Leaves = {}
+    after = {path: dict(entry) for path, entry in memory.items()}
     axes = next(iter(transfers.values())).shard_layout.axes
-    positions, index = collectives.worker_count(axes), collectives.worker_index(axes)
+    positions = collectives.worker_count(axes)
+    index = collectives.worker_index(axes)
+
+    def all_to_all(part: jax.Array) -> jax.Array:
+        return collectives.all_to_all(part, axes)
+
     for number, paths in enumerate(buckets):
-        specs = [transfers[path] for path in paths]
-        with jax.named_scope(f"reduce_gradients/{specs[0].codec_name}/{number}"):
-            inputs = [
-                _with_residual(spec, grads[path], memory[path])
-                for spec, path in zip(specs, paths, strict=True)
-            ]
-            payload = [_encode(spec, x) for spec, x in zip(specs, inputs, strict=True)]
-            all_received = packed_collective(
-                payload, positions, lambda part: collectives.all_to_all(part, axes)
-            )
-            for path, spec, x, sent, received in zip(
-                paths, specs, inputs, payload, all_received, strict=True
-            ):
-                rows = _decode(spec, received, x.shape[-1])
+        codec_name = transfers[paths[0]].codec_name
+        with jax.named_scope(f"reduce_gradients/{codec_name}/{number}"):
+            inputs = [_with_residual(transfers[path], grads[path], memory[path]) for path in paths]
+            sent = [_encode(transfers[path], x) for path, x in zip(paths, inputs, strict=True)]
+            received = packed_collective(sent, positions, all_to_all)
+            for path, x, sent_part, part in zip(paths, inputs, sent, received, strict=True):
+                transfer = transfers[path]
+                rows = _decode(transfer, part, x.shape[-1])
                 own_rows = lax.dynamic_index_in_dim(x, index, 1, keepdims=False)
-                if not spec.codec.lossless:  # rows to this position itself are not rounded
-                    rows = lax.dynamic_update_slice_in_dim(
-                        rows, own_rows.astype(rows.dtype), index * x.shape[0], axis=0
-                    )
+                # rows to this position itself are not sent, and so not rounded
+                if not transfer.codec.lossless:
+                    exact_rows = own_rows.astype(rows.dtype)
+                    start = index * x.shape[0]
+                    rows = lax.dynamic_update_slice_in_dim(rows, exact_rows, start, axis=0)
                 arrived[path] = rows[None].astype(grads[path].dtype)
-                if spec.error_feedback:
-                    kept = (
-                        _decode(spec, sent, x.shape[-1])
-                        .reshape(positions, x.shape[0], x.shape[-1])
-                        .swapaxes(0, 1)
-                    )
+                if transfer.error_feedback:
+                    kept = _decode(transfer, sent_part, x.shape[-1])
+                    kept = kept.reshape(positions, x.shape[0], x.shape[-1]).swapaxes(0, 1)
                     kept = lax.dynamic_update_index_in_dim(kept, own_rows, index, 1)
                     before = memory[path][RESIDUAL]
-                    after[path][RESIDUAL] = jnp.where(
-                        present[:, None, None],
-                        where_finite((x - kept).astype(before.dtype), before),
-                        before,
-                    )
+                    is_present = present[:, None, None]
+                    lost = where_finite((x - kept).astype(before.dtype), before)
+                    after[path][RESIDUAL] = jnp.where(is_present, lost, before)
     return arrived, after
 
 
-def _with_residual(spec: Transfer, grad: jax.Array, entry: dict[str, Any]) -> jax.Array:
+def _with_residual(transfer: Transfer, grad: jax.Array, entry: dict[str, Any]) -> jax.Array:
     """The input of the codec: the gradient plus what it lost before."""
-    return (
-        grad.astype(jnp.float32) + entry[RESIDUAL].astype(jnp.float32)
-        if spec.error_feedback
-        else grad
-    )
+    if not transfer.error_feedback:
+        return grad
+    return grad.astype(jnp.float32) + entry[RESIDUAL].astype(jnp.float32)
 
 
-def _encode(spec: Transfer, x: jax.Array) -> Any:
+def _encode(transfer: Transfer, x: jax.Array) -> Any:
     """The payload of [m, D, width]: a tree of [D, m, ...]."""
-    rows = x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], x.shape[-1])
-    payload = (
-        spec.codec.encode(rows.astype(jnp.float32)) if isinstance(spec.codec, RowCodec) else rows
-    )
+    workers, positions, width = x.shape
+    payload = x.swapaxes(0, 1).reshape(workers * positions, width)
+    if isinstance(transfer.codec, RowCodec):
+        payload = transfer.codec.encode(payload.astype(jnp.float32))
     # the barrier makes XLA decode exactly what is sent
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(x.shape[1], x.shape[0], *leaf.shape[1:]),
-        lax.optimization_barrier(payload),
-    )
+    payload = lax.optimization_barrier(payload)
+    return jax.tree.map(lambda leaf: leaf.reshape(positions, workers, *leaf.shape[1:]), payload)
 
 
-def _decode(spec: Transfer, payload: Any, width: int) -> jax.Array:
+def _decode(transfer: Transfer, payload: Any, width: int) -> jax.Array:
     """From [D, m, ...] the rows, [D m, width]."""
-    flat = jax.tree.map(
+    rows = jax.tree.map(
         lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), payload
     )
-    return spec.codec.decode(flat, width) if isinstance(spec.codec, RowCodec) else flat
+    if not isinstance(transfer.codec, RowCodec):
+        return rows
+    return transfer.codec.decode(rows, width)

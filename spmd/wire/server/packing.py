@@ -96,19 +96,17 @@ class Storage:
             dtype: self._stack(assignment, flat) for dtype, assignment in self.assignments.items()
         }
 
-    def _stack(self, assignment: Assignment, flat: dict[str, Any]) -> jax.Array:
-        width, rows = max(assignment.load), []
+    def _stack(self, assignment: Assignment, by_path: dict[str, Any]) -> jax.Array:
+        width = max(assignment.load)
+        # all of one dtype, which an empty row needs, too
+        dtype = by_path[next(iter(assignment.sizes))].dtype
+        rows = []
         for server in range(self.positions):
-            params = [
-                flat[path].reshape(-1)
-                for path in assignment.sizes
-                if assignment.owner[path] == server
-            ]
-            row = (
-                jnp.concatenate(params)
-                if params
-                else jnp.zeros(0, flat[next(iter(assignment.sizes))].dtype)
-            )
+            paths = [path for path in assignment.sizes if assignment.owner[path] == server]
+            if paths:
+                row = jnp.concatenate([by_path[path].reshape(-1) for path in paths])
+            else:
+                row = jnp.zeros(0, dtype)
             rows.append(jnp.pad(row, (0, width - row.size)))
         return jnp.stack(rows)
 
@@ -126,10 +124,10 @@ class Storage:
             )
 
         def view(path: str, leaf: Any) -> jax.Array:
-            assignment, rows = self.assignments[str(leaf.dtype)], stored[str(leaf.dtype)]
+            dtype = str(leaf.dtype)
+            assignment = self.assignments[dtype]
             start = assignment.start(path)
-            return rows[assignment.owner[path], start : start + math.prod(leaf.shape)].reshape(
-                leaf.shape
-            )
+            end = start + math.prod(leaf.shape)
+            return stored[dtype][assignment.owner[path], start:end].reshape(leaf.shape)
 
         return map_paths(view, self.like)

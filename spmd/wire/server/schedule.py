@@ -66,22 +66,26 @@ class Round:
         """A round in which nothing happens. `asynchronous`: gradients arrive one by one, so the
         order of reads matters.
         """
-        no, one, zero = np.zeros(workers, bool), np.ones(workers, np.float32), np.zeros(workers)
-        reads = np.zeros((workers + 1 if asynchronous else 0, workers), bool)
-        order, stale = np.zeros(workers, np.int32), np.full(workers, -1, np.int32)
+        table_rows = 0
+        if asynchronous:
+            table_rows = workers + 1
+
+        def no() -> np.ndarray:
+            return np.zeros(workers, bool)
+
         return cls(
-            order,
-            no,
-            no.copy(),
-            no.copy(),
-            one,
-            no.copy(),
-            reads,
-            stale,
-            zero,
-            zero.copy(),
-            zero.copy(),
-            0.0,
+            worker=np.zeros(workers, np.int32),
+            takes=no(),
+            present=no(),
+            applied=no(),
+            weight=np.ones(workers, np.float32),
+            commit=no(),
+            reads=np.zeros((table_rows, workers), bool),
+            staleness=np.full(workers, -1, np.int32),
+            began=np.zeros(workers),
+            done=np.zeros(workers),
+            time=np.zeros(workers),
+            end=0.0,
         )
 
 
@@ -91,20 +95,29 @@ def synchronous(
     """All begin at the same time; the update waits for all but the spares, and the slowest are
     dropped. Ties: the lower number first.
     """
-    now, number = 0.0, 0
+    now = 0.0
+    number = 0
     while True:
-        warmup = number < declared.warmup_steps
-        seconds = np.array([times.of(worker, number) for worker in range(1 if warmup else workers)])
+        count = workers
+        kept = workers - declared.spares
+        # the first worker trains alone before the others join
+        if number < declared.warmup_steps:
+            count = 1
+            kept = 1
+        seconds = np.array([times.of(worker, number) for worker in range(count)])
         order = np.argsort(seconds, kind="stable")
-        kept = len(order) if warmup else len(order) - declared.spares
+        done = now + seconds[order]
         new_round = Round.empty(workers)
-        all_workers = np.concatenate([order, np.arange(len(order), workers)]).astype(np.int32)
-        new_round.worker[:], new_round.staleness[: len(order)] = all_workers, 0
-        new_round.applied[:kept], new_round.commit[kept - 1] = True, True
-        new_round.takes[order], new_round.present[order[:kept]] = True, True
+        new_round.worker[:] = [*order, *range(count, workers)]
+        new_round.staleness[:count] = 0
+        new_round.applied[:kept] = True
+        new_round.commit[kept - 1] = True
+        new_round.takes[order] = True
+        new_round.present[order[:kept]] = True
         new_round.began[:] = now
-        new_round.done[: len(order)] = new_round.time[: len(order)] = now + seconds[order]
-        now += float(seconds[order[kept - 1]]) + network * len(order) / workers + delay
+        new_round.done[:count] = done
+        new_round.time[:count] = done
+        now += float(seconds[order[kept - 1]]) + network * count / workers + delay
         number += 1
         yield dataclasses.replace(new_round, end=now)
 
@@ -125,8 +138,12 @@ class Asynchronous:
         send: float,
         receive: float,
     ):
-        self.declared, self.workers, self.times = declared, workers, times
-        self.latency, self.send, self.receive = latency, send, receive
+        self.declared = declared
+        self.workers = workers
+        self.times = times
+        self.latency = latency
+        self.send = send
+        self.receive = receive
         self.remote = latency > 0 or send > 0 or receive > 0
         self.scale = parse_staleness_scale(declared.staleness_scale) or (lambda tau: 1.0)
         self.per_update = declared.per_update(workers)
@@ -135,58 +152,74 @@ class Asynchronous:
         self.read_version = np.zeros(workers, np.int64)
         self.arrived = np.zeros(workers, np.int64)  # gradients that arrived, by worker: its clock
         self.begun = np.zeros(workers, np.int64)  # gradients begun
-        self.started, self.finished = np.zeros(workers), np.zeros(workers)
+        self.started = np.zeros(workers)
+        self.finished = np.zeros(workers)
         self.waiting: set[int] = set()  # workers that read when the bound on the slowest allows it
         self.count = 0  # gradients of the next update so far, over rounds
         self.queue: list[tuple[float, int, int]] = []
-        self.current = Round.empty(workers, asynchronous=True)
+        self.joined = declared.warmup_steps <= 0  # whether all workers take part
+        self._open()
+
+    def _open(self) -> None:
+        """Begin a round."""
+        self.current = Round.empty(self.workers, asynchronous=True)
         self.events = 0
         # workers whose next gradient belongs to a later round
         self.read_this_round: set[int] = set()
 
     def rounds(self) -> Iterator[Round]:
         """Rounds without end."""
-        warmup = self.declared.warmup_steps > 0
-        for worker in range(1 if warmup else self.workers):
+        starters = range(1)
+        if self.joined:
+            starters = range(self.workers)
+        for worker in starters:
             self._begin(worker, 0.0)
-        self.joined = not warmup
         while True:
             now, kind, worker = self.queue[0]
+            if kind == ARRIVES:
+                yield from self._arrivals(now)
+                continue
             if kind == TRACE_ENDS:  # close the current round, then raise
                 if self.events:
-                    yield self._close(now)
+                    yield self._close()
                 self.times.of(worker, int(self.begun[worker]))
-            if kind != ARRIVES:
-                worker = heapq.heappop(self.queue)[2]
-                self._read(worker, now) if kind == READS else self._queue(worker, now)
-                continue
-            tied = []
-            while self.queue and self.queue[0][:2] == (now, ARRIVES):
-                tied.append(heapq.heappop(self.queue)[2])
-            senders: list[int] = []
-            for worker in tied:
-                if self.current.present[worker] or worker in self.read_this_round:
-                    yield self._close(now)
-                self._arrive(worker, now)
-                senders.append(worker)
-                if self.current.commit[self.events - 1] or self.per_update == 1:
-                    self._answer(senders, now)
-                    senders = []
-            self._answer(senders, now)
+            heapq.heappop(self.queue)
+            if kind == READS:
+                self._read(worker, now)
+            else:
+                self._queue(worker, now)
+
+    def _arrivals(self, now: float) -> Iterator[Round]:
+        """Let the gradients of this moment arrive; yield the rounds that end meanwhile."""
+        tied = []
+        while self.queue and self.queue[0][:2] == (now, ARRIVES):
+            tied.append(heapq.heappop(self.queue)[2])
+        senders: list[int] = []
+        for worker in tied:
+            if self.current.present[worker] or worker in self.read_this_round:
+                yield self._close()
+            self._arrive(worker, now)
+            senders.append(worker)
+            if self.current.commit[self.events - 1] or self.per_update == 1:
+                self._answer(senders, now)
+                senders = []
+        self._answer(senders, now)
 
     def _begin(self, worker: int, now: float) -> None:
         """Begin a gradient; it is sent when done, and arrives when the inbound link is free."""
         self.started[worker] = now
-        number, known = int(self.begun[worker]), self.times.length
-        if known is not None and number >= known:
+        number = int(self.begun[worker])
+        length = self.times.length
+        if length is not None and number >= length:
             heapq.heappush(self.queue, (now, TRACE_ENDS, worker))
             return
-        done = self.finished[worker] = now + self.times.of(worker, number)
+        done = now + self.times.of(worker, number)
+        self.finished[worker] = done
         self.begun[worker] += 1
-        heapq.heappush(
-            self.queue,
-            (done + self.latency, QUEUES, worker) if self.remote else (done, ARRIVES, worker),
-        )
+        if self.remote:
+            heapq.heappush(self.queue, (done + self.latency, QUEUES, worker))
+        else:
+            heapq.heappush(self.queue, (done, ARRIVES, worker))
 
     def _queue(self, worker: int, now: float) -> None:
         """Gradients arrive in the order in which they queue for the link."""
@@ -194,10 +227,13 @@ class Asynchronous:
         heapq.heappush(self.queue, (self.inbound, ARRIVES, worker))
 
     def _arrive(self, worker: int, now: float) -> None:
-        index, current = self.events, self.current
+        index = self.events
+        current = self.current
         tau = int(self.version - self.read_version[worker])
         self.events += 1
-        current.worker[index], current.present[worker], current.staleness[index] = worker, True, tau
+        current.worker[index] = worker
+        current.present[worker] = True
+        current.staleness[index] = tau
         current.began[index] = self.started[worker]
         current.done[index] = self.finished[worker]
         current.time[index] = now
@@ -205,10 +241,12 @@ class Asynchronous:
         limit = self.declared.max_staleness
         if limit is not None and tau > limit:
             return
-        current.applied[index], current.weight[index] = True, max(self.scale(tau), MIN_WEIGHT)
+        current.applied[index] = True
+        current.weight[index] = max(self.scale(tau), MIN_WEIGHT)
         self.count += 1
         if self.count == self.per_update:
-            current.commit[index], self.count = True, 0
+            current.commit[index] = True
+            self.count = 0
             self.version += 1
 
     def _answer(self, senders: list[int], now: float) -> None:
@@ -220,13 +258,10 @@ class Asynchronous:
             self.arrived[:] = 0  # clocks start now
             self.waiting |= set(range(1, self.workers))
         self.waiting |= set(senders)
-        bound = self.declared.bound if self.declared.mode == "bounded" else None
-        slowest = self.arrived.min() if self.joined else 0
-        ready = [
-            worker
-            for worker in sorted(self.waiting)
-            if bound is None or not self.joined or self.arrived[worker] - slowest <= bound
-        ]
+        ready = sorted(self.waiting)
+        if self.declared.mode == "bounded" and self.joined and self.declared.bound is not None:
+            most = self.arrived.min() + self.declared.bound
+            ready = [worker for worker in ready if self.arrived[worker] <= most]
         for worker in ready:
             self.waiting.remove(worker)
             if self.arrived[worker] % self.declared.fetch_every and worker in senders:
@@ -245,12 +280,11 @@ class Asynchronous:
         self.read_version[worker] = self.version
         self._begin(worker, now + self.receive + self.latency)
 
-    def _close(self, now: float) -> Round:
-        absent = [worker for worker in range(self.workers) if not self.current.present[worker]]
-        self.current.worker[self.events :] = absent
-        self.current.takes[:] = self.current.present
-        closed = dataclasses.replace(self.current, end=float(self.current.time[self.events - 1]))
-        self.current = Round.empty(self.workers, asynchronous=True)
-        self.events = 0
-        self.read_this_round = set()
+    def _close(self) -> Round:
+        """End the round, and begin the next one."""
+        current = self.current
+        current.worker[self.events :] = np.flatnonzero(~current.present)
+        current.takes[:] = current.present
+        closed = dataclasses.replace(current, end=float(current.time[self.events - 1]))
+        self._open()
         return closed

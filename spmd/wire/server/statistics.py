@@ -4,6 +4,7 @@ dropped.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -100,7 +101,13 @@ class ServerStatistics:
     @property
     def idle_share(self) -> np.ndarray:
         """The share of time without computing."""
-        return self.idle_seconds / self.seconds if self.seconds else np.zeros(self.workers)
+        return self._share(self.idle_seconds)
+
+    def _share(self, seconds: np.ndarray) -> np.ndarray:
+        """Return shares of the total time, by worker; zeros before any time has passed."""
+        if not self.seconds:
+            return np.zeros(self.workers)
+        return seconds / self.seconds
 
     def _seconds(
         self, start: np.ndarray, end: np.ndarray, which: np.ndarray | bool = True
@@ -140,7 +147,9 @@ class ServerStatistics:
         """
         has_arrived = self.arrived > 0
         shares = self.dropped[has_arrived] / self.arrived[has_arrived]
-        return float(shares.max() / shares.mean()) if shares.any() else 1.0
+        if not shares.any():
+            return 1.0
+        return float(shares.max() / shares.mean())
 
     @property
     def staleness(self) -> np.ndarray:
@@ -161,9 +170,9 @@ class ServerStatistics:
         incomplete update do not count.
         """
         updates = np.flatnonzero(self.spans.commit)
-        return (
-            self.spans.applied[: updates[-1] + 1].sum() / len(updates) if len(updates) else math.nan
-        )
+        if not len(updates):
+            return math.nan
+        return self.spans.applied[: updates[-1] + 1].sum() / len(updates)
 
     # links ----------------------------------------------------------------------------------------
 
@@ -171,62 +180,61 @@ class ServerStatistics:
     def link_bytes(self) -> tuple[float, float]:
         """Bytes that a server has received over its link, and sent."""
         arrived = self.spans.arrived
-        sent = (
-            arrived
-            if not self.declared.asynchronous
-            else self.spans.began - self._network.latency <= self.seconds
-        )
-        return self.sent[0] * float(self.spans.sends[arrived].sum()), self.sent[1] * float(
-            self.spans.receives[sent].sum()
-        )
+        sent = arrived
+        if self.declared.asynchronous:
+            sent = self.spans.began - self._network.latency <= self.seconds
+        received_parameters = float(self.spans.sends[arrived].sum())
+        sent_parameters = float(self.spans.receives[sent].sum())
+        return self.sent[0] * received_parameters, self.sent[1] * sent_parameters
 
     @property
     def link_busy(self) -> tuple[float, float]:
         """The share of the time in which a server's link is busy inwards, and outwards."""
         if not self.seconds:
             return 0.0, 0.0
-        seconds = tuple(count / self._network.bandwidth for count in self.link_bytes)
-        if self.declared.asynchronous:  # one transfer at a time; the end may fall within one
-            send, receive = (count / self._network.bandwidth for count in self.sent)
-            fetched = self.spans.receives > 0
-            left = self.spans.began[fetched] - self._network.latency
-            seconds = (
-                self._within(self.spans.time - send, self.spans.time).sum(),
-                self._within(left - receive, left).sum(),
-            )
-        return float(seconds[0] / self.seconds), float(seconds[1] / self.seconds)
+        bandwidth = self._network.bandwidth
+        if not self.declared.asynchronous:
+            inwards, outwards = (count / bandwidth for count in self.link_bytes)
+        else:
+            # one transfer at a time; the end may fall within one
+            send, receive = (count / bandwidth for count in self.sent)
+            spans = self.spans
+            left = spans.began[spans.receives > 0] - self._network.latency
+            inwards = self._within(spans.time - send, spans.time).sum()
+            outwards = self._within(left - receive, left).sum()
+        return float(inwards / self.seconds), float(outwards / self.seconds)
 
     @property
     def _network(self) -> Network:
         return Network.parse(self.declared.network)
 
     def __str__(self) -> str:
-        arrived, applied = int(self.arrived.sum()), int(self.applied.sum())
-        staleness = self.staleness
-        rate = (
-            f"; {applied / self.seconds:,.4g} gradients applied per second" if self.seconds else ""
-        )
-        dropped = (
-            f", {arrived - applied:,} dropped ({1 - applied / arrived:.1%}; bias "
-            f"{self.drop_bias:.2f})"
-            if applied < arrived
-            else ""
-        )
-        batch = f", of {self.gradients_per_update:.4g} gradients each" if self.updates else ""
+        arrived = int(self.arrived.sum())
+        applied = int(self.applied.sum())
+        counts = self.staleness
+        mean_staleness = counts @ np.arange(len(counts)) / max(counts.sum(), 1)
+        time = f"{self.seconds:,.4g} s, {self.seconds_per_step:.4g} s a step"
+        if self.seconds:
+            time += f"; {applied / self.seconds:,.4g} gradients applied per second"
+        gradients = f"{arrived:,} arrived, {applied:,} applied"
+        if applied < arrived:
+            dropped = arrived - applied
+            share = 1 - applied / arrived
+            gradients += f", {dropped:,} dropped ({share:.1%}; bias {self.drop_bias:.2f})"
+        updates = f"{self.updates:,}"
+        if self.updates:
+            updates += f", of {self.gradients_per_update:.4g} gradients each"
+        directions = zip(("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True)
         links = [
             f"{format_bytes(count)} {direction}, busy {busy:.1%}"
-            for direction, count, busy in zip(
-                ("inwards", "outwards"), self.link_bytes, self.link_busy, strict=True
-            )
+            for direction, count, busy in directions
         ]
         lines = [
             f"{self.declared.mode}, {self.workers} workers, {self.steps:,} steps",
-            f"time       {self.seconds:,.4g} s, {self.seconds_per_step:.4g} s a step{rate}",
-            f"gradients  {arrived:,} arrived, {applied:,} applied{dropped}",
-            f"updates    {self.updates:,}{batch}",
-            "staleness  mean "
-            f"{staleness @ np.arange(len(staleness)) / max(staleness.sum(), 1):.2f}, largest "
-            f"{len(staleness) - 1}",
+            f"time       {time}",
+            f"gradients  {gradients}",
+            f"updates    {updates}",
+            f"staleness  mean {mean_staleness:.2f}, largest {len(counts) - 1}",
             f"each link  {'; '.join(links)}",
         ]
         return "\n".join([*lines, "", *self._table()])
@@ -235,43 +243,33 @@ class ServerStatistics:
 
     def _table(self) -> list[str]:
         """Shares of the time, by worker."""
-        seconds = (
-            self.compute_seconds,
-            self.wasted_seconds,
-            self.send_seconds,
-            self.idle_seconds - self.send_seconds,
-        )
-        shares = [
-            part / self.seconds if self.seconds else np.zeros(self.workers) for part in seconds
-        ]
-
-        def row(name: object, values: list, counts: list[str]) -> str:
-            return (
-                f"{name:>6}"
-                + "".join(f"{value:>11.1%}" for value in values)
-                + "".join(f"{count:>11}" for count in counts)
-            )
-
-        order, left_out = np.arange(self.workers), []
+        computing = self.compute_seconds
+        sending = self.send_seconds
+        waiting = self.idle_seconds - sending
+        seconds = (computing, self.wasted_seconds, sending, waiting)
+        shares = [self._share(part) for part in seconds]
+        order = np.arange(self.workers)
+        left_out = []
         if self.workers > MAX_ROWS:
-            order = np.argsort(seconds[0], kind="stable")[
-                [*range(MAX_ROWS // 2), *range(-MAX_ROWS // 2, 0)]
-            ]
-            left_out = [
+            ends = [*range(MAX_ROWS // 2), *range(-MAX_ROWS // 2, 0)]
+            order = np.argsort(computing, kind="stable")[ends]
+            left_out.append(
                 f"{'...':>6}  {self.workers - MAX_ROWS} workers that compute more than those above "
                 "and less than those below"
-            ]
+            )
         lines = []
-        for n in order:
-            counts = [f"{self.arrived[n]:,}", f"{self.dropped[n]:,}"]
-            lines.append(row(n, [share[n] for share in shares], counts))
-        mean = row(
-            "mean",
-            [share.mean() for share in shares],
-            [f"{self.arrived.mean():,.1f}", f"{self.dropped.mean():,.1f}"],
-        )
-        header = "worker" + "".join(
-            f"{name:>11}"
-            for name in ("computing", "wasted", "sending", "waiting", "arrived", "dropped")
-        )
+        for worker in order:
+            counts = (f"{self.arrived[worker]:,}", f"{self.dropped[worker]:,}")
+            lines.append(_row(worker, [share[worker] for share in shares], counts))
+        mean_counts = (f"{self.arrived.mean():,.1f}", f"{self.dropped.mean():,.1f}")
+        mean = _row("mean", [share.mean() for share in shares], mean_counts)
+        names = ("computing", "wasted", "sending", "waiting", "arrived", "dropped")
+        header = "worker" + "".join(f"{name:>11}" for name in names)
         return [header, *lines[: MAX_ROWS // 2], *left_out, *lines[MAX_ROWS // 2 :], mean]
+
+
+def _row(name: object, shares: Sequence[float], counts: Sequence[str]) -> str:
+    """Return a line of the table: shares as percentages, and counts."""
+    cells = [f"{share:>11.1%}" for share in shares]
+    cells += [f"{count:>11}" for count in counts]
+    return f"{name:>6}" + "".join(cells)

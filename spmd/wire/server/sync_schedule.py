@@ -29,23 +29,29 @@ def sync_steps(
       send, receive: seconds that all parameters of one worker take on a server's link, inwards and
         outwards. All fragments are assumed to be of equal size.
     """
-    now, number = np.zeros(workers), 0
+    now = np.zeros(workers)
+    number = 0
     replies = np.zeros(declared.fragments)  # when each fragment is back at the workers
     network = workers * (send + receive) / declared.fragments + 2 * latency
     while True:
+        seconds = np.array([times.of(worker, number) for worker in range(workers)])
         number += 1
-        done = now + np.array([times.of(worker, number - 1) for worker in range(workers)])
+        done = now + seconds
         order = np.argsort(done, kind="stable")
         new_round = Round.empty(workers)
-        new_round.worker[:], new_round.staleness[:] = order, 0
-        new_round.takes[:] = new_round.present[:] = new_round.applied[:] = True
+        new_round.worker[:] = order
+        new_round.staleness[:] = 0
+        for everyone in (new_round.takes, new_round.present, new_round.applied):
+            everyone[:] = True
         new_round.began[:] = now[order]
-        new_round.done[:] = new_round.time[:] = done[order]
+        new_round.done[:] = done[order]
+        new_round.time[:] = done[order]
         sends = due_fragments(declared, number)
         receives = due_fragments(declared, number - declared.overlap)
         replies[sends] = done.max() + network
         now = np.maximum(done, replies[receives].max(initial=0.0))
-        yield dataclasses.replace(new_round, sends=sends, receives=receives, end=float(now.max()))
+        end = float(now.max())
+        yield dataclasses.replace(new_round, sends=sends, receives=receives, end=end)
 
 
 def due_fragments(declared: ParameterServer, number: int) -> np.ndarray:
@@ -86,9 +92,5 @@ def has_pending_sync(declared: ParameterServer, steps: int) -> bool:
 def _since(declared: ParameterServer, number: int) -> np.ndarray:
     """int[fragments]: steps since each fragment's turn."""
     every = declared.every or 1
-    return np.array(
-        [
-            (number - turn * (every // declared.fragments)) % every
-            for turn in range(1, declared.fragments + 1)
-        ]
-    )
+    turns = np.arange(1, declared.fragments + 1) * (every // declared.fragments)
+    return (number - turns) % every

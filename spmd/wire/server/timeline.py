@@ -62,8 +62,9 @@ class TruncatedTimes(Times):
     def of(self, worker: int, number: int) -> float:
         """Seconds; infinite past the last gradient, and past the end of a trace."""
         rows = super().length
-        late = number > self._last[worker] or (rows is not None and number >= rows)
-        return math.inf if late else super().of(worker, number)
+        if number > self._last[worker] or (rows is not None and number >= rows):
+            return math.inf
+        return super().of(worker, number)
 
 
 def spans(events: Events, steps: int) -> tuple[float, GradientSpans]:
@@ -74,18 +75,26 @@ def spans(events: Events, steps: int) -> tuple[float, GradientSpans]:
       OptionError: `steps` is not a number from 1, or a trace of times ends too early.
     """
     check_number("steps", steps)
-    declared, workers = events.declared, events.workers
-    clock, counts, end = Events(declared, workers, events.sent), np.zeros(workers, np.int64), 0.0
+    declared = events.declared
+    workers = events.workers
+    clock = Events(declared, workers, events.sent)
+    counts = np.zeros(workers, np.int64)
+    end = 0.0
     for step in range(steps):
         counts += clock.round(step).takes
         end = clock.round(step).end
     # gradients in progress at the end arrive in later rounds: time continues, but no worker begins
     # another gradient
-    last = counts if declared.asynchronous else np.full(workers, steps)
+    last = np.full(workers, steps)
+    if declared.asynchronous:
+        last = counts
     clock = Events(declared, workers, events.sent, TruncatedTimes(events, last))
-    reader, step, now = _Reader(declared.asynchronous, workers), 0, 0.0
+    reader = _Reader(declared.asynchronous, workers)
+    step = 0
+    now = 0.0
     while math.isfinite(now) and (reader.number <= counts).any():
-        now, step = reader.add(clock.round(step)), step + 1
+        now = reader.add(clock.round(step))
+        step += 1
     return end, reader.spans(counts)
 
 
@@ -94,66 +103,68 @@ class _Reader:
 
     def __init__(self, asynchronous: bool, workers: int):
         self.asynchronous = asynchronous  # gradients arrive one by one
-        self.number, self.fetched = np.zeros(workers, np.int64), np.zeros(workers, bool)
+        self.number = np.zeros(workers, np.int64)
+        self.fetched = np.zeros(workers, bool)
         self.columns: dict[str, list[np.ndarray]] = {}
 
     def add(self, new_round: Round) -> float:
         """Add a round; returns its end."""
         count = int(new_round.takes.sum())
-        worker, index, ones = new_round.worker[:count], np.arange(count), np.ones(count)
-        rows = {
-            name: getattr(new_round, name)[:count]
-            for name in ("worker", "began", "done", "time", "applied", "commit", "staleness")
-        }
-        rows |= {
-            "number": self.number[worker],
-            "queued": rows["done"],
-            "sends": ones,
-            "receives": ones,
-        }
+        worker = new_round.worker[:count]
+        columns = {name: getattr(new_round, name)[:count] for name in OF_ROUND}
+        columns["number"] = self.number[worker]
+        columns["queued"] = columns["done"]
+        columns["sends"] = np.ones(count)
+        columns["receives"] = np.ones(count)
         if self.asynchronous:
-            read = new_round.reads.cumsum(axis=0)  # row r: reads before event r
-            rows["receives"] = np.where(self.fetched[worker] | (read[index, worker] > 0), 1.0, 0.0)
-            self.fetched |= read[-1] > 0
-            self.fetched[worker] = read[-1, worker] > read[index, worker]
-        else:  # the network is used when the last awaited worker is done
-            rows["queued"] = np.full(count, rows["time"][rows["applied"]].max())
-            rows["time"] = np.full(count, new_round.end)
+            columns["receives"] = self._fetches(new_round, worker)
+        else:
+            # the network is used when the last awaited worker is done
+            columns["queued"] = np.full(count, columns["time"][columns["applied"]].max())
+            columns["time"] = np.full(count, new_round.end)
             if len(new_round.sends):
-                rows |= {
-                    "sends": ones * new_round.sends.mean(),
-                    "receives": ones * new_round.receives.mean(),
-                }
-                rows["commit"] = new_round.sends.any() & (index == count - 1)
+                columns["sends"] = np.full(count, new_round.sends.mean())
+                columns["receives"] = np.full(count, new_round.receives.mean())
+                columns["commit"] = new_round.sends.any() & (np.arange(count) == count - 1)
         self.number[worker] += 1
-        for name, part in rows.items():
+        for name, part in columns.items():
             self.columns.setdefault(name, []).append(part)
         return new_round.end
+
+    def _fetches(self, new_round: Round, worker: np.ndarray) -> np.ndarray:
+        """Return 1 for each gradient before which its worker fetched parameters, 0 for others."""
+        index = np.arange(len(worker))
+        reads = new_round.reads.cumsum(axis=0)  # row r: reads before event r
+        before = reads[index, worker]
+        fetches = np.where(self.fetched[worker] | (before > 0), 1.0, 0.0)
+        self.fetched |= reads[-1] > 0
+        self.fetched[worker] = reads[-1, worker] > before
+        return fetches
 
     def spans(self, counts: np.ndarray) -> GradientSpans:
         """The first `counts` gradients of each worker, which arrive, and its next one."""
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
-        columns = {
-            name: part[
-                (columns["number"] <= counts[columns["worker"]]) & np.isfinite(columns["done"])
-            ]
-            for name, part in columns.items()
-        }
-        worker, number = columns["worker"], columns.pop("number")
+        is_next = columns["number"] <= counts[columns["worker"]]
+        ends = np.isfinite(columns["done"])
+        columns = {name: part[is_next & ends] for name, part in columns.items()}
+        worker = columns["worker"]
+        number = columns.pop("number")
         order = np.lexsort((number, worker))
-        next_began = np.full(len(order), np.inf)  # when its worker begins the next gradient
-        next_began[order[:-1]] = np.where(
-            np.diff(worker[order]) == 0, columns["began"][order[1:]], np.inf
-        )
+        # when its worker begins the next gradient
+        same_worker = np.diff(worker[order]) == 0
+        next_began = np.full(len(order), np.inf)
+        next_began[order[:-1]] = np.where(same_worker, columns["began"][order[1:]], np.inf)
         columns["done"] = np.minimum(columns["done"], next_began)
         columns["time"] = np.maximum(columns["done"], np.minimum(columns["time"], next_began))
         columns["queued"] = np.clip(columns["queued"], columns["done"], columns["time"])
-        arrived = number < counts[worker]
-        return GradientSpans(
-            arrived=arrived,
-            **columns
-            | {"applied": columns["applied"] & arrived, "commit": columns["commit"] & arrived},
-        )
+        columns["arrived"] = number < counts[worker]
+        columns["applied"] = columns["applied"] & columns["arrived"]
+        columns["commit"] = columns["commit"] & columns["arrived"]
+        return GradientSpans(**columns)
+
+
+# columns of a `Round`
+OF_ROUND = ("worker", "began", "done", "time", "applied", "commit", "staleness")
 
 
 def check_number(name: str, value: object) -> None:

@@ -28,8 +28,12 @@ class Times:
 
     def __init__(self, declared: str | tuple[float, ...], workers: int, seed: int):
         self._kind, self._values = parse_compute_time(declared)
-        self._seed, self._drawn = seed, {}
-        self._trace = read_trace(str(declared), workers) if self._kind == "trace" else None
+        self._seed = seed
+        # by worker: the number of the block that was drawn last, and its times
+        self._drawn: dict[int, tuple[int, np.ndarray]] = {}
+        self._trace: np.ndarray | None = None
+        if self._kind == "trace":
+            self._trace = read_trace(str(declared), workers)
         if self._kind == "list" and len(self._values) != workers:
             raise OptionError(
                 f"compute_time: {len(self._values)} numbers for {workers} workers.",
@@ -39,7 +43,9 @@ class Times:
     @property
     def length(self) -> int | None:
         """Number of known gradients of each worker; None if unlimited."""
-        return None if self._trace is None else len(self._trace)
+        if self._trace is None:
+            return None
+        return len(self._trace)
 
     def of(self, worker: int, number: int) -> float:
         """Seconds of this worker's gradient number `number`, from 0.
@@ -55,21 +61,25 @@ class Times:
                     fix="a longer trace, or fewer steps.",
                 )
             return float(self._trace[number, worker])
-        if self._kind in ("constant", "list"):
-            return self._values[worker if self._kind == "list" else 0]
+        if self._kind == "list":
+            return self._values[worker]
+        if self._kind == "constant":
+            return self._values[0]
         block, index = divmod(number, BLOCK)
-        if self._drawn.get(worker, (None,))[0] != block:
-            rng = np.random.Generator(
-                np.random.Philox(key=np.array([self._seed, (int(worker) << 32) + block], np.uint64))
-            )
-            scale, normal = self._values[0], self._kind == "lognormal"
-            drawn = (
-                scale * np.exp(rng.normal(0, self._values[1], BLOCK))
-                if normal
-                else rng.exponential(scale, BLOCK)
-            )
-            self._drawn[worker] = block, drawn
-        return float(self._drawn[worker][1][index])
+        if worker not in self._drawn or self._drawn[worker][0] != block:
+            self._drawn[worker] = (block, self._draw(worker, block))
+        _, seconds = self._drawn[worker]
+        return float(seconds[index])
+
+    def _draw(self, worker: int, block: int) -> np.ndarray:
+        """Return the times of a block of a worker's gradients."""
+        # Philox's key has 128 bits: the seed, the worker and the block
+        key = np.array([self._seed, (int(worker) << 32) + block], np.uint64)
+        rng = np.random.Generator(np.random.Philox(key=key))
+        if self._kind == "lognormal":
+            median, sigma = self._values
+            return median * np.exp(rng.normal(0, sigma, BLOCK))
+        return rng.exponential(self._values[0], BLOCK)
 
 
 def read_trace(path: str, workers: int) -> np.ndarray:
@@ -85,22 +95,12 @@ def read_trace(path: str, workers: int) -> np.ndarray:
             fix="check the path.",
         )
     try:
-        if path.endswith(".npy"):
-            table = np.load(path, allow_pickle=False).astype(np.float64)
-        else:
-            with open(path, newline="", encoding="utf-8") as file:
-                rows = [list(map(float, row)) for row in csv.reader(file) if row]
-                table = np.array(rows, np.float64)
+        table = _load_table(path)
     except (ValueError, EOFError, OSError) as error:
         fix = "one row per gradient, one column of seconds per worker, and nothing else."
         raise OptionError(f"compute_time: {path} is not a table of numbers.", fix=fix) from error
-    if (
-        table.ndim != 2
-        or not len(table)
-        or table.shape[1] != workers
-        or not np.isfinite(table).all()
-        or (table < 0).any()
-    ):
+    is_table = table.ndim == 2 and len(table) > 0 and table.shape[1] == workers
+    if not is_table or not np.isfinite(table).all() or (table < 0).any():
         shape = " x ".join(map(str, table.shape))
         raise OptionError(
             f"compute_time: {path} is a table of {shape}; expected one column of seconds, from 0, "
@@ -108,3 +108,12 @@ def read_trace(path: str, workers: int) -> np.ndarray:
             fix="one row per gradient, one column per worker.",
         )
     return table
+
+
+def _load_table(path: str) -> np.ndarray:
+    if path.endswith(".npy"):
+        return np.load(path, allow_pickle=False).astype(np.float64)
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [list(map(float, row)) for row in csv.reader(file) if row]
+    # raises if rows are not of equal length
+    return np.array(rows, np.float64)

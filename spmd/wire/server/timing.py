@@ -44,13 +44,16 @@ def parse_compute_time(declared: str | tuple[float, ...]) -> tuple[str, tuple[fl
     call = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", declared)
     if not call or (call[1] not in FORMS and call[2] is None):
         return "trace", ()
-    if call[1] not in FORMS:
-        raise ValueError(f'no distribution "{call[1]}".')
-    values = _numbers(*call[2].split(",")) if call[2] and call[2].strip() else ()
-    least, most = COUNTS[call[1]]
+    kind = call[1]
+    if kind not in FORMS:
+        raise ValueError(f'no distribution "{kind}".')
+    values: tuple[float, ...] | None = ()
+    if call[2] and call[2].strip():
+        values = _numbers(*call[2].split(","))
+    least, most = COUNTS[kind]
     if values is None or not least <= len(values) <= most:
-        raise ValueError(f'"{declared}" is not {FORMS[call[1]]}.')
-    return call[1], values or (1.0,)
+        raise ValueError(f'"{declared}" is not {FORMS[kind]}.')
+    return kind, values or (1.0,)
 
 
 def _numbers(*texts: str) -> tuple[float, ...] | None:
@@ -59,7 +62,9 @@ def _numbers(*texts: str) -> tuple[float, ...] | None:
         values = tuple(map(float, texts))
     except ValueError:
         return None
-    return values if _all_from_zero(values) else None
+    if not _all_from_zero(values):
+        return None
+    return values
 
 
 def _all_from_zero(values: tuple[float, ...]) -> bool:
@@ -81,15 +86,15 @@ def parse_staleness_scale(declared: str) -> Callable[[int], float] | None:
     if declared == "inverse":
         return lambda tau: 1.0 / max(tau, 1)
     call = re.fullmatch(r"(power|exp)\(([\d.eE+-]+)\)", declared.replace(" ", ""))
-    values = _numbers(call[2]) if call else None
-    if call is None or values is None:
+    if call is None:
+        return None
+    values = _numbers(call[2])
+    if values is None:
         return None
     (value,) = values
-    return (
-        (lambda tau: (1.0 + tau) ** -value)
-        if call[1] == "power"
-        else (lambda tau: math.exp(-value * tau))
-    )
+    if call[1] == "power":
+        return lambda tau: (1.0 + tau) ** -value
+    return lambda tau: math.exp(-value * tau)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,30 +118,49 @@ class Network:
         """
         values = {}
         for key, text in dict(declared).items():
-            if key not in ("bandwidth", "latency"):
-                raise ValueError(
-                    f"nothing reads {key}: {did_you_mean(key, ('bandwidth', 'latency'))}"
-                )
-            pattern = (
-                r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s"
-                if key == "bandwidth"
-                else r"([\d.eE+-]+)\s*(s|ms|us|ns)"
-            )
-            parts = re.fullmatch(pattern, text.strip()) if isinstance(text, str) else None
-            number = _numbers(parts[1]) if parts else None
-            if not parts or number is None or (key == "bandwidth" and number == (0.0,)):
-                unit = (
-                    "a number and bits or bytes per second"
-                    if key == "bandwidth"
-                    else "a number and a unit of time"
-                )
+            if key not in PARSERS:
+                raise ValueError(f"nothing reads {key}: {did_you_mean(key, tuple(PARSERS))}")
+            unit, parse = PARSERS[key]
+            value = None
+            if isinstance(text, str):
+                value = parse(text.strip())
+            if value is None:
                 raise ValueError(f"{key} = {as_toml(text)} is not {unit}.")
-            if key == "bandwidth":
-                values[key] = (
-                    number[0]
-                    * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[parts[2]]
-                    / (8 if parts[3] == "b" else 1)
-                )
-            else:
-                values[key] = number[0] / {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}[parts[2]]
+            values[key] = value
         return cls(**values)
+
+
+def _parse_bandwidth(text: str) -> float | None:
+    """Return bytes per second; None for a text that is none, or is 0."""
+    parts = re.fullmatch(r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s", text)
+    if parts is None:
+        return None
+    number = _numbers(parts[1])
+    if number is None or number == (0.0,):
+        return None
+    bandwidth = number[0] * SCALES[parts[2]]
+    if parts[3] == "b":
+        return bandwidth / 8
+    return bandwidth
+
+
+def _parse_latency(text: str) -> float | None:
+    """Return seconds; None for a text that is none."""
+    parts = re.fullmatch(r"([\d.eE+-]+)\s*(s|ms|us|ns)", text)
+    if parts is None:
+        return None
+    number = _numbers(parts[1])
+    if number is None:
+        return None
+    return number[0] / PER_SECOND[parts[2]]
+
+
+SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+
+# by key: what an error asks for, and the function that parses it
+PARSERS = {
+    "bandwidth": ("a number and bits or bytes per second", _parse_bandwidth),
+    "latency": ("a number and a unit of time", _parse_latency),
+}

@@ -108,8 +108,10 @@ class ServerState:
         """
         if not any(HELD in entry for entry in self.memory.values()):
             return params
-        params, sizes = as_arrays(params), bound_sizes(self.axes)
-        held = fetch_params(self.memory, _exact_buckets(_pack_all(params, sizes), sizes), self.axes)
+        params = as_arrays(params)
+        sizes = bound_sizes(self.axes)
+        buckets = _exact_buckets(_pack_all(params, sizes), sizes)
+        held = fetch_params(self.memory, buckets, self.axes)
         return map_paths(lambda path, leaf: from_server_rows(held[path][0], leaf), params)
 
 
@@ -137,22 +139,27 @@ class Servers:
         sizes, in_region = axis_sizes(self.axes, params)
         self._check_workers(sizes)
         packed = _pack_all(params, sizes)
-        rows = self._own(packed) if in_region else packed
+        rows = packed
+        if in_region:
+            rows = self._local_rows(packed)
         check_patterns([pattern for pattern, _ in self.communication.codecs], params)
         inner = self.optimizer.init(rows)
         check_no_communication("optimizer", inner)
         specs = jax.tree.map(lambda _: PartitionSpec(self.axes), rows)
         memory = self.communication.init_memory(arrays_by_path(packed), sizes, in_region)
         if self.asynchronous:
-            declared = self.clock.declared
-            entries = {
-                path: init_server_memory(declared, row, self.clock.workers)
-                | {ROUNDING: jnp.zeros_like(row)}
-                for path, row in arrays_by_path(rows).items()
-            }
-            memory = {path: entry | memory.get(path, {}) for path, entry in entries.items()}
+            memory = self._init_arrivals(rows, memory)
         inner_specs = moment_specs("wire.parameter_server", self.optimizer, inner, rows, specs)
         return ServerState(jnp.zeros((), jnp.int32), memory, inner, self.axes, inner_specs)
+
+    def _init_arrivals(self, rows: Tree, memory: Memory) -> Memory:
+        """Return a memory with what an asynchronous server keeps, too."""
+        after = {}
+        for path, row in arrays_by_path(rows).items():
+            entry = init_server_memory(self.clock.declared, row, self.clock.workers)
+            entry[ROUNDING] = jnp.zeros_like(row)
+            after[path] = entry | memory.get(path, {})
+        return after
 
     def update(
         self,
@@ -170,22 +177,25 @@ class Servers:
                 "wire.parameter_server: update without params.",
                 fix="update(grads, state, params, events=events).",
             )
-        grads, params, sizes = as_arrays(grads), as_arrays(params), bound_sizes(self.axes)
+        grads = as_arrays(grads)
+        params = as_arrays(params)
+        sizes = bound_sizes(self.axes)
         self._check_workers(sizes)
         self._check_events(events)
         check_dtypes(arrays_by_path(grads))
         # the update ends in an all-gather in any format
         check_grads(self.axes, arrays_by_path(grads), lossless=False)
-        rows = self._own(_pack_all(params, sizes))
+        rows = self._local_rows(_pack_all(params, sizes))
         self._check_state(state, rows)
-        losses = (
-            None if value is None else collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
-        )
-        apply = self._apply_arrivals if self.asynchronous else self._apply_mean
+        losses = None
+        if value is not None:
+            losses = collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
+        apply = self._apply_mean
+        if self.asynchronous:
+            apply = self._apply_arrivals
         change, memory, inner = apply(_pack_all(grads, sizes), state, rows, events, losses, extra)
-        full = gather_rows(
-            arrays_by_path(change), _exact_buckets(_pack_all(params, sizes), sizes), self.axes
-        )
+        buckets = _exact_buckets(_pack_all(params, sizes), sizes)
+        full = gather_rows(arrays_by_path(change), buckets, self.axes)
         updates = map_paths(lambda path, leaf: from_server_rows(full[path], leaf), params)
         return updates, dataclasses.replace(state, step=state.step + 1, memory=memory, inner=inner)
 
@@ -202,24 +212,23 @@ class Servers:
         present = jnp.asarray(events.get("present", jnp.ones(self.clock.workers, bool)))
         if "present" in events:  # the mean over all workers is then that over those who are present
             share = present.sum() / self.clock.workers
-            grads = jax.tree.map(
-                lambda g: (g.astype(jnp.float32) / share).astype(g.dtype),
-                self._where_present(present, grads),
-            )
+
+            def scale(g: jax.Array) -> jax.Array:
+                return (g.astype(jnp.float32) / share).astype(g.dtype)
+
+            grads = jax.tree.map(scale, self._where_present(present, grads))
         if losses is not None:
-            extra = extra | {
-                "value": jnp.where(present, losses, jnp.zeros_like(losses)).sum() / present.sum()
-            }
-        means, wire = self.communication.update(
-            grads, WireState(state.step, state.memory, self.axes)
-        )
+            total = jnp.where(present, losses, jnp.zeros_like(losses)).sum()
+            extra = extra | {"value": total / present.sum()}
+        wire_state = WireState(state.step, state.memory, self.axes)
+        means, wire_state = self.communication.update(grads, wire_state)
         # fused with it, the update would be rounded otherwise
         means = lax.optimization_barrier(means)
         check_elementwise(
             "wire.parameter_server", FIX_CLIP, self.optimizer, means, state.inner, rows, extra
         )
         updates, inner = self.optimizer.update(means, state.inner, rows, **extra)
-        return updates, wire.memory, inner
+        return updates, wire_state.memory, inner
 
     def _apply_arrivals(
         self,
@@ -234,7 +243,9 @@ class Servers:
         optimizer = optax.GradientTransformationExtraArgs(
             self.optimizer.init, functools.partial(self.optimizer.update, **extra)
         )
-        value = {} if losses is None else {"value": losses[0]}
+        value = {}
+        if losses is not None:
+            value["value"] = losses[0]
         check_elementwise(
             "wire.parameter_server", FIX_CLIP, optimizer, rows, state.inner, rows, value
         )
@@ -244,13 +255,8 @@ class Servers:
         present = jnp.asarray(events["present"])
         grads = self._where_present(present, grads)
         mine = present[collectives.worker_index(self.axes)]
-        arrived, memory = send_gradients(
-            {path: g[None] for path, g in arrays_by_path(grads).items()},
-            transfers,
-            buckets,
-            state.memory,
-            mine[None],
-        )
+        worker_grads = {path: g[None] for path, g in arrays_by_path(grads).items()}
+        arrived, memory = send_gradients(worker_grads, transfers, buckets, state.memory, mine[None])
         # the loop's parameters are sums of rounded changes; what was lost is added again
         before = map_paths(lambda path, row: row + memory[path][ROUNDING], rows)
         after, inner, memory = apply_arrivals(
@@ -264,14 +270,18 @@ class Servers:
             losses=losses,
         )
         change = jax.tree.map(lambda new, old: new - old, after, rows)
-        lost = arrays_by_path(
-            jax.tree.map(lambda new, old, by: new - (old + by), after, rows, change)
-        )
-        return (
-            change,
-            {path: entry | {ROUNDING: lost[path]} for path, entry in memory.items()},
-            inner,
-        )
+        rounding = jax.tree.map(lambda new, old, by: new - (old + by), after, rows, change)
+        lost = arrays_by_path(rounding)
+        memory = {path: entry | {ROUNDING: lost[path]} for path, entry in memory.items()}
+        return change, memory, inner
+
+    def _local_rows(self, packed: Tree) -> Tree:
+        """Return this server's rows, [1, width]."""
+
+        def local_row(x: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, collectives.worker_index(self.axes), 0)
+
+        return jax.tree.map(local_row, packed)
 
     def _where_present(self, present: jax.Array, grads: Tree) -> Tree:
         """This worker's gradients; zeros if it takes no part."""
@@ -279,19 +289,14 @@ class Servers:
         # never by multiplying: 0 * NaN
         return jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
 
-    def _own(self, packed: Tree) -> Tree:
-        """This server's rows, [1, width]."""
-        return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, collectives.worker_index(self.axes), 0), packed
-        )
-
     def _check_workers(self, sizes: Mapping[str, int]) -> None:
-        if _count(sizes) != self.clock.workers:
+        workers = math.prod(sizes.values())
+        if workers != self.clock.workers:
             along = " x ".join(f"{size} along {axis}" for axis, size in sizes.items())
             raise CommunicationError(
                 f"wire.parameter_server: the clock is of {self.clock.workers} workers, and the "
                 f"mesh has {along}.",
-                fix=f"wire.server_clock(workers={_count(sizes)}, ...).",
+                fix=f"wire.server_clock(workers={workers}, ...).",
             )
 
     def _check_events(self, events: Any) -> None:
@@ -300,16 +305,14 @@ class Servers:
                 "wire.parameter_server: update without events.",
                 fix=f"update(..., {EVENTS}), of step n.",
             )
-        shapes = (
-            {name: jnp.shape(leaf) for name, leaf in events.items()}
-            if isinstance(events, Mapping)
-            else type_name(events)
-        )
-        wanted = {name: jnp.shape(leaf) for name, leaf in self.clock.step_inputs(0).items()}
-        if shapes != wanted:
+        shapes: Any = type_name(events)
+        if isinstance(events, Mapping):
+            shapes = {name: jnp.shape(leaf) for name, leaf in events.items()}
+        needed = {name: jnp.shape(leaf) for name, leaf in self.clock.step_inputs(0).items()}
+        if shapes != needed:
             why = (
                 f"the events are {short_repr(shapes)}; those of this clock are "
-                f"{short_repr(wanted)}."
+                f"{short_repr(needed)}."
             )
             raise OptionError(
                 f"wire.parameter_server: {why}",
@@ -322,15 +325,12 @@ class Servers:
         """
         inner = jax.eval_shape(self.optimizer.init, rows)
         held = {path: entry[HELD].shape for path, entry in state.memory.items() if HELD in entry}
-        wanted = (
-            {
-                path: (1, self.clock.workers, row.shape[1])
-                for path, row in arrays_by_path(rows).items()
-            }
-            if self.asynchronous
-            else {}
-        )
-        if held != wanted or jax.tree.map(jnp.shape, state.inner) != jax.tree.map(jnp.shape, inner):
+        needed = {}
+        if self.asynchronous:
+            for path, row in arrays_by_path(rows).items():
+                needed[path] = (1, self.clock.workers, row.shape[1])
+        same_inner = jax.tree.map(jnp.shape, state.inner) == jax.tree.map(jnp.shape, inner)
+        if held != needed or not same_inner:
             raise CommunicationError(
                 "the state is not that of these parameters, or is not split over servers.",
                 fix=FIX_STATE,
@@ -405,54 +405,50 @@ def parameter_server(
             f"wire.parameter_server: clock={short_repr(clock)} is {type_name(clock)}.",
             fix="wire.server_clock(workers=...).",
         )
-    communication = make_communication(
-        axes, codec, options, rows=True, parameters=("optimizer", "clock", "codec")
-    )
+    parameters = ("optimizer", "clock", "codec")
+    communication = make_communication(axes, codec, options, rows=True, parameters=parameters)
     check_transformation("wire.parameter_server: optimizer", optimizer)
-    if clock.declared.local:
+    declared = clock.declared
+    if declared.local:
         raise OptionError(
-            f'wire.parameter_server: mode "{clock.declared.mode}" has no servers.',
-            fix=local_fix(clock.declared.mode),
+            f'wire.parameter_server: mode "{declared.mode}" has no servers.',
+            fix=local_fix(declared.mode),
         )
-    for value in (
-        (codec, *(value for _, value in communication.codecs))
-        if clock.declared.asynchronous
-        else ()
-    ):
-        if not value.lossless and not (isinstance(value, RowCodec) and value.reports_loss):
+    if declared.asynchronous:
+        _check_asynchronous(communication)
+    servers = Servers(communication, optax.with_extra_args_support(optimizer), clock)
+    return optax.GradientTransformationExtraArgs(servers.init, servers.update)  # type: ignore[arg-type]
+
+
+def _check_asynchronous(communication: Communication) -> None:
+    """Refuse options that need a mean over workers."""
+    for codec in (communication.codec, *dict(communication.codecs).values()):
+        if not codec.lossless and not (isinstance(codec, RowCodec) and codec.reports_loss):
             why = (
-                f"{value} works on a mean over workers; an asynchronous server applies each "
+                f"{codec} works on a mean over workers; an asynchronous server applies each "
                 "gradient separately."
             )
             raise OptionError(
                 f"wire.parameter_server: {why}",
                 fix='a codec of rows, such as wire.int8(), or mode="synchronous".',
             )
-    if clock.declared.asynchronous and communication.start_step:
+    if communication.start_step:
         why = f"start_step={communication.start_step}: nothing reads it in an asynchronous mode."
         raise OptionError(f"wire.parameter_server: {why}", fix="leave it out.")
-    servers = Servers(communication, optax.with_extra_args_support(optimizer), clock)
-    return optax.GradientTransformationExtraArgs(servers.init, servers.update)  # type: ignore[arg-type]
-
-
-def _count(sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.values())
 
 
 def _pack_all(tree: Tree, sizes: Mapping[str, int]) -> Tree:
     """Every array as [servers, width], padded with zeros."""
-    servers = _count(sizes)
+    servers = math.prod(sizes.values())
     return jax.tree.map(lambda leaf: to_server_rows(leaf, servers, servers), tree)
 
 
 def _exact_buckets(packed: Tree, sizes: Mapping[str, int]) -> Buckets:
     """The parameters that are sent together."""
-    axes, counts = tuple(sizes), tuple(sizes.values())
-    layouts = {
-        path: ShardLayout(leaf.shape, (axes,), axes, counts)
-        for path, leaf in arrays_by_path(packed).items()
-    }
-    return make_buckets(
-        {path: Transfer(layout, EXACT, error_feedback=False) for path, layout in layouts.items()},
-        MAX_EXACT_BUCKET,
-    )
+    axes = tuple(sizes)
+    counts = tuple(sizes.values())
+    transfers = {}
+    for path, leaf in arrays_by_path(packed).items():
+        layout = ShardLayout(leaf.shape, (axes,), axes, counts)
+        transfers[path] = Transfer(layout, EXACT, error_feedback=False)
+    return make_buckets(transfers, MAX_EXACT_BUCKET)
