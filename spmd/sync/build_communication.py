@@ -33,7 +33,8 @@ from spmd.wire.transfer import Memory, Transfer, make_transfer
 
 def build_averaging(resolved: Resolved, mesh_axes: MeshAxes, reduction: Reduction) -> Averaging:
     """Return how the gradients of a model's parameters are averaged. Pure: only shapes are read."""
-    declared, codecs = resolved.layout.gradients, _codecs(resolved)
+    declared = resolved.layout.gradients
+    codecs = _codecs(resolved)
     transfers = {
         path: _make_transfer(placement, codecs[path], resolved, mesh_axes, reduction)
         for path, placement in resolved.placements.items()
@@ -63,14 +64,19 @@ def _make_transfer(
     mesh_axes: MeshAxes,
     reduction: Reduction,
 ) -> Transfer:
-    data_axes, model_axes = mesh_axes.data_axes, mesh_axes.model_axes
+    data_axes = mesh_axes.data_axes
+    model_axes = mesh_axes.model_axes
     spec = reduction.grad_spec(placement)
     model_spec = keep_axes(spec, model_axes)
     nested = bool(model_axes) and not mixes_data_axes(spec, data_axes)
+    dtype = np.dtype(placement.dtype)
     # XLA:CPU aborts on a bfloat16 sum in a region that is manual over only some axes
-    dtype = np.dtype(placement.dtype if nested or not model_axes else "float32")
+    if model_axes and not nested:
+        dtype = np.dtype("float32")
     local_shape = list(placement.shape)
+    codec_states = 1
     if nested:
+        codec_states = mesh_axes.devices_along(spec_axes(model_spec))
         for dim, entry in enumerate(model_spec):
             local_shape[dim] //= mesh_axes.devices_along(entry)
     sizes = tuple(mesh_axes.mesh.shape[axis] for axis in data_axes)
@@ -83,7 +89,7 @@ def _make_transfer(
         full_shape=placement.shape,
         model_spec=model_spec,
         nested=nested,
-        codec_states=mesh_axes.devices_along(spec_axes(model_spec)) if nested else 1,
+        codec_states=codec_states,
         dtype=dtype,
     )
 
@@ -108,8 +114,10 @@ class RegisteredReduction:
 
     @functools.cached_property
     def _transformation(self) -> optax.GradientTransformation:
-        """The transformation that the function makes of the data axes and the layout's options."""
-        declared, name = self.resolved.layout.gradients, self.reduction.name
+        """Return the transformation that the function makes of the data axes and the layout's
+        options.
+        """
+        declared = self.resolved.layout.gradients
         default = make_codec(declared.codec, declared.options)
         codecs = {path: codec for path, codec in _codecs(self.resolved).items() if codec != default}
         values = {"codec": default, "codecs": codecs}
@@ -120,20 +128,19 @@ class RegisteredReduction:
         made = self.reduction.make(self.mesh_axes.data_axes, **options)  # type: ignore[misc]
         if not isinstance(made, optax.GradientTransformation):
             why = (
-                f'reduction "{name}": its function returns {type_name(made)}, not an optax '
-                "transformation."
+                f'reduction "{self.reduction.name}": its function returns {type_name(made)}, not '
+                "an optax transformation."
             )
-            raise OptionError(
-                why, fix="one of spmd.wire's, or optax.GradientTransformation(init, update)."
-            )
+            fix = "one of spmd.wire's, or optax.GradientTransformation(init, update)."
+            raise OptionError(why, fix=fix)
         return made
 
     def _make_state(self, params: dict[str, Any]) -> Any:
-        """The transformation's state at step 0, outside of `jax.shard_map`."""
+        """Return the transformation's state at step 0, outside of `jax.shard_map`."""
         mesh = self.mesh_axes.mesh
-        with jax.sharding.use_abstract_mesh(
-            mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        ):
+        if not isinstance(mesh, AbstractMesh):
+            mesh = mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(mesh):
             return jax.tree.map(jnp.asarray, self._transformation.init(params))
 
     @functools.cached_property
@@ -147,7 +154,9 @@ class RegisteredReduction:
     def _stored(self, state: Tree) -> Memory:
         """Return a tree like the state as it is kept; nothing of a state without arrays."""
         leaves = flatten(state)
-        return {self.reduction.name: leaves} if leaves else {}
+        if not leaves:
+            return {}
+        return {self.reduction.name: leaves}
 
     def init_memory(self, key: jax.Array, params: dict[str, Any], workers: int) -> Memory:
         """Return the state at step 0, of all workers; a transformation needs no key."""
@@ -181,29 +190,29 @@ class RegisteredReduction:
 
         with jax.named_scope(f"reduce_gradients/{name}"):
             # every parameter is replicated along the model axes
-            replicated = PartitionSpec()
-            update_shards = on_local_shards(
-                update, self.mesh_axes.model_axes, replicated, replicated
-            )
+            spec = PartitionSpec()
+            update_shards = on_local_shards(update, self.mesh_axes.model_axes, spec, spec)
             means, after = update_shards(grads, memory.get(name, {}))
         return {path: means[path] for path in grads}, self._stored(after), jnp.zeros((2, 0))
 
     def _check(self, what: str, before: dict[str, Any], after: Any) -> None:
         """Refuse an update that returns other arrays than it was given."""
-        problem = ""
-        if not isinstance(after, dict) or after.keys() != before.keys():
-            returned = ", ".join(after) if isinstance(after, dict) else type_name(after)
-            problem = f"{what}s: {', '.join(before)} go in; {returned} come out"
-        for path in before if not problem else ():
-            if describe(after[path]) != describe(before[path]):
-                problem = (
-                    f"the {what} {path} is {describe(before[path])}, and {describe(after[path])} "
-                    "when it is returned"
-                )
-                break
+        problem = _returned_problem(what, before, after)
         if problem:
             why = f'reduction "{self.reduction.name}": {problem}.'
-            raise CommunicationError(
-                why,
-                fix="update(grads, state) returns the mean of each gradient, and the next state.",
-            )
+            fix = "update(grads, state) returns the mean of each gradient, and the next state."
+            raise CommunicationError(why, fix=fix)
+
+
+def _returned_problem(what: str, before: dict[str, Any], after: Any) -> str:
+    """Return what is wrong with arrays by path that an update returned; "" if nothing is."""
+    if not isinstance(after, dict):
+        return f"{what}s: {', '.join(before)} go in; {type_name(after)} come out"
+    if after.keys() != before.keys():
+        return f"{what}s: {', '.join(before)} go in; {', '.join(after)} come out"
+    for path in before:
+        shown = describe(before[path])
+        returned = describe(after[path])
+        if returned != shown:
+            return f"the {what} {path} is {shown}, and {returned} when it is returned"
+    return ""

@@ -25,6 +25,7 @@ from spmd.wire.codec.bfloat16 import self_test
 from spmd.wire.reduction import Averaging
 from spmd.wire.reduction_registry import REDUCTIONS, Reduction
 from spmd.wire.server.arrivals import init_server_memory
+from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.local_training import LocalTraining, init_local_memory
 from spmd.wire.transfer import (
     MAX_EXACT_BUCKET,
@@ -57,11 +58,12 @@ class GradientSync:
 
     @functools.cached_property
     def reduction(self) -> Reduction:
-        """Return the reduction of the layout; of a single worker, that of the compiler: there is
-        nothing to reduce, and the auto step is faster.
-        """
+        """Return the reduction of the layout; of a single worker, that of the compiler."""
+        # A single worker has nothing to reduce, and the step without shard_map is faster.
         manual = self.resolved.workers > 1 or self.local
-        return REDUCTIONS[self.resolved.layout.gradients.reduction if manual else "compiler"]
+        if not manual:
+            return REDUCTIONS["compiler"]
+        return REDUCTIONS[self.resolved.layout.gradients.reduction]
 
     @functools.cached_property
     def averaging(self) -> Averaging:
@@ -83,16 +85,17 @@ class GradientSync:
     @functools.cached_property
     def _frozen_transfers(self) -> Mapping[str, Transfer]:
         """Return how gradients of frozen arrays would be communicated."""
-        layout = dataclasses.replace(
-            self.resolved.layout, gradients=Gradients(self.resolved.layout.gradients.reduction)
-        )
+        layout = self.resolved.layout
+        gradients = Gradients(layout.gradients.reduction)
+        layout = dataclasses.replace(layout, gradients=gradients)
         frozen = Resolved(layout, self.resolved.mesh, self.resolved.frozen)
         return build_averaging(frozen, self.mesh_axes, self.reduction).transfers
 
     def transfer(self, path: str) -> Transfer:
         """Return how a parameter's gradient is communicated; of a frozen array, how it would be."""
-        transfers = self.transfers if path in self.transfers else self._frozen_transfers
-        return transfers[path]
+        if path in self.transfers:
+            return self.transfers[path]
+        return self._frozen_transfers[path]
 
     @functools.cached_property
     def fragments(self) -> list[list[str]]:
@@ -100,13 +103,20 @@ class GradientSync:
         local SGD, of nearly equal size.
         """
         sizes = {path: placement.nbytes for path, placement in self.resolved.placements.items()}
-        owner = assign(
-            "largest_first", sizes, self.resolved.layout.parameter_server.fragments
-        ).owner
+        count = self.resolved.layout.parameter_server.fragments
+        owner = assign("largest_first", sizes, count).owner
         fragments: list[list[str]] = [[] for _ in range(max(owner.values(), default=-1) + 1)]
         for path in sizes:
             fragments[owner[path]].append(path)
         return fragments
+
+    @property
+    def _server(self) -> ParameterServer | None:
+        """Return the layout's parameter server, if gradients are sent to one."""
+        layout = self.resolved.layout
+        if layout.gradients.reduction != "parameter_server":
+            return None
+        return layout.parameter_server
 
     @functools.cached_property
     def buckets(self) -> list[list[str]]:
@@ -135,10 +145,10 @@ class GradientSync:
         """Return the number of workers: one at each position along the data axes, or as many as a
         parameter server simulates.
         """
-        declared = self.resolved.layout
-        return (
-            declared.gradients.reduction == "parameter_server" and declared.parameter_server.workers
-        ) or self.resolved.workers
+        server = self._server
+        if server is not None and server.workers:
+            return server.workers
+        return self.resolved.workers
 
     @property
     def rounds_params(self) -> bool:
@@ -148,68 +158,66 @@ class GradientSync:
     @property
     def asynchronous(self) -> bool:
         """Return whether gradients are applied one by one, in order of arrival."""
-        declared = self.resolved.layout
-        return (
-            declared.gradients.reduction == "parameter_server"
-            and declared.parameter_server.asynchronous
-        )
+        server = self._server
+        return server is not None and server.asynchronous
 
     @property
     def local(self) -> bool:
         """Return whether each worker has its own parameters and optimizer, and synchronizes with
         the servers every few steps.
         """
-        declared = self.resolved.layout
-        return (
-            declared.gradients.reduction == "parameter_server" and declared.parameter_server.local
-        )
+        server = self._server
+        return server is not None and server.local
 
     def init(self, key: jax.Array, params: Tree) -> dict[str, dict[str, Any]]:
         """Return the state at step 0, by path: zero residuals, each codec's own state, and that of
         the servers. Works under a trace.
         """
-        flat, workers = flatten(params), self.resolved.workers
-        declared, servers = self.resolved.layout.parameter_server, {}
+        if not self.reduction.manual and not self.asynchronous and not self.local:
+            return {}
+        by_path = flatten(params)
+        workers = self.resolved.workers
         if self.asynchronous:
             workers = self.worker_count
-            servers = {
-                path: init_server_memory(declared, leaf, self.worker_count)
-                for path, leaf in flat.items()
-            }
-        elif self.local:
-            servers = {
-                path: init_local_memory(declared, leaf, self.worker_count)
-                for path, leaf in flat.items()
-            }
-        elif not self.reduction.manual:
-            return {}
-        memory = self.communication.init_memory(key, flat, workers)
-        return memory | {path: memory.get(path, {}) | entry for path, entry in servers.items()}
+        entries = {path: self._init_server_entry(leaf) for path, leaf in by_path.items()}
+        memory = self.communication.init_memory(key, by_path, workers)
+        for path, entry in entries.items():
+            if entry:
+                memory[path] = memory.get(path, {}) | entry
+        return memory
+
+    def _init_server_entry(self, rows: jax.Array) -> dict[str, jax.Array]:
+        """Return what servers, or workers that train alone, keep of a packed parameter."""
+        server = self.resolved.layout.parameter_server
+        if self.asynchronous:
+            return init_server_memory(server, rows, self.worker_count)
+        if self.local:
+            return init_local_memory(server, rows, self.worker_count)
+        return {}
 
     def layer_carries(self, comm_state: Memory, *, sums: bool) -> Memory:
         """Return what this worker's first microbatch begins with, of the parameters of `layerwise`:
         residuals, and, with `sums`, totals of zero; full shapes.
         """
         carries: Memory = {}
-        for path in sorted(self.layerwise & self.resolved.placements.keys()):
-            placement, entry = self.resolved.placements[path], comm_state.get(path, {})
+        placements = self.resolved.placements
+        for path in sorted(self.layerwise & placements.keys()):
             carry = {}
             if sums:
-                carry[TOTAL] = jnp.zeros(placement.shape, placement.dtype)
-            if RESIDUAL in entry:
-                carry[RESIDUAL] = entry[RESIDUAL][0]
+                carry[TOTAL] = jnp.zeros(placements[path].shape, placements[path].dtype)
+            if RESIDUAL in comm_state.get(path, {}):
+                carry[RESIDUAL] = comm_state[path][RESIDUAL][0]
             if carry:
                 carries[path] = carry
         return carries
 
     def with_layer_residuals(self, comm_state: Memory, carries: Memory) -> Memory:
         """Return `comm_state` with the residuals of `carries`."""
-        residuals = {
-            path: carry[RESIDUAL][None] for path, carry in carries.items() if RESIDUAL in carry
-        }
-        return comm_state | {
-            path: comm_state[path] | {RESIDUAL: residual} for path, residual in residuals.items()
-        }
+        after = dict(comm_state)
+        for path, carry in carries.items():
+            if RESIDUAL in carry:
+                after[path] = comm_state[path] | {RESIDUAL: carry[RESIDUAL][None]}
+        return after
 
     def specs(self, comm_state: Tree) -> Tree:
         """Return the spec of every leaf of the state."""
@@ -257,18 +265,15 @@ class GradientSync:
         """
         if not self.reduction.manual:
             placements = self.resolved.placements
-            means = map_paths(
-                lambda path, grad: constrain(self.mesh_axes, placements[path].state_spec, grad),
-                grads,
-            )
-            return means, comm_state, jnp.zeros((2, 0))
-        flat = flatten(grads)
+
+            def shard(path: str, grad: jax.Array) -> jax.Array:
+                return constrain(self.mesh_axes, placements[path].state_spec, grad)
+
+            return map_paths(shard, grads), comm_state, jnp.zeros((2, 0))
         layers = self.layerwise
-        means, after, measured = self.communication.reduce(
-            {path: grad for path, grad in flat.items() if path not in layers},
-            {path: entry for path, entry in comm_state.items() if path not in layers},
-            step,
-        )
+        sent = {path: grad for path, grad in flatten(grads).items() if path not in layers}
+        memory = {path: entry for path, entry in comm_state.items() if path not in layers}
+        means, after, measured = self.communication.reduce(sent, memory, step)
         reduced = map_paths(lambda path, grad: means.get(path, grad), grads)
         # without fusion across it, the bits are those of an all-reduce
         if self.reduction.name == "parameter_server":
@@ -278,14 +283,15 @@ class GradientSync:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Return the names of the measurements of every step."""
-        return self.averaging.metric_names if self.reduction.manual else ()
+        if not self.reduction.manual:
+            return ()
+        return self.averaging.metric_names
 
     def check_rounding(self) -> None:
         """Check once per process that this backend rounds to bfloat16, if anything is sent as
         that.
         """
         declared = self.resolved.layout.gradients
-        if self.reduction.manual and (
-            "bfloat16" in declared.codecs or declared.weights == "bfloat16"
-        ):
+        rounds = "bfloat16" in declared.codecs or declared.weights == "bfloat16"
+        if self.reduction.manual and rounds:
             self_test()

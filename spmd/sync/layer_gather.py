@@ -5,7 +5,7 @@ Zhao et al. 2023, arXiv:2304.11277, of ZeRO-3 (Rajbhandari et al. 2020, arXiv:19
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any
 
 import jax
@@ -62,7 +62,10 @@ class LayerGather:
 
     def remat_policy(self, layer: str) -> Callable[..., Any] | None:
         """Return the policy of the layout for a layer with this path, or None."""
-        return next((policy for pattern, policy in self.remat if matches(pattern, [layer])), None)
+        for pattern, policy in self.remat:
+            if matches(pattern, [layer]):
+                return policy
+        return None
 
     def gather(self, paths: Mapping[str, str], shards: Tree) -> Tree:
         """Full parameters of one layer.
@@ -72,28 +75,37 @@ class LayerGather:
         """
         if not self.manual:
             return self._constrained(paths, shards)
-        full: dict[str, jax.Array] = {}
-        for chosen, as_they_are in (
-            (self.trains, False),
-            (self._frozen, False),
-            (self.sync.of_quantized, True),
-        ):
-            sharded, gathering = self._gathering(paths, shards, chosen, as_they_are=as_they_are)
-            full |= (
-                zip(sharded, gathering.gather(list(sharded.values())), strict=True)
-                if sharded
-                else ()
-            )
+        full = self._gather_chosen(paths, shards, self.trains)
+        full |= self._gather_chosen(paths, shards, self._frozen)
+        full |= self._gather_chosen(paths, shards, self.sync.of_quantized, as_they_are=True)
         return _replaced(paths, shards, full)
+
+    def _gather_chosen(
+        self,
+        paths: Mapping[str, str],
+        shards: Tree,
+        chosen: Callable[[str], bool],
+        *,
+        as_they_are: bool = False,
+    ) -> dict[str, jax.Array]:
+        """Return full parameters by path in the model; arguments as of `_gathering`."""
+        sharded, gathering = self._gathering(paths, shards, chosen, as_they_are=as_they_are)
+        if not sharded:
+            return {}
+        full = gathering.gather(list(sharded.values()))
+        return dict(zip(sharded, full, strict=True))
 
     def _constrained(self, paths: Mapping[str, str], params: Tree) -> Tree:
         """One layer's parameters, which the compiler is to replicate over the workers."""
-        mesh_axes, placement = self.sync.mesh_axes, self.sync.resolved.placement
+        sync = self.sync
+        mesh_axes = sync.mesh_axes
 
         def replicate(name: str, leaf: jax.Array) -> jax.Array:
-            if paths.get(name) not in self.sync.layerwise:
+            if paths.get(name) not in sync.layerwise:
                 return leaf
-            spec = keep_axes(placement(paths[name]).spec, mesh_axes.model_axes)
+            placement = sync.resolved.placement(paths[name])
+            spec = keep_axes(placement.spec, mesh_axes.model_axes)
+            # a layer's array lacks the stack's dim 0
             return constrain(mesh_axes, spec[self.stacked :], leaf)
 
         return map_paths(replicate, params)
@@ -113,32 +125,29 @@ class LayerGather:
             model.
         """
         sharded, gathering = self._gathering(paths, shards, self.trains)
-        full = {
-            paths[name]: leaf.astype(sharded[paths[name]].dtype)
-            for name, leaf in flatten(grads).items()
-            if paths.get(name) in sharded
-        }
-        full |= {
-            path: carry[TOTAL] + full[path] for path, carry in carries.items() if TOTAL in carry
-        }
-        after = {path: dict.fromkeys(carry) for path, carry in carries.items()}
+        full = {}
+        for name, leaf in flatten(grads).items():
+            path = paths.get(name)
+            if path in sharded:
+                full[path] = leaf.astype(sharded[path].dtype)
+        for path, carry in carries.items():
+            if TOTAL in carry:
+                full[path] = carry[TOTAL] + full[path]
+        after: Memory = {path: dict.fromkeys(carry) for path, carry in carries.items()}
         if not sharded:
             return grads, after
         if self.only_sums:
-            return _replaced(paths, grads, dict.fromkeys(sharded)), {
-                path: entry | {TOTAL: full[path]} for path, entry in after.items()
-            }
-        memory = {
-            number: carries[path][RESIDUAL]
-            for number, path in enumerate(sharded)
-            if RESIDUAL in carries.get(path, {})
-        }
+            for path, entry in after.items():
+                entry[TOTAL] = full[path]
+            return _replaced(paths, grads, dict.fromkeys(sharded)), after
+        memory = {}
+        for number, path in enumerate(sharded):
+            if RESIDUAL in carries.get(path, {}):
+                memory[number] = carries[path][RESIDUAL]
         means, residuals = gathering.reduce([full[path] for path in sharded], memory)
-        after |= {
-            path: after[path] | {RESIDUAL: residuals[number]}
-            for number, path in enumerate(sharded)
-            if number in residuals
-        }
+        for number, path in enumerate(sharded):
+            if number in residuals:
+                after[path][RESIDUAL] = residuals[number]
         return _replaced(paths, grads, dict(zip(sharded, means, strict=True))), after
 
     def _gathering(
@@ -149,23 +158,24 @@ class LayerGather:
         *,
         as_they_are: bool = False,
     ) -> tuple[dict[str, jax.Array], Gathering]:
-        """The arrays that are gathered, by path in the model, and how; of those `chosen`.
+        """Return the arrays that are gathered, by path in the model, and how; of those `chosen`.
         `as_they_are`: in their dtype.
         """
         sync = self.sync
-        named = {
-            paths[name]: leaf
-            for name, leaf in flatten(shards).items()
-            if paths.get(name) in sync.layerwise
-        }
-        sharded = {path: leaf for path, leaf in named.items() if chosen(path)}
-        specs = [sync.transfer(path) for path in sharded]
-        model_axes = sync.mesh_axes.model_axes if specs and specs[0].nested else ()
-        transfers = tuple(_transfer(spec, self.stacked) for spec in specs)
-        weights, dtype = (
-            ("exact", None) if as_they_are else (sync.resolved.layout.gradients.weights, self.dtype)
-        )
-        return sharded, Gathering(transfers, weights, dtype, model_axes)
+        sharded = {}
+        for name, leaf in flatten(shards).items():
+            path = paths.get(name)
+            if path in sync.layerwise and chosen(path):
+                sharded[path] = leaf
+        transfers = [sync.transfer(path) for path in sharded]
+        model_axes: tuple[str, ...] = ()
+        if transfers and transfers[0].nested:
+            model_axes = sync.mesh_axes.model_axes
+        of_layer = tuple(_transfer(transfer, self.stacked) for transfer in transfers)
+        if as_they_are:
+            return sharded, Gathering(of_layer, "exact", None, model_axes)
+        weights = sync.resolved.layout.gradients.weights
+        return sharded, Gathering(of_layer, weights, self.dtype, model_axes)
 
 
 def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Array | None]) -> Tree:
@@ -173,46 +183,48 @@ def _replaced(paths: Mapping[str, str], tree: Tree, values: Mapping[str, jax.Arr
     return map_paths(lambda name, leaf: values.get(paths.get(name, ""), leaf), tree)
 
 
-def _transfer(spec: Transfer, stacked: bool) -> Transfer:
+def _transfer(transfer: Transfer, stacked: bool) -> Transfer:
     """Return how the gradient of one layer is communicated."""
-    full = spec.shard_layout
+    full = transfer.shard_layout
     layout = ShardLayout(full.shape[stacked:], _trimmed(full.spec[stacked:]), full.axes, full.sizes)
     return make_transfer(
-        spec.codec,
+        transfer.codec,
         layout,
-        error_feedback=spec.error_feedback,
-        full_shape=spec.shape[stacked:],
-        model_spec=spec.model_spec[stacked:],
-        nested=spec.nested,
+        error_feedback=transfer.error_feedback,
+        full_shape=transfer.shape[stacked:],
+        model_spec=transfer.model_spec[stacked:],
+        nested=transfer.nested,
     )
 
 
 def _trimmed(spec: Spec) -> Spec:
-    """Without the dims behind the last that is sharded."""
-    return spec if not spec or spec[-1] is not None else _trimmed(spec[:-1])
+    """Return a spec without the dims behind the last that is sharded."""
+    while spec and spec[-1] is None:
+        spec = spec[:-1]
+    return spec
 
 
 def full_bytes(sync: GradientSync, path: str) -> int:
     """Bytes of a parameter on one device, once it is gathered."""
     placement = sync.resolved.placement(path)
-    return placement.nbytes // num_shards(
-        keep_axes(placement.spec, sync.mesh_axes.model_axes), sync.resolved.mesh
-    )
+    model_spec = keep_axes(placement.spec, sync.mesh_axes.model_axes)
+    return placement.nbytes // num_shards(model_spec, sync.resolved.mesh)
 
 
 def block_trace(sync: GradientSync, model: Model, params: Tree, left: int | None) -> BlockTrace:
     """Return a record of the calls of blocks in a traced loss; of none where nothing is gathered by
     layer. `left`: see `choose_layerwise`.
     """
-    sharded = [path for path in flatten(params) if sync.is_sharded(path)] if _by_layer(sync) else []
-    groups = (
-        block_groups(params, model.stacks().keys())
-        if sharded and not _too_small(sync, sharded, left)
-        else []
-    )
-    return BlockTrace(
-        [group for group in groups if any(path.startswith(f"{group[0]}/") for path in sharded)]
-    )
+    if not _by_layer(sync):
+        return BlockTrace([])
+    sharded = [path for path in flatten(params) if sync.is_sharded(path)]
+    if not sharded or _too_small(sync, sharded, left):
+        return BlockTrace([])
+    groups = []
+    for group in block_groups(params, model.stacks().keys()):
+        if any(path.startswith(f"{group[0]}/") for path in sharded):
+            groups.append(group)
+    return BlockTrace(groups)
 
 
 def _too_small(sync: GradientSync, paths: Iterable[str], left: int | None) -> bool:
@@ -258,77 +270,110 @@ def choose_layerwise(
       LayoutError: the layout asks for `gather = "layer"`, and a parameter of a layer cannot be
         gathered so.
     """
-    declared, placements = sync.resolved.layout.gradients, sync.resolved.all_placements
     if not _by_layer(sync):
         return sync, _not_used(sync)
     called = [group for group in blocks.groups if {*group} & {*blocks.order}]
-    owners = {
-        path: block
-        for path in placements
-        for group in called
-        for block in group
-        if path.startswith(f"{block}/")
-    }
+    owners = _owners(sync, called)
+    stacks = model.stacks()
     numbers = {
         path: number
         for number, path in enumerate(params)
-        if (path in model.stacks() or path in owners) and sync.is_sharded(path)
+        if (path in stacks or path in owners) and sync.is_sharded(path)
     }
     used_by = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
     if not used_by or _too_small(sync, used_by, left):
         return sync, _not_used(sync)
-    one_by_one, why_blocks = _blocks_one_by_one(
-        sync, {path: owners[path] for path in used_by if path in owners}, left
-    )
+    used_owners = {path: owners[path] for path in used_by if path in owners}
+    one_by_one, why_blocks = _blocks_one_by_one(sync, used_owners, left)
     chosen = [path for path in used_by if one_by_one or path not in owners]
     reasons: dict[str, str] = {}
     for path in chosen:
         block = owners.get(path)
-        why = _why_block(blocks, block) if block else None
+        why = None
+        if block is not None:
+            why = _why_block(blocks, block)
         why = why or _why_full(sync, path, used_by[path], block)
         if why:
             reasons[path] = why
-    if declared.gather == "layer":
+    if sync.resolved.layout.gradients.gather == "layer":
         headline = (
             f'{sync.resolved.layout.source}: [gradients] gather = "layer" gathers the layers of '
             "stacks, and equal blocks, one by one"
         )
         raise_problems(LayoutError, headline, _problems(reasons, owners, called))
-    by_layer, notes = frozenset({*chosen} - reasons.keys()), []
-    for kind, how, before, paths in (
-        (
-            "stacks",
-            "one layer at a time",
-            "their loop, and again for the backward pass",
-            used_by.keys() - owners.keys(),
-        ),
-        (
-            "blocks",
-            f"block by block: {why_blocks}",
-            "the loss, and again for its backward pass",
-            used_by.keys() & owners.keys(),
-        ),
-    ):
-        if by_layer & paths:
-            size = _size(sync, by_layer & paths)
-            count = len(by_layer & paths)
-            notes.append(f"{count} parameters of {kind} ({size}) are gathered {how}.")
-        if in_full := paths - {*chosen}:
-            notes.append(
-                f"{len(in_full)} parameters of {kind} ({_size(sync, in_full)}) are gathered in "
-                f"full, before {before}: {why_blocks}."
+    layerwise = frozenset({*chosen} - reasons.keys())
+    of_blocks = used_by.keys() & owners.keys()
+    of_stacks = used_by.keys() - owners.keys()
+    notes = _GatherNotes(sync, layerwise, frozenset(chosen), reasons, why_blocks)
+    lines = notes.lines(
+        of_stacks,
+        kind="stacks",
+        how="one layer at a time",
+        before="their loop, and again for the backward pass",
+    )
+    lines += notes.lines(
+        of_blocks,
+        kind="blocks",
+        how=f"block by block: {why_blocks}",
+        before="the loss, and again for its backward pass",
+    )
+    gathered_blocks = {owners[path] for path in layerwise & owners.keys()}
+    groups = []
+    for group in called:
+        members = tuple(block for block in group if block in gathered_blocks)
+        if members:
+            groups.append(members)
+    return dataclasses.replace(sync, layerwise=layerwise, blocks=tuple(groups)), lines
+
+
+def _owners(sync: GradientSync, groups: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """Return the block that each parameter of a block is in, by path."""
+    owners = {}
+    blocks = [block for group in groups for block in group]
+    for path in sync.resolved.all_placements:
+        for block in blocks:
+            if path.startswith(f"{block}/"):
+                owners[path] = block
+    return owners
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatherNotes:
+    """Notes on what is gathered how, of `chosen` parameters: `layerwise` are gathered by layer, and
+    `reasons` say of others why not.
+    """
+
+    sync: GradientSync
+    layerwise: frozenset[str]
+    chosen: frozenset[str]
+    reasons: Mapping[str, str]
+    why_blocks: str
+
+    def lines(self, paths: Set[str], *, kind: str, how: str, before: str) -> list[str]:
+        """Return lines about the parameters of stacks, or of blocks."""
+        lines = []
+        by_layer = self.layerwise & paths
+        in_full = paths - self.chosen
+        refused = [path for path in self.reasons if path in paths]
+        if by_layer:
+            lines.append(f"{self._count(by_layer, kind)} are gathered {how}.")
+        if in_full:
+            lines.append(
+                f"{self._count(in_full, kind)} are gathered in full, before {before}: "
+                f"{self.why_blocks}."
             )
-        refused = [path for path in reasons if path in paths]
-        for path in refused[:1]:
-            size = _size(sync, refused)
-            notes.append(
-                f"note: {len(refused)} parameters of {kind} ({size}) are gathered in full, before "
-                f"{before}. {path}: {reasons[path]}."
+        if refused:
+            first = refused[0]
+            lines.append(
+                f"note: {self._count(refused, kind)} are gathered in full, before {before}. "
+                f"{first}: {self.reasons[first]}."
             )
-    gathered = {owners[path] for path in by_layer & owners.keys()}
-    groups = (tuple(block for block in group if block in gathered) for group in called)
-    groups = tuple(group for group in groups if group)
-    return dataclasses.replace(sync, layerwise=by_layer, blocks=groups), notes
+        return lines
+
+    def _count(self, paths: Collection[str], kind: str) -> str:
+        """Return the number of these parameters, and their bytes."""
+        size = sum(self.sync.resolved.placement(path).nbytes for path in paths)
+        return f"{len(paths)} parameters of {kind} ({format_bytes(size)})"
 
 
 def _blocks_one_by_one(
@@ -342,24 +387,21 @@ def _blocks_one_by_one(
     """
     if sync.resolved.layout.gradients.gather == "layer":
         return True, '[gradients] gather = "layer"'
+    limit = format_bytes(AUTO_BYTES)
+    if left is None:
+        why = f"devices do not say how much memory they have, and {limit} or more are gathered"
+        return True, why
     sizes: dict[str, int] = {}
     for path, block in owners.items():
         sizes[block] = sizes.get(block, 0) + full_bytes(sync, path)
-    largest, total = max(sizes.values(), default=0), sum(sizes.values())
-    if left is None:
-        return (
-            True,
-            f"devices do not say how much memory they have, and {format_bytes(AUTO_BYTES)} or more "
-            "are gathered",
-        )
+    largest = max(sizes.values(), default=0)
     if largest >= AUTO_BYTES:
-        return True, f"a block has {format_bytes(largest)}, {format_bytes(AUTO_BYTES)} or more"
-    fits = 2 * total <= ROOM * left
+        return True, f"a block has {format_bytes(largest)}, {limit} or more"
     room = f"{ROOM:.0%} of the {format_bytes(max(left, 0))} that the state leaves on a device"
     of_all = "weights and gradients of all blocks"
-    if not fits:
+    if 2 * sum(sizes.values()) > ROOM * left:
         return True, f"{of_all} exceed {room}"
-    small = f"a block has {format_bytes(largest)}, less than {format_bytes(AUTO_BYTES)}"
+    small = f"a block has {format_bytes(largest)}, less than {limit}"
     return False, f"{small}, and {of_all} fit into {room}"
 
 
@@ -367,12 +409,11 @@ def _not_used(sync: GradientSync) -> list[str]:
     """Return why `gather = "layer"` finds no parameter, if the layout asks for it."""
     if sync.resolved.layout.gradients.gather != "layer":
         return []
-    data_axes = ", ".join(sync.mesh_axes.data_axes)
-    nothing = (
-        "the loss calls no stack of layers and no list of equal blocks that is sharded over "
-        f"{data_axes}"
-    )
-    why = nothing if sync.reduction.manual else "there is one worker"
+    why = "there is one worker"
+    if sync.reduction.manual:
+        data_axes = ", ".join(sync.mesh_axes.data_axes)
+        why = "the loss calls no stack of layers and no list of equal blocks that is sharded over "
+        why += data_axes
     return [f'note: [gradients] gather = "layer" is not used: {why}.']
 
 
@@ -386,37 +427,40 @@ def _problems(
     causes: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for path, why in reasons.items():
         block = owners.get(path)
-        stack = path.partition("/layers/")[0].partition("/cells/")[0]
-        modules = patterns[block] if block else (stack,)
+        if block is not None:
+            modules = patterns[block]
+        else:
+            stack, _, _ = path.partition("/layers/")
+            stack, _, _ = stack.partition("/cells/")
+            modules = (stack,)
         cause = why.removeprefix(f"{block}: ").replace(f"{block}/", "")
         causes.setdefault((modules, cause), []).append(path)
     problems = []
     for (modules, _), paths in causes.items():
-        first = paths[0]
-        why = reasons[first]
-        of_blocks = {owners[path] for path in paths if path in owners}
-        if len(of_blocks) == 1:
-            modules = tuple(of_blocks)
-        if len(paths) > 1 and not why.startswith(f"{owners.get(first)}: "):
-            why = f"{first}: {why}"
-        where = first if len(paths) == 1 else join_names(modules)
-        count = "" if len(paths) == 1 else f", {len(paths)} parameters"
-        named = '", "'.join(modules)
-        recompute = (
-            f' Or [remat] modules = ["{named}"] in place of what recomputes them in the model.'
-            if INSIDE in why
-            else ""
-        )
-        problems.append(
-            Problem(
-                f"{where}{count}",
-                [f"{why}."],
-                f'gather = "auto".{recompute}',
-                path=where,
-                kind="conflict",
-            )
-        )
+        blocks = {owners[path] for path in paths if path in owners}
+        if len(blocks) == 1:
+            modules = tuple(blocks)
+        problems.append(_problem(paths, modules, reasons[paths[0]], owners.get(paths[0])))
     return problems
+
+
+def _problem(paths: list[str], modules: tuple[str, ...], why: str, block: str | None) -> Problem:
+    """Return the problem that these parameters of modules have in common; `why` and `block` are
+    those of the first.
+    """
+    first = paths[0]
+    where = first
+    count = ""
+    if len(paths) > 1:
+        where = join_names(modules)
+        count = f", {len(paths)} parameters"
+        if not why.startswith(f"{block}: "):
+            why = f"{first}: {why}"
+    fix = 'gather = "auto".'
+    if INSIDE in why:
+        named = '", "'.join(modules)
+        fix += f' Or [remat] modules = ["{named}"] in place of what recomputes them in the model.'
+    return Problem(f"{where}{count}", [f"{why}."], fix, path=where, kind="conflict")
 
 
 def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
@@ -431,50 +475,43 @@ def _patterns(group: tuple[str, ...]) -> tuple[str, ...]:
     (('blocks/*',), ('layers_*',), ('encode', 'decode'))
     """
     stems = {path.rstrip("0123456789") for path in group}
-    return (f"{stem}*",) if len(stems) == 1 and (stem := stems.pop()) else group
-
-
-def _size(sync: GradientSync, paths: Iterable[str]) -> str:
-    return format_bytes(sum(sync.resolved.placement(path).nbytes for path in paths))
+    if len(stems) != 1:
+        return group
+    (stem,) = stems
+    return (f"{stem}*",)
 
 
 def _why_block(blocks: BlockTrace, block: str) -> str | None:
     """Return why no parameter of this block can be gathered with its call; None if they can."""
+    why = blocks.reasons.get(block)
     count = blocks.order.count(block)
-    why = blocks.reasons.get(block) or (f"it is called {count} times" if count != 1 else None)
-    return f"{block}: {why}" if why else None
+    if not why and count != 1:
+        why = f"it is called {count} times"
+    if not why:
+        return None
+    return f"{block}: {why}"
 
 
 def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None) -> str | None:
     """Return why the parameter of a stack, or of this block, cannot be gathered layer by layer;
     None if it can.
     """
-    resolved, spec, data_axes = sync.resolved, sync.transfer(path), sync.mesh_axes.data_axes
-    placement, declared = resolved.placement(path), resolved.layout.gradients
+    resolved = sync.resolved
+    placement = resolved.placement(path)
+    data_axes = sync.mesh_axes.data_axes
+    transfer = sync.transfer(path)
     sharded = [entry for entry in keep_axes(placement.spec, data_axes) if entry is not None]
     in_order = make_entry(tuple(axis for axis in data_axes if axis in spec_axes(placement.spec)))
     others = sorted(set(used) - {LAYER_PARAMS})
-    trains = path in resolved.placements
-    given = [
-        option
-        for option in ("start_step", "exact_axes", "diagnostics")
-        if trains and getattr(declared, option)
-    ]
-    parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
-    recomputed = [
-        parent
-        for parent in parents
-        if any(matches(pattern, [parent]) for pattern in resolved.layout.remat.patterns)
-    ]
-    # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there; inside
-    # one that is not, JAX recomputes no part
-    layers = [
-        parent
-        for parent in recomputed
-        if parent == block or (block is None and f"{parent}/".endswith(("layers/", "cells/")))
-    ]
-    inside = recomputed if not layers else []
-    layer = "stack" if block is None else "block"
+    options: list[str] = []
+    if path in resolved.placements:
+        for option in ("start_step", "exact_axes", "diagnostics"):
+            if getattr(resolved.layout.gradients, option):
+                options.append(option)
+    inside = _recomputed_parts(sync, path, block)
+    layer = "stack"
+    if block is not None:
+        layer = "block"
     for reason, applies in (
         ("[pipeline] has a loop over layers of its own", resolved.layout.pipeline.axis is not None),
         (f"the loss reads it outside of its {layer}, too ({', '.join(others)})", others),
@@ -492,11 +529,30 @@ def _why_full(sync: GradientSync, path: str, used: list[str], block: str | None)
         ),
         (
             "a dim is sharded over data axes and others",
-            sync.mesh_axes.model_axes and not spec.nested,
+            sync.mesh_axes.model_axes and not transfer.nested,
         ),
-        (f"codec {spec.codec_name} keeps a state", spec.codec_shapes),
-        (f"[gradients] {', '.join(given)} is about full gradients", given),
+        (f"codec {transfer.codec_name} keeps a state", transfer.codec_shapes),
+        (f"[gradients] {', '.join(options)} is about full gradients", options),
     ):
         if applies:
             return reason
     return None
+
+
+def _recomputed_parts(sync: GradientSync, path: str, block: str | None) -> list[str]:
+    """Return the modules that a parameter is in and `[remat]` recomputes, if its layer is none of
+    them.
+    """
+    parents = [path.rsplit("/", count)[0] for count in range(1, path.count("/") + 1)]
+    patterns = sync.resolved.layout.remat.patterns
+    recomputed = []
+    for parent in parents:
+        if any(matches(pattern, [parent]) for pattern in patterns):
+            recomputed.append(parent)
+    for parent in recomputed:
+        # a layer that is recomputed, [remat] modules = ["stack/layers"], gathers again there;
+        # inside one that is not, JAX recomputes no part
+        of_stack = block is None and f"{parent}/".endswith(("layers/", "cells/"))
+        if parent == block or of_stack:
+            return []
+    return recomputed

@@ -23,41 +23,17 @@ def notes(sync: GradientSync) -> list[str]:
     """The codec of each gradient, the size of the residuals, and settings of the layout that have
     no effect.
     """
-    declared, manual = sync.resolved.layout.gradients, sync.reduction.manual
-    codecs, lines = ", ".join(codec for codec in declared.codecs if codec != "exact"), []
-    if reduction := REDUCTIONS[declared.reduction].make:
-        name = f'reduction "{declared.reduction}" ({reduction.__module__}.{reduction.__qualname__})'
-        return [
-            f"gradients are reduced by {name}."
-            if manual
-            else f"note: one worker, nothing is sent: {name} is not used."
-        ]
-    specs = sync.transfers.values()
-    if declared.compressed and manual:
+    declared = sync.resolved.layout.gradients
+    make = REDUCTIONS[declared.reduction].make
+    if make is not None:
+        name = f'reduction "{declared.reduction}" ({make.__module__}.{make.__qualname__})'
+        if not sync.reduction.manual:
+            return [f"note: one worker, nothing is sent: {name} is not used."]
+        return [f"gradients are reduced by {name}."]
+    lines = []
+    if declared.compressed and sync.reduction.manual:
         lines.append(f"gradients are sent as {'; '.join(_codec_shares(sync))}.")
-    if declared.compressed and not manual:
-        lines.append(f"note: one worker, nothing is sent: codec {codecs} is not used.")
-    elif declared.compressed and not codec_applies(sync.resolved, sync.mesh_axes):
-        exact_axes = ", ".join(declared.exact_axes)
-        lines.append(
-            f"note: {exact_axes} spans all workers, and is exact: codec {codecs} is not used."
-        )
-    elif declared.compressed and all(spec.codec.lossless for spec in specs):
-        lines.append(
-            f"note: every gradient is sent exactly: codec {codecs} applies to none that it makes "
-            "smaller."
-        )
-    elif declared.error_feedback and not any(spec.error_feedback for spec in specs):
-        lines.append(
-            "note: error_feedback = true, but every gradient is sent exactly: no residual is kept."
-        )
-    elif declared.error_feedback:
-        residuals = sum(
-            4 * math.prod(spec.shard_layout.shape) for spec in specs if spec.error_feedback
-        )
-        lines.append(
-            f"error feedback keeps {format_bytes(residuals)} of float32 residuals on each device."
-        )
+    lines += _codec_notes(sync)
     if sync.metric_names:
         lines.append(
             f"diagnostics = true sends every gradient again, in float32: {exact_bytes(sync):,} "
@@ -66,12 +42,44 @@ def notes(sync: GradientSync) -> list[str]:
     return lines
 
 
+def _codec_notes(sync: GradientSync) -> list[str]:
+    """Return why codecs or error feedback are not used; else the size of the residuals."""
+    declared = sync.resolved.layout.gradients
+    codecs = ", ".join(codec for codec in declared.codecs if codec != "exact")
+    transfers = sync.transfers.values()
+    with_residuals = [transfer for transfer in transfers if transfer.error_feedback]
+    if declared.compressed and not sync.reduction.manual:
+        return [f"note: one worker, nothing is sent: codec {codecs} is not used."]
+    if declared.compressed and not codec_applies(sync.resolved, sync.mesh_axes):
+        exact_axes = ", ".join(declared.exact_axes)
+        return [f"note: {exact_axes} spans all workers, and is exact: codec {codecs} is not used."]
+    if declared.compressed and all(transfer.codec.lossless for transfer in transfers):
+        return [
+            f"note: every gradient is sent exactly: codec {codecs} applies to none that it makes "
+            "smaller."
+        ]
+    if not declared.error_feedback:
+        return []
+    if not with_residuals:
+        return [
+            "note: error_feedback = true, but every gradient is sent exactly: no residual is kept."
+        ]
+    size = format_bytes(sum(_float32_bytes(transfer) for transfer in with_residuals))
+    return [f"error feedback keeps {size} of float32 residuals on each device."]
+
+
+def _float32_bytes(transfer: Transfer) -> int:
+    """Return the bytes of a gradient on one device, as float32."""
+    return 4 * math.prod(transfer.shard_layout.shape)
+
+
 def server_notes(storage: Storage, clock: Events) -> list[str]:
     """Say how evenly the servers are loaded, and how many gradients are dropped."""
     lines = []
     for dtype, assignment in storage.assignments.items():
         itemsize = np.dtype(dtype).itemsize
-        least, most = (format_bytes(bound(assignment.load) * itemsize) for bound in (min, max))
+        least = format_bytes(min(assignment.load) * itemsize)
+        most = format_bytes(max(assignment.load) * itemsize)
         lines.append(
             f"{assignment.servers} servers, {assignment.placement}, {dtype}: {least} to {most} "
             "each, "
@@ -85,15 +93,16 @@ def server_notes(storage: Storage, clock: Events) -> list[str]:
             "the returned model use the servers' parameters, without the steps after the last "
             "synchronization."
         )
-    if clock.declared.max_staleness is not None:
+    limit = clock.declared.max_staleness
+    if limit is not None:
         steps = min(PREVIEW_ROUNDS, clock.steps or PREVIEW_ROUNDS)
         statistics = ServerStatistics.of(clock, steps)
         share = statistics.dropped.sum() / statistics.arrived.sum()
-        prefix, limit = "note: " if share > 0.25 else "", clock.declared.max_staleness
-        lines.append(
-            f"{prefix}of the gradients of the first {steps} rounds {share:.0%} are dropped: "
-            f"max_staleness = {limit}."
-        )
+        line = f"of the gradients of the first {steps} rounds {share:.0%} are dropped: "
+        line += f"max_staleness = {limit}."
+        if share > 0.25:
+            line = f"note: {line}"
+        lines.append(line)
     return lines
 
 
@@ -101,17 +110,18 @@ def _codec_shares(sync: GradientSync) -> list[str]:
     """For each codec the number of its gradients, and their bytes as float32; for "exact" also
     their paths.
     """
-    by_codec: dict[str, list[str]] = {}
+    by_codec: dict[str, dict[str, Transfer]] = {}
     for path, transfer in sync.transfers.items():
-        by_codec.setdefault(transfer.codec_name, []).append(path)
+        by_codec.setdefault(transfer.codec_name, {})[path] = transfer
     shares = []
-    for name, paths in by_codec.items():
-        layouts = [sync.transfers[path].shard_layout for path in paths]
-        details = [format_bytes(sum(4 * math.prod(layout.shape) for layout in layouts))]
+    for name, transfers in by_codec.items():
+        size = sum(_float32_bytes(transfer) for transfer in transfers.values())
+        details = [format_bytes(size)]
         if name == "exact":
-            details += paths[:3]
-            details += ["..."] if len(paths) > 3 else []
-        shares.append(f"{name}: {len(paths)} ({', '.join(details)})")
+            details += list(transfers)[:3]
+            if len(transfers) > 3:
+                details.append("...")
+        shares.append(f"{name}: {len(transfers)} ({', '.join(details)})")
     return shares
 
 
@@ -119,18 +129,22 @@ def server_bytes(sync: GradientSync) -> tuple[int, int]:
     """Bytes that one worker sends to one parameter server, and receives from it: a row of every
     stored array.
     """
-    sent, received, bfloat16 = 0, 0, sync.resolved.layout.gradients.weights == "bfloat16"
-    for path, spec in sync.transfers.items():
+    sent = 0
+    received = 0
+    for path, transfer in sync.transfers.items():
         dtype = sync.resolved.placements[path].dtype
-        width, itemsize = spec.shape[1], np.dtype(dtype).itemsize
-        rows = jax.ShapeDtypeStruct((1, width), np.float32)
-        payload = (
-            jax.eval_shape(spec.codec.encode, rows) if isinstance(spec.codec, RowCodec) else None
-        )
-        sent += (
-            sum(map(nbytes, jax.tree.leaves(payload))) if payload is not None else width * itemsize
-        )
-        received += width * (2 if bfloat16 and dtype == "float32" else itemsize)
+        width = transfer.shape[1]
+        size = width * np.dtype(dtype).itemsize
+        if isinstance(transfer.codec, RowCodec):
+            rows = jax.ShapeDtypeStruct((1, width), np.float32)
+            payload = jax.eval_shape(transfer.codec.encode, rows)
+            sent += sum(map(nbytes, jax.tree.leaves(payload)))
+        else:
+            sent += size
+        if sync.rounds_params and dtype == "float32":
+            received += 2 * width
+        else:
+            received += size
     return sent, received
 
 
@@ -141,14 +155,16 @@ def exact_bytes(sync: GradientSync) -> int:
     return sum(_exact_bytes(sync, spec) for spec in sync.transfers.values())
 
 
-def _exact_bytes(sync: GradientSync, spec: Transfer) -> int:
+def _exact_bytes(sync: GradientSync, transfer: Transfer) -> int:
     """Bytes that `codec.exact.exact_mean` sends: reduce-scatters dim by dim, then an all-reduce of
     the shard.
     """
-    sent, size = 0, math.prod(spec.shard_layout.shape) * spec.dtype.itemsize
-    for entry in spec.shard_layout.spec:
+    layout = transfer.shard_layout
+    sent = 0
+    size = math.prod(layout.shape) * transfer.dtype.itemsize
+    for entry in layout.spec:
         devices = sync.mesh_axes.devices_along(entry)
-        sent, size = sent + SENT["reduce_scatter"](devices, size), size // devices
-    return sent + SENT["all_reduce"](
-        sync.mesh_axes.devices_along(spec.shard_layout.replicated_axes), size
-    )
+        sent += SENT["reduce_scatter"](devices, size)
+        size //= devices
+    copies = sync.mesh_axes.devices_along(layout.replicated_axes)
+    return sent + SENT["all_reduce"](copies, size)

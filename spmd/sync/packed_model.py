@@ -55,7 +55,9 @@ class PackedModel(WrappedModel):
     @property
     def concrete(self) -> Variables | None:
         """The arrays of a model that already has some, packed."""
-        return None if self._model.concrete is None else self._packed(self._model.concrete)
+        if self._model.concrete is None:
+            return None
+        return self._packed(self._model.concrete)
 
     def _packed(self, variables: Variables) -> Variables:
         return dataclasses.replace(variables, params=self.storage.pack(variables.params))
@@ -74,9 +76,8 @@ class PackedModel(WrappedModel):
 
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with its parameters unpacked."""
-        return self._model.bind(
-            dataclasses.replace(variables, params=self.storage.views(variables.params)), call
-        )
+        params = self.storage.views(variables.params)
+        return self._model.bind(dataclasses.replace(variables, params=params), call)
 
     def rebuild(self, variables: Variables) -> Any:
         """The user's kind of object, with replicated parameters."""
@@ -94,11 +95,14 @@ def unpacked_for(
     of `optimizer`, and not packed.
     """
 
+    def init(params: Tree) -> Any:
+        return optimizer.init(storage.unpack(params))
+
     def update(updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
-        seen = None if params is None else storage.unpack(params)
-        updates, state = optimizer.update(storage.unpack(updates), state, seen, **extra)
+        unpacked = None
+        if params is not None:
+            unpacked = storage.unpack(params)
+        updates, state = optimizer.update(storage.unpack(updates), state, unpacked, **extra)
         return storage.pack(updates), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optimizer.init(storage.unpack(params)), update
-    )
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -73,49 +73,61 @@ def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
     """Updates with the sharding of their parameters, from updates with that of the moments
     (ZeRO-1).
     """
-    mesh_axes, placements = sync.mesh_axes, sync.resolved.placements
-    data_axes = mesh_axes.data_axes
+    mesh_axes = sync.mesh_axes
+    placements = sync.resolved.placements
     gathered = {
         path: constrain(mesh_axes, placements[path].state_spec, update)
         for path, update in flatten(updates).items()
     }
-
-    def extra_axes(path: str) -> tuple[str, ...]:
-        placement = placements[path]
-        return tuple(
-            axis
-            for axis in spec_axes(placement.state_spec)
-            if axis not in spec_axes(placement.spec)
-        )
-
-    def is_sharded(path: str) -> bool:
-        return any(axis in data_axes for axis in extra_axes(path)) and not mixes_data_axes(
-            placements[path].state_spec, data_axes
-        )
-
-    def local(shards: dict[str, Any]) -> dict[str, Any]:
-        with jax.named_scope("gather_updates"):
-            return {
-                path: _gather(
-                    sync, placements[path].state_spec, shard, extra_axes(path), rounded=True
-                )
-                for path, shard in shards.items()
-            }
-
-    sharded = {
-        path: update
-        for path, update in gathered.items()
-        if sync.reduction.manual and is_sharded(path)
-    }
-    if sharded:
-        before = {
-            path: pspec(keep_axes(placements[path].state_spec, data_axes)) for path in sharded
+    sharded = {}
+    if sync.reduction.manual:
+        sharded = {
+            path: update
+            for path, update in gathered.items()
+            if _is_gathered(placements[path], mesh_axes.data_axes)
         }
-        after = {path: pspec(keep_axes(placements[path].spec, data_axes)) for path in sharded}
-        gathered |= shard_map(
-            local, mesh=mesh_axes.mesh, in_specs=(before,), out_specs=after, axis_names=data_axes
-        )(sharded)
+    if sharded:
+        gathered |= _gather_sharded_updates(sync, sharded)
     return jax.tree.unflatten(jax.tree.structure(updates), list(gathered.values()))
+
+
+def _gather_sharded_updates(sync: GradientSync, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Gather updates on workers, those of an array at a time."""
+    placements = sync.resolved.placements
+
+    def gather(shards: dict[str, Any]) -> dict[str, Any]:
+        full = {}
+        with jax.named_scope("gather_updates"):
+            for path, shard in shards.items():
+                axes = _extra_axes(placements[path])
+                spec = placements[path].state_spec
+                full[path] = _gather(sync, spec, shard, axes, rounded=True)
+        return full
+
+    before = {path: sync.data_spec(placements[path].state_spec) for path in sharded}
+    after = {path: sync.data_spec(placements[path].spec) for path in sharded}
+    return shard_map(
+        gather,
+        mesh=sync.mesh_axes.mesh,
+        in_specs=(before,),
+        out_specs=after,
+        axis_names=sync.mesh_axes.data_axes,
+    )(sharded)
+
+
+def _extra_axes(placement: Placement) -> tuple[str, ...]:
+    """Return the axes that shard a parameter's moments, and not the parameter."""
+    axes = spec_axes(placement.state_spec)
+    return tuple(axis for axis in axes if axis not in spec_axes(placement.spec))
+
+
+def _is_gathered(placement: Placement, data_axes: tuple[str, ...]) -> bool:
+    """Return whether workers gather an update; the compiler gathers one whose moments are sharded
+    over data axes and others along one dim.
+    """
+    if mixes_data_axes(placement.state_spec, data_axes):
+        return False
+    return any(axis in data_axes for axis in _extra_axes(placement))
 
 
 def _gather(
@@ -124,15 +136,18 @@ def _gather(
     """Per worker: an array that is sharded as `spec`, gathered along those of `axes` that are data
     axes; `rounded`: as bfloat16, if the layout sends float32 parameters so.
     """
-    data_axes, model_axes = sync.mesh_axes.data_axes, sync.mesh_axes.model_axes
-    gathered_spec = keep_axes(spec, tuple(axis for axis in data_axes if axis in axes))
-
+    data_axes = sync.mesh_axes.data_axes
+    model_axes = sync.mesh_axes.model_axes
+    gathered_axes = tuple(axis for axis in data_axes if axis in axes)
+    gathered_spec = keep_axes(spec, gathered_axes)
     join: Callable[[Any], Any] = functools.partial(join_shards, spec=gathered_spec)
     # shards along one axis alone would be joined in the wrong order
     if not mixes_data_axes(spec, data_axes):
         model_spec = pspec(keep_axes(spec, model_axes))
         join = on_local_shards(join, model_axes, model_spec, model_spec)
-    [full] = send_rounded(
-        [shard], lambda shards: list(map(join, shards)), rounded=rounded and sync.rounds_params
-    )
+
+    def send(shards: list[Any]) -> list[Any]:
+        return [join(x) for x in shards]
+
+    [full] = send_rounded([shard], send, rounded=rounded and sync.rounds_params)
     return full

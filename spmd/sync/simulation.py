@@ -45,25 +45,26 @@ def simulate(
       3.1
     """
     if not isinstance(server, ParameterServer):
-        raise OptionError(
-            f"simulate: {server!r} is {type_name(server)}.", fix="an spmd.ParameterServer."
-        )
-    count = server.workers if workers is None else workers
-    if count is None:
+        why = f"simulate: {server!r} is {type_name(server)}."
+        raise OptionError(why, fix="an spmd.ParameterServer.")
+    if workers is None:
+        workers = server.workers
+    if workers is None:
         raise OptionError("simulate: the number of workers is missing.", fix="such as  workers=8.")
-    check_number("workers", count)
-    if server.workers not in (None, count):
+    check_number("workers", workers)
+    if server.workers not in (None, workers):
         raise OptionError(
-            f"simulate: workers={count}, and the server says {server.workers}.",
+            f"simulate: workers={workers}, and the server says {server.workers}.",
             fix="give only one of the two, or equal numbers.",
         )
     check_bytes("simulate", bytes)
-    source = f"a parameter server of {count} workers"
+    source = f"a parameter server of {workers} workers"
     layout = Layout(
         gradients=Gradients("parameter_server"), parameter_server=server, name=source, source=source
     )
-    any_model = {
-        str(number): jax.ShapeDtypeStruct((count,), "float32") for number in range(server.fragments)
-    }
-    fit_layout(Layout.load(layout), any_model, {}, MeshSpec.parse({"data": count}))
-    return ServerStatistics.of(Events(server, count, (float(bytes[0]), float(bytes[1]))), steps)
+    # one array for each fragment, which all workers divide
+    shape = jax.ShapeDtypeStruct((workers,), "float32")
+    any_model = {str(number): shape for number in range(server.fragments)}
+    fit_layout(Layout.load(layout), any_model, {}, MeshSpec.parse({"data": workers}))
+    events = Events(server, workers, (float(bytes[0]), float(bytes[1])))
+    return ServerStatistics.of(events, steps)
