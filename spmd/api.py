@@ -120,14 +120,18 @@ class Result:
         return self.trainer.rebuild(self.state)
 
     def __repr__(self) -> str:
-        ended = "" if self.stop_reason is None else f", stopped: {self.stop_reason}"
+        ended = ""
+        if self.stop_reason is not None:
+            ended = f", stopped: {self.stop_reason}"
         return f"Result after step {int(self.state.step)}{ended}; {self.history!r}"
 
     def _repr_html_(self) -> str:
         """The last step, the curves and the profile, for a notebook."""
-        profile = "" if self.profile is None else self.profile._repr_html_()
-        summary = html.escape(repr(self).partition(";")[0])
-        return f"<p>{summary}</p>{self.history._repr_html_()}{profile}"
+        summary, _, _ = repr(self).partition(";")
+        shown = f"<p>{html.escape(summary)}</p>{self.history._repr_html_()}"
+        if self.profile is not None:
+            shown += self.profile._repr_html_()
+        return shown
 
     @functools.cached_property
     @trims_tracebacks
@@ -315,7 +319,9 @@ def fit(
     """
     check_numbers(epochs, steps, eval_every, log_every, prefetch, data_retries)
     checkpoint = as_checkpoint(checkpoint)
-    folder = None if checkpoint is None else Path(checkpoint.path)
+    folder = None
+    if checkpoint is not None:
+        folder = Path(checkpoint.path)
     profile = as_profile(profile, folder)
     account = TimeAccount.open(folder)
     programs, factor = _join_cluster(compile_cache, folder)
@@ -336,7 +342,9 @@ def fit(
         profile=profile,
         watch=as_watch(watch),
     )
-    arrays = data.arrays if isinstance(data, Resident) else data
+    arrays = data
+    if isinstance(data, Resident):
+        arrays = data.arrays
     source = as_source(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
     display = make_progress(progress)
     trained: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
@@ -347,7 +355,10 @@ def fit(
         layout, accumulate, searched = _search_layout(model, source, trained, config, display)
     elif factor > 1:
         accumulate *= factor
-    visible = display if jax.process_index() == 0 else NoProgress()
+    # one process of several shows progress
+    visible = display
+    if jax.process_index() != 0:
+        visible = NoProgress()
     with visible.doing("tracing"):
         trainer = Trainer(
             model,
@@ -357,7 +368,9 @@ def fit(
             compile_cache=programs or False,
             **trained,
         )
-        target = None if profile is None else check_target(profile.target, trainer.placed)
+        target = None
+        if profile is not None:
+            target = check_target(profile.target, trainer.placed)
         trainer.placed.compiling = functools.partial(_compiling, account, visible)
         program, placer = bind_rows(source, trainer.prepare(source.sample()))
     check_source(source, program.clock, pad=program.loss.pads, steps=steps, epochs=epochs)
@@ -442,7 +455,9 @@ def _evaluate_by(
     """Return the function that evaluates a state of the run; None without data."""
     if not config.evaluates:
         return None
-    measure = trainer.measure_averaged if config.eval_average else trainer.measure
+    measure = trainer.measure
+    if config.eval_average:
+        measure = trainer.measure_averaged
     return functools.partial(measure, data=eval_data, retries=config.data_retries)
 
 
@@ -470,13 +485,20 @@ def _data_on_devices(data: Any, trainer: Trainer) -> dict[str, Any]:
 
 def _result(loop: Loop, parts: LoopParts, trainer: Trainer, compiled: Compilations) -> Result:
     """Return the result of a run that has ended; a run that SIGTERM has ended exits."""
-    run, clock, store = loop.run, parts.program.clock, parts.store
-    warn_of_unsynced_steps(None if clock is None else clock.declared, run.step)
+    run = loop.run
+    store = parts.store
+    declared = None
+    if parts.program.clock is not None:
+        declared = parts.program.clock.declared
+    warn_of_unsynced_steps(declared, run.step)
     if run.stop_reason == SIGTERM_REASON:
         if store is not None and jax.process_index() == 0:
             report_to_launcher("saved", {"step": run.step})
         raise SystemExit(TERMINATED)
     report_unfinished(run.state.opt, run.step, saved=store is not None)
+    profile = None
+    if parts.profiler is not None:
+        profile = parts.profiler.profile
     seconds = run.pace.seconds - run.began.seconds
     rate = None
     if run.samples and seconds > 0:
@@ -486,10 +508,10 @@ def _result(loop: Loop, parts: LoopParts, trainer: Trainer, compiled: Compilatio
         run.history,
         run.stop_reason,
         trainer,
-        run.account.goodput,
-        compiled,
-        None if parts.profiler is None else parts.profiler.profile,
-        rate,
+        goodput=run.account.goodput,
+        compilations=compiled,
+        profile=profile,
+        samples_per_second=rate,
     )
 
 
@@ -506,19 +528,26 @@ def work_of(program: TrainingProgram) -> Work:
     """
     mesh = program.placed.mesh
     target = of_device(mesh.devices.flat[0].device_kind)
+    if target is None:
+        return Work(tokens_per_row(program), None)
+    return Work(tokens_per_row(program), functools.partial(_peak_seconds, program, target))
 
-    def measure(target: Target) -> PeakSeconds:
-        jaxpr, executed = trace_model(program), 0.0
-        try:
-            executed = mesh.size * executed_flops(
-                parse(program.compiled_text()), MeshSpec.parse(mesh)
-            )
-        except Exception as error:
-            # whatever a program has that is not expected; training does not depend on it
-            logging.getLogger("spmd").warning(
-                "HFU is not known: the compiled step cannot be read: %s", first_line(error)
-            )
-        model, a_row = model_flops(jaxpr), program.rows * mesh.size * target.rate(main_dtype(jaxpr))
-        return PeakSeconds(min(model, executed or model) / a_row, executed / a_row)
 
-    return Work(tokens_per_row(program), functools.partial(measure, target) if target else None)
+def _peak_seconds(program: TrainingProgram, target: Target) -> PeakSeconds:
+    """Return the seconds of a row at the peak of all devices: of the model's FLOPs, and of those
+    that are executed.
+    """
+    mesh = program.placed.mesh
+    jaxpr = trace_model(program)
+    executed = 0.0
+    try:
+        compiled = parse(program.compiled_text())
+        executed = mesh.size * executed_flops(compiled, MeshSpec.parse(mesh))
+    except Exception as error:
+        # whatever a program has that is not expected; training does not depend on it
+        logging.getLogger("spmd").warning(
+            "HFU is not known: the compiled step cannot be read: %s", first_line(error)
+        )
+    model = model_flops(jaxpr)
+    peak = program.rows * mesh.size * target.rate(main_dtype(jaxpr))
+    return PeakSeconds(min(model, executed or model) / peak, executed / peak)

@@ -47,18 +47,14 @@ def open_store(config: RunConfig, opened: contextlib.ExitStack) -> CheckpointSto
     opened.callback(watch.record_progress, "script", 0)
     if config.checkpoint is None:
         if config.resumes:
-            raise OptionError(
-                "resume=True without a checkpoint folder.",
-                fix=f"{option('checkpoint', quoted('runs/name'))}.",
-            )
+            fix = f"{option('checkpoint', quoted('runs/name'))}."
+            raise OptionError("resume=True without a checkpoint folder.", fix=fix)
         return None
     store = CheckpointStore(config.checkpoint)
     opened.callback(store.release)
     if store.latest() is not None and not config.resumes:
-        fix = "resume=True to continue it, or another folder."
-        raise CheckpointError(
-            f"{store.folder} already holds a run, up to step {store.latest()}.", fix=fix
-        )
+        why = f"{store.folder} already holds a run, up to step {store.latest()}."
+        raise CheckpointError(why, fix="resume=True to continue it, or another folder.")
     return store
 
 
@@ -85,9 +81,8 @@ def open_checkpoints_in_memory(
 
 
 def _warn_of_unused_memory(store: CheckpointStore) -> None:
-    latest = store.latest()
     step = newest_step(store.folder)
-    if step > (-1 if latest is None else latest):
+    if step > _or_before(store.latest()):
         why = (
             "step %d of this run is in memory, and is not used: Checkpoint has no "
             "memory_every. The next save forgets it."
@@ -95,24 +90,64 @@ def _warn_of_unused_memory(store: CheckpointStore) -> None:
         logging.getLogger("spmd").warning(why, step)
 
 
+def _or_before(step: int | None) -> int:
+    """Return a step; -1, which is before every step, for None."""
+    if step is None:
+        return -1
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewestStates:
+    """The newest states of a run.
+
+    Attributes:
+      on_disk: the newest undamaged step on disk; None if there is none.
+      damaged: what is wrong with each newer step on disk.
+      in_memory: a newer state in memory; None if there is none.
+    """
+
+    on_disk: int | None
+    damaged: dict[int, str]
+    in_memory: MemoryState | None
+
+    @property
+    def step(self) -> int | None:
+        """Return the step of the newest state; None if there is none."""
+        if self.in_memory is not None:
+            return self.in_memory.step
+        return self.on_disk
+
+    @property
+    def memory_source(self) -> str:
+        """Return where in memory the state was, and how much newer it is than the disk's; "" for
+        one on disk.
+        """
+        if self.in_memory is None:
+            return ""
+        than_disk = "there is none on disk"
+        if self.on_disk is not None:
+            steps = self.in_memory.step - self.on_disk
+            than_disk = f"{steps} steps after the newest checkpoint on disk"
+        return f"memory ({self.in_memory.source}), {than_disk}"
+
+
 def _newest(
     store: CheckpointStore, memory: MemoryCheckpoints | None, meta: dict[str, Any]
-) -> tuple[int | None, dict[int, str], MemoryState | None]:
-    """The newest undamaged step on disk, what is wrong with each newer one, and a state in memory
-    that is newer, if there is one.
-    """
+) -> _NewestStates:
+    """Return the newest states of a run."""
+    if memory is None:
+        step, damaged = store.newest_intact()
+        return _NewestStates(step, damaged, None)
     latest = store.latest()
-    in_memory = (
-        None
-        if memory is None
-        else newest_in_memory(memory, meta, after=-1 if latest is None else latest)
-    )
+    in_memory = newest_in_memory(memory, meta, after=_or_before(latest))
     if in_memory is not None:
-        return latest, {}, in_memory  # a later save finds out whether the disk's is damaged
+        # a later save finds out whether the disk's is damaged
+        return _NewestStates(latest, {}, in_memory)
     step, damaged = store.newest_intact()
-    if memory is not None and damaged:
-        in_memory = newest_in_memory(memory, meta, after=-1 if step is None else step)
-    return step, damaged, in_memory
+    if damaged:
+        in_memory = newest_in_memory(memory, meta, after=_or_before(step))
+    return _NewestStates(step, damaged, in_memory)
 
 
 def start(
@@ -150,88 +185,93 @@ def _restore(
     *,
     changed_data: bool,
 ) -> StartPoint | None:
-    """The newest state as the starting point; None if there is none."""
-    on_disk, damaged, in_memory = _newest(store, memory, meta)
-    if on_disk is None and in_memory is None and damaged:
-        problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
-        fix = (
-            f"use another copy of the folder, or remove {store.folder}/checkpoints to start at "
-            "step 0."
-        )
-        text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
-        raise CheckpointError(f"{text}\n", fix=fix, problems=problems)
-    step = on_disk if in_memory is None else in_memory.step
+    """Return the newest state as the starting point; None if there is none."""
+    newest = _newest(store, memory, meta)
+    step = newest.step
     if step is None:
+        if newest.damaged:
+            raise _all_damaged(store, newest.damaged)
         return None
-    saved = store.meta(step) if in_memory is None else in_memory.meta
+    if newest.in_memory is None:
+        saved = store.meta(step)
+    else:
+        saved = newest.in_memory.meta
     with store.naming_errors(step):
-        callbacks, changes = saved.get("callbacks", []), option_changes(saved, meta)
-        owes, evaluated = (saved.get(name) is True for name in ("owes_evaluation", "evaluated"))
+        callbacks = saved.get("callbacks", [])
+        changes = option_changes(saved, meta)
+        owes_evaluation = saved.get("owes_evaluation") is True
+        evaluated = saved.get("evaluated") is True
         account.resume(saved.get("pace"))
     now = meta["data"]
-    alone = "position" not in saved  # a state that `Trainer.save` got
+    # a state that `Trainer.save` got without a `StepInfo`
+    alone = "position" not in saved
     if alone and changed_data:
-        position, data = Position(), now
+        position = Position()
+        data = now
     else:
-        position, data = saved_position(
-            saved,
-            step,
-            store,
-            f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.',
-        )
+        fix = f'or  resume="{CHANGED_DATA}"  to begin with the first epoch of the data.'
+        position, data = saved_position(saved, step, store, fix)
     problems = data_changes(data, now)
     headline = f"the run in {store.folder} cannot be resumed: its data is not the same"
-    of_order = [problem for name, problem in problems.items() if not name.startswith("contents")]
-    if of_order and not changed_data:
-        keeps = "which keeps weights, optimizer and step, and says what of the order is lost"
-        of_order[-1] = dataclasses.replace(
-            of_order[-1],
-            fix=f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.',
-        )
-        raise_problems(CheckpointError, headline, of_order)
+    if not changed_data:
+        _check_order(headline, problems)
     if is_hashed(now) and not is_hashed(data):
         changes.append(
             "the checkpoint has no hash of its data, so the contents of the data were not compared"
         )
-    changes += (
-        ["the checkpoint does not say where in its data the loop was: its first epoch begins"]
-        if alone
-        else []
-    )
+    if alone:
+        changes.append(
+            "the checkpoint does not say where in its data the loop was: its first epoch begins"
+        )
     trainer.placed.spec.release()  # so that the restored state finds their memory free
-    if in_memory is None:
+    if newest.in_memory is None:
         state, state_changes = trainer.load(store, step)
     else:
-        state, state_changes = trainer.script_numbers.update(
-            in_memory.build(), saved_numbers(saved, trainer.abstract_state)
-        )
+        built = newest.in_memory.build()
+        numbers = saved_numbers(saved, trainer.abstract_state)
+        state, state_changes = trainer.script_numbers.update(built, numbers)
     if changed_data:
         position, lines = resumed_position(position, data, now, list(problems))
         changes += lines
         if "seed" in problems:
-            state = dataclasses.replace(
-                state, key=place_copy(seed_data(now["seed"]), state.key.sharding)
-            )
+            key = place_copy(seed_data(now["seed"]), state.key.sharding)
+            state = dataclasses.replace(state, key=key)
             changes.append("random numbers, such as those of dropout, are drawn from the new seed")
-    else:  # raised last: if the model has changed too, that error is more useful
+    else:
+        # raised last: if the model has changed too, that error is more useful
         fix = (
             f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this '
             "data."
         )
-        raise_problems(
-            CheckpointError,
-            headline,
-            [dataclasses.replace(problem, fix=fix) for problem in problems.values()],
-        )
-    store.move_damaged(damaged)  # only now is it certain that the run resumes
-    source = ""
-    if in_memory is not None:
-        than_disk = (
-            "there is none on disk"
-            if on_disk is None
-            else f"{step - on_disk} steps after the newest checkpoint on disk"
-        )
-        source = f"memory ({in_memory.source}), {than_disk}"
+        fixed = [dataclasses.replace(problem, fix=fix) for problem in problems.values()]
+        raise_problems(CheckpointError, headline, fixed)
+    store.move_damaged(newest.damaged)  # only now is it certain that the run resumes
     return StartPoint(
-        state, position, callbacks, [*changes, *state_changes], owes, evaluated, source
+        state,
+        position,
+        callbacks,
+        [*changes, *state_changes],
+        owes_evaluation,
+        evaluated,
+        newest.memory_source,
     )
+
+
+def _all_damaged(store: CheckpointStore, damaged: dict[int, str]) -> CheckpointError:
+    """Return the error for a run of which no checkpoint can be read."""
+    problems = [Problem(f"step {step}", [why]) for step, why in damaged.items()]
+    fix = (
+        f"use another copy of the folder, or remove {store.folder}/checkpoints to start at step 0."
+    )
+    text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
+    return CheckpointError(f"{text}\n", fix=fix, problems=problems)
+
+
+def _check_order(headline: str, problems: dict[str, Problem]) -> None:
+    """Refuse data in other batches or another order; contents alone are compared later."""
+    of_order = [problem for name, problem in problems.items() if not name.startswith("contents")]
+    if of_order:
+        keeps = "which keeps weights, optimizer and step, and says what of the order is lost"
+        fix = f'data, batches and order as the run began; or resume="{CHANGED_DATA}", {keeps}.'
+        of_order[-1] = dataclasses.replace(of_order[-1], fix=fix)
+        raise_problems(CheckpointError, headline, of_order)

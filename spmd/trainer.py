@@ -124,7 +124,9 @@ class Trainer:
             use_folder(folder)
         config = TrainConfig(model, loss, optimizer, metrics, precision, accumulate, seed)
         self.layout = Layout.load(layout)
-        self.mesh: Mesh = make_mesh(mesh if mesh is not None else dict(self.layout.mesh) or None)
+        if mesh is None:
+            mesh = dict(self.layout.mesh) or None
+        self.mesh: Mesh = make_mesh(mesh)
         self._placed = PlacedModel(config, self.mesh, self.layout)
         self._program: TrainingProgram | None = None
         self._placer: Placer | None = None
@@ -167,7 +169,9 @@ class Trainer:
         """Notes on what is replicated, repeated work, codec state, and moments that could not be
         sharded.
         """
-        program_notes = [] if self._program is None else self._program.notes
+        program_notes = []
+        if self._program is not None:
+            program_notes = self._program.notes
         return trainer_notes(self._placed, program_notes, self.schedules)
 
     @property
@@ -175,7 +179,9 @@ class Trainer:
         """The schedule of each pipelined stack, by path; known from the first batch on.
         `spmd.viz.schedule` draws them.
         """
-        return {} if self._program is None else self._program.schedules
+        if self._program is None:
+            return {}
+        return self._program.schedules
 
     def simulate(self, steps: int) -> ServerStatistics:
         """Simulate the parameter server's clock for `steps` steps: time, waiting, staleness,
@@ -186,11 +192,8 @@ class Trainer:
             is too short.
         """
         if self._placed.events is None:
-            fix = '[gradients] reduction = "parameter_server".'
-            raise OptionError(
-                f"trainer.simulate: {self.layout.source} has no parameter server, so no clock.",
-                fix=fix,
-            )
+            why = f"trainer.simulate: {self.layout.source} has no parameter server, so no clock."
+            raise OptionError(why, fix='[gradients] reduction = "parameter_server".')
         return ServerStatistics.of(self._placed.events, steps)
 
     @outside_of_mesh()
@@ -242,13 +245,13 @@ class Trainer:
           trainer.evaluate(state, test_data, batch_size=128)
         """
         reader = open_checkpoint(checkpoint, only)
-        chosen = reader.step(step)
+        number = reader.step(step)
         if only is not None:
-            return restore_only(self._placed, reader, chosen, only)
-        state, warnings = self.load(reader, chosen)
+            return restore_only(self._placed, reader, number, only)
+        state, warnings = self.load(reader, number)
         for line in warnings:
             log_info(f"restored from step {state.step}: {line}")
-        self._checkpoints.restored(reader.folder, chosen, state, reader.steps()[-1])
+        self._checkpoints.restored(reader.folder, number, state, reader.steps()[-1])
         return state
 
     @outside_of_mesh()
@@ -285,15 +288,19 @@ class Trainer:
               if info.step % 500 == 0:
                   trainer.save(info, "runs/loop")
         """
-        info, state = (state, state.state) if isinstance(state, StepInfo) else (None, state)
+        source = None
+        position = Position()
+        if isinstance(state, StepInfo):
+            source = state.source
+            position = state.position
+            state = state.state
         config = as_loop_checkpoint(checkpoint)
         check_alive(state)
         check_placed(state, self.abstract_state)
-        source = None if info is None else info.source
         meta = self.about(source, self._program)
-        if info is not None and source is not None:
+        if source is not None:
             drop = self.layout.parameter_server.drop_remainder
-            meta |= position_to_save(source, info.position, drop=drop)
+            meta |= position_to_save(source, position, drop=drop)
         self._checkpoints.save(config, state, int(state.step), meta, metrics or {})
 
     def about(
@@ -346,11 +353,12 @@ class Trainer:
         the first call.
         """
         if self._program is None or self._placer is None:
-            self._program = prepare_program(self._placed, sample)
-            self._placed = self._program.placed
+            program = prepare_program(self._placed, sample)
+            self._program = program
+            self._placed = program.placed
             workers = self._placed.exchange.worker_count
             self._placer = make_placer(
-                self._placed, self._program.rows, pad=self._program.loss.pads, workers=workers
+                self._placed, program.rows, pad=program.loss.pads, workers=workers
             )
         return self._program, self._placer
 
@@ -372,10 +380,8 @@ class Trainer:
         global_rows = rows * jax.process_count()  # each process passes its part
         program, placer = self.prepare(with_rows(abstract(batch), global_rows))
         if global_rows > program.rows:
-            fix = "the first batch must be the largest."
-            raise DataError(
-                f"a batch of {global_rows} rows, after a first one of {program.rows}.", fix=fix
-            )
+            why = f"a batch of {global_rows} rows, after a first one of {program.rows}."
+            raise DataError(why, fix="the first batch must be the largest.")
         check_matches(batch, program.sample, "this batch")
         return placer(HostBatch(batch, rows))
 
@@ -393,16 +399,19 @@ class Trainer:
           The next state, and metrics that wait for the device only when they are read. At most 2
           steps are in flight.
         """
-        placed = batch if isinstance(batch, Batch) else self.place(batch)
+        if not isinstance(batch, Batch):
+            batch = self.place(batch)
         check_alive(state)
-        program, placer = self.prepare(placed.leaves)
+        program, placer = self.prepare(batch.leaves)
         # where all steps are alike, their numbers do not matter
-        number = self._numbers.find(state) if self._counts else 0
-        check_participation(program.clock, number, placed)
+        number = 0
+        if self._counts:
+            number = self._numbers.find(state)
+        check_participation(program.clock, number, batch)
         with placer.allow_row_transfers():
-            events = placer.replicate_all(program.events(number, placed.rows, placed.has_rows))
+            events = placer.replicate_all(program.events(number, batch.rows, batch.has_rows))
             state, packed = program.step(
-                state, placed.leaves, placed.weights, events, split=placed.split
+                state, batch.leaves, batch.weights, events, split=batch.split
             )
         if self._counts:
             self._numbers.record(state, number + 1)
@@ -451,30 +460,31 @@ class Trainer:
               if info.step % 100 == 0:
                   print(info.step, info.metrics["loss"])
         """
-        reader = as_source(
-            data, batch_size=batch_size, shuffle=shuffle, seed=self._placed.config.seed
-        )
+        seed = self._placed.config.seed
+        source = as_source(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
         check_integer(epochs, "epochs", 0)
-        program, placer = bind_rows(reader, self.prepare(reader.sample()))
+        program, placer = bind_rows(source, self.prepare(source.sample()))
         at = Position()
         if resume is not None:
             if state is not None:
-                raise OptionError(
-                    "steps: state and resume both say where to begin.", fix="one of them."
-                )
+                why = "steps: state and resume both say where to begin."
+                raise OptionError(why, fix="one of them.")
             checkpoints = open_newest(resume)
             if checkpoints is not None:
                 state = self.restore(resume)
-                meta = self.about(reader, self._program)
+                meta = self.about(source, self._program)
                 at = position_of_loop(checkpoints, int(state.step), meta)
         if state is None:
             state = self.init()
         check_alive(state)
         count = int(state.step)
+        ahead = 0
+        if source.threaded:
+            ahead = 2
         while (epoch := at.epoch) < epochs:
-            rounds = epoch_batches(reader, program.clock, at, count, pad=program.loss.pads)
-            with prefetch(rounds, placer, 2 if reader.threaded else 0) as batches:
-                if reader.threaded:
+            rounds = epoch_batches(source, program.clock, at, count, pad=program.loss.pads)
+            with prefetch(rounds, placer, ahead) as batches:
+                if source.threaded:
                     what = f"epoch {epoch + 1}"
                     batches = uneven_batches.require_equal_counts(batches, what)
                 for batch in batches:
@@ -482,7 +492,7 @@ class Trainer:
                     count += 1
                     at.advance(batch.has_rows)
                     at.reader = batch.position
-                    yield StepInfo(count, metrics, state, dataclasses.replace(at), reader)
+                    yield StepInfo(count, metrics, state, dataclasses.replace(at), source)
             at = Position(epoch + 1)
 
     @outside_of_mesh()
@@ -576,7 +586,9 @@ class Trainer:
     @property
     def _trained_evaluation(self) -> EvaluationProgram | None:
         """The program that evaluates batches of training; None before the first."""
-        return None if self._program is None else self._program.evaluation
+        if self._program is None:
+            return None
+        return self._program.evaluation
 
     @outside_of_mesh()
     def predict(self, state: State, inputs: Tree) -> Tree:
