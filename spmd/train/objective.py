@@ -69,63 +69,34 @@ class Objective:
     outputs: list[tuple[int, ...]] = dataclasses.field(default_factory=list, compare=False)
 
     def __post_init__(self):
-        if not callable(self.loss):
-            near = closest(self.loss, LOSSES) if isinstance(self.loss, str) else None
-            why = (
-                f"loss={short_repr(self.loss)} is {type_name(self.loss)}, not a function (model, "
-                "batch[, rng])."
-            )
-            raise LossError(
-                why,
-                fix=f"spmd.losses.{near}." if near else "such as spmd.losses.mean_squared_error.",
-            )
-        if takes := _outputs_and_targets(self.loss):
-            name = f"{'optax.' if _package(self.loss) == 'optax' else ''}{short_repr(self.loss)}"
-            why = f"loss={name} takes {takes}; a loss takes the model and a batch."
-            call = "model(batch[0]), batch[1]"
-            raise LossError(
-                why,
-                fix=f"lambda model, batch: {name}({call}).mean(), or with the names of the batch's "
-                "arrays.",
-            )
-        if isinstance(self.loss, FromSums):
-            why = (
-                f"loss={self.loss.name} is a function of sums over all rows of an evaluation, "
-                "which has no gradient."
-            )
-            raise LossError(
-                why,
-                fix=f'metrics={{"{self.loss.name.rpartition(".")[2]}": {self.loss.name}}}, and '
-                "another loss.",
-            )
+        _check_function(self.loss)
         for name, metric in self.metrics.items():
             if not callable(metric) or name in RESERVED:
                 why = (
                     f'metric "{name}" must be a function (model, batch), under another name than '
                     f"{', '.join(RESERVED)}."
                 )
-                raise LossError(
-                    why, fix=f"metrics={{{name!r}: spmd.metrics.accuracy}}, or another name for it."
-                )
+                fix = f"metrics={{{name!r}: spmd.metrics.accuracy}}, or another name for it."
+                raise LossError(why, fix=fix)
 
     def for_training(self) -> "Objective":
         """Only the metrics that share the loss's forward pass: they cost nothing."""
-        loss = self.loss
-        shared = {
-            name: m
-            for name, m in self.metrics.items()
-            if isinstance(m, PerExample)
-            and not isinstance(m, FromSums)
-            and isinstance(loss, PerExample)
-            and m.inputs == loss.inputs
-        }
+        shared = {name: metric for name, metric in self.metrics.items() if self._shares(metric)}
         return dataclasses.replace(self, metrics=shared)
+
+    def _shares(self, metric: Any) -> bool:
+        """Return whether a metric is one of the outputs with which the loss calls the model."""
+        if not isinstance(metric, PerExample) or isinstance(metric, FromSums):
+            return False
+        return isinstance(self.loss, PerExample) and metric.inputs == self.loss.inputs
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
         """As `call`; what the user's functions raise comes out as a `LossError` that names them."""
-        with naming_in_trace(
-            "the loss", batch, lambda batch: call_loss(self.loss, model, batch, rng)
-        ):
+
+        def call_again(batch: Any) -> Any:
+            return call_loss(self.loss, model, batch, rng)
+
+        with naming_in_trace("the loss", batch, call_again):
             return self.call(model, batch, rng)
 
     def call(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
@@ -133,66 +104,102 @@ class Objective:
         shared = _Memo(model)  # for functions that only call the model, so that they call it once
 
         def pick(function: Any) -> Any:
-            return shared if isinstance(function, PerExample) else model
+            if isinstance(function, PerExample):
+                return shared
+            return model
 
         value = call_loss(self.loss, pick(self.loss), batch, rng)
-        self.outputs[:] = [
-            outputs.shape for _, outputs in shared.seen if hasattr(outputs, "shape")
-        ][:1]
-        extra: dict[str, Any] = {}
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-            value, extra = value
-        numbers = value if isinstance(value, tuple) and len(value) == 2 else (value,)
-        if not all(
-            hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers
-        ):
-            raise LossError(
-                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, "
-                "or one value per example.",
-                fix="return it alone, or as (value, {name: metric}).",
-            )
-        twice = [name for name in extra if name in RESERVED or name in self.metrics]
-        if twice:
-            raise LossError(
-                f'the loss also returns a metric "{twice[0]}", which is the name of another.',
-                fix="another name for it.",
-            )
-        value = tuple(map(jnp.asarray, value)) if isinstance(value, tuple) else jnp.asarray(value)
+        shapes = [outputs.shape for _, outputs in shared.calls if hasattr(outputs, "shape")]
+        self.outputs[:] = shapes[:1]
+        value, extra = self._split_extra(value)
         for name, metric in self.metrics.items():
             measure = functools.partial(metric, pick(metric))
             with naming_in_trace(f'metric "{name}"', batch, measure):
                 extra = {**extra, name: measure(batch)}
         for name, measured in extra.items():
-            if isinstance(measured, Columns) and not isinstance(self.metrics.get(name), FromSums):
-                why = (
-                    f'metric "{name}" is called inside of a loss or of another metric, and is a '
-                    "function of sums over all rows."
-                )
-                raise LossError(
-                    why,
-                    fix=f'metrics={{"{name}": spmd.metrics.FromSums(...)}}, or spmd.metrics.auc as '
-                    "it is.",
-                )
-            numbers = (
-                measured
-                if isinstance(measured, tuple | list)
-                else (getattr(measured, "values", measured),)
-            )
-            if not all(
-                hasattr(number, "dtype") or isinstance(number, int | float) for number in numbers
-            ):
-                raise LossError(
-                    f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value '
-                    "per example, or a (sum, count) pair.",
-                    fix="an array or a number.",
-                )
+            self._check_measured(name, measured)
         return value, extra
+
+    def _split_extra(self, value: Any) -> tuple[Any, dict[str, Any]]:
+        """Return what the user's loss has returned as arrays of the loss, and its metrics."""
+        extra: dict[str, Any] = {}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+            value, extra = value
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        numbers = (value,)
+        if is_pair:
+            numbers = value
+        if not _are_numbers(numbers):
+            raise LossError(
+                f"the loss returned {type_name(value)}; wanted a scalar, the mean over the batch, "
+                "or one value per example.",
+                fix="return it alone, or as (value, {name: metric}).",
+            )
+        for name in extra:
+            if name in RESERVED or name in self.metrics:
+                raise LossError(
+                    f'the loss also returns a metric "{name}", which is the name of another.',
+                    fix="another name for it.",
+                )
+        if is_pair:
+            return tuple(map(jnp.asarray, value)), extra
+        return jnp.asarray(value), extra
+
+    def _check_measured(self, name: str, measured: Any) -> None:
+        """Refuse a metric that is no number, numbers of rows, or a pair."""
+        if isinstance(measured, Columns) and not isinstance(self.metrics.get(name), FromSums):
+            why = (
+                f'metric "{name}" is called inside of a loss or of another metric, and is a '
+                "function of sums over all rows."
+            )
+            fix = f'metrics={{"{name}": spmd.metrics.FromSums(...)}}, or spmd.metrics.auc as it is.'
+            raise LossError(why, fix=fix)
+        numbers = measured
+        if not isinstance(measured, tuple | list):
+            numbers = (getattr(measured, "values", measured),)
+        if not _are_numbers(numbers):
+            raise LossError(
+                f'metric "{name}" returned {type_name(measured)}; wanted a scalar, one value '
+                "per example, or a (sum, count) pair.",
+                fix="an array or a number.",
+            )
 
     def sums(self, value: jax.Array, extra: Mapping[str, Any], weights: jax.Array) -> Sums:
         """The loss and every metric as (sum, count) over the rows of weight 1."""
-        return {
-            name: as_sum(name, metric, weights) for name, metric in {LOSS: value, **extra}.items()
-        }
+        measured = {LOSS: value, **extra}
+        return {name: as_sum(name, metric, weights) for name, metric in measured.items()}
+
+
+def _check_function(loss: Any) -> None:
+    """Refuse what cannot be a loss of a model and a batch."""
+    if not callable(loss):
+        fix = "such as spmd.losses.mean_squared_error."
+        if isinstance(loss, str) and (near := closest(loss, LOSSES)):
+            fix = f"spmd.losses.{near}."
+        why = f"loss={short_repr(loss)} is {type_name(loss)}, not a function (model, batch[, rng])."
+        raise LossError(why, fix=fix)
+    arguments = _outputs_and_targets(loss)
+    if arguments:
+        name = short_repr(loss)
+        if _package(loss) == "optax":
+            name = f"optax.{name}"
+        why = f"loss={name} takes {arguments}; a loss takes the model and a batch."
+        call = "model(batch[0]), batch[1]"
+        fix = (
+            f"lambda model, batch: {name}({call}).mean(), or with the names of the batch's arrays."
+        )
+        raise LossError(why, fix=fix)
+    if isinstance(loss, FromSums):
+        why = (
+            f"loss={loss.name} is a function of sums over all rows of an evaluation, which has no "
+            "gradient."
+        )
+        short_name = loss.name.rpartition(".")[2]
+        raise LossError(why, fix=f'metrics={{"{short_name}": {loss.name}}}, and another loss.')
+
+
+def _are_numbers(values: Any) -> bool:
+    return all(hasattr(value, "dtype") or isinstance(value, int | float) for value in values)
 
 
 @contextlib.contextmanager
@@ -213,28 +220,15 @@ def naming_in_trace(
         raise _leaked(what, error) from error
     except Exception as error:
         if needs_values(error):
-            raise LossError(
-                f"{what} needs the values of arrays, and is compiled: {first_line(error)}",
-                fix=NO_VALUES,
-            ) from error
-        shapes = ", ".join(
-            f"{path or 'array'}: {describe(leaf)}" for path, leaf in flatten(batch).items()
-        )
-        if (
-            isinstance(error, KeyError)
-            and function is not None
-            and (missing := _missing_key(function, batch)) is not None
-        ):
-            key, keys = missing.args[0], missing.keys
-            names = all(isinstance(name, str) for name in (key, *keys))
-            fix = (
-                did_you_mean(key, keys) if names else f"one of {', '.join(map(short_repr, keys))}."
-            )
-            inside = f' in "{missing.path}"' if missing.path else ""
-            raise LossError(
-                f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}.",
-                fix=fix,
-            ) from error
+            why = f"{what} needs the values of arrays, and is compiled: {first_line(error)}"
+            raise LossError(why, fix=NO_VALUES) from error
+        leaves = flatten(batch).items()
+        shapes = ", ".join(f"{path or 'array'}: {describe(leaf)}" for path, leaf in leaves)
+        missing = None
+        if isinstance(error, KeyError) and function is not None:
+            missing = _missing_key(function, batch)
+        if missing is not None:
+            raise _names_key(what, missing, shapes) from error
         why, fix = explain_jax_error(error) or (
             f"{what} fails on a batch of {{{shapes}}}: {first_line(error)}",
             "check that the model takes these shapes, at the line that raised this.",
@@ -242,12 +236,26 @@ def naming_in_trace(
         raise LossError(why, fix=fix) from error
 
 
+def _names_key(what: str, missing: "_MissingKey", shapes: str) -> LossError:
+    """Return the error for a key that a batch of these shapes does not have."""
+    key = missing.args[0]
+    fix = f"one of {', '.join(map(short_repr, missing.keys))}."
+    if all(isinstance(name, str) for name in (key, *missing.keys)):
+        fix = did_you_mean(key, missing.keys)
+    inside = ""
+    if missing.path:
+        inside = f' in "{missing.path}"'
+    why = f"{what} reads the key {short_repr(key)}{inside}, and a batch has {{{shapes}}}."
+    return LossError(why, fix=fix)
+
+
 class _MissingKey(KeyError):
     """A key that a dict of a batch does not have."""
 
     def __init__(self, key: Any, path: str, keys: list[Any]):
         super().__init__(key)
-        self.path, self.keys = path, keys
+        self.path = path
+        self.keys = keys
 
 
 class _NamingDict(dict[Any, Any]):
@@ -292,14 +300,11 @@ def _naming(tree: Any, at: tuple = ()) -> Any:
         return isinstance(part, dict) and not hasattr(part, "__missing__")
 
     def name(below: tuple, part: Any) -> Any:
+        if not is_dict(part):
+            return part
         keys = (*at, *below)
-        return (
-            _NamingDict(
-                {key: _naming(part[key], (*keys, DictKey(key))) for key in part}, path_of(keys)
-            )
-            if is_dict(part)
-            else part
-        )
+        items = {key: _naming(part[key], (*keys, DictKey(key))) for key in part}
+        return _NamingDict(items, path_of(keys))
 
     return jax.tree_util.tree_map_with_path(name, tree, is_leaf=is_dict)
 
@@ -321,12 +326,15 @@ LEAKS = _NamingLeaks()
 
 
 def _leaked(what: str, error: Exception) -> LossError:
+    # JAX (0.10, 0.11) lists frames as "file:line:column (function)", the outermost first.
     frames = re.findall(r"(?m)^(\S+:\d+):\d+ \((\S+)\)$", str(error))
-    made = next(
-        (f"{line}, in {name}" for line, name in reversed(frames) if "/flax/" not in line), None
-    )
+    made = ""
+    for line, name in reversed(frames):
+        if "/flax/" not in line:
+            made = f", made at {line}, in {name}"
+            break
     return LossError(
-        f"{what} uses an array of a trace that is over{f', made at {made}' if made else ''}.\n"
+        f"{what} uses an array of a trace that is over{made}.\n"
         "    A step is traced and then runs compiled, so what a model, a loss or a metric keeps in "
         "an attribute, a list or a global is a\n"
         "    tracer, which has no value.",
@@ -339,14 +347,16 @@ class _Memo:
     """The model, called once per distinct input: a loss and its metrics share the forward pass."""
 
     def __init__(self, model: Any):
-        self._model, self.seen = model, []
+        self._model = model
+        self.calls: list[tuple[Any, Any]] = []  # inputs and outputs
 
     def __call__(self, inputs: Any) -> Any:
-        for known, outputs in self.seen:
-            if known is inputs:
+        for earlier, outputs in self.calls:
+            if earlier is inputs:
                 return outputs
-        self.seen.append((inputs, self._model(inputs)))
-        return self.seen[-1][1]
+        outputs = self._model(inputs)
+        self.calls.append((inputs, outputs))
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -364,17 +374,16 @@ def _outputs_and_targets(loss: Callable[..., Any]) -> str:
         names = list(inspect.signature(loss).parameters)[:2]
     except (TypeError, ValueError):
         return ""
-    return (
-        " and ".join(names)
-        if len(names) == 2 and (names[0] in OUTPUTS or _package(loss) == "optax")
-        else ""
-    )
+    if len(names) == 2 and (names[0] in OUTPUTS or _package(loss) == "optax"):
+        return " and ".join(names)
+    return ""
 
 
 def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any:
     """The loss, with the key under the name `rng` or `key`, or as the third argument, if it takes
     one.
     """
+    # functions in C have no signature
     try:
         parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):
@@ -382,12 +391,14 @@ def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any
     for name in ("rng", "key"):
         if name in parameters:
             return loss(model, batch, **{name: rng})
-    required = [
-        p
-        for p in parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return loss(model, batch, rng) if len(required) >= 3 else loss(model, batch)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = 0
+    for parameter in parameters.values():
+        if parameter.kind in positional and parameter.default is parameter.empty:
+            required += 1
+    if required >= 3:
+        return loss(model, batch, rng)
+    return loss(model, batch)
 
 
 def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> None:
@@ -418,12 +429,9 @@ def check_loss(value: Any, extra: Mapping[str, Any], rows: int) -> None:
             fix="take the mean over the other dims, such as  loss.mean(axis=tuple(range(1, "
             "loss.ndim))).",
         )
+    weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
     for name, metric in extra.items():
-        jax.eval_shape(
-            lambda m, w, name=name: as_sum(name, m, w),
-            metric,
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-        )
+        jax.eval_shape(functools.partial(as_sum, name), metric, weights)
 
 
 def check_names(names: Collection[str], others: Collection[str]) -> None:

@@ -14,10 +14,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmd.base.specs import Spec, pspec
+from spmd.base.specs import pspec
 from spmd.base.tree import Tree, describe, flatten, path_of
 from spmd.errors import OptimizerError, OptionError, short_repr, type_name
-from spmd.layout.resolve import Resolved
+from spmd.layout.resolve import Placement, Resolved
 from spmd.models.base import Model, Variables
 from spmd.train.adapt_optimizer import adapt_optimizer
 from spmd.train.host_memory import HOST
@@ -89,16 +89,16 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
       OptimizerError: not an optax gradient transformation.
     """
-    if not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ) or isinstance(optimizer, nnx.Optimizer | type):
-        shown = getattr(optimizer, "__name__", None) or (
-            repr(optimizer) if isinstance(optimizer, str | int | float | None) else "..."
-        )
-        raise OptimizerError(
-            f"optimizer={shown} is {type_name(optimizer)}, not an optax gradient transformation.",
-            fix="such as optax.adamw(1e-3); a function that makes one must be called.",
-        )
+    methods = (getattr(optimizer, "init", None), getattr(optimizer, "update", None))
+    has_methods = all(callable(method) for method in methods)
+    if not has_methods or isinstance(optimizer, nnx.Optimizer | type):
+        shown = getattr(optimizer, "__name__", None)
+        if not shown and isinstance(optimizer, str | int | float | None):
+            shown = repr(optimizer)
+        why = f"optimizer={shown or '...'} is {type_name(optimizer)}, not an optax gradient "
+        why += "transformation."
+        fix = "such as optax.adamw(1e-3); a function that makes one must be called."
+        raise OptimizerError(why, fix=fix)
     return adapt_optimizer(optimizer)
 
 
@@ -107,7 +107,8 @@ def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory
     exchange of gradients remembers.
     """
     key = jax.random.key(seed, impl="threefry2x32")
-    opt, data = opening(variables.params), seed_data(seed)
+    opt = opening(variables.params)
+    data = seed_data(seed)
     exchange = memory(key, variables.params)
     return State(
         jnp.int32(0),
@@ -128,9 +129,13 @@ def seed_data(seed: Any) -> jax.Array:
 
 def opening_per_worker(opening: Opening, workers: int) -> Opening:
     """An optimizer's state for every worker, leaves [workers, ...]."""
-    return lambda params: jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params)
-    )
+
+    def open_for_workers(params: Tree) -> Any:
+        return jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), opening(params)
+        )
+
+    return open_for_workers
 
 
 def state_shardings(
@@ -157,33 +162,29 @@ def state_shardings(
     def moment(keys: tuple, leaf: Any) -> NamedSharding:
         if local:
             return NamedSharding(mesh, PartitionSpec(resolved.data_axes))
-        place = owner_of(path_of(keys), leaf, optimized)
-        if place is None:
-            return (
-                replicated
-                if not resolved.layout.optimizer.owners
-                else NamedSharding(mesh, pspec(spec_of(keys, leaf)))
-            )
-        sharding = NamedSharding(mesh, pspec(place.state_spec))
-        return (
-            sharding.with_memory_kind(HOST)
-            if resolved.layout.memory.optimizer == "host"
-            else sharding
-        )
+        path = path_of(keys)
+        place = owner_of(path, leaf, optimized)
+        if place is not None:
+            sharding = NamedSharding(mesh, pspec(place.state_spec))
+            if resolved.layout.memory.optimizer == "host":
+                return sharding.with_memory_kind(HOST)
+            return sharding
+        if not resolved.layout.optimizer.owners:
+            return replicated
+        # an array of another shape than its parameter's, which belongs to a matrix or to a part
+        # of it
+        matrix = param_within(path, optimized.placements)
+        if matrix is None:
+            return replicated
+        spec = border_spec(leaf.shape, optimized.placements[matrix], mesh)
+        return NamedSharding(mesh, pspec(spec))
 
-    def spec_of(keys: tuple, leaf: Any) -> Spec:
-        """Of an array of another shape than its parameter's, which belongs to a matrix or to a part
-        of it.
-        """
-        path = param_within(path_of(keys), optimized.placements)
-        return () if path is None else border_spec(leaf.shape, optimized.placements[path], mesh)
-
-    rest = jax.tree.map(lambda _: replicated, abstract)
+    map_with_path = jax.tree_util.tree_map_with_path
     return dataclasses.replace(
-        rest,
-        params=jax.tree_util.tree_map_with_path(param, abstract.params),
-        frozen=jax.tree_util.tree_map_with_path(param, abstract.frozen),
-        opt=jax.tree_util.tree_map_with_path(moment, abstract.opt),
+        jax.tree.map(lambda _: replicated, abstract),
+        params=map_with_path(param, abstract.params),
+        frozen=map_with_path(param, abstract.frozen),
+        opt=map_with_path(moment, abstract.opt),
         exchange=jax.tree.map(
             lambda spec: NamedSharding(mesh, pspec(spec)),
             memory,
@@ -192,7 +193,7 @@ def state_shardings(
     )
 
 
-def owner_of(path: str, leaf: Any, resolved: Resolved):
+def owner_of(path: str, leaf: Any, resolved: Resolved) -> Placement | None:
     """The parameter an optimizer leaf belongs to: its path ends with the parameter's, and the
     shapes are equal.
 
@@ -200,20 +201,24 @@ def owner_of(path: str, leaf: Any, resolved: Resolved):
     parameter of its shape, and else of `w`.
     """
     parts = path.split("/")
-    found = (resolved.placements.get("/".join(parts[start:])) for start in range(len(parts)))
-    return next((place for place in found if place is not None and place.shape == leaf.shape), None)
+    for start in range(len(parts)):
+        place = resolved.placements.get("/".join(parts[start:]))
+        if place is not None and place.shape == leaf.shape:
+            return place
+    return None
 
 
 def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
     """Optimizer leaves larger than a scalar that belong to no parameter's shape and so stay
     replicated (factored moments).
     """
-    replicated = {
-        path: leaf
-        for path, leaf in flatten(abstract.opt).items()
-        if leaf.ndim and leaf.sharding.is_fully_replicated
-    }
-    return [path for path, leaf in replicated.items() if owner_of(path, leaf, resolved) is None]
+    paths = []
+    for path, leaf in flatten(abstract.opt).items():
+        if not leaf.ndim or not leaf.sharding.is_fully_replicated:
+            continue
+        if owner_of(path, leaf, resolved) is None:
+            paths.append(path)
+    return paths
 
 
 def copy_state(
@@ -227,15 +232,15 @@ def copy_state(
     """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or
     used by `take`.
     """
-    return donate_to_state(
-        jax.tree.map(place, given, shardings.variables), opening, seed, shardings, memory
-    )
+    variables = jax.tree.map(place, given, shardings.variables)
+    return donate_to_state(variables, opening, seed, shardings, memory)
 
 
 def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """An array of the caller's that is given up: itself if it lies so already, or else a copy."""
-    placed = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    return leaf if placed else place_copy(leaf, sharding)
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return leaf
+    return place_copy(leaf, sharding)
 
 
 def donate_to_state(
@@ -275,18 +280,16 @@ def checksums(given: Variables) -> dict[str, str]:
             # no process has all of it; it is one array for all
             facts[f"initial {path}"] = f"{describe(leaf)} over all processes"
         else:
-            facts[f"initial {path}"] = (
-                "of checksum "
-                f"{zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data):08x}"
-            )
+            data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+            facts[f"initial {path}"] = f"of checksum {zlib.crc32(data):08x}"
     return facts
 
 
 def _spread(leaf: Any) -> bool:
-    """Whether parts of an array are only in other processes."""
-    return isinstance(leaf, jax.Array) and not (
-        leaf.is_fully_addressable or leaf.is_fully_replicated
-    )
+    """Return whether parts of an array are only in other processes."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    return not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def check_placed(state: State, like: State) -> None:
@@ -295,26 +298,32 @@ def check_placed(state: State, like: State) -> None:
     Raises:
       OptionError: names the first that differs.
     """
-    have, want = flatten(state), flatten(like)
-    for path in dict.fromkeys([*want, *have]):
-        leaf, wanted = have.get(path), want.get(path)
-        described = [
-            "nothing" if each is None else f"{describe(each)} as {each.sharding}"
-            for each in (leaf, wanted)
-        ]
-        placed = (
-            leaf is not None
-            and wanted is not None
-            and leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-        )
-        if not placed or describe(leaf) != describe(wanted):
-            why = (
-                f"this state is not of this trainer: {path} is {described[0]}, not {described[1]}."
-            )
+    leaves = flatten(state)
+    expected = flatten(like)
+    for path in dict.fromkeys([*expected, *leaves]):
+        leaf = leaves.get(path)
+        other = expected.get(path)
+        if not _lies_as(leaf, other):
+            why = f"this state is not of this trainer: {path} is {_described(leaf)}, "
+            why += f"not {_described(other)}."
             raise OptionError(
                 why,
                 fix="a state of trainer.init, trainer.restore or trainer.step of the same trainer.",
             )
+
+
+def _lies_as(leaf: Any, other: Any) -> bool:
+    """Return whether two arrays are of the same shape and dtype, and in the same places."""
+    if leaf is None or other is None:
+        return False
+    placed = leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+    return placed and describe(leaf) == describe(other)
+
+
+def _described(leaf: Any) -> str:
+    if leaf is None:
+        return "nothing"
+    return f"{describe(leaf)} as {leaf.sharding}"
 
 
 def copied(opt: Tree) -> Tree:
@@ -330,9 +339,12 @@ def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     host = np.asarray(leaf)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(
-        host.shape, sharding, lambda index: np.array(host[index], copy=True)
-    )
+
+    def copy_shard(index: Any) -> np.ndarray:
+        # JAX may use the buffer of a numpy array as it is (jax 0.10, CPU devices, aligned buffers).
+        return np.array(host[index], copy=True)
+
+    return jax.make_array_from_callback(host.shape, sharding, copy_shard)
 
 
 class StepNumbers:
@@ -349,7 +361,9 @@ class StepNumbers:
     def find(self, state: State) -> int:
         """Return the number of updates made to a state so far."""
         newest, number = self._newest
-        return number if state is newest() else int(state.step)
+        if state is newest():
+            return number
+        return int(state.step)
 
 
 def check_alive(state: State) -> None:

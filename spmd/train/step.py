@@ -119,7 +119,8 @@ def train_step(
     """The next state, and the step's metrics as float32[2, names] (sums, counts), equal on every
     device.
     """
-    return step_and_gradients(step, state, batch, weights, events)[:2]
+    state, metrics, _ = step_and_gradients(step, state, batch, weights, events)
+    return state, metrics
 
 
 def step_and_gradients(
@@ -135,28 +136,33 @@ def step_and_gradients(
       weights: float32[rows], 1 for a row of data and 0 for padding, sharded likewise.
       events: what the parameter server's clock says about this step; empty without one.
     """
-    state, events = step.rule.begin(state, events), events | scale_of_sum(step, state, weights)
+    state = step.rule.begin(state, events)
+    events = events | scale_of_sum(step, state, weights)
     # 1 to 6, on every worker: gather parameters, compute gradients, reduce them
     reduced, stats = reduced_gradients(step, state, batch, weights, events)
     # 7 and 8: the optimizer and its update, on global arrays, so that a norm of the gradients is
     # that of all of them
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
-    if (skipped := step.rule.skipped(opt)) is not False:
-        kept = functools.partial(jnp.where, skipped)
-        comm_state, stats = jax.tree.map(kept, (state.exchange, state.stats), (comm_state, stats))
+    skipped = step.rule.skipped(opt)
+    if skipped is not False:
+        before = (state.exchange, state.stats)
+        unless_skipped = functools.partial(jnp.where, skipped)
+        comm_state, stats = jax.tree.map(unless_skipped, before, (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)
-    state = State(
-        state.step + 1, params, opt, stats, state.rngs, state.key, comm_state, state.frozen
+    next_state = dataclasses.replace(
+        state, step=state.step + 1, params=params, opt=opt, stats=stats, exchange=comm_state
     )
-    return state, metrics, reduced.values
+    return next_state, metrics, reduced.values
 
 
 def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
     """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all
     workers is multiplied, an event.
     """
-    rows = weights.shape[0] * (step.rule.sync.resolved.workers if step.over_workers else 1)
+    rows = weights.shape[0]
+    if step.over_workers is not None:
+        rows *= step.rule.sync.resolved.workers
     power_of_two = 2.0 ** (rows - 1).bit_length()  # which rounds nothing
     return {name: scale / power_of_two for name, scale in loss_scale(state.opt).items()}
 
@@ -165,36 +171,40 @@ def reduced_gradients(
     step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
 ) -> tuple[Reduced, Tree]:
     """The reduced gradients of a batch, and the next `State.stats`."""
+    rule = step.rule
+    worker = step.worker
+    gradients = worker.position_gradients
+    if rule.per_worker:
+        gradients = worker.worker_gradients
+    # a loss that joins rows has computed statistics of the full batch already
+    stats_axes = rule.axes
+    if worker.reading is not None:
+        stats_axes = ()
 
     def on_worker(
         state: State, batch: Tree, weights: jax.Array, events: Tree
     ) -> tuple[Reduced, Tree]:
         """One position along the data axes, with its rows."""
-        rule, worker = step.rule, step.worker
         # this worker's shards, which each microbatch gathers; or a full copy of its own
         params = rule.params(state)
         # 1 to 3: gathered parameters, value and gradient of the loss on this worker's rows, summed
         # over microbatches
-        gradients = worker.worker_gradients if rule.per_worker else worker.position_gradients
         grads, carried, metrics = gradients(params, state, batch, weights, events, rule.axes)
         with jax.named_scope("stats"):
-            taking_part: Any = worker.workers_per_position
+            workers: Any = worker.workers_per_position
             if "present" in events:
-                taking_part = present_workers(events, rule.axes, worker.workers_per_position).sum()
-            # a loss that joins rows has computed those of the full batch already
-            positions = rule.axes if worker.reading is None else ()
-            stats = mean_stats(
-                carried.stats, state.stats, taking_part * worker.microbatches, positions
-            )
+                workers = present_workers(events, rule.axes, worker.workers_per_position).sum()
+            parts = workers * worker.microbatches
+            stats = mean_stats(carried.stats, state.stats, parts, stats_axes)
         # 4 to 6: communicated as the rule says: the mean over workers, gradients to the servers,
         # or, in some steps, parameter deltas; encoded, in buckets, with error feedback where the
         # layout says so
-        state = dataclasses.replace(
-            state, exchange=rule.sync.with_layer_residuals(state.exchange, carried.layers)
-        )
+        comm_state = rule.sync.with_layer_residuals(state.exchange, carried.layers)
+        state = dataclasses.replace(state, exchange=comm_state)
         return rule.reduce(state, grads, metrics, events), stats
 
-    return (step.over_workers or shard_over_workers)(step, on_worker, state, batch, weights, events)
+    over_workers = step.over_workers or shard_over_workers
+    return over_workers(step, on_worker, state, batch, weights, events)
 
 
 def shard_over_workers(
@@ -203,35 +213,39 @@ def shard_over_workers(
     """`function` at every position along the data axes, under `jax.shard_map`; on the global batch
     if the compiler chooses collectives.
     """
-    if not step.rule.axes:
+    axes = step.rule.axes
+    if not axes:
         return function(state, batch, weights, events)
-    sync, split = step.rule.sync, step.worker.split
-    fields, reduced = step.rule.specs(state)
-    state = dataclasses.replace(
-        state, **{name: None for name, spec in fields.items() if spec is None}
-    )
-    fields |= {
-        "frozen": map_paths(
-            lambda path, _: sync.data_spec(sync.resolved.frozen[path].spec), state.frozen
-        )
-    }
+    sync = step.rule.sync
+    fields, reduced_specs = step.rule.specs(state)
+    unseen = {name: None for name, spec in fields.items() if spec is None}
+    state = dataclasses.replace(state, **unseen)
+
+    def frozen_spec(path: str, leaf: Any) -> PartitionSpec:
+        del leaf
+        return sync.data_spec(sync.resolved.frozen[path].spec)
+
+    def batch_spec(path: str, leaf: Any) -> PartitionSpec:
+        del leaf
+        if not step.worker.split:
+            return REPLICATED
+        return sync.data_spec(sync.resolved.batch_spec(path))
+
     state_specs = dataclasses.replace(
         jax.tree.map(lambda _: REPLICATED, state),
         exchange=sync.data_specs(state.exchange),
+        frozen=map_paths(frozen_spec, state.frozen),
         **fields,
     )
-    batch_specs = map_paths(
-        lambda path, _: sync.data_spec(sync.resolved.batch_spec(path)) if split else REPLICATED,
-        batch,
-    )
-    row_spec = PartitionSpec(step.rule.axes) if split else REPLICATED
-    in_specs, out_specs = (state_specs, batch_specs, row_spec, REPLICATED), (reduced, REPLICATED)
+    row_spec = REPLICATED
+    if step.worker.split:
+        row_spec = PartitionSpec(axes)
     mapped = shard_map(
         function,
         mesh=sync.mesh_axes.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=step.rule.axes,
+        in_specs=(state_specs, map_paths(batch_spec, batch), row_spec, REPLICATED),
+        out_specs=(reduced_specs, REPLICATED),
+        axis_names=axes,
     )
     return mapped(state, batch, weights, events)
 
@@ -253,10 +267,13 @@ def all_metrics(reduced: Reduced, events: Tree) -> jax.Array:
     """The loss and the user's metrics, the communication's, and the counts of the parameter
     server's clock, float32[2, names].
     """
-    metrics = reduced.metrics.sum(0) if reduced.metrics.ndim == 3 else reduced.metrics
-    return jnp.concatenate(
-        [metrics, reduced.measured, *([events["counted"]] if "counted" in events else [])], axis=1
-    )
+    metrics = reduced.metrics
+    if metrics.ndim == 3:
+        metrics = metrics.sum(0)
+    parts = [metrics, reduced.measured]
+    if "counted" in events:
+        parts.append(events["counted"])
+    return jnp.concatenate(parts, axis=1)
 
 
 def scan_steps(
@@ -275,6 +292,10 @@ def scan_steps(
 
     def body(state: State, inputs: tuple) -> tuple[State, jax.Array]:
         batch_rows, weights, events = inputs
-        return step(state, jax.tree.map(lambda x: x[batch_rows], data), weights, events)
+        batch = jax.tree.map(lambda x: x[batch_rows], data)
+        return step(state, batch, weights, events)
 
-    return lax.scan(body, state, (rows, weights, events), unroll=rows.shape[0] if unroll else 1)
+    iterations = 1  # of one turn of the loop
+    if unroll:
+        iterations = rows.shape[0]
+    return lax.scan(body, state, (rows, weights, events), unroll=iterations)

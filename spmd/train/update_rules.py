@@ -36,7 +36,9 @@ class Synchronous(UpdateRule):
     @property
     def axes(self) -> tuple[str, ...]:
         """Return all data axes; none if the compiler chooses the collectives."""
-        return self.sync.mesh_axes.data_axes if self.sync.reduction.manual else ()
+        if not self.sync.reduction.manual:
+            return ()
+        return self.sync.mesh_axes.data_axes
 
     def params(self, state: State) -> Tree:
         """Return this worker's shards."""
@@ -55,9 +57,8 @@ class Synchronous(UpdateRule):
         extra = {"value": loss}
         if LOSS_SCALE in events:
             extra["factor"] = events[LOSS_SCALE] * reduced.metrics[1, 0]
-        updates, opt = self.optimizer.update(
-            reduced.values, to_device(state.opt), state.params, **extra
-        )
+        opt = to_device(state.opt)
+        updates, opt = self.optimizer.update(reduced.values, opt, state.params, **extra)
         params = optax.apply_updates(state.params, gather_updates(self.sync, updates))
         return params, back_to_host(opt, state.opt), reduced.comm_state
 
@@ -69,14 +70,13 @@ class Synchronous(UpdateRule):
         """Return specs: parameters and gradients as the layout shards them; workers do not see the
         optimizer's state.
         """
-        mean_spec, data_spec = self.sync.reduction.mean_spec, self.sync.data_spec
-        params = _param_specs(self, state)
+        mean_spec = self.sync.reduction.mean_spec
         grads: Tree = self.sync.map_params(
-            lambda place, _: data_spec(mean_spec(place)), state.params
+            lambda place, _: self.sync.data_spec(mean_spec(place)), state.params
         )
-        return {"params": params, "opt": None}, Reduced(
-            grads, self.sync.data_specs(state.exchange), REPLICATED, REPLICATED
-        )
+        comm_state = self.sync.data_specs(state.exchange)
+        reduced = Reduced(grads, comm_state, REPLICATED, REPLICATED)
+        return {"params": _param_specs(self, state), "opt": None}, reduced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,8 @@ class Asynchronous(UpdateRule):
 
     def begin(self, state: State, events: Tree) -> State:
         """Let workers that began since the last arrival read the servers' parameters."""
-        return dataclasses.replace(
-            state, exchange=read_params(state.exchange, state.params, events["reads"][0])
-        )
+        memory = read_params(state.exchange, state.params, events["reads"][0])
+        return dataclasses.replace(state, exchange=memory)
 
     def params(self, state: State) -> Tree:
         """Return the parameters that this position's workers have read, [m, ...]."""
@@ -112,12 +111,10 @@ class Asynchronous(UpdateRule):
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
         """Return specs: everything over the servers, or over the workers that they hold."""
-        over_workers = PartitionSpec(self.axes)
-        params = _param_specs(self, state)
-        reduced: Any = Reduced(
-            over_workers, self.sync.data_specs(state.exchange), over_workers, REPLICATED
-        )
-        return {"params": params, "opt": None}, reduced
+        over_workers: Any = PartitionSpec(self.axes)
+        comm_state = self.sync.data_specs(state.exchange)
+        reduced = Reduced(over_workers, comm_state, over_workers, REPLICATED)
+        return {"params": _param_specs(self, state), "opt": None}, reduced
 
     def update(
         self, state: State, reduced: Reduced, loss: jax.Array, events: Tree
@@ -162,18 +159,18 @@ class LocalSGD(UpdateRule):
         present = present_workers(events, self.axes, metrics.shape[0])
         where_present = functools.partial(jax.tree.map, functools.partial(_where, present))
         opt = where_present(opt, state.opt)
-        flat = flatten(where_present(optax.apply_updates(params, updates), params))
-        memory = {path: entry | {OWN: flat[path]} for path, entry in state.exchange.items()}
-        rows, local_training = flatten(state.params), self.sync.local_training
+        local = flatten(where_present(optax.apply_updates(params, updates), params))
+        memory = {path: entry | {OWN: local[path]} for path, entry in state.exchange.items()}
+        rows = flatten(state.params)
+        local_training = self.sync.local_training
         for number, paths in enumerate(self.sync.fragments):
-            next_rows, next_memory = local_training.synchronize(
-                {path: rows[path] for path in paths},
-                {path: memory[path] for path in paths},
-                state.step,
-                number,
-                events,
+            fragment = {path: rows[path] for path in paths}
+            fragment_memory = {path: memory[path] for path in paths}
+            fragment, fragment_memory = local_training.synchronize(
+                fragment, fragment_memory, state.step, number, events
             )
-            rows, memory = rows | next_rows, memory | next_memory
+            rows |= fragment
+            memory |= fragment_memory
         stored = map_paths(lambda path, _: rows[path], state.params)
         with jax.named_scope("metrics"):
             metrics = collectives.all_reduce(metrics.sum(0), self.axes)
@@ -190,9 +187,9 @@ class LocalSGD(UpdateRule):
         """Return specs: parameters over the servers, optimizer states over their workers."""
         params = _param_specs(self, state)
         opt = jax.tree.map(lambda _: PartitionSpec(self.axes), state.opt)
-        return {"params": params, "opt": opt}, Reduced(
-            (params, opt), self.sync.data_specs(state.exchange), REPLICATED, REPLICATED
-        )
+        comm_state = self.sync.data_specs(state.exchange)
+        reduced = Reduced((params, opt), comm_state, REPLICATED, REPLICATED)
+        return {"params": params, "opt": opt}, reduced
 
 
 def _param_specs(rule: UpdateRule, state: State) -> Tree:
@@ -203,4 +200,5 @@ def _param_specs(rule: UpdateRule, state: State) -> Tree:
 
 def _where(present: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Return `new` [m, ...] for workers that are present, and `old` for the others."""
-    return jnp.where(present.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    other_dims = [1] * (new.ndim - 1)
+    return jnp.where(present.reshape(-1, *other_dims), new, old)

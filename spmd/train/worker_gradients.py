@@ -100,7 +100,8 @@ class WorkerGradients:
         mean loss over the batch. Those of `GradientSync.layerwise` are reduced already.
         """
         first = collectives.worker_index(axes) * self.workers_per_position
-        scale, known = events.get(LOSS_SCALE), self._known(params, state, batch, axes)
+        scale = events.get(LOSS_SCALE)
+        known = self._known(params, state, batch, axes)
         # XLA:CPU (jaxlib 0.10) ends the process where collectives of a loop run beside these
         if known is not None:
             params, known = lax.optimization_barrier((params, known))
@@ -112,43 +113,38 @@ class WorkerGradients:
             if "present" not in events:
                 return grads, after
             # never by multiplying: 0 * NaN
-            kept = functools.partial(jnp.where, events["present"][first + index])
-            return jax.tree.map(lambda x: kept(x, jnp.zeros_like(x)), grads), jax.tree.map(
-                kept, after, carried
-            )
+            where_present = functools.partial(jnp.where, events["present"][first + index])
+            grads = jax.tree.map(lambda x: where_present(x, jnp.zeros_like(x)), grads)
+            return grads, jax.tree.map(where_present, after, carried)
 
         layers = self.sync.layer_carries(state.exchange, sums=self._sums_layers)
+        stats = no_stats(state.stats)
         # gradients that layers reduce are those of the scaled loss, and so are their residuals
         # meanwhile
-        carried = Carried(
-            no_stats(state.stats),
-            layers if scale is None else jax.tree.map(lambda x: x * scale, layers),
-        )
-        if self.workers_per_position == 1:
+        if scale is not None:
+            layers = jax.tree.map(lambda x: x * scale, layers)
+        carried = Carried(stats, layers)
+        count = self.workers_per_position
+        if count == 1:
             (grads, sums), carried = worker_grads(carried, (batch, weights), jnp.int32(0))
         else:
-            rows = split_workers((batch, weights), self.workers_per_position)
+            rows = split_workers((batch, weights), count)
             (grads, sums), carried = accumulate(
-                worker_grads, carried, rows, self.workers_per_position, unroll=self.unroll
+                worker_grads, carried, rows, count, unroll=self.unroll
             )
         # a sum over rows was differentiated: divided by the workers' mean count, its average over
         # workers is the mean
         with jax.named_scope("metrics"):
-            count = nonzero(
-                collectives.all_reduce(sums[LOSS][1], axes)
-                / (collectives.worker_count(axes) if axes else 1)
-            )
-            metrics = (
-                collectives.all_reduce(pack(sums, self.names), axes)
-                if self.split
-                else pack(sums, self.names)
-            )
+            rows_counted = collectives.all_reduce(sums[LOSS][1], axes)
+            divisor = nonzero(rows_counted / collectives.worker_count(axes))
+            metrics = pack(sums, self.names)
+            if self.split:
+                metrics = collectives.all_reduce(metrics, axes)
         if scale is not None:
-            carried, count = (
-                carried._replace(layers=jax.tree.map(lambda x: x / scale, carried.layers)),
-                count * scale,
-            )
-        return jax.tree.map(lambda g: (g / count).astype(g.dtype), grads), carried, metrics
+            carried = carried._replace(layers=jax.tree.map(lambda x: x / scale, carried.layers))
+            divisor = divisor * scale
+        grads = jax.tree.map(lambda g: (g / divisor).astype(g.dtype), grads)
+        return grads, carried, metrics
 
     def worker_gradients(
         self,
@@ -173,13 +169,13 @@ class WorkerGradients:
                 params, state, carried, rows, first + index, axes, known=known
             )
 
-            def kept(x: jax.Array) -> jax.Array:
+            def where_present(x: jax.Array) -> jax.Array:
                 return jnp.where(present, x, jnp.zeros_like(x))  # never by multiplying: 0 * NaN
 
             rows_counted = nonzero(sums[LOSS][1])
-            grads = jax.tree.map(lambda g: kept((g / rows_counted).astype(g.dtype)), grads)
+            grads = jax.tree.map(lambda g: where_present((g / rows_counted).astype(g.dtype)), grads)
             after = jax.tree.map(lambda new, old: jnp.where(present, new, old), after, carried)
-            return after, (grads, kept(pack(sums, self.names)))
+            return after, (grads, where_present(pack(sums, self.names)))
 
         inputs = (
             jnp.arange(count),
@@ -187,12 +183,11 @@ class WorkerGradients:
             params,
             split_workers((batch, weights), count),
         )
-        carried, (grads, metrics) = lax.scan(
-            worker_grads,
-            Carried(no_stats(state.stats), {}),
-            inputs,
-            unroll=count if self.unroll else 1,
-        )
+        carried = Carried(no_stats(state.stats), {})
+        iterations = 1  # of one turn of the loop
+        if self.unroll:
+            iterations = count
+        carried, (grads, metrics) = lax.scan(worker_grads, carried, inputs, unroll=iterations)
         return grads, carried, metrics
 
     def _of_worker(
@@ -212,6 +207,9 @@ class WorkerGradients:
         step_key = self._step_key(state)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)
         policy = forward_policy(self.sync.resolved.layout.remat)
+        sync_axes: tuple[str, ...] = ()
+        if self.gathers:
+            sync_axes = axes
 
         def microbatch_grads(
             carried: Carried, rows: tuple, index: jax.Array, only_sums: bool = False
@@ -219,44 +217,51 @@ class WorkerGradients:
             key = jax.random.fold_in(step_key, index)
             if self.parallel.manual_backward:
                 return self._of_pipeline(params, state, rows, key, worker, axes, scale), carried
-            sync_axes = axes if self.gathers else ()
-            place = None
-            if self.reading is not None and (self.split or self.microbatches > 1):
-                held = (axes, self._workers(axes)) if self.split else ((), 1)
-                place = Place(*held, worker, self.microbatches, index, known)
-            options = {
-                "sync_axes": sync_axes,
-                "only_sums": only_sums,
-                "scale": scale,
-                "place": place,
-            }
             loss = functools.partial(
-                self._loss, stats=state.stats, rngs=state.rngs, localize=localize, **options
+                self._loss,
+                stats=state.stats,
+                rngs=state.rngs,
+                localize=localize,
+                sync_axes=sync_axes,
+                only_sums=only_sums,
+                scale=scale,
+                place=self._place(worker, index, axes, known),
             )
-            loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
+            if policy is not None:
+                loss = jax.checkpoint(loss, policy=policy)
             return self._of_microbatch(loss, params, state.frozen, carried, rows, key)
 
-        if self.microbatches == 1:
+        count = self.microbatches
+        if count == 1:
             return microbatch_grads(carried, rows, jnp.int32(0))
-        parts, count = microbatches(rows, self.microbatches), self.microbatches
+        parts = microbatches(rows, count)
         if not self._sums_layers:
             return accumulate(microbatch_grads, carried, parts, count, unroll=self.unroll)
         # the last one, apart from the loop, reduces what all have added up while it computes
-        earlier, last = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
-        total, carried = accumulate(
-            functools.partial(microbatch_grads, only_sums=True),
-            carried,
-            earlier,
-            count - 1,
-            unroll=self.unroll,
-        )
+        earlier = jax.tree.map(lambda x: x[:-1], parts)
+        last = jax.tree.map(lambda x: x[-1], parts)
+        add_up = functools.partial(microbatch_grads, only_sums=True)
+        total, carried = accumulate(add_up, carried, earlier, count - 1, unroll=self.unroll)
         summed, carried = microbatch_grads(carried, last, jnp.int32(count - 1))
         return jax.tree.map(jnp.add, total, summed), carried
 
+    def _place(
+        self, worker: Any, index: Any, axes: tuple[str, ...], known: list[jax.Array] | None
+    ) -> Place | None:
+        """Return where the rows of a worker's microbatch are in the batch, for a loss that is not a
+        mean over rows; None where it sees all rows.
+        """
+        if self.reading is None:
+            return None
+        if self.split:
+            return Place(axes, self._workers(axes), worker, self.microbatches, index, known)
+        if self.microbatches > 1:
+            return Place((), 1, worker, self.microbatches, index, known)
+        return None
+
     def _step_key(self, state: State) -> jax.Array:
-        return jax.random.fold_in(
-            jax.random.wrap_key_data(state.key, impl="threefry2x32"), state.step
-        )
+        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        return jax.random.fold_in(key, state.step)
 
     def _known(
         self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]
@@ -266,41 +271,28 @@ class WorkerGradients:
         """
         if self.reading is None or self.workers_per_position * self.microbatches == 1:
             return None
-        gather, layers = (
-            self._layer_gather(),
-            self.sync.layer_carries(state.exchange, sums=self._sums_layers),
-        )
-        variables = Variables(
-            (self._gather(params), layers),
-            state.stats,
-            state.rngs,
-            gather_params(self.sync, self._cast(state.frozen)),
-        )
+        gather = self._layer_gather()
+        layers = self.sync.layer_carries(state.exchange, sums=self._sums_layers)
+        full = self._gather(params)
+        frozen = gather_params(self.sync, self._cast(state.frozen))
+        variables = Variables((full, layers), state.stats, state.rngs, frozen)
         keys = jax.random.split(jax.random.fold_in(self._step_key(state), 0))
-        axes = axes if self.split else ()
-        with parallel_scope(
-            dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)
-        ):
+        if not self.split:
+            axes = ()
+        parallel = dataclasses.replace(self.parallel, gather_layer=gather, residuals=layers)
+        with parallel_scope(parallel):
             place = Place(axes, collectives.worker_count(axes), collectives.worker_index(axes))
-            return shared_arrays(
-                self._on_rows(gather, place.key_of_rows(batch)),
-                variables,
-                batch,
-                keys,
-                place,
-                self.reading,
-            )
+            on_rows = self._on_rows(gather, place.key_of_rows(batch))
+            return shared_arrays(on_rows, variables, batch, keys, place, self.reading)
 
     def _layer_gather(self, *, only_sums: bool = False) -> LayerGather | None:
+        if not self.sync.layerwise:
+            return None
         remat = module_policies(self.sync.resolved.layout.remat)
-        return (
-            LayerGather(self.sync, dtype=self.dtype, remat=remat, only_sums=only_sums)
-            if self.sync.layerwise
-            else None
-        )
+        return LayerGather(self.sync, dtype=self.dtype, remat=remat, only_sums=only_sums)
 
     def _workers(self, axes: tuple[str, ...]) -> int:
-        return (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
+        return collectives.worker_count(axes) * self.workers_per_position
 
     @property
     def _sums_layers(self) -> bool:
@@ -319,21 +311,21 @@ class WorkerGradients:
             # two gathers into one.
             sharded, value = lax.optimization_barrier(((params, frozen), value))
             saved = Saved.of(backward, full)
-            trees = zip(full, map(self._cast, sharded), saved.used(full), strict=True)
-            again = tuple(gather_again(self.sync, *each) for each in trees)
-            backward = functools.partial(saved.gradients, again)
+            again = []
+            for gathered, shards, used in zip(full, sharded, saved.used(full), strict=True):
+                again.append(gather_again(self.sync, gathered, self._cast(shards), used))
+            backward = functools.partial(saved.gradients, tuple(again))
         # Reduced in the backward pass, the gradient of a residual is the next one. There it is that
         # of a mean over rows, as elsewhere.
         has_residuals = any(RESIDUAL in carry for carry in carried.layers.values())
-        scale: Any = rows[1].shape[0] * self.microbatches if has_residuals else 1
+        scale: Any = 1
+        if has_residuals:
+            scale = rows[1].shape[0] * self.microbatches
         if self.scaled:
             scale = nonzero(sums[LOSS][1])
         grads, layers = backward(jnp.full_like(value, 1 / scale))
-        grads = (
-            jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-            if has_residuals or self.scaled
-            else grads
-        )
+        if has_residuals or self.scaled:
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         return (cast_like(grads, params), sums), Carried(add_stats(carried.stats, stats), layers)
 
     def _gather(self, params: Tree) -> Tree:
@@ -349,16 +341,16 @@ class WorkerGradients:
         return gather_params(self.sync, params)
 
     def _cast(self, params: Tree) -> Tree:
-        """Those of `GradientSync.layerwise` are cast where they are gathered."""
-        as_they_are = self.sync.layerwise
-        return map_paths(
-            lambda path, leaf: (
-                leaf
-                if path in as_they_are or self.sync.of_quantized(path)
-                else cast(leaf, self.dtype)
-            ),
-            params,
-        )
+        """Cast parameters to the dtype of the computation; those of `GradientSync.layerwise` are
+        cast where they are gathered.
+        """
+
+        def cast_param(path: str, leaf: jax.Array) -> jax.Array:
+            if path in self.sync.layerwise or self.sync.of_quantized(path):
+                return leaf
+            return cast(leaf, self.dtype)
+
+        return map_paths(cast_param, params)
 
     def _of_pipeline(
         self,
@@ -396,30 +388,35 @@ class WorkerGradients:
             )
             return value, sums
 
-        sharded, stacks = self.sync.resolved.layout.stage_axis is not None, self.model.stacks()
-        of_stage, frozen = (
-            functools.partial(map_paths, lambda path, _: sharded and path in stacks),
-            self._cast(state.frozen),
+        sharded = self.sync.resolved.layout.stage_axis is not None
+        stacks = self.model.stacks()
+
+        def of_stage(tree: Tree) -> Tree:
+            return map_paths(lambda path, _: sharded and path in stacks, tree)
+
+        stage_layers = None
+        if not sharded:
+            stage_layers = functools.partial(layers_per_stage, self.parallel)
+        frozen = self._cast(state.frozen)
+        full = self._gather(params)
+        consts = (
+            gather_params(self.sync, frozen),
+            state.stats,
+            state.rngs,
+            jax.random.key_data(key),
+            jnp.asarray(worker),
+            scale,
         )
         grads, sums = run_1f1b(
             self.parallel,
             loss,
-            self._gather(params),
+            full,
             rows,
-            (
-                gather_params(self.sync, frozen),
-                state.stats,
-                state.rngs,
-                jax.random.key_data(key),
-                jnp.asarray(worker),
-                scale,
-            ),
+            consts,
             of_stage(params),
             (of_stage(frozen), False, False, False, False, False),
             parts,
-            layers_per_stage=None
-            if sharded
-            else functools.partial(layers_per_stage, self.parallel),
+            layers_per_stage=stage_layers,
         )
         return cast_like(grads, params), sums
 
@@ -446,27 +443,26 @@ class WorkerGradients:
         batch, weights = rows
         keys = jax.random.split(key)
         gather = self._layer_gather(only_sums=only_sums)
-        parallel = dataclasses.replace(
-            parallel or self.parallel, gather_layer=gather, residuals=layers
-        )
-
+        parallel = parallel or self.parallel
+        parallel = dataclasses.replace(parallel, gather_layer=gather, residuals=layers)
         variables = Variables((params, layers), stats, rngs, frozen)
         with parallel_scope(parallel):
             if place is None or self.reading is None:
-                value, extra, after, seen = self._on_rows(gather, localize, sync_axes)(
-                    variables, batch, keys
-                )
+                on_rows = self._on_rows(gather, localize, sync_axes)
+                value, extra, after, tapped = on_rows(variables, batch, keys)
             else:
-                loss = self._on_rows(gather, place.key_of_rows(batch))
-                value, extra, after, seen = full_batch_loss(
-                    loss, variables, batch, keys, place, self.reading
+                on_rows = self._on_rows(gather, place.key_of_rows(batch))
+                value, extra, after, tapped = full_batch_loss(
+                    on_rows, variables, batch, keys, place, self.reading
                 )
         if parallel.tap is not None:
-            parallel.tap.recorded = seen
+            parallel.tap.recorded = tapped
         check_worker(value, weights.shape[0], rowwise=self.rowwise)
         sums = self.objective.sums(value, extra, weights)
-        value = sums[LOSS][0]
-        return value if scale is None else value * scale, (sums, cast_like(after, stats))
+        total, _ = sums[LOSS]
+        if scale is not None:
+            total = total * scale
+        return total, (sums, cast_like(after, stats))
 
     def _on_rows(
         self,
@@ -509,7 +505,7 @@ class WorkerGradients:
         """From a dropout key that is the same on all workers to that of `worker`, which has this
         many rows.
         """
-        workers = (collectives.worker_count(axes) if axes else 1) * self.workers_per_position
+        workers = self._workers(axes)
         if workers == 1 or not self.split:
             return lambda key: key
         return functools.partial(worker_key, worker=worker, rows=rows, workers=workers)
@@ -517,9 +513,8 @@ class WorkerGradients:
 
 def present_workers(events: Tree, axes: tuple[str, ...], count: int) -> jax.Array:
     """bool[m], which of the `count` workers of this position take part in the step."""
-    return lax.dynamic_slice_in_dim(
-        events["present"], collectives.worker_index(axes) * count, count
-    )
+    first = collectives.worker_index(axes) * count
+    return lax.dynamic_slice_in_dim(events["present"], first, count)
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:
