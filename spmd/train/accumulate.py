@@ -138,7 +138,9 @@ def _fits(placed: PlacedModel, sync: GradientSync, sizes: Mapping[str, int]) -> 
     two_layers = sum(2 * size // layers[path] for path, size in sizes.items())
     left = state_leaves - two_layers
     fits = sum(sizes.values()) <= ROOM * left
-    verb = "fit into" if fits else "exceed"
+    verb = "exceed"
+    if fits:
+        verb = "fit into"
     return fits, (
         f"in full they {verb} {ROOM:.0%} of the {format_bytes(max(left, 0))} that state and two "
         "layers leave on a device"

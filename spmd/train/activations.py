@@ -52,7 +52,9 @@ class Activations:
         if x.ndim:
             spec = activation_spec(rule_spec, data_axes, x.shape, resolved.mesh)
         # inside of a manual region JAX accepts shardings on that region's mesh only
-        mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
+        mesh = self.mesh
+        if manual:
+            mesh = jax.sharding.get_abstract_mesh()
         return lax.with_sharding_constraint(x, NamedSharding(mesh, pspec(spec)))
 
 

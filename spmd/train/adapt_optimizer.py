@@ -44,7 +44,9 @@ def adapt_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     tx = optax.with_extra_args_support(optimizer)
     if not _takes_value(tx.update):
         tx = _without_value(tx)
-    return _with_slow_weights(tx) if _is_lookahead(tx) else tx
+    if _is_lookahead(tx):
+        return _with_slow_weights(tx)
+    return tx
 
 
 def _takes_value(update: Any) -> bool:

@@ -25,8 +25,9 @@ def no_stats(stats: Tree) -> Tree:
         # a sum in bfloat16 would lose small parts
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-        least = False if x.dtype == bool else jnp.iinfo(x.dtype).min
-        return jnp.full(x.shape, least, x.dtype)
+        if x.dtype == bool:
+            return jnp.full(x.shape, False, x.dtype)
+        return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
 
     return jax.tree.map(empty, stats)
 
@@ -67,8 +68,11 @@ def mean_stats(total: Tree, before: Tree, parts: int | jax.Array, axes: tuple[st
 
     def mean(x: jax.Array, old: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jnp.inexact):
+            divisor = count
             x = collectives.all_reduce(x, axes)
-            x = x / (count if all_take_part else jnp.maximum(count, 1))
+            if not all_take_part:
+                divisor = jnp.maximum(count, 1)
+            x = x / divisor
         elif not _is_key(old):
             x = collectives.maximum(x, axes)
         if all_take_part:

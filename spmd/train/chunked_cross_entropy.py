@@ -321,7 +321,9 @@ def _vocab_dim(features: jax.Array, head: jax.Array, vocab_dim: int | None) -> i
                 "dim may be the vocabulary.",
                 fix="vocab_dim=1 for a head [width, vocab], vocab_dim=0 for [vocab, width].",
             )
-        return 1 if head.shape[0] == width else 0
+        if head.shape[0] == width:
+            return 1
+        return 0
     if isinstance(vocab_dim, bool) or vocab_dim not in (0, 1) or head.shape[1 - vocab_dim] != width:
         raise LossError(
             f"{name}: vocab_dim={short_repr(vocab_dim)}, the head is {describe(head)}, and "

@@ -79,7 +79,9 @@ class TrainingProgram:
         for check in OUTPUT_CHECKS:
             check(self.loss)
         self.names = (*self.loss.names, *step_metrics(placed))
-        self.donate_argnums = () if self.loss.unrolls else (0,)
+        self.donate_argnums = (0,)
+        if self.loss.unrolls:
+            self.donate_argnums = ()
         self.functions = CompiledFunctions(placed, self.rows, layerwise=bool(self.sync.layerwise))
         self.functions.builders |= {
             "step": self._jit_step,
@@ -107,7 +109,9 @@ class TrainingProgram:
         trained = self.sync.layerwise & self.sync.resolved.placements.keys()
         if self.placed.config.accumulate == 1 or not trained:
             return None
-        return "local" if self.sync.sums_layers else "reduced"
+        if self.sync.sums_layers:
+            return "local"
+        return "reduced"
 
     @functools.cached_property
     def evaluation(self) -> EvaluationProgram:
@@ -162,7 +166,8 @@ class TrainingProgram:
 
     def make_step(self, rows: int, split: bool) -> Step:
         """Return the step for a batch of `rows` rows; see `WorkerGradients.split`."""
-        placed, exchange = self.placed, self.sync
+        placed = self.placed
+        exchange = self.sync
         rule: type[UpdateRule] = Synchronous
         if exchange.asynchronous:
             rule = Asynchronous
@@ -173,6 +178,9 @@ class TrainingProgram:
         if split:
             worker_rows = rows // exchange.worker_count
             workers_per_position = exchange.worker_count // placed.resolved.workers
+        reading = None
+        if not self.reading.mean:
+            reading = self.reading
         counts = range(1, placed.config.accumulate + 1)
         worker = WorkerGradients(
             placed.model,
@@ -188,7 +196,7 @@ class TrainingProgram:
             rowwise=self.loss.rowwise,
             split=split,
             parallel=self.loss.parallel,
-            reading=None if self.reading.mean else self.reading,
+            reading=reading,
             scaled=bool(self.own_backward),
         )
         return Step(worker, rule(exchange, placed.optimizer))
@@ -272,8 +280,9 @@ class TrainingProgram:
         model's paths.
         """
         packing = self.placed.packing
-        unpacked = params if packing is None else packing.unpack(params)
-        return count_tree(unpacked, self.placed.given.stacks())
+        if packing is not None:
+            params = packing.unpack(params)
+        return count_tree(params, self.placed.given.stacks())
 
     def _constrain_batch(self, batch: Tree) -> Tree:
         return map_paths(
@@ -362,7 +371,10 @@ class TrainingProgram:
         out_shardings = (self.placed.shardings, self._replicated)
         step = functools.partial(train_step, self.make_step(self.rows, True))
         exported = export_step(step, self.arguments, out_shardings, platform)
-        donated = len(jax.tree.leaves(self.arguments[0])) if self.donate_argnums else 0
+        donated = 0
+        if self.donate_argnums:
+            # the state is the first argument
+            donated = len(jax.tree.leaves(self.arguments[0]))
         return exported, tuple(range(donated))
 
     # the parameter server's clock -----------------------------------------------------------------

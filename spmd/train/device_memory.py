@@ -19,8 +19,8 @@ def memory_limit(mesh: Mesh) -> int | None:
     except jax.errors.JaxRuntimeError:
         # devices of a description, for which steps are compiled only
         return None
-    # CPUs have no statistics
-    limits = [stats.get("bytes_limit", 0) if stats else 0 for stats in all_stats]
+    # JAX returns None for CPUs, which have no statistics
+    limits = [(stats or {}).get("bytes_limit", 0) for stats in all_stats]
     return min(limits, default=0) or None
 
 

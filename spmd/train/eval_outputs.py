@@ -108,7 +108,9 @@ class EvalOutputs:
             return pack(sums, self.names)
         rows = weights.shape[0]
         # for dims of size 1 JAX may trace another program: it broadcasts them
-        copies = 2 if rows == 1 else 1
+        copies = 1
+        if rows == 1:
+            copies = 2
         batch = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), batch)
         key = jax.random.key(0)
 
@@ -170,7 +172,9 @@ class EvalOutputs:
         self.warned.update(names)
         if names:
             quoted_names = ", ".join(f'"{name}"' for name in names)
-            pronoun = "it" if len(names) == 1 else "them"
+            pronoun = "them"
+            if len(names) == 1:
+                pronoun = "it"
             logging.getLogger("spmd").warning(TEXT, self.rows, quoted_names, pronoun)
 
     # the traces -----------------------------------------------------------------------------------
@@ -254,15 +258,19 @@ class EvalOutputs:
         """Return the number of sums over rows of which a scalar is a function; 0 where it is the
         mean of its values on batches.
         """
-        output = self._shapes[0] if name == LOSS else self._shapes[1][name]
+        loss_shape, shapes = self._shapes
+        output = loss_shape
+        if name != LOSS:
+            output = shapes[name]
         if self._is_proved(name) or getattr(output, "shape", None) != ():
             return 0
         return self._from_batches[name].sums
 
     def _is_proved(self, name: str) -> bool:
         """Return whether the mean of a metric is right without a proof from its trace."""
-        loss = self.objective.loss if name == LOSS else None
-        metric = self.objective.metrics.get(name, loss)
+        metric = self.objective.metrics.get(name)
+        if metric is None and name == LOSS:
+            metric = self.objective.loss
         if isinstance(metric, FromSums):
             return True
         if isinstance(metric, PerExample) and metric.function in SHIPPED:

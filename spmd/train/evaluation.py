@@ -53,7 +53,9 @@ def naming_differences(sample: Tree, trained: Tree) -> Iterator[None]:
     try:
         yield
     except LossError as error:
-        problems = [] if trained is None else batch_differences(sample, trained)
+        problems = []
+        if trained is not None:
+            problems = batch_differences(sample, trained)
         if not problems:
             raise
         text = problems_text(f"the data to evaluate does not fit: {error.summary}", problems)
@@ -84,7 +86,9 @@ class EvaluationProgram:
         self._placed = placed
         self._sync = sync
         self._dtype = compute_dtype(placed.config.precision)
-        gather = LayerGather(sync, manual=False) if sync.layerwise else None
+        gather = None
+        if sync.layerwise:
+            gather = LayerGather(sync, manual=False)
         self._parallel = dataclasses.replace(loss.parallel, gather_layer=gather)
         # signatures of inputs that the model was traced on
         self._traced_inputs: set[Any] = set()
@@ -273,46 +277,43 @@ class Totals:
             undefined,
             np.zeros((2, len(columns))),
         )
-        self._batches, self._rows = 0, 0
+        self._batches = 0
+        self._rows = 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words
 
     def add(self, packed: jax.Array | np.ndarray, rows: int) -> None:
         """One batch more: float[2, columns] on the host or on devices, of `rows` rows."""
-        found = jax.device_get(packed)
+        sums_and_counts = jax.device_get(packed)
         self._batches += 1
-        for name, value in zip(self._names, found[0].tolist(), strict=True):
+        last = self._rows + rows - 1
+        where = f"batch {self._batches}, rows {self._rows} to {last} of the evaluation"
+        for name, value in zip(self._names, sums_and_counts[0].tolist(), strict=True):
             if not math.isfinite(value):
-                self._broken.setdefault(
-                    name,
-                    f"batch {self._batches}, rows {self._rows} to {self._rows + rows - 1} of the "
-                    "evaluation",
-                )
+                self._broken.setdefault(name, where)
         self._rows += rows
-        self.total += found
+        self.total += sums_and_counts
 
     def means(self) -> dict[str, float]:
         """Loss and metrics over all rows; a warning names those that are not finite, and the first
         batch at fault.
         """
-        found = self._finish(self.total, self._batches)
+        means = self._finish(self.total, self._batches)
         lines = [
-            f'"{name}" is {found[name]}, first in {where}' for name, where in self._broken.items()
+            f'"{name}" is {means[name]}, first in {where}' for name, where in self._broken.items()
         ]
-        empty = dict.fromkeys(
-            name for name, count in zip(self._names, self.total[1], strict=True) if count == 0
-        )
-        empty |= dict.fromkeys(
-            name for name, value in found.items() if math.isnan(value) and name not in self._broken
-        )
-        lines += [
-            f'"{name}": {self._undefined[name]}'
-            if name in self._undefined
-            else f'"{name}" counted nothing'
-            for name in empty
-        ]
+        counts = zip(self._names, self.total[1], strict=True)
+        empty = {name: None for name, count in counts if count == 0}
+        for name, value in means.items():
+            if math.isnan(value) and name not in self._broken:
+                empty[name] = None
+        for name in empty:
+            line = f'"{name}" counted nothing'
+            if name in self._undefined:
+                line = f'"{name}": {self._undefined[name]}'
+            lines.append(line)
         if lines:
             logging.getLogger("spmd").warning("the evaluation is not finite: %s.", "; ".join(lines))
-        return found
+        return means
 
 
 def measured(

@@ -63,13 +63,18 @@ def count_tree(tree: Tree, stacks: Mapping[str, int]) -> dict[str, tuple[jax.Arr
     counts = {}
     with jax.named_scope("histograms"):
         for path, leaf in flatten(tree).items():
-            counts[path] = _count(leaf if path in stacks else leaf[None])
+            # one layer, outside of stacks
+            if path not in stacks:
+                leaf = leaf[None]
+            counts[path] = _count(leaf)
     return counts
 
 
 def _count(layers: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the counts and the bins of each layer of an array [layers, ...]."""
-    values = jnp.abs(layers) if jnp.iscomplexobj(layers) else layers
+    values = layers
+    if jnp.iscomplexobj(layers):
+        values = jnp.abs(layers)
     values = values.astype(jnp.float32)
     finite = jnp.isfinite(values)
     dims = tuple(range(1, values.ndim))

@@ -21,7 +21,9 @@ def without_host_memory(mesh: Any) -> str:
     """The device of this process that cannot reach pinned memory of its host; "" if all can, and
     where devices are only planned.
     """
-    for device in [] if isinstance(mesh, AbstractMesh) else mesh.local_devices:
+    if isinstance(mesh, AbstractMesh):
+        return ""
+    for device in mesh.local_devices:
         if HOST not in _memory_kinds(device):
             return str(device)
     return ""
@@ -88,15 +90,21 @@ def on_host(leaf: Any) -> bool:
 
 def to_device(tree: Tree) -> Tree:
     """Under a trace: arrays in the host's memory are copied to the device."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree
-    )
+
+    def copy_to_device(leaf: Any) -> Any:
+        if not on_host(leaf):
+            return leaf
+        return jax.device_put(leaf, jax.memory.Space.Device)
+
+    return jax.tree.map(copy_to_device, tree)
 
 
 def back_to_host(tree: Tree, before: Tree) -> Tree:
     """Under a trace: arrays of `tree` are copied to the host where those of `before` lie there."""
-    return jax.tree.map(
-        lambda leaf, old: jax.device_put(leaf, jax.memory.Space.Host) if on_host(old) else leaf,
-        tree,
-        before,
-    )
+
+    def copy_to_host(leaf: Any, old: Any) -> Any:
+        if not on_host(old):
+            return leaf
+        return jax.device_put(leaf, jax.memory.Space.Host)
+
+    return jax.tree.map(copy_to_host, tree, before)

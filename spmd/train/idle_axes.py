@@ -40,7 +40,9 @@ def check_idle_axes(placed: PlacedModel, sample: Tree, trace: Callable[[], Any])
         "jax.lax.with_sharding_constraint."
     )
     mesh = _mesh_without(placed, sample, idle)
-    fix = f"{mesh}; or {use}" if mesh else use
+    fix = use
+    if mesh:
+        fix = f"{mesh}; or {use}"
     problem = Problem(f"mesh axis {axes}", [why], fix, kind="unused_axis")
     raise_problems(
         LayoutError,

@@ -119,7 +119,9 @@ def scale_loss(
         Args:
           factor: by which all gradients were larger in the backward pass; None: the scale.
         """
-        scaled_by = state.scale if factor is None else factor
+        scaled_by = factor
+        if factor is None:
+            scaled_by = state.scale
         in_range = []
         for leaf in jax.tree.leaves(updates):
             # False for a NaN, too

@@ -155,10 +155,13 @@ def trace_objective(
       schedules: takes the pipeline schedule of each stack; None traces evaluation, and records
         none.
     """
-    training, dtype = schedules is not None, compute_dtype(placed.config.precision)
+    training = schedules is not None
+    dtype = compute_dtype(placed.config.precision)
     row_splits = placed.config.accumulate * placed.exchange.worker_count // placed.resolved.workers
+    if parallel is None:
+        parallel = placed.parallel
     declared = dataclasses.replace(
-        placed.parallel if parallel is None else parallel,
+        parallel,
         row_splits=row_splits,
         schedules={},
         notes={},

@@ -167,7 +167,9 @@ def check_masks(functions: Iterable[Any], batch: Any) -> None:
     for name, function in by_mask.items():
         count, largest, nans = map(float, jax.device_get(_no_mask(function, batch)))
         if count:
-            example = math.nan if nans else largest
+            example = largest
+            if nans:
+                example = math.nan
             raise DataError(
                 f"{function.name}: {count:g} of the {math.prod(batch[name].shape)} entries of the "
                 f'mask "{name}", '

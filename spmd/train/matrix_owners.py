@@ -174,7 +174,10 @@ def _products_outside(jaxpr: Any) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name != "shard_map" and needs_matrix(equation):
             inner = list(inner_jaxprs(equation))
-            count += sum(map(_products_outside, inner)) if inner else 1
+            if inner:
+                count += sum(map(_products_outside, inner))
+            else:
+                count += 1
     return count
 
 

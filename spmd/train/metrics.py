@@ -129,7 +129,9 @@ class PerExample:
         keys = [key for key in usual if key in batch]
         if len(keys) == 1:
             return keys[0]
-        count = f"{len(keys)} keys could be" if keys else "no key is known as"
+        count = "no key is known as"
+        if keys:
+            count = f"{len(keys)} keys could be"
         raise DataError(
             f"{self.name}: {count} the {role}; the batch has {', '.join(map(str, batch))}.",
             fix=f'name them: {self.name}.on(inputs="...", targets="...").',
@@ -143,7 +145,9 @@ class PerExample:
         if counts is None:
             if isinstance(values, tuple):
                 return tuple(per_row(jnp.asarray(value), jnp.sum) for value in values)
-            return per_row(values) if getattr(values, "ndim", 0) > 1 else values
+            if getattr(values, "ndim", 0) <= 1:
+                return values
+            return per_row(values)
         targets = self.split(batch)[1]
         if not isinstance(values, tuple):
             values = values, jnp.ones(counts.shape)
@@ -177,7 +181,10 @@ class PerExample:
         """Return which targets count, as `mask` and `ignore` say."""
         targets = self.split(batch)[1]
         mask = self._mask(batch)
-        counts = jnp.ones(targets.shape, bool) if mask is None else mask != 0
+        if mask is None:
+            counts = jnp.ones(targets.shape, bool)
+        else:
+            counts = mask != 0
         if self.ignore is None:
             return counts
         if not jnp.issubdtype(targets.dtype, jnp.integer):

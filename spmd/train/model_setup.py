@@ -118,7 +118,10 @@ class PlacedModel:
         device_memory: int | None = None,
         spec: ModelSpec | None = None,
     ):
-        as_passed = wrap(config.model) if spec is None else spec.as_passed
+        if spec is None:
+            as_passed = wrap(config.model)
+        else:
+            as_passed = spec.as_passed
         self.config = config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
         self.platform = jax.default_backend()
@@ -189,7 +192,9 @@ class PlacedModel:
         trained have a tree of their own.
         """
         adapted = self.spec.adapted
-        return FrozenModel(adapted, self.frozen) if self.frozen.paths else adapted
+        if not self.frozen.paths:
+            return adapted
+        return FrozenModel(adapted, self.frozen)
 
     @functools.cached_property
     def frozen(self) -> Frozen:
@@ -218,7 +223,9 @@ class PlacedModel:
         """The model as training sees it: its arrays are those that a state keeps and updates."""
         if self.order is not None:
             return StageOrderedModel(self.given, self.order)
-        return self.given if self.storage is None else PackedModel(self.given, self.storage)
+        if self.storage is not None:
+            return PackedModel(self.given, self.storage)
+        return self.given
 
     @functools.cached_property
     def order(self) -> StageOrder | None:
@@ -260,7 +267,9 @@ class PlacedModel:
         if not self._fitted.layout.optimizer.owners:
             return self.given_optimizer
         by_owners = update_by_owners(self.given_optimizer, self.optimized, self.mesh)
-        return by_owners if self.storage is None else unpacked_for(by_owners, self.storage)
+        if self.storage is None:
+            return by_owners
+        return unpacked_for(by_owners, self.storage)
 
     @functools.cached_property
     def optimized(self) -> Resolved:
@@ -280,7 +289,9 @@ class PlacedModel:
     @property
     def packing(self) -> Storage | StageOrder | None:
         """The form in which a state keeps parameters, where it is not that of the model."""
-        return self.order if self.order is not None else self.storage
+        if self.order is not None:
+            return self.order
+        return self.storage
 
     @functools.cached_property
     def stored_variables(self) -> Variables:
@@ -343,7 +354,9 @@ class PlacedModel:
         layout = self._fitted.layout
         data = self._fitted.data_axes
         estimated = self.platform in PREFERRED and self.kernels not in PREFERRED
-        kernels = IN_PLACE + self.platform if estimated else self.kernels
+        kernels = self.kernels
+        if estimated:
+            kernels = IN_PLACE + self.platform
         parallel = ParallelConfig(
             self.mesh,
             data,

@@ -46,7 +46,9 @@ def nonlinear_backward(jaxpr: Any) -> str:
         if is_of_user and _is_nonlinear(equation):
             function = "a function with a backward pass of its own"
             line = users_line(source_lines(equation))
-            return f"{function} at {line}" if line else function
+            if not line:
+                return function
+            return f"{function} at {line}"
     return ""
 
 
@@ -75,7 +77,9 @@ class Dependence(Interpreter[Part]):
         # have keys
         if isinstance(value, Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.number):
             return Part.FIXED
-        return Part.FIXED if np.any(value) else Part.ZERO
+        if np.any(value):
+            return Part.FIXED
+        return Part.ZERO
 
     def unknown(self, variable: Any) -> Part:
         """Return the dependence of a constant of a program that is not closed."""
@@ -106,14 +110,19 @@ def _of_operation(name: str, parts: list[Part]) -> Part:
         return Part.ZERO
     if name == "select_n":
         choice, *cases = parts
-        return Part.OTHER if choice > Part.FIXED else _joined(cases)
+        if choice > Part.FIXED:
+            return Part.OTHER
+        return _joined(cases)
     if max(parts, default=Part.FIXED) <= Part.FIXED:
-        is_zero = primitive.linear == ALL and {*parts} == {Part.ZERO}
-        return Part.ZERO if is_zero else Part.FIXED
+        if primitive.linear == ALL and {*parts} == {Part.ZERO}:
+            return Part.ZERO
+        return Part.FIXED
     if Part.OTHER in parts:
         return Part.OTHER
     if primitive.bilinear:
-        return Part.LINEAR if parts.count(Part.LINEAR) == 1 else Part.OTHER
+        if parts.count(Part.LINEAR) == 1:
+            return Part.LINEAR
+        return Part.OTHER
     linear_inputs = primitive.linear_inputs(len(parts))
     if linear_inputs is None:
         # only what is known not to be linear counts

@@ -85,7 +85,9 @@ class Member:
         """Return whether there is a program of a batch of matrices."""
         shapes = []
         for outer, inner in zip(self.region.inputs, self.program.invars, strict=True):
-            batch = () if outer in self.region.shared else (1,)
+            batch = (1,)
+            if outer in self.region.shared:
+                batch = ()
             shapes.append(shaped_like(inner.aval, (*batch, *inner.aval.shape)))
         try:
             jax.eval_shape(self.of_batch, *shapes)
@@ -102,7 +104,9 @@ class Member:
 def shaped_like(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return an abstract array like another one, in another shape."""
     # a Python number has a weak type, by which JAX promotes dtypes in another way
-    kind = like if hasattr(like, "weak_type") else jax.typeof(like)
+    kind = like
+    if not hasattr(like, "weak_type"):
+        kind = jax.typeof(like)
     return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
 
 
@@ -157,7 +161,9 @@ def border_spec(
     routes = routes_to_owners(placement, batch, mesh)
     counts = {make_entry(axes): device_count(axes, mesh) for axes in routes}
     inner = shape[batch:]
-    spec = spread(inner, counts) if len(inner) > 1 else (None,) * len(inner)
+    spec: Spec = (None,) * len(inner)
+    if len(inner) > 1:
+        spec = spread(inner, counts)
     return (*map(make_entry, axes_of_batch(placement, batch)), *spec)
 
 
@@ -199,8 +205,10 @@ def local_update(
         owned_arrays, shared_arrays = iter(owned), iter(shared)
         arguments = []
         for variable in inputs:
-            is_shared = variable in member.region.shared
-            arguments.append(next(shared_arrays if is_shared else owned_arrays))
+            arrays = owned_arrays
+            if variable in member.region.shared:
+                arrays = shared_arrays
+            arguments.append(next(arrays))
         results = []
         for number, matrices in enumerate(member.of_batch(*arguments), len(inputs)):
             rows = _from_owners(matrices, _matrix_spec(member, number), member.routes)

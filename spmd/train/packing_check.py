@@ -64,7 +64,9 @@ def check_packed(optimizer: optax.GradientTransformation, storage: Storage) -> N
     difference = _difference(optimizer, trial)
     if not difference:
         return
-    share = f"off by {difference:.0%}" if math.isfinite(difference) else "none at all"
+    share = "none at all"
+    if math.isfinite(difference):
+        share = f"off by {difference:.0%}"
     culprit = f"the optimizer ({_states(optimizer, small)})"
     for name, part in _chain_parts(optimizer):
         if _difference(part, trial):
@@ -141,7 +143,9 @@ def _relative_difference(a: jax.Array, b: jax.Array) -> float:
     largest = max(np.abs(exact_a).max(initial=0), 1e-12)
     difference = np.abs(exact_a - exact_b).max(initial=0) / largest
     # not `<`: a NaN is no noise
-    return 0.0 if difference <= noise else difference
+    if difference <= noise:
+        return 0.0
+    return difference
 
 
 def _chain_parts(optimizer: Any) -> Iterator[tuple[str, optax.GradientTransformation]]:
@@ -175,5 +179,7 @@ def _made_by(update: Any) -> str:
 def _states(optimizer: optax.GradientTransformation, like: Tree) -> str:
     """Return the names of the states of an optimizer whose parts are not known."""
     state = jax.eval_shape(optimizer.init, like)
-    parts = state if type(state) is tuple else (state,)
+    parts = (state,)
+    if type(state) is tuple:
+        parts = state
     return ", ".join(type(part).__name__ for part in parts)

@@ -38,7 +38,13 @@ def cast(tree: Tree, dtype: "jnp.dtype | None") -> Tree:
     """Return every float32 leaf as `dtype`; all other leaves, and the gradient's dtype, stay."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, tree)
+
+    def cast_leaf(x: Any) -> Any:
+        if x.dtype != jnp.float32:
+            return x
+        return x.astype(dtype)
+
+    return jax.tree.map(cast_leaf, tree)
 
 
 def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables:
@@ -48,7 +54,9 @@ def cast_variables(variables: Variables, dtype: "jnp.dtype | None") -> Variables
 
     # a quantized parameter is a node of the tree, with codes and scales
     def cast_frozen(leaf: Any) -> Any:
-        return leaf if is_quantized(leaf) else cast(leaf, dtype)
+        if is_quantized(leaf):
+            return leaf
+        return cast(leaf, dtype)
 
     frozen = jax.tree.map(cast_frozen, variables.frozen, is_leaf=is_quantized)
     return dataclasses.replace(variables, params=cast(variables.params, dtype), frozen=frozen)

@@ -47,7 +47,9 @@ def loss_notes(loss: TracedLoss, gather_notes: list[str]) -> list[str]:
 
 def reading_notes(reading: Reading, loss: TracedLoss) -> list[str]:
     """Return lines on what workers share, and on modules that average over rows."""
-    notes = [] if reading.mean else [reading.note()]
+    notes = []
+    if not reading.mean:
+        notes.append(reading.note())
     microbatches = loss.placed.config.accumulate
     if reading.averages and microbatches > 1:
         rows = (

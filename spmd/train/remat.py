@@ -86,7 +86,8 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
       LayoutError: no value in the modules has a name that is kept, or a device cannot reach the
         host's memory.
     """
-    remat, source = placed.resolved.layout.remat, placed.resolved.layout.source
+    layout = placed.resolved.layout
+    remat = layout.remat
     tables = [table for table in remat.of_modules if table.names]
     if remat.names and not remat.modules:
         tables.append(remat)
@@ -96,12 +97,14 @@ def check_remat(placed: PlacedModel, jaxpr: Any) -> None:
         for name in table.names:
             if name not in names:
                 problems.append(_unknown_name(table, name, names))
-    missing = without_host_memory(placed.mesh) if remat.offloads else ""
+    missing = ""
+    if remat.offloads:
+        missing = without_host_memory(placed.mesh)
     if missing:
         why = f"{missing} has no memory of kind {HOST}, to which values are offloaded."
         fix = 'save these values on the device, or save = "nothing".'
         problems.append(Problem("[remat] offload", [why], fix, kind="conflict"))
-    raise_problems(LayoutError, f"{source} does not fit the model", problems)
+    raise_problems(LayoutError, f"{layout.source} does not fit the model", problems)
 
 
 def _names_in(table: Any, jaxpr: Any) -> list[str]:
@@ -128,16 +131,20 @@ def _names_in(table: Any, jaxpr: Any) -> list[str]:
 
 def _unknown_name(table: Any, name: str, names: list[str]) -> Problem:
     """Return the problem of a name in a `[remat]` table that none of the values has."""
-    key = "offload" if name in table.offload else "save"
-    scope = f"in modules {', '.join(table.modules)}" if table.modules else "in the loss"
-    where = f'[remat] {key} = ["{name}"]'
-    why = f"no value {scope} has this name."
+    key = "save"
+    if name in table.offload:
+        key = "offload"
+    scope = "in the loss"
+    if table.modules:
+        scope = f"in modules {', '.join(table.modules)}"
     fix = (
         f'x = jax.ad_checkpoint.checkpoint_name(x, "{name}") in the model; no value there has a '
         "name yet."
     )
     if names:
+        fix = f"Names there: {', '.join(names)}."
         nearest = closest(name, names)
-        question = f'did you mean "{nearest}"? ' if nearest else ""
-        fix = f"{question}Names there: {', '.join(names)}."
-    return Problem(where, [why], fix, kind="unknown_name")
+        if nearest:
+            fix = f'did you mean "{nearest}"? {fix}'
+    where = f'[remat] {key} = ["{name}"]'
+    return Problem(where, [f"no value {scope} has this name."], fix, kind="unknown_name")

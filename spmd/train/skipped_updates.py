@@ -34,7 +34,9 @@ def skipped(opt: Any) -> Any:
     applied = [~flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "should_skip")]
     applied += [flag for _, flag in optax.tree_utils.tree_get_all_with_path(opt, "last_finite")]
     applied += [part.applied for part in _skipping_parts(opt) if part is not None]
-    return ~jnp.stack(applied).all() if applied else False
+    if not applied:
+        return False
+    return ~jnp.stack(applied).all()
 
 
 def loss_scale(opt: Any) -> dict[str, jax.Array]:
@@ -42,16 +44,22 @@ def loss_scale(opt: Any) -> dict[str, jax.Array]:
     optimizer keeps no scale.
     """
     scale, _ = _skipping_parts(opt)
-    return {} if scale is None else {LOSS_SCALE: scale.scale}
+    if scale is None:
+        return {}
+    return {LOSS_SCALE: scale.scale}
 
 
 def _skipping_parts(opt: Any) -> tuple[LossScale | None, SpikeSkip | None]:
     """Return the states of parts that may skip updates, in the two places that `check_skips`
     allows.
     """
-    scale = opt if isinstance(opt, LossScale) else None
-    inside = opt if scale is None else scale.inner
-    return scale, inside if isinstance(inside, SpikeSkip) else None
+    scale = None
+    if isinstance(opt, LossScale):
+        scale = opt
+        opt = scale.inner
+    if isinstance(opt, SpikeSkip):
+        return scale, opt
+    return scale, None
 
 
 def scale_notes(opt: Any) -> list[str]:

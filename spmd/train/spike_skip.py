@@ -134,7 +134,10 @@ def skip_spikes(
         for leaf in jax.tree.leaves(updates):
             squares.append(jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))))
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
-        loss = jnp.float32(0) if value is None else jnp.asarray(value).astype(jnp.float32)
+        if value is None:
+            loss = jnp.float32(0)
+        else:
+            loss = jnp.asarray(value).astype(jnp.float32)
         measured = jnp.stack([loss, norm])
         mean, deviation = state.window.mean(1), state.window.std(1)
         limits = mean + float(sigmas) * jnp.maximum(deviation, LEAST * jnp.abs(mean))

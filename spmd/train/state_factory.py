@@ -62,7 +62,9 @@ class StateFactory:
             # else flax (0.12) places annotated variables on a mesh as it makes them
             with nnx.use_eager_sharding(False):
                 return self._builder()
-        place = take if self.spec.as_passed.handed_over else place_copy
+        place = place_copy
+        if self.spec.as_passed.handed_over:
+            place = take
         state = copy_state(
             concrete, self.opening, self.seed, self.shardings, self.exchange.init, place
         )
@@ -152,7 +154,9 @@ class StateFactory:
 
     def unpacked(self, params: Tree) -> Tree:
         """Return the parameters of a state as the model itself has them."""
-        return params if self.packing is None else jax.jit(self.packing.unpack)(params)
+        if self.packing is None:
+            return params
+        return jax.jit(self.packing.unpack)(params)
 
     def variables(self, state: State) -> Variables:
         """Return the arrays of a state as the model itself has them."""
@@ -174,12 +178,15 @@ class StateFactory:
             storage = self.packing
 
         def place(opt: Any, params: Tree) -> Tree:
-            optimized = params if storage is None else storage.unpack(params)
+            if storage is not None:
+                params = storage.unpack(params)
             average = jax.tree.map(
                 lambda leaf, like: leaf.astype(like.dtype),
-                average_of(to_device(opt), optimized),
-                optimized,
+                average_of(to_device(opt), params),
+                params,
             )
-            return average if storage is None else storage.pack(average)
+            if storage is not None:
+                average = storage.pack(average)
+            return average
 
         return jax.jit(place, out_shardings=self.shardings.params)

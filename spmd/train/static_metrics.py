@@ -62,7 +62,10 @@ class StaticMetrics:
         """Bytes that each device sends in one named scope, before `start_step` or after it."""
 
         def scope_bytes(early: bool, scope: str) -> int:
-            return self.comm_log().bytes(0 if early else self._start_step, scope)
+            step = self._start_step
+            if early:
+                step = 0
+            return self.comm_log().bytes(step, scope)
 
         return functools.cache(scope_bytes)
 
@@ -71,10 +74,12 @@ class StaticMetrics:
         """The metrics of what is sent, by name, after `start_step` and before it."""
         if not self._wire_names:
             return {}, {}
-        values = []
-        for step in (self._start_step, 0):
-            reduced = self.comm_log().bytes(step, "reduce_gradients")
-            sent = self.comm_log().bytes(step)
-            ratio = exact_bytes(self.placed.exchange) / reduced if reduced else 1.0
-            values.append(dict(zip(self._wire_names, (sent, ratio), strict=False)))
-        return values[0], values[1]
+        return self._values_of_step(self._start_step), self._values_of_step(0)
+
+    def _values_of_step(self, step: int) -> dict[str, float]:
+        sent = self.comm_log().bytes(step)
+        reduced = self.comm_log().bytes(step, "reduce_gradients")
+        ratio = 1.0
+        if reduced:
+            ratio = exact_bytes(self.placed.exchange) / reduced
+        return dict(zip(self._wire_names, (sent, ratio), strict=False))

@@ -136,7 +136,9 @@ def average_weights(
         count = state.updates + 1
         return updates, WeightAverage(inner, count, jax.tree.map(move, state.average, weights))
 
-    rate = None if decay is None else float(decay)
+    rate = None
+    if decay is not None:
+        rate = float(decay)
     return wrap_optimizer("average_weights", init, update, tx, decay=rate, start=start, every=every)
 
 
@@ -295,6 +297,8 @@ def _outermost(node: Any, kind: Any, outside: str = "") -> list[tuple[Any, str]]
         # the updates of the last transformation of a chain are those of the chain
         is_last_of_chain = is_chain and number == len(parts)
         may_change = not is_last_of_chain and not isinstance(node, UNCHANGED)
-        nearer = around if may_change else ""
+        nearer = ""
+        if may_change:
+            nearer = around
         states += _outermost(child, kind, outside or nearer)
     return states

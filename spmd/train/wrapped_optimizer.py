@@ -40,7 +40,9 @@ def options_of(optimizer: Any) -> Mapping[str, Any]:
     """Return the arguments that an optimizer was made with, as far as they are known; none for an
     optimizer of optax.
     """
-    return optimizer.options if isinstance(optimizer, WrappedOptimizer) else {}
+    if not isinstance(optimizer, WrappedOptimizer):
+        return {}
+    return optimizer.options
 
 
 def init_alone(name: str, optimizer: optax.GradientTransformationExtraArgs, params: Tree) -> Any:
