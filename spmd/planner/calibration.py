@@ -280,7 +280,9 @@ class Measurement:
         shown = [(program, one) for program, one in observed if one.figure not in unknown]
         target = dataclasses.replace(target, spread=spread_of(target, [one for _, one in shown]))
         # XLA:CPU multiplies narrower floats in float32
-        stays = "as float32 is" if cpu else f"as in {self.base.name}"
+        stays = "as float32 is"
+        if not cpu:
+            stays = f"as in {self.base.name}"
         for path in unknown:
             notes.append(f"note: no compiled program depends on {path}: planned {stays}.")
         figures = {one.figure for _, one in shown}
@@ -443,7 +445,10 @@ def base_target(devices: Sequence[Any], like: str | None = None) -> Target:
                 f"{option('like', quoted(like))} {why}.", fix=did_you_mean(like, same)
             )
         return base
-    base = load("cpu") if here == "cpu" else of_device(kind)
+    if here == "cpu":
+        base = load("cpu")
+    else:
+        base = of_device(kind)
     if base is None:
         raise OptionError(
             f"no shipped target describes {kind}.",

@@ -173,7 +173,9 @@ class CandidateSpace:
         for name, size in _axes(self.layouts[family]):
             axes.append(f"{name} of {'any size' if size < 2 else '2 or more'}")
         several = self.devices > 1
-        verb = "devices make" if several else "device makes"
+        verb = "device makes"
+        if several:
+            verb = "devices make"
         return f"{self.devices} {verb} no mesh of its axes ({', '.join(axes)})"
 
     def groups(self, family: int) -> list[Candidate]:
@@ -291,7 +293,9 @@ def _reductions(layout: Layout) -> tuple[str, ...]:
     """Return the layout's own reduction and, where it is equal, the compiler's."""
     declared = layout.gradients.reduction
     exact = declared in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed
-    return (declared, "compiler") if exact else (declared,)
+    if exact:
+        return (declared, "compiler")
+    return (declared,)
 
 
 def microbatches(rows: int, parts: int) -> list[int]:
@@ -347,7 +351,9 @@ def chosen_layouts(
     if isinstance(candidates, Layout | Path):
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
-        what = "empty" if candidates == [] else type_name(candidates)
+        what = "empty"
+        if candidates != []:
+            what = type_name(candidates)
         raise OptionError(
             f"{option('candidates', repr(candidates))} is {what}.",
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of '

@@ -124,7 +124,9 @@ def compile_step(
     """
     platform, compiler = compiler_of(cluster.target, cluster.nodes)
     exact = platform == cluster.target.platform
-    options = dict(program.functions.options) if exact else {}
+    options = {}
+    if exact:
+        options = dict(program.functions.options)
     layout = program.placed.resolved.layout
     # the request is the key of the cache: whatever changes the program is in it
     blob = pickle.dumps(_request(program, cluster, platform, options))
@@ -179,8 +181,12 @@ def _request(
     fields["_get_vjp"] = None  # a function, which cannot be pickled and is not called
     layout = program.placed.resolved.layout
     _, distribution, _, _ = COMPILERS[platform]
-    source = layout.source if options else ""
-    devices = topology(cluster) if platform != "cpu" else {}
+    source = ""
+    if options:
+        source = layout.source
+    devices = {}
+    if platform != "cpu":
+        devices = topology(cluster)
     versions = (jax.__version__, jaxlib.__version__, importlib.metadata.version(distribution))
     return {
         "exported": fields,

@@ -175,7 +175,9 @@ def _end() -> int:
     """Stop the current server, if there is one, and return its exit code."""
     global _server
     server, _server = _server, None
-    return server.stop() if server is not None else 0
+    if server is None:
+        return 0
+    return server.stop()
 
 
 def stop() -> None:

@@ -356,7 +356,9 @@ def _convolution(
     """
     flops = _convolution_flops(instr, image, kernel, output)
     result = instr.arrays[0]
-    columns = result.shape[-1] if result.shape else 1
+    columns = 1
+    if result.shape:
+        columns = result.shape[-1]
     rows, depth = result.size / max(columns, 1), flops / (2.0 * max(result.size, 1))
     return Product("convolution", dtype, flops, (1, rows, columns, depth))
 
@@ -375,7 +377,9 @@ def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: 
             int(window[key][number]) if key in window else 1
             for key in ("stride", "rhs_dilate", "lhs_dilate")
         )
-        low = int(window["pad"][number].split("_")[0]) if "pad" in window else 0
+        low = 0
+        if "pad" in window:
+            low = int(window["pad"][number].split("_")[0])
         sides = (
             image.shape[of_image.index(label)],
             kernel.shape[of_kernel.index(label)],
@@ -403,8 +407,12 @@ def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Pr
     """
     length = max(inputs[0].shape[1:-1], default=1)
     backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel)
-    kind = "attention" if backward is None else "attention_backward"
-    share = causal_share(length, length) if "causal" in kernel else 1.0
+    kind = "attention_backward"
+    if backward is None:
+        kind = "attention"
+    share = 1.0
+    if "causal" in kernel:
+        share = causal_share(length, length)
     scores = math.prod(inputs[0].shape[:-1]) * length
     return Product(kind, dtype, flops, scores=scores, share=share)
 
@@ -423,7 +431,9 @@ def _cudnn_attention(instr: Instruction, inputs: list[Array], name: str) -> Prod
         kind, products = "attention_backward", 5
     scores = math.prod(shape)
     causal = "CAUSAL" in captured(r'"mask_type": ?"(\w*)"', instr.attributes)
-    share = causal_share(shape[-2], shape[-1]) if causal else 1.0
+    share = 1.0
+    if causal:
+        share = causal_share(shape[-2], shape[-1])
     flops = products * 2.0 * scores * inputs[0].shape[-1]
     return Product(kind, inputs[0].dtype, flops, scores=scores, share=share)
 
@@ -438,7 +448,9 @@ def _bytes(module: Module, computation: str, instr: Instruction) -> float:
     # XLA updates an operand in place: the second operand is the update
     if instr.op in ("dynamic-update-slice", "scatter"):
         return 2.0 * sum(map(_size, inputs[1:2]))
-    body = module.computations.get(instr.called_as("calls"), ()) if instr.op == "fusion" else ()
+    body = ()
+    if instr.op == "fusion":
+        body = module.computations.get(instr.called_as("calls"), ())
     if not body:
         return float(sum(map(_size, inputs)) + result)
     total = float(result)

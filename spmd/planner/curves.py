@@ -77,7 +77,9 @@ class Saturation:
         for at, count in enumerate(self.devices):
             line = f"{count:>8}"
             for codec, rates in self.rates.items():
-                mark = " <" if self.knee(codec) == count != self.devices[-1] else "  "
+                mark = "  "
+                if self.knee(codec) == count != self.devices[-1]:
+                    mark = " <"
                 cell = f"{rates[at]:,.0f}{mark}"
                 line += f"{cell:>20}"
             lines.append(line)
@@ -166,9 +168,13 @@ def saturation(plan: Plan, *, codecs: Sequence[str] = CODECS, most: int = 1024) 
     codec = plan.layout.gradients.codec
     shares = {name: _share(plan, name) for name in {*codecs, codec}}
     communicated = times.exposed + times.hidden
-    exposed = times.exposed / communicated if communicated else 0.0
+    exposed = 0.0
+    if communicated:
+        exposed = times.exposed / communicated
     # the plan's communication, relative to what a formula says of it
-    scale = communicated / _reduction(plan, shares[codec], workers) if workers > 1 else 1.0
+    scale = 1.0
+    if workers > 1:
+        scale = communicated / _reduction(plan, shares[codec], workers)
     hidden = max(BACKWARD, times.hidden / (times.seconds - times.exposed))  # of computation
     fixed = _fixed_memory(plan)
     rates: dict[str, list[float]] = {name: [] for name in codecs}
@@ -215,7 +221,9 @@ def _reduction(plan: Plan, share: float, count: int) -> float:
     if count == 1:
         return 0.0
     cluster = plan.cluster
-    most = cluster.devices if cluster.nodes > 1 else cluster.target.devices_per_node
+    most = cluster.target.devices_per_node
+    if cluster.nodes > 1:
+        most = cluster.devices
     size = int(plan.memory.parameters * share)
     return reduction_time("all_reduce", size, count, min(count, most), cluster)
 
@@ -226,7 +234,10 @@ def _fixed_memory(plan: Plan) -> float:
     """
     placed, times = plan.program.placed, plan.timeline
     halves = plan.rows % (2 * placed.resolved.workers * placed.config.accumulate) == 0
-    rows = plan.rows // 2 if halves else 2 * plan.rows
+    if halves:
+        rows = plan.rows // 2
+    else:
+        rows = 2 * plan.rows
     other = plan_with(plan, {"rows": rows}).timeline.memory
     proportional = (times.memory - other) / (1 - rows / plan.rows)
     return min(max(times.memory - proportional, 0.0), times.memory)
@@ -279,7 +290,9 @@ class Utilization:
     def __str__(self) -> str:
         header, sent = f"{'link':>10}", []
         for steps, line in self.periods.items():
-            name = f"{steps} steps" if steps > 1 else "every step"
+            name = "every step"
+            if steps > 1:
+                name = f"{steps} steps"
             header += f"{name:>14}{'step':>10}"
             sent.append(f"{format_bytes(int(line[0].site_bytes))} in {name}")
         lines = [header]

@@ -213,7 +213,9 @@ def measure(
     for at, until in itertools.pairwise(points):
         while number < len(events) and events[number].begin <= at:
             event = events[number]
-            kind = UNNAMED if event.program == NO_PROGRAM else OTHERS
+            kind = OTHERS
+            if event.program == NO_PROGRAM:
+                kind = UNNAMED
             if event.program == program:
                 kind = kinds[event.operation]
             heapq.heappush(running[kind], (-event.begin, number))

@@ -184,9 +184,16 @@ class Variance:
         """
         branches = zip(instr.called, operands[1:], strict=False)
         results = [self._trace(called, (operand,)) for called, operand in branches]
-        result = functools.reduce(_join, results) if results else flat(tuple(operands))
-        choice = flat(operands[0]) if operands else frozenset()
-        return flat(result) | choice if choice else result
+        if results:
+            result = functools.reduce(_join, results)
+        else:
+            result = flat(tuple(operands))
+        choice = frozenset()
+        if operands:
+            choice = flat(operands[0])
+        if not choice:
+            return result
+        return flat(result) | choice
 
     def _collective(self, kind: str, instr: Instruction, operands: Sequence[Value]) -> Value:
         """Return the result of a collective with these operands."""
@@ -240,7 +247,9 @@ class FlopShares:
             if abs(flops) >= least:
                 shares.append(f"{flops / self.executed:.1%} {NEGATIVE if flops < 0 else cause}")
                 more = more or flops > 0
-        lines = [f"executed beyond the model's: {', '.join(shares)}."] if more else []
+        lines = []
+        if more:
+            lines = [f"executed beyond the model's: {', '.join(shares)}."]
         counted = []
         if self.masked >= least:
             share = self.masked / self.executed

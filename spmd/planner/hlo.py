@@ -35,7 +35,9 @@ _CALLED = re.compile(
 def captured(pattern: str, text: str) -> str:
     """Return the group of a pattern's first match in a text; "" if there is none."""
     match = re.search(pattern, text)
-    return match.group(1) if match else ""
+    if not match:
+        return ""
+    return match.group(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,9 @@ class Module:
         tests = self.computations.get(condition, ())[-1:]
         results = self.computations.get(body, ())[-1:]
         # what the loop begins with is a tuple, and the counter one of its elements
-        start = self._source(computation, instr.operands[0]) if instr.operands else None
+        start = None
+        if instr.operands:
+            start = self._source(computation, instr.operands[0])
         if not tests or not results or start is None:
             return None
         test, result = tests[0], results[0]
@@ -226,7 +230,8 @@ def parse(text: str) -> Module:
         if head := _HEAD.fullmatch(line):
             name = head.group(2)
             computations[name] = []
-            entry = name if head.group(1) else entry
+            if head.group(1):
+                entry = name
         elif name and (match := _LINE.match(line)):
             computations[name].append(_instruction(*match.groups()))
     count = captured(r"num_partitions=(\d+)", text.partition("\n")[0])
@@ -240,7 +245,9 @@ def _number(instr: Instruction | None) -> int | None:
     if instr is None or instr.op != "constant":
         return None
     match = re.match(r"\((-?\d+)\)", instr.attributes)
-    return int(match.group(1)) if match else None
+    if not match:
+        return None
+    return int(match.group(1))
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -309,7 +316,9 @@ def plain_scopes(scope: str) -> list[str]:
     # a program that jax.export has serialized is called in `call_exported`
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
     # the pattern backtracks much where it cannot match
-    several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain) if ":" in plain else None
+    several = None
+    if ":" in plain:
+        several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain)
     if several is None:
         return [plain]
     # jaxlib 0.11 joins the scopes of merged instructions as (one:other), after what they share
@@ -389,6 +398,9 @@ def _mesh_groups(axes: str, ids: str | None, over: str) -> list[list[int]]:
             if name == axis and before <= at < before * part:
                 inner.append(number)
     outer = [number for number in range(len(split)) if number not in inner]
-    order = np.array(integers(ids)) if ids else np.arange(math.prod(sizes.values()))
+    if ids:
+        order = np.array(integers(ids))
+    else:
+        order = np.arange(math.prod(sizes.values()))
     grid = order.reshape([size for _, _, size in split]).transpose(outer + inner)
     return grid.reshape(-1, math.prod(split[number][2] for number in inner)).tolist()

@@ -55,8 +55,10 @@ def shards_of(leaf: Any) -> dict[tuple[int, ...], list[int]]:
     >>> shards_of(jax.ShapeDtypeStruct((4, 8), "float32", sharding=sharding))
     {(0, 0): [0, 2], (0, 1): [1, 3]}
     """
-    mesh, spec = MeshSpec.parse(leaf.sharding.mesh), leaf.sharding.spec
-    dims = [entry_axes(entry) for entry in spec] + [()] * (len(leaf.shape) - len(spec))
+    mesh = MeshSpec.parse(leaf.sharding.mesh)
+    spec = leaf.sharding.spec
+    unsharded = [()] * (len(leaf.shape) - len(spec))
+    dims = [entry_axes(entry) for entry in spec] + unsharded
     ids = range(mesh.size)
     if isinstance(leaf.sharding.mesh, Mesh):
         ids = [device.id for device in leaf.sharding.mesh.devices.flat]
@@ -84,26 +86,41 @@ def array_drawing(path: str, leaf: Any) -> Html:
     """
     shards = shards_of(leaf)
     counts = [1 + max(indices) for indices in zip(*shards, strict=True)]
-    columns = min(counts[-1], SHARDS) if counts else 1
-    width, height = min(WIDTH / columns, 220.0), 44.0
+    columns = 1
+    if counts:
+        columns = min(counts[-1], SHARDS)
+    width = min(WIDTH / columns, 220.0)
+    height = 44.0
     gap = min(1.0, width / 8)
-    parts, row = [], 0
+    parts = []
+    row = 0
     for number, (index, devices) in enumerate(sorted(shards.items())[:SHARDS]):
         row = _position(zip(index[:-1], counts[:-1], strict=True))
         names = device_ranges(devices)
         title = f"{_slices(index, counts, leaf.shape)} on device{'s' * (len(devices) > 1)} {names}"
-        x, y = (index[-1] if index else 0) * width, row * height
+        # a scalar has one shard, with no index
+        column = 0
+        if index:
+            column = index[-1]
+        x = column * width
+        y = row * height
         colour = COLOURS[number % len(COLOURS)]
         parts.append(box(x + gap, y + gap, width - 2 * gap, height - 2 * gap, colour, title))
         if 7 * len(names) < width:
             parts.append(on_box(x + width / 2, y + height / 2 + 4, names))
-    label = f"{path}  " if path else ""
+    label = ""
+    if path:
+        label = f"{path}  "
     spec = tuple(leaf.sharding.spec)
-    place = f"spec {spec_text(spec)}" if any(spec) else "replicated"
+    place = "replicated"
+    if any(spec):
+        place = f"spec {spec_text(spec)}"
     label += f"{describe(leaf)}, {place}: the devices that hold each shard"
     if len(shards) > SHARDS:
         label += f"; {len(shards) - SHARDS} more shards are not drawn"
-    narrow = round(columns * width) if columns * width < WIDTH / 2 else None
+    narrow = None
+    if columns * width < WIDTH / 2:
+        narrow = round(columns * width)
     drawing = svg((row + 1) * height, parts, label, width=narrow)
     return framed(f"<p>{html.escape(label)}</p>{drawing}")
 
@@ -113,7 +130,10 @@ def _slices(index: Sequence[int], counts: Sequence[int], shape: Sequence[int]) -
     ranges = []
     for at, count, length in zip(index, counts, shape, strict=True):
         size = length // count
-        ranges.append(":" if count == 1 else f"{at * size}:{(at + 1) * size}")
+        if count == 1:
+            ranges.append(":")
+        else:
+            ranges.append(f"{at * size}:{(at + 1) * size}")
     return f"[{', '.join(ranges)}]"
 
 
@@ -129,7 +149,13 @@ def device_ranges(devices: Iterable[int]) -> str:
             runs[-1].append(device)
         else:
             runs.append([device])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = []
+    for run in runs:
+        text = str(run[0])
+        if len(run) > 1:
+            text = f"{run[0]}-{run[-1]}"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def throughput_chart(
@@ -152,11 +178,13 @@ def throughput_chart(
     for power in powers:
         chart.ticks[f"{2.0**power:,.0f}"] = height(2.0**power)
     for codec, line in rates.items():
-        name, mark = codec, None
+        name = codec
+        mark = None
         if codec in knees:
             knee = devices.index(knees[codec])
             gain = f"doubling {knees[codec]} devices gains little; {line[knee]:,.0f} rows/s"
-            name, mark = f"{codec}, from {knees[codec]}", (knee, f"{codec}: {gain}")
+            name = f"{codec}, from {knees[codec]}"
+            mark = (knee, f"{codec}: {gain}")
         chart.lines.append(Curve(name, [height(rate) for rate in line], mark))
     return chart.drawing(label)
 
@@ -171,7 +199,10 @@ def utilization_chart(
     for percent in range(0, 101, 20):
         chart.ticks[f"{percent}%"] = percent / 100
     for steps, line in shares.items():
-        name, mark = f"{steps} steps" if steps > 1 else "every step", None
+        name = "every step"
+        if steps > 1:
+            name = f"{steps} steps"
+        mark = None
         for at, share in enumerate(line):
             if share >= enough:
                 mark = (at, f"{name}: {share:.1%} at {speeds[at]}")
@@ -260,7 +291,8 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
     left, right, bottom = 80, WIDTH - 230, 320
     logarithms = [math.log2(point[2]) for point in points]
     margin = 0.05 * max(max(logarithms) - min(logarithms), 0.2)
-    low, high = min(logarithms) - margin, max(logarithms) + margin
+    low = min(logarithms) - margin
+    high = max(logarithms) + margin
     top = 1.08 * max(point[3] for point in points)
     if 2 * top > capacity:
         top = max(top, 1.02 * capacity)
@@ -273,7 +305,8 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
 
     parts = []
     for share in range(5):
-        at, size = 2 ** (low + share / 4 * (high - low)), share / 4 * top
+        at = 2 ** (low + share / 4 * (high - low))
+        size = share / 4 * top
         parts.append(_line((left, y(size)), (right, y(size)), "soft"))
         parts.append(_line((x(at), 12), (x(at), bottom), "soft"))
         parts.append(caption(left - 8, y(size) + 4, format_bytes(round(size)), "end"))
@@ -298,9 +331,13 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
             shape = f'r="7" {colour}'
         centre = f'cx="{place[0]:.1f}" cy="{place[1]:.1f}"'
         parts.append(f"<circle {centre} {shape}><title>{title}</title></circle>")
-        faster = corners[: corners.index(place)] if place in corners else []
+        faster = []
+        if place in corners:
+            faster = corners[: corners.index(place)]
         if place in corners and all(math.dist(place, other) > 14 for other in faster):
-            text = "1, the best" if number == 1 else str(number)
+            text = "1, the best"
+            if number != 1:
+                text = str(number)
             parts.append(caption(place[0] + 9, place[1] - 7, text))
     for number, kind in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]
@@ -391,7 +428,9 @@ def memory_bar(plan: PlanData) -> str:
         "beside": memory.expected - memory.peak,
     }
     scale = WIDTH / max(memory.capacity, memory.expected)
-    x, parts, keys = 0.0, [], []
+    x = 0.0
+    parts = []
+    keys = []
     for name, colour in MEMORY.items():
         if sizes[name]:
             title = f"{TITLES.get(name, name)}: {format_bytes(sizes[name])}"
@@ -410,21 +449,27 @@ def mesh_drawing(plan: PlanData) -> str:
     at most `SHOWN` of each.
     """
     cluster, mesh = plan.cluster, plan.mesh
-    nodes, devices = min(cluster.nodes, SHOWN), min(cluster.devices, SHOWN)
+    nodes = min(cluster.nodes, SHOWN)
+    devices = min(cluster.devices, SHOWN)
     side, per_row = 46, 8
     columns = max(1, WIDTH // (min(devices, per_row) * side + 24))
-    width, height = min(devices, per_row) * side + 12, -(-devices // per_row) * side + 34
+    width = min(devices, per_row) * side + 12
+    height = -(-devices // per_row) * side + 34
     parts = []
     for node in range(nodes):
-        x, y = node % columns * (width + 12), node // columns * (height + 8)
+        x = node % columns * (width + 12)
+        y = node // columns * (height + 8)
         parts.append(
             f'<rect x="{x + 1}" y="{y + 18}" width="{width}" height="{height - 22}" fill="none" '
             'stroke="var(--line)" rx="5"/>'
         )
-        site = f", site {node * cluster.sites // cluster.nodes}" if cluster.sites > 1 else ""
+        site = ""
+        if cluster.sites > 1:
+            site = f", site {node * cluster.sites // cluster.nodes}"
         parts.append(caption(x + 4, y + 13, f"node {node}{site}"))
         for device in range(devices):
-            left, top = x + 7 + device % per_row * side, y + 24 + device // per_row * side
+            left = x + 7 + device % per_row * side
+            top = y + 24 + device // per_row * side
             number = node * cluster.devices + device
             coordinates = np.unravel_index(number, [size for _, size in mesh.axes])
             pairs = zip(mesh.names, coordinates, strict=True)
@@ -461,11 +506,14 @@ def timeline_drawing(plan: PlanData) -> str:
         for span in merged(spans, total / width):
             duration = span.end - span.begin
             title = f"{span.name}: {seconds(duration)} {span.where}"
-            x, length = left + span.begin / total * width, max(duration / total * width, 0.4)
+            x = left + span.begin / total * width
+            length = max(duration / total * width, 0.4)
             parts.append(box(x, top, length, 26, colour, title))
     anchors = {0.0: "start", 0.25: "middle", 0.5: "middle", 0.75: "middle", 1.0: "end"}
     for share, anchor in anchors.items():
-        text = seconds(share * total) if share else "0"
+        text = "0"
+        if share:
+            text = seconds(share * total)
         parts.append(caption(left + share * width, 104, text, anchor))
     return svg(110, parts, f"a step of {seconds(total)}")
 
@@ -478,7 +526,9 @@ def merged(spans: Sequence[Span], pixel: float) -> list[Span]:
     for span in spans:
         if merged and _touches(merged[-1], span, pixel):
             last = merged[-1]
-            name = last.name if last.name.endswith(" ...") else f"{last.name} ..."
+            name = last.name
+            if not last.name.endswith(" ..."):
+                name = f"{last.name} ..."
             merged[-1] = Span(name, last.where, last.begin, span.end, last.communicates)
         else:
             merged.append(span)

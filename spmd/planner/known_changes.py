@@ -66,8 +66,13 @@ def more_remat(plan: PlanData) -> Edits:
 
 def remat_text(remat: Remat) -> str:
     """Write a `[remat]` in one line."""
-    saves = f'"{remat.saves}"' if isinstance(remat.saves, str) else _strings(remat.saves)
-    where = f" modules = {_strings(remat.modules)}" if remat.modules else ""
+    if isinstance(remat.saves, str):
+        saves = f'"{remat.saves}"'
+    else:
+        saves = _strings(remat.saves)
+    where = ""
+    if remat.modules:
+        where = f" modules = {_strings(remat.modules)}"
     return f"[remat] save = {saves}{where}"
 
 
@@ -143,7 +148,9 @@ def more_devices(plan: PlanData) -> Edits:
             sizes[axes[-1]] *= 2
         mesh = MeshSpec(tuple(sizes.items()))
         accumulate = max(accumulate // 2, 1)  # the same number of rows per microbatch and device
-        fewer = f", accumulate={accumulate}" if accumulate > 1 else ""
+        fewer = ""
+        if accumulate > 1:
+            fewer = f", accumulate={accumulate}"
         changes = {"mesh": mesh, "cluster": cluster, "accumulate": accumulate}
         yield f'target "{cluster}", mesh "{mesh}"{fewer}', changes
 
@@ -211,7 +218,10 @@ def _with_own_reduction(plan: PlanData, **keys: Any) -> Layout:
     """
     if plan.layout.gradients.reduction == "compiler":
         sharded = plan.layout.default.params != "replicate"
-        keys["reduction"] = "reduce_scatter" if sharded else "all_reduce"
+        if sharded:
+            keys["reduction"] = "reduce_scatter"
+        else:
+            keys["reduction"] = "all_reduce"
     return _with_gradients(plan.layout, **keys)
 
 
@@ -363,7 +373,10 @@ def _compiler(plan: PlanData, cost: StepCost) -> Iterator[Trial]:
         return
     for key, value in trials(plan):
         compiler = dataclasses.replace(plan.layout.compiler, **{key: value})
-        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        if isinstance(value, str):
+            shown = f'"{value}"'
+        else:
+            shown = str(value).lower()
         layout = dataclasses.replace(plan.layout, compiler=compiler)
         yield Trial(f"[compiler] {key} = {shown}", {"layout": layout})
 

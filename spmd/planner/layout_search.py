@@ -518,8 +518,12 @@ class SearchRun:
         """
         if not self.best and self.compiled >= limit:
             limit *= 2
-        of = "" if math.isinf(limit) else f" of {limit}"
-        best = f"; the best so far takes {seconds(self.best.period.seconds)}" if self.best else ""
+        of = ""
+        if not math.isinf(limit):
+            of = f" of {limit}"
+        best = ""
+        if self.best:
+            best = f"; the best so far takes {seconds(self.best.period.seconds)}"
         self.say(
             f"compiling {self.compiled + 1}{of}, {time.monotonic() - self.started:.0f} s: "
             f"{candidate}{best}"

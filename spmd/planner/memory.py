@@ -275,14 +275,18 @@ class Memory:
         """The likelihood of the word, as the verdict has it."""
         if self._is_sure:
             return ""
-        likelihood = self.likelihood if self.fits else 1 - self.likelihood
+        likelihood = self.likelihood
+        if not self.fits:
+            likelihood = 1 - self.likelihood
         return f" with {percent(likelihood)} likelihood"
 
     def __str__(self) -> str:
         rows = [(title, size, "") for title, size in self._parts.items()]
         rows.append(("  of which gradients", self.gradients, ""))
         program, *beside = self.items
-        off = f"  +- {format_bytes(round(program.deviation))}" if program.deviation else ""
+        off = ""
+        if program.deviation:
+            off = f"  +- {format_bytes(round(program.deviation))}"
         rows.append(("peak", self.peak, off))
         rows += [(item.title, round(item.expected), _deviation(item)) for item in beside]
         if beside:
@@ -322,7 +326,9 @@ def _deviation(item: Item) -> str:
     """Write how far off an item may be, and that it is outside of the memory that JAX allocates."""
     if not item.deviation and item.pool:
         return ""
-    outside = "" if item.pool else ", outside of what JAX allocates"
+    outside = ", outside of what JAX allocates"
+    if item.pool:
+        outside = ""
     return f"  +- {format_bytes(round(item.deviation))}{outside}"
 
 
@@ -441,7 +447,9 @@ def _largest(buffers: str, module: Module) -> tuple[tuple[int, str, str], ...]:
     counts = Counter(sorted(values.values(), key=lambda item: -item[0]))
     largest = []
     for (size, array, scope), count in list(counts.items())[:LARGEST]:
-        shown = f"{array} x {count}" if count > 1 else array
+        shown = array
+        if count > 1:
+            shown = f"{array} x {count}"
         largest.append((size, shown, scope))
     return tuple(largest)
 

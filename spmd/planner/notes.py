@@ -273,7 +273,9 @@ def _stored(
     """Note the first of these arrays that is large, and what computes it in parts."""
     for size, array, where in [part for part in arrays if part[0] >= LARGE * peak][:1]:
         sizes = f"{format_bytes(size)} of {format_bytes(peak)}"
-        place = f", in {where}" if where else ""
+        place = ""
+        if where:
+            place = f", in {where}"
         yield f"note: {what} are stored: {array}, {sizes}{place}; {fix} computes them in parts."
 
 
@@ -311,7 +313,9 @@ def _waits(timeline: Timeline) -> list[str]:
                 f"{_milliseconds(beside)} of computation are scheduled beside it, and it takes "
                 f"{_milliseconds(needed)}"
             )
-        often = f"{times} times, " if times > 1 else ""
+        often = ""
+        if times > 1:
+            often = f"{times} times, "
         lines.append(
             f"note: {kind} of {purpose} ({where}) is waited for: {often}{_milliseconds(exposed)} "
             f"of a step; {reason}."
@@ -320,7 +324,9 @@ def _waits(timeline: Timeline) -> list[str]:
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value * 1e3:,.0f} ms"
+    if value < 1:
+        return f"{value * 1e3:,.3g} ms"
+    return f"{value * 1e3:,.0f} ms"
 
 
 def _rematerialized(timeline: Timeline) -> list[str]:
@@ -431,7 +437,9 @@ def crossing_notes(
     period: SyncPeriod,
 ) -> list[str]:
     """Note collectives that cross sites in every step, by the axis that does, and their cost."""
-    step = period.alone.seconds if period.alone else period.seconds
+    step = period.seconds
+    if period.alone:
+        step = period.alone.seconds
     across = [axis for axis in mesh.names if crosses_sites(axis, mesh, cluster)]
     by_axes: dict[tuple[str, ...], list[Transfer]] = {}
     for transfer in traffic.transfers:
@@ -445,7 +453,9 @@ def crossing_notes(
         if took < LOST * step:
             continue
         purposes = ", ".join(dict.fromkeys(transfer.purpose for transfer in transfers))
-        title = f"axis {', '.join(axes)}" if axes else "a part of an axis"
+        title = "a part of an axis"
+        if axes:
+            title = f"axis {', '.join(axes)}"
         count = sum(transfer.times for transfer in transfers)
         fix = _crossing_fix(axes, purposes, mesh, cluster, data_axes)
         notes.append(
@@ -565,7 +575,9 @@ def layer_products(module: Module, layers: Mapping[str, str]) -> dict[str, Layer
             continue
         layer = products[paths[match[0]]]
         if instr.op == "dot" or GEMM.search(instr.custom_call):
-            dtypes = layer.backward if "transpose(" in instr.scope else layer.forward
+            dtypes = layer.forward
+            if "transpose(" in instr.scope:
+                dtypes = layer.backward
             factors = module.operands(name, instr)[:2]
             dtypes.update(part.arrays[0].dtype for part in factors if part.arrays)
         elif layer.dtypes[0] in {array.dtype for array in instr.arrays}:

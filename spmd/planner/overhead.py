@@ -89,7 +89,9 @@ def overhead_items(module: Module, cluster: Cluster, batch: int) -> tuple[Item, 
     # kernels run one at a time, so the largest workspace is enough
     if workspace := max(_workspaces(module, overhead), key=lambda one: one.expected, default=None):
         items.append(_item("workspace of a library", workspace))
-    runtime = "CUDA context" if cluster.target.platform == "cuda" else "the runtime's own"
+    runtime = "the runtime's own"
+    if cluster.target.platform == "cuda":
+        runtime = "CUDA context"
     items.append(_item(runtime, overhead.runtime, pool=False))
     if count := len(communicators(module)):
         title = f"NCCL, {count} group{'s' * (count > 1)} of devices"

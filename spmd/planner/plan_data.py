@@ -95,7 +95,9 @@ def step_costs(timeline: Timeline, flops: FlopShares) -> tuple[StepCost, ...]:
     shares = []  # of products beyond the model's
     for kind, causes in BEYOND.items():
         beyond = sum(max(flops.beyond.get(cause, 0.0), 0.0) for cause in causes)
-        share = beyond / flops.executed if flops.executed else 0.0
+        share = 0.0
+        if flops.executed:
+            share = beyond / flops.executed
         seconds[kind, TITLES[kind], ""] = timeline.multiplying * share
         shares.append(share)
     seconds[RECOMPUTATION, TITLES[RECOMPUTATION], ""] += timeline.repeated_memory
@@ -127,7 +129,9 @@ def _between(transfer: Transfer) -> str:
     _, nodes, sites = transfer.counts
     if sites > 1 or transfer.leaving:
         return " between sites"
-    return " between nodes" if nodes > 1 else ""
+    if nodes > 1:
+        return " between nodes"
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

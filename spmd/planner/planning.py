@@ -400,7 +400,9 @@ def compare(*plans: Plan | Sequence[Plan]) -> Comparison:
       >>> comparison.names, comparison.figures["optimizer"]
       (('data_parallel', 'fsdp'), (4100, 1028))
     """
-    listed = tuple(plans[0]) if len(plans) == 1 and isinstance(plans[0], Sequence) else plans
+    listed = plans
+    if len(plans) == 1 and isinstance(plans[0], Sequence):
+        listed = tuple(plans[0])
     compared = [plan for plan in listed if isinstance(plan, Plan)]
     if len(compared) < 2 or len(compared) < len(listed):
         kinds = ", ".join(map(type_name, listed)) or "nothing"
@@ -431,7 +433,10 @@ def _figures(plan: Plan) -> dict[str, float]:
     figures["  to other sites"] = traffic.between_sites
     figures["step"] = timeline.seconds
     figures |= {f"  {limit}": value for limit, value in timeline.parts.items()}
-    figures["step, on average"] = period.seconds if period.steps > 1 else 0
+    if period.steps > 1:
+        figures["step, on average"] = period.seconds
+    else:
+        figures["step, on average"] = 0
     figures["rows/s"] = plan.rows_per_second
     return figures
 

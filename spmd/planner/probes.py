@@ -90,7 +90,9 @@ def probes_of(platform: str, devices: int) -> tuple[Probe, ...]:
     >>> [probe.figure for probe in probes_of("cpu", 1)][:3]
     ['', 'achieved.launch', 'achieved.launch']
     """
-    sizes = CPU if platform == "cpu" else ACCELERATOR
+    sizes = ACCELERATOR
+    if platform == "cpu":
+        sizes = CPU
     main, *_ = sizes.dtypes
     probes = [Probe("nothing", "", _nothing, (((8,), "float32"),))]
     probes += _launch_probes(main)

@@ -113,7 +113,10 @@ def _count(number: float, what: str) -> str:
     >>> _count(1, "step"), _count(1e12, "token"), _count(1954, "step")
     ('1 step', '1e+12 tokens', '1,954 steps')
     """
-    shown = f"{number:,}" if isinstance(number, int) and number < 10**15 else f"{number:,.6g}"
+    if isinstance(number, int) and number < 10**15:
+        shown = f"{number:,}"
+    else:
+        shown = f"{number:,.6g}"
     return f"{shown} {what}{'s' * (number != 1)}"
 
 

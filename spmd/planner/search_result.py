@@ -78,7 +78,9 @@ class Search:
     @property
     def best(self) -> Plan | None:
         """The fastest plan that fits; None where none does."""
-        return self.plans[0][1] if self.plans else None
+        if not self.plans:
+            return None
+        return self.plans[0][1]
 
     @property
     def front(self) -> tuple[tuple[Candidate, Plan], ...]:
@@ -120,7 +122,9 @@ class Search:
         if all(why.kind != "memory" for why in self.rejected.values()):
             first, *_ = *self.rejected.values(), *self.left_out.values(), "there are no candidates"
             return f"no candidate could be planned for {self.cluster}: {first}"
-        what = "nothing" if self.complete else "nothing that was compiled"
+        what = "nothing that was compiled"
+        if self.complete:
+            what = "nothing"
         return f"{what} fits {self.cluster}"
 
     @property
@@ -141,7 +145,9 @@ class Search:
           OptionError: nothing fits.
         """
         if not self.plans:
-            other = "a smaller model or batch" if self.complete else "more compiles"
+            other = "more compiles"
+            if self.complete:
+                other = "a smaller model or batch"
             raise OptionError(f"search: {self._why_nothing}.", fix=f"{self._larger_mesh or other}.")
         return self.plans[0][0].layout
 
@@ -260,7 +266,9 @@ class Search:
         return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 
     def __str__(self) -> str:
-        lines = [*aligned(self.rows()), "", FRONT] if self.plans else [self.verdict]
+        lines = [self.verdict]
+        if self.plans:
+            lines = [*aligned(self.rows()), "", FRONT]
         return filled("\n".join([self.head, "", *lines, "", "rejected", *self.reasons()]))
 
     __repr__ = __str__

@@ -121,7 +121,9 @@ class StepProfile:
     @property
     def title(self) -> str:
         """The steps and devices that were traced."""
-        beside = f", beside the plan for {self.target}" if self.target else ""
+        beside = ""
+        if self.target:
+            beside = f", beside the plan for {self.target}"
         many = f"{self.devices} device{'s' * (self.devices > 1)}"
         return f"{self._steps} on {many}{beside}: time of a step, mean over steps and devices"
 
@@ -152,8 +154,12 @@ class StepProfile:
             predicted = ratio = ""
             if line.predicted is not None:
                 predicted = seconds(line.predicted)
-                ratio = f"{line.predicted / line.measured:.2f}" if line.measured else ""
-            share = f"{line.measured / step:.1%}" if step else ""
+                ratio = ""
+                if line.measured:
+                    ratio = f"{line.predicted / line.measured:.2f}"
+            share = ""
+            if step:
+                share = f"{line.measured / step:.1%}"
             rows.append((line.name, predicted, seconds(line.measured), share, ratio))
         return rows
 
@@ -168,7 +174,9 @@ class StepProfile:
 
     def __repr__(self) -> str:
         step = self[STEP]
-        predicted = "" if step.predicted is None else f", {seconds(step.predicted)} predicted"
+        predicted = ""
+        if step.predicted is not None:
+            predicted = f", {seconds(step.predicted)} predicted"
         return f"StepProfile of {self._steps}: {seconds(step.measured)} per step{predicted}"
 
     def _repr_html_(self) -> Html:
@@ -235,7 +243,9 @@ def profile_of(
     module, temporaries = _executable(placed, rows, program, ran)
     instructions = {instr.name: (name, instr) for name, instr in module.instructions}
     several = program[0] == PROGRAMS[1]
-    steps_per_call = max(calls) if several else 1
+    steps_per_call = 1
+    if several:
+        steps_per_call = max(calls)
     measured = _measure_devices(events, program, module, instructions)
     if not measured:
         raise ValueError("it has no complete step")
@@ -376,7 +386,9 @@ def _notes(
     those between steps.
     """
     many, notes = placed.mesh.devices.size, []
-    devices = f" --devices {many}" if placed.platform == "cpu" else ""
+    devices = ""
+    if placed.platform == "cpu":
+        devices = f" --devices {many}"
     how = (
         f"spmd calibrate{devices} --out mine.toml, then "
         f"{option('target', quoted(f'{many}xmine.toml'))}."

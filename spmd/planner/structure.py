@@ -143,7 +143,10 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
         if axis in looked_up:
             names[axis] = VOCABULARY
         else:
-            names[axis] = HEADS if axis in batches else HIDDEN
+            if axis in batches:
+                names[axis] = HEADS
+            else:
+                names[axis] = HIDDEN
     if stream is not None and stream in even:
         names[stream] = STREAM
     named = {}
@@ -223,7 +226,9 @@ def with_rules(layout: Layout, names: Mapping[str, Names], paths: Sequence[str])
     patterns = [_pattern(similar) for similar in alike.values()]
     matched, rules = match_all(patterns, paths), []
     for ((spec, _), similar), pattern in zip(alike.items(), patterns, strict=True):
-        chosen = [pattern] if matched[pattern] == similar else similar
+        chosen = similar
+        if matched[pattern] == similar:
+            chosen = [pattern]
         rules += [Rule(path, spec) for path in chosen]
     if not rules:
         return layout
@@ -335,7 +340,9 @@ def _reshape(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims])
         yield one, other
         # what one side has merged takes several dims of the other
         while size_before != size_after:
-            shorter = before if size_before < size_after else after
+            shorter = after
+            if size_before < size_after:
+                shorter = before
             if not shorter:
                 return
             _, size = shorter.pop(0)

@@ -67,7 +67,9 @@ class Fix(Generic[PlanT]):
         if self.plan is None:
             return f"{self.change}: {self.why}"
         memory, step = self.plan.memory, f"{seconds(self.plan.timeline.seconds)} per step"
-        verdict = "fits" if self.fits else "does not fit"
+        verdict = "does not fit"
+        if self.fits:
+            verdict = "fits"
         return (
             f"{self.change}: {verdict}, {format_bytes(memory.expected)} of "
             f"{format_bytes(memory.capacity)}, {step}"
@@ -100,7 +102,9 @@ def fixes_of(
     ):
         before = best
         # more devices that save little will not help
-        saving = MIN_SAVING if edits is more_devices else 1.0
+        saving = 1.0
+        if edits is more_devices:
+            saving = MIN_SAVING
         for change, changes in edits(before):
             if best.fits:
                 break
@@ -213,7 +217,9 @@ class Changes(Generic[PlanT]):
     def _cells(self, plan: PlanData, run: RunCost | None) -> list[str]:
         """Return figures of a plan, each with its difference from the plan without changes."""
         base, memory = self.plan, plan.memory
-        fits = "" if plan.fits else ", does not fit"
+        fits = ", does not fit"
+        if plan.fits:
+            fits = ""
         cells = [
             seconds(plan.period.seconds) + _percent(plan.period.seconds, base.period.seconds),
             f"{plan.rows_per_second:,.0f}" + _percent(plan.rows_per_second, base.rows_per_second),

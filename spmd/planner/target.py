@@ -264,7 +264,10 @@ def _target_path(name: str) -> Path:
       OptionError: there is no such target or file.
     """
     files = shipped()
-    path = files[name] if name in files else as_path(name, "target")
+    if name in files:
+        path = files[name]
+    else:
+        path = as_path(name, "target")
     if name.endswith(".toml") and not path.is_file():
         raise OptionError(
             f'there is no file "{name}", the target.',
@@ -389,10 +392,14 @@ def target_text(target: Target) -> str:
             lines.append(f"{name} = {_value(value)}")
     for name in TABLES:
         part = getattr(target, name)
-        table = part if isinstance(part, Mapping) else vars(part)
+        table = part
+        if not isinstance(part, Mapping):
+            table = vars(part)
         if not table or part == Overhead():
             continue
-        comment = f"  # {COMMENTS[name]}" if name in COMMENTS else ""
+        comment = ""
+        if name in COMMENTS:
+            comment = f"  # {COMMENTS[name]}"
         lines += ["", f"[{name}]{comment}"]
         lines += [f"{key} = {_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"

@@ -132,7 +132,9 @@ def timeline_text(plan: PlanData) -> str:
     lines = []
     for name, value in times.parts.items():
         if value or LIMITS[name] not in KERNELS:
-            share = value / times.seconds if times.seconds else 0
+            share = 0
+            if times.seconds:
+                share = value / times.seconds
             lines.append(_line(name, value, f"{share:>8.1%}"))
     off = f"  from {time_range(times)}, as far as the figures below are known"
     lines.append(_line("step", times.seconds, off))
@@ -174,7 +176,9 @@ def costs_text(plan: PlanData) -> str:
         lines.append(f"of a step with everything that {synchronizes}:")
     for cost in plan.costs[:SHOWN]:
         lines.append(f"{cost.what:<62}{seconds(cost.seconds):>10}{cost.share:>8.1%}")
-    return "\n".join([*lines, CHANGES]) if lines else ""
+    if not lines:
+        return ""
+    return "\n".join([*lines, CHANGES])
 
 
 def assumptions(plan: PlanData) -> str:
@@ -223,7 +227,9 @@ def period_lines(plan: PlanData) -> list[str]:
     if period.site_bytes:
         share += f"; {format_bytes(int(period.site_bytes))} cross each site's link"
     if period.steps == 1:
-        return [share] if plan.cluster.sites > 1 else []
+        if plan.cluster.sites > 1:
+            return [share]
+        return []
     if period.site_bytes:
         share += " in a period"
     kinds = Counter[tuple[str, bool]]()
@@ -239,7 +245,9 @@ def period_lines(plan: PlanData) -> list[str]:
 def step_time(plan: PlanData) -> str:
     """Write a step's predicted time, on average over a period, and its range."""
     period = plan.period
-    often = f" on average over {period.steps} steps" if period.steps > 1 else ""
+    often = ""
+    if period.steps > 1:
+        often = f" on average over {period.steps} steps"
     return f"{seconds(period.seconds)} per step{often} ({time_range(period)})"
 
 
@@ -286,7 +294,9 @@ def explanation(plan: PlanData, path: str) -> Text:
     resolved, workers = placed.resolved, placed.resolved.data_axes
     place = resolved.placement(path)
     shard = leaf.sharding.shard_shape(leaf.shape)
-    spec = f"spec {spec_text(place.spec)}" if any(place.spec) else "replicated"
+    spec = "replicated"
+    if any(place.spec):
+        spec = f"spec {spec_text(place.spec)}"
     lines = [
         f"{path}  {describe(leaf)}, {format_bytes(place.nbytes)}",
         f"  {spec}, chosen by {place.chosen_by}",

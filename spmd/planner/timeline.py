@@ -166,12 +166,16 @@ class Timeline:
     @property
     def mfu(self) -> float:
         """The share of the device's peak that the model's own FLOPs use."""
-        return self.model_flops / (self.seconds * self.peak) if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        return self.model_flops / (self.seconds * self.peak)
 
     @property
     def hfu(self) -> float:
         """The share of the device's peak that the compiled program uses; recomputed FLOPs count."""
-        return self.flops / (self.seconds * self.peak) if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        return self.flops / (self.seconds * self.peak)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -324,7 +328,9 @@ class _Schedule(Partitioned):
         if instr.op in ("while", "conditional", "call", "async-start"):
             self._nested(clock, name, instr)
         elif instr.op not in FREE and not instr.op.endswith("-update"):
-            launch = 0.0 if instr.op == "iota" else self.cluster.target.achieved.launch
+            launch = self.cluster.target.achieved.launch
+            if instr.op == "iota":
+                launch = 0.0
             self._compute(clock, instr, cost_of(self.module, name, instr), launch)
             # jax.checkpoint marks what it computes again in the scope, XLA in the name
             if REMATTED in instr.scope or REMATERIALIZED in instr.name:
@@ -451,7 +457,9 @@ class _Schedule(Partitioned):
             return _Clock()
         turn = sync_turn(instr)
         skipped = turn and self.due is not None and turn not in self.due
-        return branches[0] if skipped else branches[-1]
+        if skipped:
+            return branches[0]
+        return branches[-1]
 
 
 def _narrowed(cost: Cost, dtype: str) -> Cost:
@@ -535,7 +543,9 @@ class SyncPeriod:
     @property
     def utilization(self) -> float:
         """The share of the time in which a device computes."""
-        return 1 - self.exposed / self.total if self.total else 1.0
+        if not self.total:
+            return 1.0
+        return 1 - self.exposed / self.total
 
     @property
     def alone(self) -> StepKind | None:
@@ -545,7 +555,9 @@ class SyncPeriod:
     @property
     def hidden(self) -> float:
         """Seconds of synchronization that run beside computation, in all steps together."""
-        without = self.alone.hidden if self.alone else 0.0
+        without = 0.0
+        if self.alone:
+            without = self.alone.hidden
         return sum(kind.count * max(kind.hidden - without, 0.0) for kind in self.kinds if kind.due)
 
 
@@ -567,7 +579,9 @@ def sync_period(server: ParameterServer | None, times: StepTimes, traffic: Traff
         kinds.append(StepKind(count, due, step.seconds, step.deviation, step.exposed, step.hidden))
     site_bytes = 0.0
     for transfer in traffic.transfers:
-        turns = 1 if transfer.conditional else counts.total()
+        turns = 1
+        if not transfer.conditional:
+            turns = counts.total()
         site_bytes += transfer.leaving * transfer.levels[2] * transfer.times * turns
     return SyncPeriod(tuple(kinds), site_bytes)
 

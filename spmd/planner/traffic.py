@@ -114,7 +114,9 @@ class Transfer:
         if self.kind == "all_gather":
             site, across = peers * sites * size, (sites - 1) * size
         else:
-            rounds = 2 if self.kind == "all_reduce" else 1
+            rounds = 1
+            if self.kind == "all_reduce":
+                rounds = 2
             site = rounds * peers * size / (devices * nodes)
             across = rounds * (sites - 1) * (size / (devices * nodes * sites))
         between = 0.0
@@ -297,7 +299,9 @@ class Partitioned:
                 axes = ()
             # a permutation stays on nodes if all of its pairs do
             on_nodes = all(devices_per_node(pair, self.cluster) == 2 for pair in members)
-            per_node = size if on_nodes else 1
+            per_node = 1
+            if on_nodes:
+                per_node = size
             per_site = size
         else:
             axes = differing.pop()
@@ -340,7 +344,9 @@ def devices_per_node(group: Sequence[int], cluster: Cluster) -> int:
     """
     # devices fill nodes in order
     most = max(Counter(device // cluster.devices for device in group).values())
-    return most if len(group) % most == 0 else 1
+    if len(group) % most == 0:
+        return most
+    return 1
 
 
 def sites_of(group: Sequence[int], cluster: Cluster) -> int:
@@ -394,7 +400,9 @@ def _purpose(scope: str, kind: str, axes: tuple[str, ...], data: tuple[str, ...]
         return "activations"
     if kind == "all_gather":
         return "parameters"
-    return "statistics" if "jvp(" in scope else "metrics"
+    if "jvp(" in scope:
+        return "statistics"
+    return "metrics"
 
 
 def _short(scope: str) -> str:
@@ -454,8 +462,12 @@ def _hops(transfer: Transfer, platform: str) -> tuple[int, int, int]:
     if transfer.kind == "collective_permute":
         if transfer.leaving:
             return 0, 0, 1
-        return (0, 1, 0) if nodes > 1 else (1, 0, 0)
-    rounds = 2 if transfer.kind == "all_reduce" else 1
+        if nodes > 1:
+            return (0, 1, 0)
+        return (1, 0, 0)
+    rounds = 1
+    if transfer.kind == "all_reduce":
+        rounds = 2
     tree = (
         rounds * math.ceil(math.log2(inside)),
         rounds * math.ceil(math.log2(nodes)),
@@ -479,7 +491,9 @@ def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Clu
     """Return the seconds to reduce gradients of `size` bytes on each device in one collective over
     `group` devices, `per_node` of them on a node.
     """
-    elements = size if kind == "all_reduce" else size // group
+    elements = size
+    if kind != "all_reduce":
+        elements = size // group
     transfer = Transfer(
         kind,
         "gradients",

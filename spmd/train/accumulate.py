@@ -65,7 +65,9 @@ def accumulate(
         return (jax.tree.map(jnp.add, total, summed), carry), None
 
     # XLA:CPU runs a convolution inside a loop body 12 to 43 times slower than outside of one
-    unrolled = count if unroll else 1
+    unrolled = 1
+    if unroll:
+        unrolled = count
     indices = jnp.arange(count)
     (total, carry), _ = lax.scan(body, (total, carry), (xs, indices), unroll=unrolled)
     return total, carry

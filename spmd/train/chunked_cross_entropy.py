@@ -224,7 +224,9 @@ def _over_chunks(
             return (total,), ()
         gradient = d_logits().astype(dtype)
         d_x = _product(gradient, columns, 1, settings.vocab_dim).astype(features.dtype)
-        factors = (gradient, x) if settings.vocab_dim == 0 else (x, gradient)
+        factors = (x, gradient)
+        if settings.vocab_dim == 0:
+            factors = (gradient, x)
         d_head = sums[1] + _product(*factors, 0, 0)
         d_bias = sums[2]
         if bias is not None:
@@ -233,8 +235,12 @@ def _over_chunks(
 
     total = jnp.zeros((), jnp.float32)
     d_head = jnp.zeros(head.shape, jnp.float32)
-    d_bias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    sums = (total, d_head, d_bias) if with_gradients else (total,)
+    d_bias = None
+    if bias is not None:
+        d_bias = jnp.zeros(bias.shape, jnp.float32)
+    sums = (total,)
+    if with_gradients:
+        sums = (total, d_head, d_bias)
     chunks = (
         _in_chunks(features.reshape(tokens, width), count, size),
         _in_chunks(labels.reshape(tokens), count, size),

@@ -119,9 +119,10 @@ def scale_loss(
         Args:
           factor: by which all gradients were larger in the backward pass; None: the scale.
         """
-        scaled_by = factor
         if factor is None:
             scaled_by = state.scale
+        else:
+            scaled_by = factor
         in_range = []
         for leaf in jax.tree.leaves(updates):
             # False for a NaN, too

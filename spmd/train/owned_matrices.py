@@ -202,13 +202,14 @@ def local_update(
             # one array of all members: one collective for all of them
             joined = jnp.concatenate([matrices_of(shard, number, count) for shard, count in pairs])
             owned.append(_to_owners(joined, _matrix_spec(member, number), member.routes))
-        owned_arrays, shared_arrays = iter(owned), iter(shared)
+        owned_arrays = iter(owned)
+        shared_arrays = iter(shared)
         arguments = []
         for variable in inputs:
-            arrays = owned_arrays
             if variable in member.region.shared:
-                arrays = shared_arrays
-            arguments.append(next(arrays))
+                arguments.append(next(shared_arrays))
+            else:
+                arguments.append(next(owned_arrays))
         results = []
         for number, matrices in enumerate(member.of_batch(*arguments), len(inputs)):
             rows = _from_owners(matrices, _matrix_spec(member, number), member.routes)

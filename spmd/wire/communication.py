@@ -205,7 +205,7 @@ def arrays_by_path(tree: Tree) -> dict[str, jax.Array]:
     """Arrays by parameter path, with or without `nnx.Variable` around them: `nnx.Optimizer` passes
     them to `init` only.
     """
-    # Whoever has Variables has imported Flax; here it need not be.
+    # A tree with Variables is of a caller that has imported Flax; here it need not be.
     nnx = sys.modules.get("flax.nnx")
     kinds: tuple[type, ...] = ()
     if nnx is not None:

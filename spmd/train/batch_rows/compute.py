@@ -116,7 +116,10 @@ class Compute(RowArrays):
         arrays = []
         for number, (value, pair) in enumerate(zip(values, shapes, strict=True)):
             is_term = name in SUMS or (name == "select_n" and number > 0)
-            kind = Summed() if is_term or isinstance(value.kind, Summed) else Fixed()
+            if is_term or isinstance(value.kind, Summed):
+                kind = Summed()
+            else:
+                kind = Fixed()
             arrays.append(self.coerced(value, kind, *pair))
         return evaluated(one, arrays)
 

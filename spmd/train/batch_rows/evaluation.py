@@ -98,7 +98,9 @@ class BatchSums(Walk):
             return value
         kind, aval = value.kind, variable.aval
         # a sum over many batches is too large for few bits
-        dtype = jnp.dtype("float32") if aval.dtype in HALF else aval.dtype
+        dtype = aval.dtype
+        if aval.dtype in HALF:
+            dtype = jnp.dtype("float32")
         if is_literal(variable) and kind.power == 0:
             return Held(OfAllRows(), array=jnp.asarray(variable.val, dtype))
         is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
@@ -145,7 +147,9 @@ class BatchSums(Walk):
         # nothing is differentiated here
         if one.primitive.name in CUSTOM:
             return self.called(equation, inputs)
-        return _of_batch(one) if has_rows else self.of_sums(equation, inputs)
+        if has_rows:
+            return _of_batch(one)
+        return self.of_sums(equation, inputs)
 
     def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
         """Return the outputs of a mixture of experts, which routes each group of tokens
@@ -163,7 +167,9 @@ class BatchSums(Walk):
     ) -> list[Held]:
         """Return the outputs of a scan whose body carries these kinds, and returns others."""
         held = super().looped(equation, inputs, carry, ys, shares)
-        return _of_batch(equation) if shares else self.with_arrays(equation.one, inputs, held)
+        if shares:
+            return _of_batch(equation)
+        return self.with_arrays(equation.one, inputs, held)
 
     def cond(self, equation: PairedEquation, inputs: list[Held]) -> Sequence[Held]:
         """Return the outputs of branches; a batch may take another one than all rows would."""

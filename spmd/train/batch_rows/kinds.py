@@ -116,17 +116,23 @@ COMPARED = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
 
 def total(*powers: Power) -> Power:
     """Return the power of a product."""
-    return None if None in powers else sum(power for power in powers if power is not None)
+    if None in powers:
+        return None
+    return sum(power for power in powers if power is not None)
 
 
 def quotient(first: Power, second: Power) -> Power:
     """Return the power of a quotient."""
-    return None if first is None or second is None else first - second
+    if first is None or second is None:
+        return None
+    return first - second
 
 
 def power_if(is_known: bool, power: Power = 0) -> Power:
     """Return a power, or None where it is not known."""
-    return power if is_known else None
+    if is_known:
+        return power
+    return None
 
 
 def resized_dims(first: Sequence[int], second: Sequence[int]) -> set[int]:
@@ -144,7 +150,9 @@ def with_power(kind: Any, power: Power) -> Any:
 
 def keep_power_if(kind: Any, is_known: bool) -> Any:
     """Return the kind, without its power where that is not known."""
-    return kind if is_known else with_power(kind, None)
+    if is_known:
+        return kind
+    return with_power(kind, None)
 
 
 # elementwise functions ----------------------------------------------------------------------------
@@ -308,7 +316,9 @@ def _power(name: str, kinds: list[Kind], literals: list[Any]) -> Power:
     if name in SCALING:
         return powers[0]
     if name not in ALIKE | COMPARED:
-        return None if any(powers) else 0
+        if any(powers):
+            return None
+        return 0
     if name == "select_n":
         choice, *powers = powers
         literals = literals[1:]
@@ -319,7 +329,9 @@ def _power(name: str, kinds: list[Kind], literals: list[Any]) -> Power:
     distinct = {power for power, literal in pairs if not _is_zero(literal)}
     if len(distinct) > 1:
         return None
-    return next(iter(distinct), 0) if name in ALIKE else 0
+    if name not in ALIKE:
+        return 0
+    return next(iter(distinct), 0)
 
 
 def _is_zero(literal: Any) -> bool:
@@ -372,7 +384,9 @@ def joined(first: Kind | None, second: Kind | None) -> Kind | None:
         return _joined_with_fixed(second, first)
     if isinstance(first, PerRow) and isinstance(second, PerRow):
         has_same_rows = (first.dim, first.inner) == (second.dim, second.inner)
-        return with_power(first, power) if has_same_rows else None
+        if not has_same_rows:
+            return None
+        return with_power(first, power)
     if isinstance(first, Summed) and isinstance(second, Summed):
         return Summed(power)
     return None

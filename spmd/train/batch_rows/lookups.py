@@ -112,4 +112,6 @@ def numbers_row(one: Any, kinds: list[Any]) -> int | None:
 
 def rows_of_index(index: Any) -> int:
     """Return the dim of an index along which the rows are, or their numbers."""
-    return index.dim if isinstance(index, PerRow) else index.number or 0
+    if isinstance(index, PerRow):
+        return index.dim
+    return index.number or 0

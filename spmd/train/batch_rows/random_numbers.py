@@ -70,7 +70,9 @@ def along_keys(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | 
     kind, result = joined_all(kinds), one.outvars[0].aval
     if isinstance(kind, PerRow):
         # the last dim of the data of keys has the words of each
-        dims = result.ndim - 1 if one.primitive.name == "random_unwrap" else result.ndim
+        dims = result.ndim
+        if one.primitive.name == "random_unwrap":
+            dims = result.ndim - 1
         if kind.dim >= dims:
             return None
         return with_power(kind, None)

@@ -90,7 +90,9 @@ class Reading:
     @property
     def subject(self) -> str:
         """Return what joins rows, in the words of an error."""
-        return f'the metric "{self.metrics[0]}"' if self.metrics else "the loss"
+        if not self.metrics:
+            return "the loss"
+        return f'the metric "{self.metrics[0]}"'
 
     @property
     def trained(self) -> list[Shared]:
@@ -107,7 +109,9 @@ class Reading:
         rows = [share for share in self.shares if share.how == "rows"]
         largest = sorted(rows, key=lambda share: share.bytes, reverse=True)[:2]
         places = "".join(f", {describe(share)}" for share in largest)
-        kinds = "sums over rows, and rows" if rows else "sums over rows"
+        kinds = "sums over rows"
+        if rows:
+            kinds = "sums over rows, and rows"
         count = f"{len(self.shares)} array{'s' if len(self.shares) > 1 else ''}"
         size = format_bytes(sum(share.bytes for share in self.shares))
         return (
@@ -128,7 +132,9 @@ def describe(share: Shared) -> str:
     if share.how in subjects:
         what = f"{subjects[share.how]} for {share.equation.primitive.name}"
     line = users_line(source_lines(share.equation))
-    return f"{what} at {line}" if line else what
+    if not line:
+        return what
+    return f"{what} at {line}"
 
 
 class FullBatchError(LossError):
@@ -163,7 +169,9 @@ def check_reading(
     because = "."
     if reading.problem and not reading.backward:
         because = f": {reading.problem}"
-    error = FullBatchError if smallest == (BY_COMPILER,) else LossError
+    error = LossError
+    if smallest == (BY_COMPILER,):
+        error = FullBatchError
     raise error(f"{why}, and {seen}{because}", fix=_fix(reading, smallest))
 
 
@@ -234,7 +242,9 @@ def _refusal(reading: Reading, parts: Parts, alone: bool, by_layer: bool) -> str
     if parts.ticks:
         return "the loss is not a mean over rows"
     if parts.of_position and reading.trained:
-        what = "the weights" if reading.weights else "random numbers that each part has anew"
+        what = "random numbers that each part has anew"
+        if reading.weights:
+            what = "the weights"
         place = describe(reading.weights or reading.trained[0])
         return f"{reading.subject} joins rows with {place}, which depends on {what}"
     nested = next((share for share in reading.shares if share.nested), None)

@@ -195,7 +195,9 @@ class RowArrays(Walk):
         worker = jnp.asarray(self.place.worker)
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             counts = key.dtype == jnp.uint32 and key.shape[-1:] == (3,)
-            return data_at_worker(key, worker) if counts else key
+            if not counts:
+                return key
+            return data_at_worker(key, worker)
         if counts_rows(key):
             return at_worker(key, worker)
         return worker_key(key, worker, rows=self.here, workers=self.place.workers)
@@ -226,7 +228,9 @@ class RowArrays(Walk):
         if isinstance(kind, PerRow):
             return _split(full, kind.dim, full[kind.dim] // self.rows * self.here)
         is_part = isinstance(kind, Fixed) and resized_dims(full, part) <= kind.uniform
-        return part if is_part else full
+        if is_part:
+            return part
+        return full
 
 
 def traced_shape(variable: Any) -> Shape:

@@ -208,7 +208,9 @@ def _psum(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
         return kind
     if isinstance(kind, Summed):
         return Fixed(power=total(kind.power, 1))
-    return dataclasses.replace(kind, uniform=frozenset()) if isinstance(kind, Fixed) else None
+    if not isinstance(kind, Fixed):
+        return None
+    return dataclasses.replace(kind, uniform=frozenset())
 
 
 # functions along some dims ------------------------------------------------------------------------
@@ -254,7 +256,10 @@ def _concatenate(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind 
 def _along(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
     """Return the kind of what works along one dim, such as a cumulative sum: any but the rows'."""
     name, first, params = one.primitive.name, kinds[0], one.params
-    dim = params["axis"] if "axis" in params else params["dimension"]
+    if "axis" in params:
+        dim = params["axis"]
+    else:
+        dim = params["dimension"]
     if name == "split" and isinstance(first, PerRow) and first.dim == dim:
         parts = zip(params["sizes"], other.params["sizes"], strict=True)
         if not all(_all_rows(sizes, first, *part) for part in parts):
@@ -285,7 +290,10 @@ def _beside(one: Any, touched: set[int], kinds: list[Kind]) -> Kind | None:
         kind = _without_number(kind)
         if isinstance(kind, Fixed):
             kind = dataclasses.replace(kind, uniform=kind.uniform - touched)
-        result = joined(result, kind) if number else kind
+        if number:
+            result = joined(result, kind)
+        else:
+            result = kind
         if result is None or (isinstance(result, PerRow) and result.dim in touched):
             return None
     return result
@@ -324,13 +332,17 @@ def _slice(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None
         return None
     kind = _without_number(first)
     if isinstance(kind, Summed):
-        return kind if name == "slice" else None
+        if name == "slice":
+            return kind
+        return None
     touched = _touched_dims(one)
     starts, other_starts = (each.params.get("start_indices", ()) for each in (one, other))
     moved = resized_dims(starts, other_starts)
     if isinstance(kind, PerRow) and kind.dim in touched and name == "slice":
         is_run = moved <= {kind.dim} and _has_runs_of_all_rows(sizes, one, other, kind)
-        return kind if is_run else None
+        if is_run:
+            return kind
+        return None
     if isinstance(kind, PerRow) and (moved or kind.dim in touched):
         return None
     resized = resized_dims(one.outvars[0].aval.shape, other.outvars[0].aval.shape)
@@ -383,7 +395,9 @@ def _sized_dims(kind: Kind) -> frozenset[int]:
     """Return the dims whose size may depend on the number of rows."""
     if isinstance(kind, PerRow):
         return frozenset([kind.dim])
-    return kind.uniform if isinstance(kind, Fixed) else frozenset()
+    if isinstance(kind, Fixed):
+        return kind.uniform
+    return frozenset()
 
 
 def _update(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
@@ -416,7 +430,9 @@ def _dot(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | None:
         return PerRow(place, inner, power)
     if other_places and other_places[0] != (role, place, inner):
         return None
-    partners = contracted if role == "summed" else batched
+    partners = batched
+    if role == "summed":
+        partners = contracted
     for side, kind in enumerate(kinds):
         # a worker that calls the loss on its own rows has them with the first entries
         if isinstance(kind, Fixed) and partners[side][place] not in kind.uniform:

@@ -101,7 +101,10 @@ def _by_number(one: Any, kinds: list[Any]) -> RowDims | None:
     index, numbers = kinds[1], one.params["dimension_numbers"]
     if isinstance(index, Summed):
         return None
-    along = index.dim if isinstance(index, PerRow) else index.number
+    if isinstance(index, PerRow):
+        along = index.dim
+    else:
+        along = index.number
     if along is None:
         return None
     for column in sorted(index.columns or ()):

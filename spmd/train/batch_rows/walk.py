@@ -368,7 +368,9 @@ class Walk(Sizes, Interpreter[Held]):
         joins = any(share.how != "averages" for share in reader.shares)
         joins = joins or any(kind.power != 0 for kind in kinds)
         if joins or reader.shares or len(kinds) < len(outputs):
-            how = "layers" if joins else "statistics"
+            how = "statistics"
+            if joins:
+                how = "layers"
             self.shares.append(Shared(how, False, 0, equation.one))
 
     def routed(self, equation: PairedEquation, inputs: list[Held]) -> list[Held]:
@@ -461,7 +463,9 @@ class Walk(Sizes, Interpreter[Held]):
         if value.kind == kind or isinstance(value.kind, Fixed):
             return value
         aval = variables[0].aval
-        how = "sum" if isinstance(value.kind, Summed) else "rows"
+        how = "rows"
+        if isinstance(value.kind, Summed):
+            how = "sum"
         self.shares.append(Shared(how, value.trained, _bytes(aval), one))
         return Held(kind, value.trained)
 

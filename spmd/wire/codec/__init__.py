@@ -77,10 +77,10 @@ def _check_class(where: str, codec: Any) -> None:
     if not (is_codec and dataclasses.is_dataclass(codec)):
         why = f"{where}: {type_name(codec)} is no codec."
         raise OptionError(why, fix="a frozen dataclass that extends spmd.wire.Codec.")
-    if not codec.__dataclass_params__.frozen:
+    if not codec.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         why = f"{where}: {codec.__name__} can be changed."
         raise OptionError(why, fix="@dataclasses.dataclass(frozen=True).")
-    missing = ", ".join(sorted(codec.__abstractmethods__))
+    missing = ", ".join(sorted(codec.__abstractmethods__))  # type: ignore[attr-defined]
     if missing:
         raise OptionError(f"{where}: {codec.__name__} lacks {missing}.", fix=f"define {missing}.")
     for field in dataclasses.fields(codec):

@@ -85,7 +85,7 @@ def send_rounded(
     received = list(send(sent))
     for number, leaf in enumerate(received):
         if encoded[number]:
-            # its width says nothing: a number is encoded by itself
+            # bfloat16 encodes each number without the others, so no width is needed
             received[number] = codec.decode(leaf, 0)
     return received
 
