@@ -319,9 +319,7 @@ def fit(
     """
     check_numbers(epochs, steps, eval_every, log_every, prefetch, data_retries)
     checkpoint = as_checkpoint(checkpoint)
-    folder = None
-    if checkpoint is not None:
-        folder = Path(checkpoint.path)
+    folder = _folder_of(checkpoint)
     profile = as_profile(profile, folder)
     account = TimeAccount.open(folder)
     programs, factor = _join_cluster(compile_cache, folder)
@@ -342,10 +340,7 @@ def fit(
         profile=profile,
         watch=as_watch(watch),
     )
-    arrays = data
-    if isinstance(data, Resident):
-        arrays = data.arrays
-    source = as_source(arrays, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    source = as_source(_arrays_of(data), batch_size=batch_size, shuffle=shuffle, seed=seed)
     display = make_progress(progress)
     trained: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
     trained |= {"precision": precision, "seed": seed}
@@ -355,10 +350,7 @@ def fit(
         layout, accumulate, searched = _search_layout(model, source, trained, config, display)
     elif factor > 1:
         accumulate *= factor
-    # one process of several shows progress
-    visible = display
-    if jax.process_index() != 0:
-        visible = NoProgress()
+    visible = _shown_here(display)
     with visible.doing("tracing"):
         trainer = Trainer(
             model,
@@ -368,9 +360,7 @@ def fit(
             compile_cache=programs or False,
             **trained,
         )
-        target = None
-        if profile is not None:
-            target = check_target(profile.target, trainer.placed)
+        target = _target_of(profile, trainer)
         trainer.placed.compiling = functools.partial(_compiling, account, visible)
         program, placer = bind_rows(source, trainer.prepare(source.sample()))
     check_source(source, program.clock, pad=program.loss.pads, steps=steps, epochs=epochs)
@@ -413,6 +403,34 @@ def fit(
         opened.pop_all()
     loop.train()
     return _result(loop, parts, trainer, compilations() - before)
+
+
+def _folder_of(checkpoint: Checkpoint | None) -> Path | None:
+    """Return the folder of a run; None if it keeps no checkpoints."""
+    if checkpoint is None:
+        return None
+    return Path(checkpoint.path)
+
+
+def _arrays_of(data: Any) -> Any:
+    """Return data as a source takes them."""
+    if isinstance(data, Resident):
+        return data.arrays
+    return data
+
+
+def _shown_here(display: Any) -> Any:
+    """Return what shows progress in this process: of several, the first one alone shows it."""
+    if jax.process_index() == 0:
+        return display
+    return NoProgress()
+
+
+def _target_of(profile: Profile | None, trainer: Trainer) -> Any:
+    """Return the target with whose predictions a profile is compared; None without a profile."""
+    if profile is None:
+        return None
+    return check_target(profile.target, trainer.placed)
 
 
 def _join_cluster(

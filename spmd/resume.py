@@ -33,7 +33,7 @@ from spmd.run.saved_settings import (
     saved_position,
 )
 from spmd.run.time_account import TimeAccount
-from spmd.train.state import place_copy, seed_data
+from spmd.train.state import State, place_copy, seed_data
 from spmd.trainer import Trainer
 
 
@@ -234,17 +234,11 @@ def _restore(
         position, lines = resumed_position(position, data, now, list(problems))
         changes += lines
         if "seed" in problems:
-            key = place_copy(seed_data(now["seed"]), state.key.sharding)
-            state = dataclasses.replace(state, key=key)
+            state = _with_seed(state, now["seed"])
             changes.append("random numbers, such as those of dropout, are drawn from the new seed")
     else:
         # raised last: if the model has changed too, that error is more useful
-        fix = (
-            f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this '
-            "data."
-        )
-        fixed = [dataclasses.replace(problem, fix=fix) for problem in problems.values()]
-        raise_problems(CheckpointError, headline, fixed)
+        _check_data(headline, problems)
     store.move_damaged(newest.damaged)  # only now is it certain that the run resumes
     return StartPoint(
         state,
@@ -265,6 +259,21 @@ def _all_damaged(store: CheckpointStore, damaged: dict[int, str]) -> CheckpointE
     )
     text = problems_text(f"every checkpoint in {store.folder} is damaged", problems)
     return CheckpointError(f"{text}\n", fix=fix, problems=problems)
+
+
+def _with_seed(state: State, seed: Any) -> State:
+    """Return a state whose random numbers are drawn from another seed."""
+    key = place_copy(seed_data(seed), state.key.sharding)
+    return dataclasses.replace(state, key=key)
+
+
+def _check_data(headline: str, problems: dict[str, Problem]) -> None:
+    """Refuse data that differs from the saved run's."""
+    fix = (
+        f'use the data that the run began with, or resume="{CHANGED_DATA}" to resume on this data.'
+    )
+    fixed = [dataclasses.replace(problem, fix=fix) for problem in problems.values()]
+    raise_problems(CheckpointError, headline, fixed)
 
 
 def _check_order(headline: str, problems: dict[str, Problem]) -> None:

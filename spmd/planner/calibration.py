@@ -150,8 +150,12 @@ def _root(error: Callable[[float], float], low: float, start: float, high: float
     secants that keep a bracket (Illinois).
     """
     rises = error(high) > error(low)
-    here, there = start, low if (error(start) > 0) == rises else high
-    at_here, at_there = error(here), error(there)
+    here = start
+    there = high
+    if (error(start) > 0) == rises:
+        there = low
+    at_here = error(here)
+    at_there = error(there)
     if at_here * at_there > 0:
         return there
     for _ in range(40):
@@ -266,16 +270,22 @@ class Measurement:
     def calibration(self) -> Calibration:
         """Return the target with which predictions are closest to the medians."""
         nothing, *programs = self.programs
-        begin, rounds = statistics.median(nothing.times), len(nothing.times)
+        begin = statistics.median(nothing.times)
+        rounds = len(nothing.times)
         cpu = self.base.platform == "cpu"
-        notes, observed = list(self.notes), []
+        notes = list(self.notes)
+        observed = []
         for program in programs:
             if statistics.median(program.times) > begin:
                 observed.append((program, program.observation(begin)))
             else:
                 name = program.probe.name
                 notes.append(f"note: {name} took no longer than a program without it.")
-        start, most = (_without_shares(self.base), 1e3) if cpu else (self.base, 1.0)
+        start = self.base
+        most = 1.0
+        if cpu:
+            start = _without_shares(self.base)
+            most = 1e3
         target, unknown = fit(start, [one for _, one in observed], most_share=most)
         shown = [(program, one) for program, one in observed if one.figure not in unknown]
         target = dataclasses.replace(target, spread=spread_of(target, [one for _, one in shown]))
@@ -500,7 +510,10 @@ def figure_rows(target: Target) -> list[tuple[str, str, str]]:
         if dtype != "vector":
             rate = target.rate(dtype) * achieved.matmul
             add(f"matrix products, {dtype}", _per_second(rate), spread.matmul)
-    peak = target.rate("float32" if target.platform == "cpu" else "bfloat16")
+    dtype = "bfloat16"
+    if target.platform == "cpu":
+        dtype = "float32"
+    peak = target.rate(dtype)
     add("convolution", _per_second(peak * achieved.convolution), spread.convolution)
     if target.platform == "cuda":
         add("attention", _per_second(peak * achieved.attention), spread.attention)

@@ -122,7 +122,10 @@ def search(
             f"{option('compiles', repr(compiles))}.",
             fix="a positive integer, or None for no limit.",
         )
-    limit, seconds_left = compiles or math.inf, math.inf if max_seconds is None else max_seconds
+    limit = compiles or math.inf
+    seconds_left = math.inf
+    if max_seconds is not None:
+        seconds_left = max_seconds
     check_timeout(timeout)
     check_timeout(seconds_left, "max_seconds")
     started = time.monotonic()

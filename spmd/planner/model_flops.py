@@ -4,6 +4,7 @@ recomputation, replicas and bubbles.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -149,6 +150,14 @@ class LargeProducts:
     logits: frozenset[tuple[int, int]]
 
 
+def _longest_free_dim(side: Any, summed: Sequence[int], batch: Sequence[int]) -> int:
+    """Return the size of the longest dim of an array that a product neither sums nor shares; 1 if
+    there is none.
+    """
+    sizes = [size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}]
+    return max(sizes, default=1)
+
+
 def large_products(program: TrainingProgram, jaxpr: Any) -> LargeProducts:
     """Those of a program whose loss has this jaxpr."""
     leaves = jax.tree.leaves(program.sample)
@@ -165,13 +174,7 @@ def large_products(program: TrainingProgram, jaxpr: Any) -> LargeProducts:
         width = math.prod(sides[0].shape[dim] for dim in contracted[0])
         # of what is multiplied, the longest dim that is left: a query's group of heads may be a dim
         # of its own
-        pair = tuple(
-            max(
-                (size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}),
-                default=1,
-            )
-            for side, summed, batch in zip(sides, contracted, batches, strict=True)
-        )
+        pair = tuple(map(_longest_free_dim, sides, contracted, batches))
         batch = batches[0]
         if batch and out.size > sum(side.size for side in sides) and lengths & {*pair}:
             scores.add(pair)

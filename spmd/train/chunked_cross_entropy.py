@@ -191,6 +191,15 @@ def _compiler_axis(axis: str | None) -> str | None:
     return axis
 
 
+def _zero_sums(head: Any, bias: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return zeros for the sums of the loss and of the gradients of head and bias, float32."""
+    total = jnp.zeros((), jnp.float32)
+    d_head = jnp.zeros(head.shape, jnp.float32)
+    if bias is None:
+        return total, d_head, None
+    return total, d_head, jnp.zeros(bias.shape, jnp.float32)
+
+
 def _over_chunks(
     settings: _Settings,
     with_gradients: bool,
@@ -233,14 +242,10 @@ def _over_chunks(
             d_bias = d_bias + gradient.sum(axis=0, dtype=jnp.float32)
         return (total, d_head, d_bias), (d_x, losses)
 
-    total = jnp.zeros((), jnp.float32)
-    d_head = jnp.zeros(head.shape, jnp.float32)
-    d_bias = None
-    if bias is not None:
-        d_bias = jnp.zeros(bias.shape, jnp.float32)
-    sums = (total,)
+    zeros = _zero_sums(head, bias)
+    sums = zeros[:1]
     if with_gradients:
-        sums = (total, d_head, d_bias)
+        sums = zeros
     chunks = (
         _in_chunks(features.reshape(tokens, width), count, size),
         _in_chunks(labels.reshape(tokens), count, size),

@@ -8,18 +8,19 @@ import jax.export
 
 # for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
 KERNELS = (
-    *(
-        "cu_threefry2x32",
-        "cu_threefry2x32_ffi",
-        "__gpu$xla.gpu.triton",
-        "mosaic_gpu_v2",
-        "tpu_custom_call",
-    ),
-    *(
-        f"__cudnn$fmha{kind}{end}"
-        for kind in ("Softmax", "SoftmaxDropout", "ScaleBiasSoftmax", "ScaleBiasSoftmaxDropout")
-        for end in ("", "Backward")
-    ),
+    "cu_threefry2x32",
+    "cu_threefry2x32_ffi",
+    "__gpu$xla.gpu.triton",
+    "mosaic_gpu_v2",
+    "tpu_custom_call",
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__cudnn$fmhaSoftmaxDropout",
+    "__cudnn$fmhaSoftmaxDropoutBackward",
+    "__cudnn$fmhaScaleBiasSoftmax",
+    "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    "__cudnn$fmhaScaleBiasSoftmaxDropout",
+    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
 )
 
 

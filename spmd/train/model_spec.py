@@ -82,11 +82,15 @@ class ModelSpec:
     def axis_names(self) -> dict[str, tuple]:
         """The logical axis names of parameters that carry any, by path."""
         named = self.adapted.names(jax.random.key(0), self.call_on_zeros)
-        # flax takes PartitionSpec.UNCONSTRAINED among them
-        return {
-            path: tuple(name if isinstance(name, str | tuple) else None for name in names)
-            for path, names in named.items()
-        }
+        axis_names = {}
+        for path, names in named.items():
+            dims = list(names)
+            for dim, name in enumerate(names):
+                # flax takes PartitionSpec.UNCONSTRAINED among them
+                if not isinstance(name, str | tuple):
+                    dims[dim] = None
+            axis_names[path] = tuple(dims)
+        return axis_names
 
     def call_on_zeros(self, model: Any) -> None:
         """Call the loss on zeros, for a model that shows its shapes only when it is called."""

@@ -66,28 +66,24 @@ def facts_of_program(
     placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]
 ) -> dict[str, str]:
     """What a program on such a batch is compiled for."""
-    config, layout = placed.config, tomllib.loads(placed.resolved.layout.to_toml())
+    config = placed.config
+    layout = tomllib.loads(placed.resolved.layout.to_toml())
     for words in ("description", "use_when"):
         layout.pop(words, None)
-    flags = [
-        flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(IGNORED)
-    ]
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path
         versions["spmd"] = importlib.metadata.version("spmd")
-    return {
-        **{f"batch {path}".strip(): describe(leaf) for path, leaf in flatten(batch).items()},
-        "mesh": str(MeshSpec.parse(placed.mesh)),
-        "precision": config.precision,
-        "accumulate": str(config.accumulate),
-        **leaves_by_name("layout", layout),
-        **{f"compiler option {name}": str(value) for name, value in compiler_options.items()},
-        **{
-            f"flag {name}": value or "set"
-            for name, _, value in (flag.partition("=") for flag in sorted(flags))
-        },
-        "the kind of device": placed.mesh.devices.flat[0].device_kind,
-        "the number of processes": str(jax.process_count()),
-        **{f"the version of {package}": version for package, version in versions.items()},
-        **array_facts(placed),
-    }
+    facts = {f"batch {path}".strip(): describe(leaf) for path, leaf in flatten(batch).items()}
+    facts["mesh"] = str(MeshSpec.parse(placed.mesh))
+    facts["precision"] = config.precision
+    facts["accumulate"] = str(config.accumulate)
+    facts |= leaves_by_name("layout", layout)
+    facts |= {f"compiler option {name}": str(value) for name, value in compiler_options.items()}
+    for flag in sorted(os.environ.get("XLA_FLAGS", "").split()):
+        if not flag.startswith(IGNORED):
+            name, _, value = flag.partition("=")
+            facts[f"flag {name}"] = value or "set"
+    facts["the kind of device"] = placed.mesh.devices.flat[0].device_kind
+    facts["the number of processes"] = str(jax.process_count())
+    facts |= {f"the version of {package}": version for package, version in versions.items()}
+    return facts | array_facts(placed)
