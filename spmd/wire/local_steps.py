@@ -160,6 +160,8 @@ class LocalSteps:
             part_memory = {path: memory[path] for path in full if path in memory}
             synchronize = functools.partial(self._synchronize, full, trained, state.wire.step)
             keep = functools.partial(_keep, unchanged)
+            # All workers take the same branch, by the number of the step: a collective in a branch
+            # that one of them does not take would wait for it forever.
             with jax.named_scope(f"synchronize/{turn}"):
                 computed, part_memory, outer_state = lax.cond(
                     send, synchronize, keep, part_memory, state.outer[turn]

@@ -53,6 +53,7 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
     """
     check_transformation("tx", tx)
     check_mesh(mesh)
+    # `tx.init` asks for the mesh here, to know how many workers have a residual
     if isinstance(mesh, Mesh):
         with jax.set_mesh(mesh):
             state = tx.init(params)

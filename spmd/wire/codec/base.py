@@ -300,6 +300,8 @@ class RowCodec(Codec):
         width = node.shape[1]
         index = collectives.worker_index(across)
         payload = self._encode_bucket(node, bucket)
+        # A worker's own row is neither sent nor rounded. There `kept` is exact, so it has room for
+        # the owner's rounding in 3, and no second memory is needed.
         own_row = lax.dynamic_index_in_dim(node, index)
         received = packed_collective(
             payload, node_count, lambda part: collectives.all_to_all(part, across)

@@ -71,6 +71,8 @@ class LocalTraining:
                 return self._send(rows, memory, step)
             return self._average_elastically(rows, memory, step)
 
+        # The events are equal on all workers, so all take the same branch: a collective in a branch
+        # that one of them does not take would wait for it forever.
         with jax.named_scope(f"send/{number}"):
             rows, memory = lax.cond(events["sends"][number], send, _unchanged, rows, memory)
         if self.declared.mode == "local":

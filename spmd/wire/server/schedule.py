@@ -156,6 +156,7 @@ class Asynchronous:
         self.finished = np.zeros(workers)
         self.waiting: set[int] = set()  # workers that read when the bound on the slowest allows it
         self.count = 0  # gradients of the next update so far, over rounds
+        # (time, kind, worker): a heap orders equal times by kind, then by worker
         self.queue: list[tuple[float, int, int]] = []
         self.joined = declared.warmup_steps <= 0  # whether all workers take part
         self._open()
