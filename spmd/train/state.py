@@ -222,7 +222,7 @@ def replicated_moments(abstract: State, resolved: Resolved) -> list[str]:
 
 
 def copy_state(
-    given: Variables,
+    concrete: Variables,
     opening: Opening,
     seed: int,
     shardings: State,
@@ -230,13 +230,13 @@ def copy_state(
     place: Callable[..., jax.Array],
 ) -> State:
     """The state at step 0 of a model that was given with its arrays: copied by `place_copy`, or
-    used by `take`.
+    used by `use_or_copy`.
     """
-    variables = jax.tree.map(place, given, shardings.variables)
+    variables = jax.tree.map(place, concrete, shardings.variables)
     return donate_to_state(variables, opening, seed, shardings, memory)
 
 
-def take(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def use_or_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """An array of the caller's that is given up: itself if it lies so already, or else a copy."""
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         return leaf
@@ -272,10 +272,10 @@ def make_state_builder(
     )
 
 
-def checksums(given: Variables) -> dict[str, str]:
+def checksums(concrete: Variables) -> dict[str, str]:
     """Facts that decide the state at step 0 of a model that was given with its arrays."""
     facts = {}
-    for path, leaf in flatten(given).items():
+    for path, leaf in flatten(concrete).items():
         if _spread(leaf):
             # no process has all of it; it is one array for all
             facts[f"initial {path}"] = f"{describe(leaf)} over all processes"

@@ -25,7 +25,7 @@ from spmd.train.state import (
     make_state,
     make_state_builder,
     place_copy,
-    take,
+    use_or_copy,
 )
 from spmd.train.weight_average import average_of
 from spmd.wire.server.packing import Storage
@@ -64,7 +64,7 @@ class StateFactory:
                 return self._builder()
         place = place_copy
         if self.spec.as_passed.handed_over:
-            place = take
+            place = use_or_copy
         state = copy_state(
             concrete, self.opening, self.seed, self.shardings, self.exchange.init, place
         )

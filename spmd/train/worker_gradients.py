@@ -101,14 +101,14 @@ class WorkerGradients:
         """
         first = collectives.worker_index(axes) * self.workers_per_position
         scale = events.get(LOSS_SCALE)
-        known = self._known(params, state, batch, axes)
+        common = self._common_arrays(params, state, batch, axes)
         # XLA:CPU (jaxlib 0.10) ends the process where collectives of a loop run beside these
-        if known is not None:
-            params, known = lax.optimization_barrier((params, known))
+        if common is not None:
+            params, common = lax.optimization_barrier((params, common))
 
         def worker_grads(carried: Carried, rows: tuple, index: jax.Array) -> tuple[tuple, Carried]:
             grads, after = self._of_worker(
-                params, state, carried, rows, first + index, axes, scale, known
+                params, state, carried, rows, first + index, axes, scale, common
             )
             if "present" not in events:
                 return grads, after
@@ -161,12 +161,12 @@ class WorkerGradients:
         """
         count = self.workers_per_position
         first = collectives.worker_index(axes) * count
-        known = self._known(jax.tree.map(lambda x: x[0], params), state, batch, axes)
+        common = self._common_arrays(jax.tree.map(lambda x: x[0], params), state, batch, axes)
 
         def worker_grads(carried: Carried, inputs: tuple) -> tuple[Carried, tuple]:
             index, present, params, rows = inputs
             (grads, sums), after = self._of_worker(
-                params, state, carried, rows, first + index, axes, known=known
+                params, state, carried, rows, first + index, axes, common=common
             )
 
             def where_present(x: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ class WorkerGradients:
         worker: Any,
         axes: tuple[str, ...],
         scale: Any = None,
-        known: list[jax.Array] | None = None,
+        common: list[jax.Array] | None = None,
     ) -> tuple[tuple[Tree, Sums], Carried]:
         """Of one worker, by its number over all workers: gradients of the loss summed over its
         rows, times `scale`, and metric sums; what follows.
@@ -225,7 +225,7 @@ class WorkerGradients:
                 sync_axes=sync_axes,
                 only_sums=only_sums,
                 scale=scale,
-                place=self._place(worker, index, axes, known),
+                place=self._place(worker, index, axes, common),
             )
             if policy is not None:
                 loss = jax.checkpoint(loss, policy=policy)
@@ -246,7 +246,7 @@ class WorkerGradients:
         return jax.tree.map(jnp.add, total, summed), carried
 
     def _place(
-        self, worker: Any, index: Any, axes: tuple[str, ...], known: list[jax.Array] | None
+        self, worker: Any, index: Any, axes: tuple[str, ...], common: list[jax.Array] | None
     ) -> Place | None:
         """Return where the rows of a worker's microbatch are in the batch, for a loss that is not a
         mean over rows; None where it sees all rows.
@@ -254,16 +254,16 @@ class WorkerGradients:
         if self.reading is None:
             return None
         if self.split:
-            return Place(axes, self._workers(axes), worker, self.microbatches, index, known)
+            return Place(axes, self._workers(axes), worker, self.microbatches, index, common)
         if self.microbatches > 1:
-            return Place((), 1, worker, self.microbatches, index, known)
+            return Place((), 1, worker, self.microbatches, index, common)
         return None
 
     def _step_key(self, state: State) -> jax.Array:
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         return jax.random.fold_in(key, state.step)
 
-    def _known(
+    def _common_arrays(
         self, params: Tree, state: State, batch: Tree, axes: tuple[str, ...]
     ) -> list[jax.Array] | None:
         """Return the arrays that all rows of the batch share, if the rows of one position are seen

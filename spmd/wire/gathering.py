@@ -380,9 +380,11 @@ def _gather_forward(
 
 
 def _gather_backward(
-    gathering: Gathering, kept: tuple[dict[int, jax.Array], list[jax.Array]], grads: list[jax.Array]
+    gathering: Gathering,
+    saved: tuple[dict[int, jax.Array], list[jax.Array]],
+    grads: list[jax.Array],
 ) -> tuple:
-    residuals, typed = kept
+    residuals, typed = saved
     grads = [grad.astype(empty.dtype) for grad, empty in zip(grads, typed, strict=True)]
     return gathering.reduce(grads, residuals)
 

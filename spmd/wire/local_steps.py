@@ -343,5 +343,5 @@ def _split(params: Tree, fragments: int) -> list[dict[str, Any]]:
     return parts
 
 
-def _unflatten(like: Tree, flat: dict[str, Any]) -> Tree:
-    return map_paths(lambda path, _: flat[path], like)
+def _unflatten(like: Tree, by_path: dict[str, Any]) -> Tree:
+    return map_paths(lambda path, _: by_path[path], like)

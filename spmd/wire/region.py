@@ -121,16 +121,16 @@ def count_rows(sizes: Mapping[str, int], *, in_region: bool) -> int:
     return math.prod(sizes.values())
 
 
-def check_axes(axes: tuple[str, ...], known: Sequence[str]) -> None:
+def check_axes(axes: tuple[str, ...], mesh_axes: Sequence[str]) -> None:
     """Refuse an axis that the mesh does not have.
 
     Raises:
       CommunicationError: names it.
     """
     for axis in axes:
-        if axis not in known:
+        if axis not in mesh_axes:
             raise CommunicationError(
-                f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, known)
+                f'the mesh has no axis "{axis}".', fix=did_you_mean(axis, mesh_axes)
             )
 
 

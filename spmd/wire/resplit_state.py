@@ -101,8 +101,8 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
         )
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
-    kept = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
-    return place(kept, mesh, specs(kept))
+    state_of_mesh = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
+    return place(state_of_mesh, mesh, specs(state_of_mesh))
 
 
 def _is_ours(node: Any) -> bool:
@@ -142,18 +142,18 @@ def _keep_memory(old: Memory, fresh: Memory) -> Memory:
             "gradients, and start with wire.init.",
             path=lost[0],
         )
-    kept: Memory = {}
+    memory: Memory = {}
     for path, entry in fresh.items():
         before = old.get(path, {})
-        kept[path] = dict(entry)
+        memory[path] = dict(entry)
         if RESIDUAL in entry and RESIDUAL in before:
-            kept[path][RESIDUAL] = _keep_rows(path, before[RESIDUAL], entry[RESIDUAL])
+            memory[path][RESIDUAL] = _keep_rows(path, before[RESIDUAL], entry[RESIDUAL])
         if CODEC in entry and before.get(CODEC, {}).keys() == entry[CODEC].keys():
             arrays = entry[CODEC].items()
-            kept[path][CODEC] = {
+            memory[path][CODEC] = {
                 name: _keep_array(path, before[CODEC][name], leaf) for name, leaf in arrays
             }
-    return kept
+    return memory
 
 
 def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:

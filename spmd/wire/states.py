@@ -180,11 +180,11 @@ def _check_order(state: Tree) -> None:
     if type(state) is tuple:
         last = max((at for at, part in enumerate(parts) if communicates(part)), default=0)
     for part in parts[:last]:
-        kept = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
-        if kept and not communicates(part):
+        arrays = [leaf for leaf in jax.tree.leaves(part) if jnp.ndim(leaf)]
+        if arrays and not communicates(part):
             raise CommunicationError(
                 f"{_keeper(part)} comes before a communication in optax.chain and keeps "
-                f"{describe(kept[0])}: it would see each "
+                f"{describe(arrays[0])}: it would see each "
                 "worker's own gradients, and its state would differ between workers.",
                 fix="the communication first: optax.chain(wire.all_reduce(...), ...).",
             )

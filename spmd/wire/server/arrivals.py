@@ -116,14 +116,14 @@ def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
     by_path = flatten(params)
     order = jnp.argsort(~readers)
 
-    def read(number: Any, held: Leaves) -> Leaves:
+    def read_next(number: Any, held: Leaves) -> Leaves:
         after = {}
         for path, x in held.items():
             after[path] = lax.dynamic_update_index_in_dim(x, by_path[path], order[number], 1)
         return after
 
     count = readers.sum()
-    held = lax.fori_loop(0, count, read, {path: entry[HELD] for path, entry in memory.items()})
+    held = lax.fori_loop(0, count, read_next, {path: entry[HELD] for path, entry in memory.items()})
     return {path: entry | {HELD: held[path]} for path, entry in memory.items()}
 
 

@@ -54,11 +54,11 @@ def server_clock(
     check_integer(workers, "workers")
     of_local = [name for name, modes in OF_MODE.items() if set(modes) <= set(LOCAL)]
     declared_fields = [field.name for field in dataclasses.fields(ParameterServer)]
-    known = [name for name in declared_fields if name not in (*ELSEWHERE, "workers", *of_local)]
+    names = [name for name in declared_fields if name not in (*ELSEWHERE, "workers", *of_local)]
     local = options.get("mode") in LOCAL
     for name in options:
-        if name not in known and not (name in of_local and local):
-            raise OptionError(f"server_clock: nothing reads {name}.", fix=did_you_mean(name, known))
+        if name not in names and not (name in of_local and local):
+            raise OptionError(f"server_clock: nothing reads {name}.", fix=did_you_mean(name, names))
     declared = ParameterServer(workers=int(workers), **options)
     if declared.mode not in MODES:
         why = f"server_clock: mode={short_repr(declared.mode)}."

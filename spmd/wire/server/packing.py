@@ -91,9 +91,10 @@ class Storage:
             return jax.tree.map(
                 lambda leaf: to_server_rows(leaf, self.servers, self.positions), params
             )
-        flat = flatten(params)
+        by_path = flatten(params)
         return {
-            dtype: self._stack(assignment, flat) for dtype, assignment in self.assignments.items()
+            dtype: self._stack(assignment, by_path)
+            for dtype, assignment in self.assignments.items()
         }
 
     def _stack(self, assignment: Assignment, by_path: dict[str, Any]) -> jax.Array:

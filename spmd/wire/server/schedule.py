@@ -99,25 +99,25 @@ def synchronous(
     number = 0
     while True:
         count = workers
-        kept = workers - declared.spares
+        awaited = workers - declared.spares
         # the first worker trains alone before the others join
         if number < declared.warmup_steps:
             count = 1
-            kept = 1
+            awaited = 1
         seconds = np.array([times.of(worker, number) for worker in range(count)])
         order = np.argsort(seconds, kind="stable")
         done = now + seconds[order]
         new_round = Round.empty(workers)
         new_round.worker[:] = [*order, *range(count, workers)]
         new_round.staleness[:count] = 0
-        new_round.applied[:kept] = True
-        new_round.commit[kept - 1] = True
+        new_round.applied[:awaited] = True
+        new_round.commit[awaited - 1] = True
         new_round.takes[order] = True
-        new_round.present[order[:kept]] = True
+        new_round.present[order[:awaited]] = True
         new_round.began[:] = now
         new_round.done[:count] = done
         new_round.time[:count] = done
-        now += float(seconds[order[kept - 1]]) + network * count / workers + delay
+        now += float(seconds[order[awaited - 1]]) + network * count / workers + delay
         number += 1
         yield dataclasses.replace(new_round, end=now)
 
