@@ -81,8 +81,8 @@ def main_dtype(jaxpr: Any) -> str:
 
 
 def empty_places(jaxpr: Any, times: int = 1) -> float:
-    """Of `model_flops`, those of experts' places that no token has chosen: an expert has more of
-    them than an even share of the choices.
+    """Return the part of `model_flops` of experts' places that no token has chosen: an expert has
+    more of them than an even share of the choices.
     """
     total, choices, experts = 0.0, 0, 0
     for equation in jaxpr.eqns:
@@ -159,7 +159,7 @@ def _longest_free_dim(side: Any, summed: Sequence[int], batch: Sequence[int]) ->
 
 
 def large_products(program: TrainingProgram, jaxpr: Any) -> LargeProducts:
-    """Those of a program whose loss has this jaxpr."""
+    """Return the large products of a program whose loss has this jaxpr."""
     leaves = jax.tree.leaves(program.sample)
     lengths = {size for leaf in leaves for size in leaf.shape[1:]}
     tokens = max(

@@ -271,12 +271,10 @@ class Totals:
         finish: Callable[[np.ndarray, int], dict[str, float]],
         undefined: Mapping[str, str] = {},
     ):
-        self._names, self._finish, self._undefined, self.total = (
-            columns,
-            finish,
-            undefined,
-            np.zeros((2, len(columns))),
-        )
+        self._names = columns
+        self._finish = finish
+        self._undefined = undefined
+        self.total = np.zeros((2, len(columns)))
         self._batches = 0
         self._rows = 0
         self._broken: dict[str, str] = {}  # metric -> where its sum was not finite first, in words

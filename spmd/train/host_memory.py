@@ -72,7 +72,7 @@ def check_memory(layout: Layout, mesh: Any, *, per_worker: bool) -> None:
 
 
 def memory_notes(layout: Layout, platform: str) -> list[str]:
-    """What a person should know of offloading on this platform."""
+    """Return lines that a person should read about offloading on this platform."""
     keys = ["[memory] optimizer"] * (layout.memory.optimizer == "host") + [
         "[remat] offload"
     ] * layout.remat.offloads
@@ -84,7 +84,7 @@ def memory_notes(layout: Layout, platform: str) -> list[str]:
 
 
 def on_host(leaf: Any) -> bool:
-    """Whether an array under a trace lies in the host's memory."""
+    """Return whether an array under a trace lies in the host's memory."""
     return jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 

@@ -1,4 +1,4 @@
-"""What is minimised and what is measured, as (sum, count) pairs over rows."""
+"""The loss and the metrics, as (sum, count) pairs over rows."""
 
 import contextlib
 import dataclasses
@@ -91,7 +91,9 @@ class Objective:
         return isinstance(self.loss, PerExample) and metric.inputs == self.loss.inputs
 
     def __call__(self, model: Any, batch: Any, rng: Any) -> tuple[Any, dict[str, Any]]:
-        """As `call`; what the user's functions raise comes out as a `LossError` that names them."""
+        """Return what `call` does; an error of the user's functions becomes a `LossError` that
+        names them.
+        """
 
         def call_again(batch: Any) -> Any:
             return call_loss(self.loss, model, batch, rng)
@@ -279,8 +281,8 @@ jax.tree_util.register_pytree_node(
 
 
 def _missing_key(function: Callable[[Any], Any], batch: Any) -> _MissingKey | None:
-    """What a function that has raised a `KeyError` misses in a batch; None if the key is one of
-    another dict.
+    """Return the key that a function which has raised a `KeyError` misses in a batch; None if the
+    key is one of another dict.
     """
     try:
         function(_naming(batch))

@@ -27,7 +27,7 @@ LIBRARY = str(Path(__file__).parents[1])
 
 
 class Part(enum.IntEnum):
-    """How a value depends on the gradient that a backward pass is given."""
+    """The way in which a value depends on the gradient that a backward pass is given."""
 
     ZERO = 0
     FIXED = 1  # not at all

@@ -1,5 +1,5 @@
-"""What a program is compiled for, in the words of layouts and batches: recorded beside a cached
-program, to explain the next miss.
+"""The facts that a program is compiled for, in the words of layouts and batches: recorded beside a
+cached program, to explain the next miss.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def text_facts(text: str, name: str) -> dict[str, str]:
 def facts_of_program(
     placed: PlacedModel, batch: Tree, compiler_options: dict[str, Any]
 ) -> dict[str, str]:
-    """What a program on such a batch is compiled for."""
+    """Return the facts that a program on such a batch is compiled for."""
     config = placed.config
     layout = tomllib.loads(placed.resolved.layout.to_toml())
     for words in ("description", "use_when"):

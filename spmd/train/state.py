@@ -147,7 +147,7 @@ def state_shardings(
     *,
     local: bool = False,
 ) -> State:
-    """Where every leaf of the state lives: parameters by their spec, moments by their parameter's,
+    """The place of every leaf of the state: parameters by their spec, moments by their parameter's,
     the exchange's by `memory`.
 
     `optimized`: parameters as the optimizer sees them. `local`: every worker has an optimizer's

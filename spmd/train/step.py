@@ -30,7 +30,7 @@ REPLICATED = PartitionSpec()
 
 
 class Reduced(NamedTuple):
-    """What the workers have computed together.
+    """The result that the workers have computed together.
 
     Attributes:
       values: what the rule's update needs. `Synchronous`: mean gradients, sharded as the reduction
@@ -50,7 +50,7 @@ class Reduced(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule(abc.ABC):
-    """How the gradients of workers become an update."""
+    """The way in which the gradients of workers become an update."""
 
     sync: GradientSync
     optimizer: optax.GradientTransformationExtraArgs
@@ -89,8 +89,8 @@ class UpdateRule(abc.ABC):
         """
 
     def skipped(self, opt: Any) -> Any:
-        """Whether the update was skipped, by the optimizer's new state; communication and batch
-        statistics then stay as they were.
+        """Return whether the update was skipped, by the optimizer's new state; communication and
+        batch statistics then stay as they were.
         """
         del opt
         return False
@@ -106,7 +106,7 @@ class UpdateRule(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step is made of; all of it is known before it is compiled."""
+    """The parts that a step is made of; all are known before it is compiled."""
 
     worker: WorkerGradients
     rule: UpdateRule
@@ -126,7 +126,8 @@ def train_step(
 def step_and_gradients(
     step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
 ) -> tuple[State, jax.Array, Tree]:
-    """As `train_step`, with the gradients that the optimizer got, which only `Synchronous` has.
+    """Return what `train_step` does, and the gradients that the optimizer got, which only
+    `Synchronous` has.
 
     Args:
       state: its `key` never changes. Random numbers follow from the key, the step, the microbatch
@@ -157,8 +158,8 @@ def step_and_gradients(
 
 
 def scale_of_sum(step: Step, state: State, weights: jax.Array) -> dict[str, jax.Array]:
-    """Where the optimizer keeps a scale of the mean loss: by what the sum over the rows of all
-    workers is multiplied, an event.
+    """Return the factor of the sum over the rows of all workers, an event, where the optimizer
+    keeps a scale of the mean loss.
     """
     rows = weights.shape[0]
     if step.over_workers is not None:

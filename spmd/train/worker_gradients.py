@@ -44,7 +44,7 @@ from spmd.wire.transfer import RESIDUAL, Memory
 
 
 class Carried(NamedTuple):
-    """What one microbatch hands to the next.
+    """The values that one microbatch hands to the next.
 
     Attributes:
       stats: the total of the statistics of the parts so far, of which each begins at those from
@@ -93,8 +93,8 @@ class WorkerGradients:
         events: Tree,
         axes: tuple[str, ...],
     ) -> tuple[Tree, Carried, jax.Array]:
-        """Of one position: gradients, the next stats, and metrics float32[2, names], which are
-        those of the batch.
+        """Return gradients of one position, the next stats, and metrics float32[2, names], which
+        are those of the batch.
 
         The gradients are full and not yet averaged: their mean over workers is the gradient of the
         mean loss over the batch. Those of `GradientSync.layerwise` are reduced already.
@@ -155,8 +155,8 @@ class WorkerGradients:
         events: Tree,
         axes: tuple[str, ...],
     ) -> tuple[Tree, Carried, jax.Array]:
-        """Of each simulated worker of one position, at parameters [m, ...] of its own: mean
-        gradients over its rows, [m, ...]; the next stats; and metrics float32[m, 2, names]. An
+        """Return mean gradients of each simulated worker of one position over its rows, [m, ...],
+        at parameters [m, ...] of its own; the next stats; and metrics float32[m, 2, names]. An
         absent worker has gradients of zero and counts for nothing.
         """
         count = self.workers_per_position
@@ -201,8 +201,8 @@ class WorkerGradients:
         scale: Any = None,
         common: list[jax.Array] | None = None,
     ) -> tuple[tuple[Tree, Sums], Carried]:
-        """Of one worker, by its number over all workers: gradients of the loss summed over its
-        rows, times `scale`, and metric sums; what follows.
+        """Return gradients of one worker, by its number over all workers, of the loss summed over
+        its rows, times `scale`, and metric sums; and what the next one begins with.
         """
         step_key = self._step_key(state)
         localize = self._localizer(worker, rows[1].shape[0] // self.microbatches, axes)

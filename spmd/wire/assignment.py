@@ -1,4 +1,4 @@
-"""Which server stores which parameter. Pure: sizes in, owners out.
+"""The server that stores each parameter. Pure: sizes in, owners out.
 
 The first two strategies for unsplit parameters are those of TF 1.x's `replica_device_setter`: round
 robin over `ps_tasks`, and `GreedyLoadBalancingStrategy` by bytes. The third sorts by size first

@@ -35,6 +35,7 @@ from spmd.wire.codec.base import Codec
 from spmd.wire.codec.bfloat16 import Bfloat16
 from spmd.wire.reduction import Averaging
 from spmd.wire.region import (
+    FIX_SPLIT,
     Axes,
     as_axes,
     axis_sizes,
@@ -249,8 +250,7 @@ def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
                 f"the state is not that of these gradients: on each worker {path} needs the "
                 f"residual {needed.get(path, 'none')}, "
                 f"and the state has {shapes.get(path, 'none')}.",
-                fix="init with these parameters, and wire.specs(state) among the in_specs and "
-                "out_specs of jax.shard_map.",
+                fix=FIX_SPLIT,
                 path=path,
             )
     _check_codec_states(transfers, memory)

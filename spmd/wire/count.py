@@ -1,4 +1,4 @@
-"""What a transformation sends, counted from its traced program."""
+"""The bytes that a transformation sends, counted from its traced program."""
 
 from collections.abc import Callable
 from typing import Any

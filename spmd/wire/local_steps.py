@@ -18,7 +18,7 @@ from spmd.wire.assignment import assign
 from spmd.wire.codec.base import Codec
 from spmd.wire.codec.exact import EXACT
 from spmd.wire.communication import Communication, WireState, check_state, make_communication
-from spmd.wire.region import Axes, as_arrays, axis_sizes, bound_sizes, count_rows
+from spmd.wire.region import FIX_SPLIT, Axes, as_arrays, axis_sizes, bound_sizes, count_rows
 from spmd.wire.states import check_no_communication, check_transformation
 from spmd.wire.transfer import Leaves, Memory
 
@@ -211,8 +211,7 @@ class LocalSteps:
         if jax.tree.map(jnp.shape, state.params) != shapes:
             raise CommunicationError(
                 "the state is not that of these parameters, or is not split over workers.",
-                fix="init with these parameters, and wire.specs(state) among the in_specs and "
-                "out_specs of jax.shard_map.",
+                fix=FIX_SPLIT,
             )
 
     def _step(

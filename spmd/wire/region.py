@@ -16,6 +16,10 @@ from spmd.wire.transfer import Transfer
 
 Axes = str | Sequence[str]
 
+FIX_SPLIT = (
+    "init with these parameters, and wire.specs(state) among the in_specs and out_specs of "
+    "jax.shard_map."
+)
 ENCODABLE = (jnp.float32, jnp.bfloat16, jnp.float16)
 FLOATS_ONLY = (
     "gradients of floating-point parameters only: optax.partition, with optax.set_to_zero() for "

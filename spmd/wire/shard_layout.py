@@ -1,4 +1,4 @@
-"""How the workers share one gradient: which elements of the mean each of them owns."""
+"""The shares of workers in one gradient: the elements of the mean that each of them owns."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""How each gradient is communicated, and what is kept of it between steps.
+"""Plans of how each gradient is communicated, and what is kept of it between steps.
 
 All of it is known before a step is compiled. What is kept, a *memory*, is a dict by parameter path
 and by kind. `reduction.py` computes with it.

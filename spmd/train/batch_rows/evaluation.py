@@ -190,7 +190,7 @@ def _of_batch(one: Any) -> list[Held]:
 
 @dataclasses.dataclass(frozen=True)
 class FromBatches:
-    """How the value of a loss or metric on all rows follows from batches.
+    """The way in which the value of a loss or metric on all rows follows from batches.
 
     Attributes:
       mean: the mean of its values, weighted by rows, is right.

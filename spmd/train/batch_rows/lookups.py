@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in a look-up: of entire rows of a table, or in its own row."""
+"""The place of the rows of a batch in a look-up: of entire rows of a table, or in its own row."""
 
 import math
 from typing import Any

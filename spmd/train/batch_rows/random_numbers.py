@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in random numbers and their keys."""
+"""The place of the rows of a batch in random numbers and their keys."""
 
 from typing import Any
 

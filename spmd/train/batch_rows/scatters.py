@@ -1,5 +1,5 @@
-"""Where the rows of a batch are in a scatter: written row by row, or added up by their places, as
-counts and sums of classes are.
+"""The place of the rows of a batch in a scatter: written row by row, or added up by their places,
+as counts and sums of classes are.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What the servers of an asynchronous parameter server do: gradients are applied one after the
+"""The servers' part of an asynchronous parameter server: gradients are applied one after the
 other, in order of arrival.
 
 The order, who reads when, and what counts are data; the updates are real. Algorithms: Downpour

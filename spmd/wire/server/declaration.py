@@ -1,5 +1,5 @@
-"""What a parameter server is declared to be, and which options mean nothing or contradict each
-other. Data only.
+"""The declaration of a parameter server, and a check for options that mean nothing or contradict
+each other. Data only.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ Per worker, inside the manual region. The D positions along the data axes are se
 simulated workers each, W = D m. A parameter is packed as [D, width], a row for each server.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,10 +33,7 @@ def gather_rows(
       rounded: whether float32 is sent as bfloat16.
     """
     gathered: Leaves = {}
-
-    def all_gather(x: jax.Array) -> jax.Array:
-        return collectives.all_gather(x, axes, 0)
-
+    all_gather = functools.partial(collectives.all_gather, axes=axes, dim=0)
     with jax.named_scope("gather_params"):
         for paths in buckets:
             if paths[0] in rows:
@@ -53,9 +51,7 @@ def fetch_params(
     """
     fetched: Leaves = {}
     positions = collectives.worker_count(axes)
-
-    def all_to_all(part: jax.Array) -> jax.Array:
-        return collectives.all_to_all(part, axes)
+    all_to_all = functools.partial(collectives.all_to_all, axes=axes)
 
     def by_position(held: jax.Array) -> jax.Array:
         workers, width = held.shape
@@ -104,10 +100,7 @@ def send_gradients(
     axes = next(iter(transfers.values())).shard_layout.axes
     positions = collectives.worker_count(axes)
     index = collectives.worker_index(axes)
-
-    def all_to_all(part: jax.Array) -> jax.Array:
-        return collectives.all_to_all(part, axes)
-
+    all_to_all = functools.partial(collectives.all_to_all, axes=axes)
     for number, paths in enumerate(buckets):
         codec_name = transfers[paths[0]].codec_name
         with jax.named_scope(f"reduce_gradients/{codec_name}/{number}"):

@@ -27,6 +27,7 @@ from spmd.wire.communication import (
     make_communication,
 )
 from spmd.wire.region import (
+    FIX_SPLIT,
     Axes,
     as_arrays,
     axis_sizes,
@@ -56,10 +57,6 @@ from spmd.wire.zero import check_elementwise, moment_specs
 # dim 0
 ROUNDING = "rounding"
 EVENTS = "events=clock.step_inputs(n)"
-FIX_STATE = (
-    "init with these parameters, and wire.specs(state) among the in_specs and out_specs of "
-    "jax.shard_map."
-)
 FIX_CLIP = (
     "an optimizer that works element by element, such as optax.adamw. For clipping: "
     "optax.chain(optax.clip_by_global_norm(...), "
@@ -333,7 +330,7 @@ class Servers:
         if held != needed or not same_inner:
             raise CommunicationError(
                 "the state is not that of these parameters, or is not split over servers.",
-                fix=FIX_STATE,
+                fix=FIX_SPLIT,
             )
 
 
