@@ -73,9 +73,11 @@ def check_memory(layout: Layout, mesh: Any, *, per_worker: bool) -> None:
 
 def memory_notes(layout: Layout, platform: str) -> list[str]:
     """Return lines that a person should read about offloading on this platform."""
-    keys = ["[memory] optimizer"] * (layout.memory.optimizer == "host") + [
-        "[remat] offload"
-    ] * layout.remat.offloads
+    keys = []
+    if layout.memory.optimizer == "host":
+        keys.append("[memory] optimizer")
+    if layout.remat.offloads:
+        keys.append("[remat] offload")
     if not keys or platform != "cpu":
         return []
     return [
