@@ -157,13 +157,10 @@ class LocalSteps:
             send = (number - sent_at) % self.every == 0
             arrived_at = number - self.overlap
             receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
-            unchanged = {
-                path: waiting[path] if self.overlap else jnp.zeros_like(leaf)
-                for path, leaf in full.items()
-            }
+            pending_part = {path: waiting[path] for path in full} if self.overlap else None
             part_memory = {path: memory[path] for path in full if path in memory}
             synchronize = functools.partial(self._synchronize, full, trained, state.wire.step)
-            keep = functools.partial(_keep, unchanged)
+            keep = functools.partial(_keep, full, pending_part)
             with jax.named_scope(f"synchronize/{turn}"):
                 computed, part_memory, outer_state = lax.cond(
                     send, synchronize, keep, part_memory, state.outer[turn]
@@ -224,8 +221,16 @@ class LocalSteps:
         return updates, after.memory, outer_state
 
 
-def _keep(updates: Leaves, memory: Memory, outer_state: Any) -> tuple[Leaves, Memory, Any]:
-    return updates, memory, outer_state
+def _keep(
+    full: Leaves, pending: Leaves | None, memory: Memory, outer_state: Any
+) -> tuple[Leaves, Memory, Any]:
+    """Return what a step that does not synchronize leaves as it is: updates that are on their way,
+    or no change of the parameters `full`.
+    """
+    if pending is not None:
+        return pending, memory, outer_state
+    # Made here, in the branch, so that other steps need no memory for them.
+    return {path: jnp.zeros_like(leaf) for path, leaf in full.items()}, memory, outer_state
 
 
 def local_sgd(
