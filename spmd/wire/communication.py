@@ -352,8 +352,12 @@ def check_codec(name: str, codec: Any) -> None:
     """Refuse what is no codec, such as a codec's name or its class."""
     if isinstance(codec, Codec):
         return
-    known = next((known for known, kind in CODECS.items() if codec in (kind, known)), None)
-    fix = f"wire.{known}()." if known in CODECS else "a codec, such as wire.int8(block=256)."
+    fix = "a codec, such as wire.int8(block=256)."
+    for known, kind in CODECS.items():
+        if codec in (kind, known):
+            # One of `spmd.wire` has its name there; one that was registered, that of its class.
+            is_ours = kind.__module__.startswith("spmd.")
+            fix = f"wire.{known}()." if is_ours else f"{kind.__name__}()."
     raise OptionError(
         f"{name}={codec.__name__ if isinstance(codec, type) else short_repr(codec)} is "
         f"{type_name(codec)}.",
