@@ -405,8 +405,8 @@ def export() -> str:
 
 
 LEVELS = (
-    ("errors, tree, rng, specs, xla, ...", "what needs nothing"),
-    ("render, user_paths, path_match, fields", "tables, drawings, paths"),
+    ("errors, base", "what everything stands on"),
+    ("jaxpr, render", "traced programs; tables and drawings"),
     ("wire, program_cache", "codecs and collectives"),
     ("mesh, models, layout", "where arrays live"),
     ("nn, sync", "stacks and attention; gradients of a layout"),

@@ -15,7 +15,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def name_errors(path: Path) -> Iterator[None]:
-    """Give an `OSError` in the block that names no file the name of this one.
+    """Add this file's name to an `OSError` in the block that names none.
 
     >>> with name_errors(Path("runs/a.bin")):
     ...     raise OSError(28, "No space left on device")

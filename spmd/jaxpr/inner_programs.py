@@ -5,13 +5,14 @@ closed one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from spmd.jaxpr.primitives import Kind, of_kind
 
+Part = TypeVar("Part")
 CALLS = of_kind(Kind.CALL)
 # of one program, with a derivative of its own
 CUSTOM = of_kind(Kind.CUSTOM)
@@ -151,25 +152,21 @@ def repeats(equation: Any) -> int:
     return 1
 
 
-def counted_programs(equation: Any, cost: Callable[[Any], float]) -> list[tuple[Any, int]]:
-    """Return the jaxprs that a count of what a program does follows, and how often each runs: of
-    branches only the one that costs most.
-
-    Args:
-      equation: any; one that runs no program has none.
-      cost: of a jaxpr, in any unit.
+def counted_parts(
+    equation: Any, parts: Sequence[Part], size: Callable[[Part], float]
+) -> Sequence[Part]:
+    """Return the parts of an equation, one for each of its `inner_jaxprs`, that a count of what a
+    program does adds up: of branches only the largest one.
 
     Example:
       >>> branches = lambda x: jax.lax.cond(x > 0, lambda x: x, lambda x: 2 * x + 1, x)
       >>> equation = jax.make_jaxpr(branches)(1.0).eqns[-1]
-      >>> [(jaxpr, times)] = counted_programs(equation, lambda jaxpr: len(jaxpr.eqns))
-      >>> jaxpr.eqns[0].primitive.name, times
-      ('mul', 1)
+      >>> counted_parts(equation, [len(jaxpr.eqns) for jaxpr in inner_jaxprs(equation)], float)
+      [2]
     """
-    jaxprs = list(inner_jaxprs(equation))
     if equation.primitive.name == "cond":
-        return [(max(jaxprs, key=cost), 1)]
-    return [(jaxpr, repeats(equation)) for jaxpr in jaxprs]
+        return [max(parts, key=size)]
+    return parts
 
 
 def constant_inputs(equation: Any) -> Mapping[str, Sequence[Any]] | None:

@@ -273,7 +273,8 @@ def _codec_problems(layout: Layout, params: Params, mesh: MeshSpec) -> Iterator[
     for number, rule in enumerate(rules):
         where = f'[[gradients.rules]] {rule_name(rules, number)}: path "{rule.path}"'
         yield from match_problems(where, rule, {"rule": number + 1, "line": rule.line})
-    for path, leaf in params.items():
+    # One rule overlaps with no other, and matching takes time for each parameter.
+    for path, leaf in params.items() if len(rules) > 1 else ():
         claimed = matching_rules(path)
         if len(claimed) > 1:
             why = fixes.claim_lines(rules, claimed, "[[gradients.rules]] match this parameter")

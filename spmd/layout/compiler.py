@@ -51,7 +51,7 @@ LAYERWISE_DEFAULTS = {"combine_all_gather": "256 MiB", "double_buffering": True}
 # loop, others after, and they wait until XLA ends the process (seen with jaxlib 0.11). In programs
 # that its other scheduler orders, this does not happen. Simulated devices share cores anyway.
 CPU_DEFAULTS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-# Options without which a plan compiles again what XLA cannot tile.
+# Turned off to compile a plan's program again that XLA cannot tile.
 TRITON = "xla_gpu_enable_triton_gemm"
 UNROLLING = {True: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", False: "WHILE_LOOP_UNROLLING_NO_UNROLL"}
 

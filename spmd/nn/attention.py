@@ -150,7 +150,7 @@ def attend(
     local = _Sharded(parallel, call)
     name, reasons = choose(choice, local.call, platform)
     if name in reasons:
-        # An implementation that the model asks JAX for may be one that JAX has, and we have not.
+        # The model may ask JAX for an implementation that JAX has and spmd does not.
         if implementation is not None and as_written is not None:
             return _as_written(as_written)
         other, _ = choose("auto", local.call, platform)

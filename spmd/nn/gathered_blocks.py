@@ -88,7 +88,7 @@ class _Block(NamedTuple):
 
 # Not `wire.gather` under `jax.checkpoint`: its policy sees the operations of a gather one by one,
 # and cannot distinguish the parts of a bucket from values of the block; only the last microbatch
-# reduces sums of gradients; and what reads a loss finds a block as one equation.
+# reduces sums of gradients; and code that reads a traced loss finds a block as one equation.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call_gathered(unit: _Block, block: Stack, constants: list[Any]) -> tuple[Tree, Tree]:
     """Return outputs, and the variables that the call changed."""

@@ -134,7 +134,8 @@ class ParallelConfig:
         need: where the devices of a stage communicate, explicitly or because the partitioner has
         sharded a layer over another axis.
         """
-        # A convolution in a branch is as slow on a CPU as in a loop, for which loops are unrolled.
+        # A convolution in a branch is as slow on a CPU as one in a loop, which is why loops are
+        # unrolled.
         if self.unroll or self.mesh is None:
             return self.unroll
         # In a branch that only some stages take, XLA:CPU (jax 0.10.2) gives a `ppermute` wrong

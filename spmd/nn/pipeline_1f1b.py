@@ -14,7 +14,8 @@ stage).
 
 Source: Narayanan et al., PipeDream-Flush, arXiv:2006.09503; the schedule is `spmd.nn.schedule`'s.
 
-*Unmeasured*: no GPU has timed the schedule. That few inputs are stored is in the compiled program.
+*Unmeasured*: no GPU has timed the schedule. The few inputs that are stored can be seen in the
+compiled program.
 """
 
 import dataclasses

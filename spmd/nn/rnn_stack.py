@@ -100,9 +100,12 @@ class RNNStack(nnx.Module):
                 f"RNNStack: dropout={dropout} needs random numbers, but rngs is {type_name(rngs)}.",
                 fix="rngs=nnx.Rngs(0).",
             )
-        self.rngs = None
+        # In one assignment: flax (0.12) treats an attribute that was first None as static, and then
+        # refuses a stream of random numbers.
+        stream = None
         if dropout and rngs is not None:
-            self.rngs = rngs.dropout.fork()
+            stream = rngs.dropout.fork()
+        self.rngs = stream
 
     def __call__(
         self,

@@ -68,7 +68,7 @@ def fuse_attention(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rewritten(closed: Any, programs: Mapping[str, InnerProgram]) -> Any:
     """Return the jaxpr of a closed one with its attention replaced; notes name each attention, and
-    the reason against those that stay.
+    why some are left as they are.
     """
     places: dict[str, list[str]] = {}
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))

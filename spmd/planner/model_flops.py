@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.jaxpr.inner_programs import counted_programs, inner_jaxprs, repeats
+from spmd.jaxpr.inner_programs import counted_parts, inner_jaxprs, repeats
 from spmd.jaxpr.programs import equations, named_axes
 from spmd.layout.schema import Attention, Layout
 from spmd.mesh import MeshSpec, abstract_mesh
@@ -133,8 +133,8 @@ def flops_of(equation: Any) -> float:
     devices = 1
     if name == "shard_map":  # of the model's own code: its jaxpr is what one device does
         devices = math.prod(params["mesh"].shape[axis] for axis in named_axes(params))
-    counted = counted_programs(equation, flops)
-    return sum(times * flops(jaxpr) for jaxpr, times in counted) * devices
+    counts = [flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    return sum(counted_parts(equation, counts, float)) * repeats(equation) * devices
 
 
 @dataclasses.dataclass(frozen=True)

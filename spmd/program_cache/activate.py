@@ -50,7 +50,7 @@ def use_folder(folder: Path | None) -> None:
     Nothing changes where the user has set up JAX's cache. A folder in which others could have put
     programs is not used, with a warning.
     """
-    # Counts from now on.
+    # Start counting.
     compilations()
     if user_chose():
         users_folder = getattr(jax.config, FOLDER)

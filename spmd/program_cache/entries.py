@@ -165,7 +165,7 @@ def _make_room(folder: Path, needed: int) -> None:
     if size is None or size[0] + needed > MOST_BYTES or size[1] >= MOST_ENTRIES:
         entries = []
         for entry in os.scandir(folder):
-            # Another process has removed it.
+            # Another process may have removed it.
             with contextlib.suppress(OSError):
                 status = entry.stat()
                 if entry.name.endswith((SUFFIX, RECORDS)):

@@ -18,7 +18,7 @@ from spmd.errors import OptionError, short_repr
 
 # what people write to turn something off, or on
 NO_FOLDERS = ("off", "false", "no", "none", "0", "disable", "true", "on", "1")
-# The version of jaxlib from which on it loads programs wrongly (see `misordered`).
+# The first version of jaxlib that loads programs wrongly (see `misordered`).
 MISORDERED = (0, 11, 2)
 # The folder, in a run's folder or in the user's cache folder.
 PROGRAMS = "programs"

@@ -20,9 +20,9 @@ from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
 from spmd.program_cache.entries import RECORDS, make_private, on_miss, was_removed
 
-# Of a program.
+# Records that are kept of one program.
 MOST_RECORDS = 8
-# Of what is recorded.
+# Kinds of records.
 KINDS = {"facts", "code"}
 # Differences in a line.
 MOST_SHOWN = 3

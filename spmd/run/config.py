@@ -44,11 +44,14 @@ class RunConfig:
     Attributes:
       epochs, steps: the planned end; at most one of them is given, and one epoch is the default.
       eval_every: steps between two evaluations; None: once per epoch.
-      log_every: steps of a record.
+      log_every: steps between two records.
       evaluates: whether there are data to evaluate.
       checkpoint: None: the run keeps nothing.
-      callbacks: functions of `info` are callbacks too.
-      loggers: without the one of the run's folder.
+      callbacks: plain functions of `info` are accepted too.
+      loggers: without the one that writes to the run's folder.
+
+    Raises:
+      OptionError: `resume` is neither a bool nor "changed_data".
 
     Example:
       >>> config = RunConfig(steps=100, eval_every=20, evaluates=True)
@@ -72,6 +75,12 @@ class RunConfig:
     watch: Watch | None = None
 
     def __post_init__(self):
+        if not isinstance(self.resume, bool) and self.resume != CHANGED_DATA:
+            fix = (
+                f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its '
+                "order have changed."
+            )
+            raise OptionError(f"resume={self.resume!r}", fix=fix)
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1)
 
@@ -82,17 +91,7 @@ class RunConfig:
 
     @property
     def resumes(self) -> bool:
-        """True if the run continues one in its folder.
-
-        Raises:
-          OptionError: `resume` is neither a bool nor "changed_data".
-        """
-        if not isinstance(self.resume, bool) and self.resume != CHANGED_DATA:
-            fix = (
-                f'True, False, or "{CHANGED_DATA}" to resume where the data, its batches or its '
-                "order have changed."
-            )
-            raise OptionError(f"resume={self.resume!r}", fix=fix)
+        """True if the run continues one in its folder."""
         # processes that the launcher has started again resume without being asked
         return bool(self.resume) or (self.checkpoint is not None and was_restarted())
 
@@ -217,7 +216,7 @@ class LoopParts:
       evaluate: called with the state, with a function that says whether a signal stops the
         evaluation before batch n (it returns None then), and with `draws`, a dict that it fills
         with functions that draw metrics, by name.
-      loggers: with the one of the run's folder; none but on process 0.
+      loggers: with the one of the run's folder; empty on all processes but 0.
       meta: what each checkpoint records about the run's options and data.
       device_data: arrays of a data set that lives on the devices.
       profiler: traces some of the steps.

@@ -1,5 +1,5 @@
-"""Evaluation and prediction with the states of a trainer: a program for each kind of batch, and the
-way of the data to it.
+"""Evaluation and prediction with the states of a trainer: a program for each kind of batch, and how
+data gets to it.
 """
 
 import operator
@@ -22,7 +22,7 @@ from spmd.train.state import State, check_alive
 
 
 def make_placer(placed: PlacedModel, rows: int, *, pad: bool, workers: int | None = None) -> Placer:
-    """Return what puts batches of at most `rows` rows on the mesh of a placed model.
+    """Return the placer that puts batches of at most `rows` rows on the mesh of a placed model.
 
     Args:
       pad: whether a short batch is padded.

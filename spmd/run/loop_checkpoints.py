@@ -119,7 +119,7 @@ def as_loop_checkpoint(checkpoint: str | Path | Checkpoint) -> Checkpoint:
     """Return the checkpoint that `Trainer.save` gets.
 
     Raises:
-      CheckpointError: None.
+      CheckpointError: `checkpoint` is None.
     """
     config = as_checkpoint(checkpoint)
     if config is None:
@@ -141,8 +141,8 @@ def position_to_save(source: Source, position: Position, *, drop: bool) -> dict[
 
 
 def open_newest(checkpoint: str | Path | Checkpoint) -> CheckpointReader | None:
-    """Return a reader of the checkpoints of a loop that resumes, behind the newest undamaged one;
-    None if there is none yet.
+    """Return a reader of the checkpoints of a loop that resumes, after damaged ones were moved
+    aside; None if there is none yet.
     """
     config = as_checkpoint(checkpoint)
     if config is None:
@@ -161,8 +161,8 @@ def open_newest(checkpoint: str | Path | Checkpoint) -> CheckpointReader | None:
 
 
 def position_of_loop(reader: CheckpointReader, step: int, meta: Mapping[str, Any]) -> Position:
-    """Return the position in the data of a loop that resumes from a step; lines say which options
-    have changed.
+    """Return the position in the data of a loop that resumes from a step; log which options have
+    changed.
 
     Args:
       meta: describes the loop that resumes.

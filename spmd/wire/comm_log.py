@@ -31,7 +31,7 @@ import jax
 from spmd.base.deprecated import warn
 from spmd.base.tree import format_bytes
 from spmd.base.xla import scope_of
-from spmd.jaxpr.inner_programs import counted_programs, inner_jaxprs
+from spmd.jaxpr.inner_programs import counted_parts, inner_jaxprs, repeats
 from spmd.render.html import Html, aligned, filled, folded, framed, table
 from spmd.render.svg import bars
 
@@ -184,10 +184,6 @@ def _ops(
     jaxpr: Any, sizes: Mapping[str, int], times: int, branch: int | None, where: str
 ) -> Iterator[Op]:
     """Yield the collectives of a jaxpr that runs `times` times, in the scope `where`."""
-
-    def sent(inner: Any) -> int:
-        return sum(op.total for op in _ops(inner, sizes, 1, branch, ""))
-
     for equation in jaxpr.eqns:
         scopes = (where, _scope(scope_of(equation)))
         here = "/".join(scope for scope in scopes if scope)
@@ -198,8 +194,17 @@ def _ops(
                 for op in _ops(inner, sizes, times, branch, where):
                     yield dataclasses.replace(op, branch=number)
         else:
-            for inner, runs in counted_programs(equation, sent):
-                yield from _ops(inner, sizes, times * runs, branch, here)
+            runs = times * repeats(equation)
+            parts = [
+                list(_ops(inner, sizes, runs, branch, here)) for inner in inner_jaxprs(equation)
+            ]
+            for part in counted_parts(equation, parts, _sent):
+                yield from part
+
+
+def _sent(ops: list[Op]) -> int:
+    """Return the bytes that a device sends for collectives."""
+    return sum(op.total for op in ops)
 
 
 def _ops_of(

@@ -357,8 +357,10 @@ def check_codec(name: str, codec: Any) -> None:
     fix = "a codec, such as wire.int8(block=256)."
     for registered, kind in CODECS.items():
         if codec in (kind, registered):
-            fix = f"wire.{registered}()."
-            break
+            # A codec of `spmd.wire` has its name there; one that was registered, that of its class.
+            fix = f"{kind.__name__}()."
+            if kind.__module__.startswith("spmd."):
+                fix = f"wire.{registered}()."
     shown = short_repr(codec)
     if isinstance(codec, type):
         shown = codec.__name__

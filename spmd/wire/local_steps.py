@@ -156,10 +156,10 @@ class LocalSteps:
         parts = zip(_split(params, self.fragments), _split(local, self.fragments), strict=True)
         for turn, (full, trained) in enumerate(parts):
             send, receive = self._turn(number, turn)
-            unchanged = self._unchanged(full, state)
+            pending_part = self._pending_part(full, state)
             part_memory = {path: memory[path] for path in full if path in memory}
             synchronize = functools.partial(self._synchronize, full, trained, state.wire.step)
-            keep = functools.partial(_keep, unchanged)
+            keep = functools.partial(_keep, full, pending_part)
             # All workers take the same branch, by the number of the step: a collective in a branch
             # that one of them does not take would wait for it forever.
             with jax.named_scope(f"synchronize/{turn}"):
@@ -197,10 +197,10 @@ class LocalSteps:
         receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
         return send, receive
 
-    def _unchanged(self, full: Leaves, state: LocalState) -> Leaves:
-        """Return the outer updates of a fragment that is not sent: those under way, or zeros."""
+    def _pending_part(self, full: Leaves, state: LocalState) -> Leaves | None:
+        """Return the outer updates of a fragment that are on their way; None without overlap."""
         if not self.overlap:
-            return {path: jnp.zeros_like(leaf) for path, leaf in full.items()}
+            return None
         waiting = flatten(state.pending)
         return {path: waiting[path] for path in full}
 
@@ -241,8 +241,16 @@ class LocalSteps:
         return updates, after.memory, outer_state
 
 
-def _keep(updates: Leaves, memory: Memory, outer_state: Any) -> tuple[Leaves, Memory, Any]:
-    return updates, memory, outer_state
+def _keep(
+    full: Leaves, pending: Leaves | None, memory: Memory, outer_state: Any
+) -> tuple[Leaves, Memory, Any]:
+    """Return what a step that does not synchronize leaves as it is: updates that are on their way,
+    or no change of the parameters `full`.
+    """
+    if pending is not None:
+        return pending, memory, outer_state
+    # Made here, in the branch, so that other steps need no memory for them.
+    return {path: jnp.zeros_like(leaf) for path, leaf in full.items()}, memory, outer_state
 
 
 def local_sgd(

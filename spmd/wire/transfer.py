@@ -89,10 +89,7 @@ class Transfer:
 
     def codec_arrays(self, keys: jax.Array) -> dict[str, jax.Array]:
         """Return the codec's arrays at step 0, [keys, ...]; of most codecs there are none."""
-        init_codec = functools.partial(
-            self.codec.init, shape=self.shard_layout.shape, full_shape=self.shape
-        )
-        return jax.vmap(init_codec)(keys)
+        return jax.vmap(lambda key: self.codec.init(key, self.shard_layout.shape, self.shape))(keys)
 
     @property
     def codec_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -269,6 +270,14 @@ def overwrite(folder, layout="tensor_parallel", title="new"):
     return read_texts(folder)
 
 
+def wait_in_place(folder):
+    """As `overwrite_in_place`; an error is waited for, in vain."""
+    try:
+        return overwrite_in_place(folder)
+    except OSError:
+        threading.Event().wait()
+
+
 def overwrite_in_place(folder, title="new"):
     """What no program should do: a fault leaves a part of a page."""
     (folder / "page.html").write_text(page(title), encoding="utf-8")
@@ -312,6 +321,13 @@ SCENARIOS = {
         overwrite,
         prepare=lambda folder: overwrite(folder, "fsdp", "old"),
         look=read_texts,
+        may_miss=False,
+    ),
+    "waits": Scenario(
+        wait_in_place,
+        overwrite_in_place,
+        prepare=lambda folder: overwrite_in_place(folder, "old"),
+        look=read_page,
         may_miss=False,
     ),
     "in place": Scenario(

@@ -39,8 +39,8 @@ RIGHT, NAMED, WRONG, LOST, HANG, RAW, NOT_REACHED = (
     "right", "error with path", "wrong", "not resumable", "hang",
         "error without path", "not reached"
 )  # fmt: skip
-LIMIT = 10.0  # seconds that a process may take after the fault, beside what it takes without one
-ENOUGH = 120.0  # seconds for a run without a fault
+IDLE = 10.0  # seconds in which a process that does not hang has computed something
+ENOUGH = 120.0  # seconds for anything that a process is asked to do
 TAIL = "tail loss"  # of the steps of a call: all, or the last ones of a run that was resumed
 
 
@@ -59,6 +59,27 @@ class Verdict:
     call: str = ""
     error: str = ""
     why: str = ""
+
+
+def cpu_time(process: int) -> int:
+    """The ticks for which a process has computed, in all of its threads."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def wait_for(ready: int, process: int) -> bool:
+    """Wait for a file of a process; returns whether it came to be ready before the process hung. On
+    a busy machine a process may get little of a CPU, so a hang is to compute nothing for a while.
+    """
+    ticks = cpu_time(process)
+    computed = began = time.monotonic()
+    while not select.select([ready], [], [], 0.5)[0]:
+        now = time.monotonic()
+        if (newest := cpu_time(process)) != ticks:
+            ticks, computed = newest, now
+        if now - computed > IDLE or now - began > ENOUGH:
+            return False
+    return True
 
 
 class Process:
@@ -117,27 +138,25 @@ class Process:
             self._file("error").write_text(json.dumps(text))
             return True
 
-    def ask(self, limit: float, **request: object) -> str:
-        """Ask for something, and wait: "done", "raised", "killed", or "hang" after the limit in
-        seconds, when it is ended.
-        """
+    def ask(self, **request: object) -> str:
+        """Ask for something, and wait: "done", "raised", "killed", or "hang", when it is ended."""
         if self._file("out").exists():
             os.truncate(self._file("out"), 0)
         os.write(self._requests, json.dumps(request).encode())
-        if not select.select([self._answers], [], [], limit)[0]:
-            self.end(0.0)
+        if not wait_for(self._answers, self._process):
+            self.end(hangs=True)
             return "hang"
         answer = os.read(self._answers, 16).decode()
         return answer or "killed"
 
-    def end(self, limit: float) -> int | None:
-        """Let it end; its exit code, minus the signal that ended it, or None if it had to be ended
-        after the limit in seconds.
+    def end(self, *, hangs: bool = False) -> int | None:
+        """Let it end; its exit code, minus the signal that ended it, or None if it hangs and had to
+        be ended.
         """
         os.close(self._requests)
         os.close(self._answers)
         running = os.pidfd_open(self._process)
-        ended = select.select([running], [], [], limit)[0]
+        ended = not hangs and wait_for(running, self._process)
         if not ended:
             os.kill(self._process, signal.SIGUSR1)  # it prints where its threads are
             select.select([running], [], [], 1.0)
@@ -238,12 +257,9 @@ class Server:
             self._own / name for name in ("root", "copies", "log")
         )
         self._own.mkdir()
-        self._seconds: dict[str, float] = {}
         self._reader: Process | None = None  # serves many cases: the program is compiled once
 
-    def _run(
-        self, scenario: str, limit: float, fault: str = "", at: int = 0
-    ) -> tuple[str, int | None, Process]:
+    def _run(self, scenario: str, fault: str = "", at: int = 0) -> tuple[str, int | None, Process]:
         """Run a scenario in a new folder: how that ended, and how the process."""
         for path in (self._root, self._copies):
             shutil.rmtree(path, ignore_errors=True)
@@ -253,7 +269,6 @@ class Server:
         process = Process(self._own, "run")
         copies = str(self._copies) if fault and FAULTS[fault].power else ""
         ended = process.ask(
-            limit,
             scenario=scenario,
             what="run",
             root=str(self._root),
@@ -262,7 +277,7 @@ class Server:
             fault=fault,
             at=at,
         )
-        return ended, None if ended == "hang" else process.end(limit), process
+        return ended, None if ended == "hang" else process.end(), process
 
     def _calls(self) -> list[Call]:
         return fault_shim.read_log(self._log) if self._log.exists() else []
@@ -272,24 +287,18 @@ class Server:
         if self._reader is None:
             self._reader = Process(self._own, "reader")
         reader = self._reader
-        ended = reader.ask(
-            self._limit(scenario), scenario=scenario, what=what, root=str(self._root)
-        )
+        ended = reader.ask(scenario=scenario, what=what, root=str(self._root))
         if ended == "killed":
-            reader.end(1.0)
+            reader.end()
         if ended in ("killed", "hang"):
             self._reader = None
         return ended, reader
-
-    def _limit(self, scenario: str) -> float:
-        return LIMIT + 4 * self._seconds[scenario]
 
     def count(self, scenario: str) -> dict[str, int]:
         """Run a scenario without a fault: what it comes to is kept, and how many calls there are
         for each fault.
         """
         prepared = self._shared / f"prepared-{scenario}"
-        self._seconds[scenario] = ENOUGH
         if not prepared.exists():
             shutil.rmtree(self._root, ignore_errors=True)
             self._root.mkdir()
@@ -298,9 +307,7 @@ class Server:
                 raise RuntimeError(f"{scenario} cannot be prepared:\n{process.printed()}")
             self._root.rename(prepared)
         for _ in range(2):  # the second one finds compiled programs
-            began = time.monotonic()
-            ended, code, process = self._run(scenario, ENOUGH)
-            self._seconds[scenario] = time.monotonic() - began
+            ended, code, process = self._run(scenario)
             if (ended, code) != ("done", 0):
                 raise RuntimeError(f"{scenario} does not run without a fault:\n{process.printed()}")
         np.savez(self._shared / f"{scenario}.npz", **process.arrays())
@@ -311,8 +318,7 @@ class Server:
         """One case: a run with a fault, then a run without. `at` 0 is a loss of power after the
         end.
         """
-        self._seconds.setdefault(scenario, 5.0)
-        ended, code, process = self._run(scenario, self._limit(scenario), fault, at)
+        ended, code, process = self._run(scenario, fault, at)
         calls = self._calls()
         faulty = next((call for call in calls if call.faulty), None)
         if at and faulty is None and (ended, code) == ("done", 0):

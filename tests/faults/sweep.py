@@ -7,8 +7,8 @@ Faults: "enospc" (no space, for one call), "full" (no space from this call on), 
 input/output error), "short" (half is written), "kill" (the process is killed before the call),
 "power" (the power is lost before the call, and what was not synced: `power_loss.py`), "emptied" (as
 "power", but only contents of files are lost). After each, the run is resumed, or the action
-repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs for 10
-seconds, or ends with an error that does not name a path.
+repeated, without faults. The exit code is 1 if a case is wrong, cannot be resumed, hangs (computes
+nothing for 10 seconds, or takes 120), or ends with an error that does not name a path.
 """
 
 import argparse

@@ -53,6 +53,11 @@ def test_file_that_is_written_in_place_is_found():
     assert "wrong" in kinds["enospc"] and "wrong" in kinds["full"] and "wrong" in kinds["eio"]
 
 
+def test_process_that_waits_for_nothing_hangs():
+    ((_, verdict),) = sweep(["waits"], ["enospc"], lambda count: [1])
+    assert verdict["kind"] == "hang" and "wait_in_place" in verdict["why"]
+
+
 PROGRAM = """
 import os, sys
 from pathlib import Path

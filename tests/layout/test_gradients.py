@@ -44,8 +44,8 @@ UNREAD = {
         [table('codec = "power_sgd"\nerror_feedback = true')],
     ),
     "unknown codec of a rule": (
-        table(RULE.format("**/bias", "int4")),
-        in_python("all_reduce", rules=(GradientRule("**/bias", "int4"),)),
+        table(RULE.format("**/bias", "int5")),
+        in_python("all_reduce", rules=(GradientRule("**/bias", "int5"),)),
         [table(RULE.format("**/bias", "int8"))],
     ),
     "rank 0": (

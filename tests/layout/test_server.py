@@ -1002,7 +1002,7 @@ def test_unread_table_has_line():
     assert error_text("[parameter_server]\nservers = 2\n") == unreadable(
         f"  line 1: {unused('compiler')}"
     )
-    text = error_text('[parameter_server]\nservers = 2\n[gradients]\ncodec = "int4"\n')
+    text = error_text('[parameter_server]\nservers = 2\n[gradients]\ncodec = "int5"\n')
     assert headlines(text) == ["line 1: [parameter_server]", "line 4: [gradients] codec"], (
         "in the order of the file"
     )

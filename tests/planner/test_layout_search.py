@@ -92,7 +92,7 @@ def placed(mesh, layout, **options):
         spmd.Layout.load(layout),
         platform="cpu",
     )
-    placed_model.learn(BATCH)
+    placed_model.spec.learn(BATCH)
     return placed_model
 
 
@@ -205,7 +205,7 @@ def test_what_may_be_recomputed_is_what_repeats():
     def of(model, batch):
         config = TrainConfig(model, spmd.losses.cross_entropy, optax.sgd(0.1))
         placed_model = PlacedModel(config, abstract_mesh(MeshSpec.parse("data=1")), spmd.Layout())
-        placed_model.learn(batch)
+        placed_model.spec.learn(batch)
         return [(remat.save, remat.modules) for remat in remats(placed_model)]
 
     def linear(seed=0):

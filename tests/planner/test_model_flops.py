@@ -16,6 +16,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 import spmd
 from spmd.errors import CompileError
+from spmd.planner import model_flops
 from spmd.planner.cluster import Cluster
 from spmd.planner.compile import PLUGIN
 from spmd.planner.cost import cost_of, uncounted
@@ -67,6 +68,20 @@ def make_plan(implementation="xla", layout="data_parallel", target="2xcpu", **op
 # two products, and scores and output of attention
 FORWARD = 2 * ROWS * LENGTH * INNER * (3 * INNER + INNER + 2 * LENGTH)
 UNNEEDED = 2 * ROWS * LENGTH * INNER * 3 * INNER  # the gradient of the batch
+
+
+def test_each_branch_is_counted_once(monkeypatch):
+    depth = 8
+
+    def branches(x, depth):
+        if not depth:
+            return x
+        return jax.lax.cond(x > 0, lambda x: branches(x, depth - 1), lambda x: 2 * x, x)
+
+    count, calls = model_flops.flops, []
+    monkeypatch.setattr(model_flops, "flops", lambda jaxpr: calls.append(jaxpr) or count(jaxpr))
+    model_flops.flops(jax.make_jaxpr(branches, static_argnums=1)(1.0, depth).jaxpr)
+    assert len(calls) == 1 + 2 * depth
 
 
 @pytest.mark.system

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from small import fit
 
 import spmd
 from spmd.errors import OptionError
@@ -41,7 +42,8 @@ def test_run_config_evaluates_where_a_checkpoint_is_ranked():
     assert [config.evaluates_after(6) for config in (ranked, plain)] == [True, False]
 
 
-def test_run_config_refuses_another_way_to_resume():
+def test_another_way_to_resume_is_refused_before_a_folder_is_made(tmp_path):
     assert RunConfig(resume="changed_data").resumes and not RunConfig().resumes
     with pytest.raises(OptionError, match="resume='yes'"):
-        _ = RunConfig(resume="yes").resumes
+        fit(steps=1, checkpoint=tmp_path / "run", resume="yes")
+    assert not list(tmp_path.iterdir())

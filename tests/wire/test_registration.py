@@ -239,6 +239,14 @@ def test_register_refuses_what_a_layout_file_could_not_name(registered):
 # reductions ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", ["halved", Halved])
+def test_registered_codec_by_its_name_or_class_has_a_fix_that_runs(registered, codec):
+    with pytest.raises(OptionError) as raised:
+        wire.all_reduce("data", codec)
+    assert raised.value.fix == "Halved()."
+    wire.all_reduce("data", Halved())
+
+
 @pytest.mark.system
 def test_registered_reduction_is_trained_planned_and_counted_by_a_layout_file(registered, tmp_path):
     layout = write_layout(tmp_path, '[gradients]\nreduction = "ring"\n')
