@@ -32,12 +32,9 @@ import dataclasses
 import difflib
 import importlib
 import numbers
-import os
 import re
 import reprlib
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -464,24 +461,6 @@ def first_line(error: BaseException) -> str:
     # an exception may have no message
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line}".rstrip(": ")
-
-
-def user_line(error: BaseException) -> str:
-    """Return the last line of user code in an exception's traceback, formatted for an error; "" if
-    there is none.
-    """
-    libraries = (
-        os.path.dirname(__file__),
-        *sysconfig.get_paths().values(),
-        # the standard library of the Python that a virtual environment stands on
-        sys.base_prefix + f"{os.sep}lib",
-        "<frozen",
-    )
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(libraries):
-            path = frame.filename.removeprefix(os.getcwd() + os.sep)
-            return f"\n    in {path}, line {frame.lineno}: {frame.line}"
-    return ""
 
 
 @contextlib.contextmanager

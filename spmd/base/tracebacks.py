@@ -7,6 +7,8 @@ import functools
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -136,19 +138,19 @@ def _cause(error: BaseException) -> BaseException | None:
     return error.__context__
 
 
-def _users(traceback: types.TracebackType | None) -> types.TracebackType | None:
+def _users(link: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback without the frames of libraries."""
     entries = list[types.TracebackType]()
     libraries = _libraries()
-    while traceback is not None:
-        frame = traceback.tb_frame
+    while link is not None:
+        frame = link.tb_frame
         file = frame.f_code.co_filename
         module = frame.f_globals.get("__name__", "")
         # The dataclasses module compiles methods from strings.
         generated = file == "<string>" and module.startswith("spmd.")
         if not generated and not file.startswith(libraries):
-            entries.append(traceback)
-        traceback = traceback.tb_next
+            entries.append(link)
+        link = link.tb_next
     chained = None
     for entry in reversed(entries):
         chained = types.TracebackType(chained, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
@@ -172,3 +174,21 @@ def _libraries() -> tuple[str, ...]:
     for name in LIBRARIES:
         folders += getattr(sys.modules.get(name), "__path__", ())
     return (*(f"{folder}{os.sep}" for folder in folders), *PLUMBING)
+
+
+def failing_line(error: BaseException) -> str:
+    """Return the last line of user code in an exception's traceback, formatted for an error; "" if
+    there is none.
+    """
+    libraries = (
+        str(Path(__file__).parents[1]),
+        *sysconfig.get_paths().values(),
+        # the standard library of the Python that a virtual environment stands on
+        sys.base_prefix + f"{os.sep}lib",
+        "<frozen",
+    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(libraries):
+            path = frame.filename.removeprefix(os.getcwd() + os.sep)
+            return f"\n    in {path}, line {frame.lineno}: {frame.line}"
+    return ""

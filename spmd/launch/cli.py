@@ -25,13 +25,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from spmd.base.tracebacks import failing_line
 from spmd.errors import (
     LayoutError,
     OptionError,
     SpmdError,
     did_you_mean,
     options_of_command,
-    user_line,
 )
 from spmd.launch import doctor_command
 from spmd.launch.doctor_checks import spmd_version
@@ -74,7 +74,7 @@ def _line_of(error: SpmdError) -> str:
     """
     if error.__cause__ is None:
         return ""
-    place = user_line(error.__cause__)
+    place = failing_line(error.__cause__)
     return "" if place in str(error) else place
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from spmd.base.path_match import matches
+from spmd.base.tracebacks import failing_line
 from spmd.base.tree import Tree, describe
-from spmd.errors import ModelError, Problem, SpmdError, first_line, user_line
+from spmd.errors import ModelError, Problem, SpmdError, first_line
 from spmd.wire import collectives
 
 # Metadata of a stack's parameter: of how many layers it is, along dim 0.
@@ -214,7 +215,7 @@ def trace_abstractly(function: Callable[..., Any], subject: str, *args: Any) -> 
                 "allocated."
             )
             raise ModelError(why, fix=NO_VALUES) from error
-        why = f"{subject} raises {first_line(error)}{user_line(error)}"
+        why = f"{subject} raises {first_line(error)}{failing_line(error)}"
         raise ModelError(why, fix="correct that line.") from error
 
 

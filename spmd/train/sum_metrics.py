@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd.base.tracebacks import failing_line
 from spmd.base.tree import describe
-from spmd.errors import LossError, OptionError, check_integer, first_line, short_repr, user_line
+from spmd.errors import LossError, OptionError, check_integer, first_line, short_repr
 from spmd.train.losses import cross_entropy
 from spmd.train.metrics import Columns, PerExample, same_shape
 
@@ -149,7 +150,7 @@ def _result(
     try:
         return description, function(sums)
     except Exception as error:
-        why = f"{description} raised {first_line(error)}{user_line(error)}"
+        why = f"{description} raised {first_line(error)}{failing_line(error)}"
         raise LossError(why, fix="correct that line.") from error
 
 
