@@ -413,14 +413,14 @@ def _folder_of(checkpoint: Checkpoint | None) -> Path | None:
 
 
 def _arrays_of(data: Any) -> Any:
-    """Return data as a source takes them."""
+    """Return data in the form that a source accepts."""
     if isinstance(data, Resident):
         return data.arrays
     return data
 
 
 def _shown_here(display: Any) -> Any:
-    """Return what shows progress in this process: of several, the first one alone shows it."""
+    """Return the progress display of this process; of several processes, only the first has one."""
     if jax.process_index() == 0:
         return display
     return NoProgress()
@@ -482,7 +482,7 @@ def _evaluate_by(
 def _make_profiler(
     config: RunConfig, program: TrainingProgram, target: Any, display: Any
 ) -> StepProfiler | None:
-    """Return what traces steps, and compares them with those predicted for a target."""
+    """Return the profiler of steps, which compares them with the prediction for a target."""
     if config.profile is None:
         return None
     summarize = functools.partial(

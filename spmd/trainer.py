@@ -573,7 +573,7 @@ class Trainer:
     def measure_averaged(
         self, state: State, stops: Callable[[int], bool], data: Any, **options: Any
     ) -> dict[str, float] | None:
-        """Return what `measure` does, of the average of the weights."""
+        """Measure with the average of the weights; arguments and result are those of `measure`."""
         return self.measure(self.averaged(state), stops, data, **options)
 
     @outside_of_mesh()

@@ -9,7 +9,7 @@ import enum
 
 
 class Kind(enum.Enum):
-    """What a primitive does with the entries of its inputs."""
+    """The kind of a primitive, by what it does with the entries of its inputs."""
 
     ELEMENTWISE = "an entry of the result is a function of the entries at its place"
     REDUCTION = "one result for all entries along some dims"
@@ -158,7 +158,7 @@ _UNKNOWN = Primitive(Kind.UNKNOWN)
 
 
 def known(name: str) -> Primitive:
-    """Return what a primitive of this name is.
+    """Return the kind of a primitive by its name.
 
     Example:
       >>> known("dot_general").kind.name, known("dot_general").bilinear

@@ -187,7 +187,7 @@ class GradientSync:
         return memory
 
     def _init_server_entry(self, rows: jax.Array) -> dict[str, jax.Array]:
-        """Return what servers, or workers that train alone, keep of a packed parameter."""
+        """Return the arrays that a server, or a worker that trains alone, keeps of a parameter."""
         server = self.resolved.layout.parameter_server
         if self.asynchronous:
             return init_server_memory(server, rows, self.worker_count)
@@ -225,7 +225,7 @@ class GradientSync:
 
     @property
     def local_training(self) -> LocalTraining:
-        """Return how workers synchronize that have parameters of their own."""
+        """Return the synchronization of workers that each train parameters of their own."""
         return LocalTraining(
             self.resolved.layout.parameter_server,
             self.averaging,

@@ -105,7 +105,7 @@ class EvaluationProgram:
         return self.functions.dispatch(FunctionKey("predict"), state.variables, inputs)
 
     def sum_batch(self, variables: Variables, batch: Tree, weights: jax.Array) -> jax.Array:
-        """Return what `evaluate` does, inside another trace."""
+        """Return the sums of `evaluate`, computed inside another trace."""
         return self.outputs.sums(self._forward, variables, batch, weights)
 
     def check_inputs(self, inputs: Tree) -> None:

@@ -124,7 +124,7 @@ def check_pipeline(loss: TracedLoss) -> None:
 
 
 def check_rounding(loss: TracedLoss) -> None:
-    """Check that the reduction rounds as the layout says."""
+    """Check that this backend rounds to bfloat16, if anything is sent in it."""
     loss.placed.exchange.check_rounding()
 
 

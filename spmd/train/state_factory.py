@@ -92,8 +92,8 @@ class StateFactory:
         return make_state(variables, optimizer.init, seed, self.exchange.init)
 
     def init_facts(self) -> tuple[dict[str, str], str]:
-        """Return what decides a new state: facts by name, and a program's text; either may be
-        empty.
+        """Return the facts by name, and the text of the program, that decide a new state; either
+        may be empty.
         """
         concrete = self.spec.adapted.concrete
         if concrete is not None:
@@ -102,7 +102,7 @@ class StateFactory:
             return {}, self._builder.lower().as_text()  # `init` then compiles this lowering
 
     def init_memory(self, params: Tree) -> Tree:
-        """Return what the exchange of gradients remembers of these parameters at step 0."""
+        """Return the memory of the exchange of gradients at step 0 of these parameters."""
         key = jax.random.key(self.seed, impl="threefry2x32")
         return jax.jit(self.exchange.init, out_shardings=self.shardings.exchange)(key, params)
 
@@ -132,6 +132,7 @@ class StateFactory:
         )
 
     def _begin_rngs(self) -> Tree:
+        """Return the model's random streams on the mesh; a concrete model is released then."""
         concrete = self.model.concrete
         if concrete is not None:
             rngs = jax.tree.map(place_copy, concrete.rngs, self.shardings.rngs)

@@ -126,7 +126,7 @@ def train_step(
 def step_and_gradients(
     step: Step, state: State, batch: Tree, weights: jax.Array, events: Tree
 ) -> tuple[State, jax.Array, Tree]:
-    """Return what `train_step` does, and the gradients that the optimizer got, which only
+    """Return the results of `train_step`, and the gradients that the optimizer got, which only
     `Synchronous` has.
 
     Args:

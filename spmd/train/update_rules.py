@@ -53,7 +53,7 @@ class Synchronous(UpdateRule):
     def update(
         self, state: State, reduced: Reduced, loss: jax.Array, events: Tree
     ) -> tuple[Tree, Any, Tree]:
-        """Return what the optimizer's step makes of them."""
+        """Return the parameters, optimizer state and communication state after the step."""
         extra = {"value": loss}
         if LOSS_SCALE in events:
             extra["factor"] = events[LOSS_SCALE] * reduced.metrics[1, 0]
@@ -63,7 +63,7 @@ class Synchronous(UpdateRule):
         return params, back_to_host(opt, state.opt), reduced.comm_state
 
     def skipped(self, opt: Any) -> Any:
-        """Return what the optimizer's state says."""
+        """Return whether the optimizer skipped the update, according to its new state."""
         return skipped(opt)
 
     def specs(self, state: State) -> tuple[dict[str, Any], Reduced]:
@@ -179,7 +179,7 @@ class LocalSGD(UpdateRule):
     def update(
         self, state: State, reduced: Reduced, loss: jax.Array, events: Tree
     ) -> tuple[Tree, Any, Tree]:
-        """Return what `reduce` computed."""
+        """Return the values and the communication state of `reduced`, unchanged."""
         del state, loss, events
         return *reduced.values, reduced.comm_state
 
@@ -193,7 +193,7 @@ class LocalSGD(UpdateRule):
 
 
 def _param_specs(rule: UpdateRule, state: State) -> Tree:
-    """Return the specs of the state's parameters over workers, which are servers too."""
+    """Return the specs of the state's parameters along the axes of the workers."""
     sync = rule.sync
     return sync.map_params(lambda place, _: sync.data_spec(place.spec), state.params)
 

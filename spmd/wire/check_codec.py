@@ -63,7 +63,7 @@ def check(codec: Codec) -> dict[str, float]:
 
 
 def _problems(codec: Codec, measured: dict[str, float]) -> list[str]:
-    """Return what is broken, and note the errors that were measured."""
+    """Return the rules that are broken, and note the errors that were measured."""
     if not isinstance(codec, RowCodec):
         return list(_mean_problems(codec, measured))
     _, wrong_shape = codec.traced(WORKERS, 32)

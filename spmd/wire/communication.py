@@ -176,7 +176,7 @@ class Communication:
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Return what optax calls."""
+        """Return the optax transformation."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)  # type: ignore[arg-type]
 
 

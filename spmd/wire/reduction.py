@@ -69,13 +69,13 @@ class Averaging:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of what `reduce` measures."""
+        """Return the names of the measurements of `reduce`."""
         if not self.diagnostics:
             return ()
         return DIAGNOSTICS
 
     def init_memory(self, key: jax.Array, params: Mapping[str, Any], workers: int) -> Memory:
-        """Return what is kept at step 0, of as many workers; of `params` it needs nothing."""
+        """Return the memory of `workers` workers at step 0; `params` is not used."""
         del params
         return init_memory(self.transfers, workers, key=key)
 

@@ -158,7 +158,7 @@ def init_memory(
     key: jax.Array | None = None,
     dtype: str = "float32",
 ) -> Memory:
-    """Return what is kept at step 0: residuals of zero, and the codecs' own arrays.
+    """Return the memory at step 0: residuals of zero, and the codecs' own arrays.
 
     Args:
       workers: how many have a residual here: all, or 1 inside of `jax.shard_map`.

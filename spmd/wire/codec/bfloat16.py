@@ -75,7 +75,7 @@ class Bfloat16(RowCodec):
 def send_rounded(
     params: list[jax.Array], send: Callable[[list[jax.Array]], list[jax.Array]], *, rounded: bool
 ) -> list[jax.Array]:
-    """Return `send(params)`; `rounded`: what is float32 is sent as bfloat16."""
+    """Return `send(params)`; if `rounded`, float32 arrays are sent as bfloat16."""
     codec = Bfloat16()
     encoded = [rounded and leaf.dtype == jnp.float32 for leaf in params]
     sent = list(params)

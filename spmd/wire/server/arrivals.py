@@ -24,7 +24,7 @@ from spmd.wire.transfer import GATHERED, HELD, SQUARES, SUM, Leaves, Memory
 def init_server_memory(
     declared: ParameterServer, rows: jax.Array, workers: int
 ) -> dict[str, jax.Array]:
-    """Return what is kept for a parameter [servers, width]: every worker has read its initial
+    """Return the arrays kept for a parameter [servers, width]: every worker has read its initial
     value.
     """
     servers, width = rows.shape

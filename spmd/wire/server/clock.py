@@ -85,7 +85,7 @@ def server_clock(
 
 
 def local_fix(mode: str) -> str:
-    """Return what to use in place of a mode without servers."""
+    """Return the setting to use in place of a mode without servers."""
     if mode == "elastic":
         return (
             'spmd.fit, with mode = "elastic" in [parameter_server] of its layout: spmd.wire has no '

@@ -28,7 +28,7 @@ Fragment = tuple[Leaves, Memory]
 def init_local_memory(
     declared: ParameterServer, rows: jax.Array, workers: int
 ) -> dict[str, jax.Array]:
-    """Return what is kept for a parameter [D, width]: every worker starts with the servers' one."""
+    """Return the arrays of a parameter [D, width]: every worker starts with the servers' one."""
     entry = {OWN: jnp.broadcast_to(rows, (workers, *rows.shape))}
     if declared.mode == "local":
         entry[READ] = rows
