@@ -4,13 +4,11 @@ The checksum reveals flipped bits, truncation and edits by hand; not tampering t
 new checksum.
 """
 
-import contextlib
 import hashlib
 import re
-import secrets
 from pathlib import Path
 
-from spmd.base.output_files import name_errors, sync
+from spmd.base.output_files import replace_whole
 
 _CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 # Bytes of the last line, with the line break before it.
@@ -31,23 +29,9 @@ def write_checked(path: Path, content: bytes, *, durable: bool = True) -> None:
       durable: False: do not wait for the disk. If the machine then loses its power, the file may be
         damaged, which `read_checked` notices.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with name_errors(path):
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
-            if durable:
-                sync(temporary)
-            temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    if not durable:
-        return
-    # The name is durable only after its folder is synced.
-    sync(path.parent)
+    with replace_whole(path, durable=durable) as part, part.open("wb") as file:
+        file.write(content)
+        file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
 
 
 def read_checked(path: Path) -> bytes | None:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,47 @@ def sync(path: Path) -> None:
                 raise
         finally:
             os.close(file)
+
+
+@contextlib.contextmanager
+def replace_whole(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A new file beside `path` for the block to fill, which then takes its place: concurrent
+    readers, and the next start after a kill, find the old contents or all of the new.
+
+    When the block raises, for example since the disk is full, `path` stays as it was.
+
+    Args:
+      path: the file; a link is replaced too.
+      durable: False: do not wait for the disk. If the machine then loses its power, contents can be
+        lost whose name is there.
+
+    Raises:
+      OSError: the disk did not take a part of it; it names a path.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.txt"
+    >>> with replace_whole(path) as part:
+    ...     _ = part.write_text("new")
+    >>> path.read_text()
+    'new'
+    """
+    # Without the name of `path`, which may be as long as names may be, and without its suffix, by
+    # which readers of a folder find their files.
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with name_errors(path):
+            yield part
+            if durable:
+                # Else the new name can be on disk before the contents are.
+                sync(part)
+            part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    if durable:
+        # The name is durable only after its folder is synced.
+        sync(path.parent)
 
 
 def sync_tree(folder: Path) -> None:

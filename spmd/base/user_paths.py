@@ -4,14 +4,13 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.base.output_files import name_errors, sync
+from spmd.base.output_files import replace_whole, sync
 from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_repr, type_name
 
 # Pathlib leaves one of two slashes.
@@ -163,11 +162,8 @@ class _Undone(Exception):
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A new file beside `path` for the block to fill, which then takes its place: a reader finds
-    the old contents or all of the new.
-
-    When the block raises, for example since the disk is full, `path` stays as it was. A link stays
-    a link, and permissions are kept.
+    """A new file for the block to fill, as `replace_whole`, in the place of a path that the user
+    gave: a link stays a link, and permissions are kept. A pipe or a device is written itself.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
@@ -192,22 +188,11 @@ def replace_file(path: Path) -> Iterator[Path]:
         why = errno.EACCES
     if why:
         raise OSError(why, os.strerror(why), str(target))
-    # matplotlib chooses the format by the suffix
-    part = target.with_name(f".{secrets.token_hex(8)}{target.suffix}")
-    try:
-        with name_errors(path):
-            with part.open("wb"):
-                pass
-            if exists:
-                shutil.copymode(target, part)
-            yield part
-            # Else the new name can be on disk before the contents are.
-            sync(part)
-            part.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    with replace_whole(target) as part:
+        part.touch()
+        if exists:
+            shutil.copymode(target, part)
+        yield part
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from spmd.base.output_files import replace_whole
+
 HEARTBEAT_SECONDS = 1.0
 # Kinds of failures: an error of this process; no progress in its own code; another process did not
 # arrive, or broke a transfer.
@@ -26,11 +28,9 @@ def report_to_launcher(name: str, record: dict[str, Any], *, overwrite: bool = T
         return
     path = Path(folder, f"{name}.json")
     if path.parent.is_dir() and (overwrite or not path.exists()):
-        part = path.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):  # the failure itself matters more than its record
+        # The failure itself matters more than its record.
+        with contextlib.suppress(OSError), replace_whole(path, durable=False) as part:
             part.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
-            # rename is atomic: a process that is killed here leaves the previous record
-            part.replace(path)
 
 
 def format_error(error: BaseException) -> str:

@@ -60,7 +60,7 @@ class Picture:
             if path.suffix.lower() == ".svg":
                 part.write_text(self.svg(), encoding="utf-8")
             else:
-                self.figure.savefig(part, dpi=DOTS)
+                self.figure.savefig(part, format=path.suffix.removeprefix("."), dpi=DOTS)
         return path
 
     def svg(self) -> str:

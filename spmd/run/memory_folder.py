@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd.base.output_files import name_errors
+from spmd.base.output_files import name_errors, replace_whole
 from spmd.base.tree import format_bytes
-from spmd.base.user_paths import as_path, run_file
+from spmd.base.user_paths import as_path
 from spmd.errors import OptionError
 
 ID_FILE = "memory_id"  # beside the checkpoints on disk
@@ -80,11 +80,8 @@ def run_id(run_folder: Path, *, keep: bool) -> str:
     if earlier:
         return earlier
     new = secrets.token_hex(8)
-    # A reader finds the old id or the new one, and no part of one.
-    part = run_file(path.parent, f".{ID_FILE}.{os.getpid()}")
-    with name_errors(part):
+    with replace_whole(path, durable=False) as part:
         part.write_text(new, encoding="ascii")
-    part.replace(path)
     return new
 
 
