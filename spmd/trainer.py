@@ -169,9 +169,7 @@ class Trainer:
         """Notes on what is replicated, repeated work, codec state, and moments that could not be
         sharded.
         """
-        program_notes = []
-        if self._program is not None:
-            program_notes = self._program.notes
+        program_notes = self._program.notes if self._program else []
         return trainer_notes(self._placed, program_notes, self.schedules)
 
     @property
@@ -179,9 +177,7 @@ class Trainer:
         """The schedule of each pipelined stack, by path; known from the first batch on.
         `spmd.viz.schedule` draws them.
         """
-        if self._program is None:
-            return {}
-        return self._program.schedules
+        return self._program.schedules if self._program else {}
 
     def simulate(self, steps: int) -> ServerStatistics:
         """Simulate the parameter server's clock for `steps` steps: time, waiting, staleness,
@@ -404,9 +400,7 @@ class Trainer:
         check_alive(state)
         program, placer = self.prepare(batch.leaves)
         # where all steps are alike, their numbers do not matter
-        number = 0
-        if self._counts:
-            number = self._numbers.find(state)
+        number = self._numbers.find(state) if self._counts else 0
         check_participation(program.clock, number, batch)
         with placer.allow_row_transfers():
             events = placer.replicate_all(program.events(number, batch.rows, batch.has_rows))
@@ -478,9 +472,7 @@ class Trainer:
             state = self.init()
         check_alive(state)
         count = int(state.step)
-        ahead = 0
-        if source.threaded:
-            ahead = 2
+        ahead = 2 if source.threaded else 0
         while (epoch := at.epoch) < epochs:
             rounds = epoch_batches(source, program.clock, at, count, pad=program.loss.pads)
             with prefetch(rounds, placer, ahead) as batches:
@@ -586,9 +578,7 @@ class Trainer:
     @property
     def _trained_evaluation(self) -> EvaluationProgram | None:
         """The program that evaluates batches of training; None before the first."""
-        if self._program is None:
-            return None
-        return self._program.evaluation
+        return self._program.evaluation if self._program else None
 
     @outside_of_mesh()
     def predict(self, state: State, inputs: Tree) -> Tree:

@@ -289,9 +289,10 @@ class Measurement:
         target, unknown = fit(start, [one for _, one in observed], most_share=most)
         shown = [(program, one) for program, one in observed if one.figure not in unknown]
         target = dataclasses.replace(target, spread=spread_of(target, [one for _, one in shown]))
-        # XLA:CPU multiplies narrower floats in float32
-        stays = "as float32 is"
-        if not cpu:
+        if cpu:
+            # XLA:CPU multiplies narrower floats in float32.
+            stays = "as float32 is"
+        else:
             stays = f"as in {self.base.name}"
         for path in unknown:
             notes.append(f"note: no compiled program depends on {path}: planned {stays}.")
@@ -510,10 +511,10 @@ def figure_rows(target: Target) -> list[tuple[str, str, str]]:
         if dtype != "vector":
             rate = target.rate(dtype) * achieved.matmul
             add(f"matrix products, {dtype}", _per_second(rate), spread.matmul)
-    dtype = "bfloat16"
+    peak_dtype = "bfloat16"
     if target.platform == "cpu":
-        dtype = "float32"
-    peak = target.rate(dtype)
+        peak_dtype = "float32"
+    peak = target.rate(peak_dtype)
     add("convolution", _per_second(peak * achieved.convolution), spread.convolution)
     if target.platform == "cuda":
         add("attention", _per_second(peak * achieved.attention), spread.attention)

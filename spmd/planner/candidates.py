@@ -351,9 +351,9 @@ def chosen_layouts(
     if isinstance(candidates, Layout | Path):
         candidates = [candidates]
     if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
-        what = "empty"
-        if candidates != []:
-            what = type_name(candidates)
+        what = type_name(candidates)
+        if candidates == []:
+            what = "empty"
         raise OptionError(
             f"{option('candidates', repr(candidates))} is {what}.",
             fix='"exact" (layouts whose updates equal those of one device), "all", or a list of '

@@ -407,9 +407,9 @@ def _attention(kernel: str, flops: float, inputs: list[Array], dtype: str) -> Pr
     """
     length = max(inputs[0].shape[1:-1], default=1)
     backward = re.search(r"backward|bwd|dkv|dk_dv|dq|dbias", kernel)
-    kind = "attention_backward"
-    if backward is None:
-        kind = "attention"
+    kind = "attention"
+    if backward is not None:
+        kind = "attention_backward"
     share = 1.0
     if "causal" in kernel:
         share = causal_share(length, length)

@@ -19,9 +19,9 @@ from spmd.planner.html_report import throughput_chart, utilization_chart
 from spmd.planner.plan_data import step_times, synced_by
 from spmd.planner.planning import Plan
 from spmd.planner.suggestions import plan_with
+from spmd.planner.sync_period import SyncPeriod, sync_period
 from spmd.planner.target import Link
 from spmd.planner.text_report import seconds
-from spmd.planner.timeline import SyncPeriod, sync_period
 from spmd.planner.traffic import reduction_time
 from spmd.render.html import Html, filled, framed
 from spmd.sync.notes import exact_bytes

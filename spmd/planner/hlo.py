@@ -315,8 +315,8 @@ def plain_scopes(scope: str) -> list[str]:
     """
     # a program that jax.export has serialized is called in `call_exported`
     plain = re.sub(r"^jit\([^)]*\)/(?:call_exported/jit\([^)]*\)/)?", "", scope)
-    # the pattern backtracks much where it cannot match
     several = None
+    # Without this check the pattern backtracks much where it cannot match.
     if ":" in plain:
         several = re.fullmatch(r"((?:.*/)?)\((.*:.*)\)", plain)
     if several is None:

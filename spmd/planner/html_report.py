@@ -98,7 +98,7 @@ def array_drawing(path: str, leaf: Any) -> Html:
         row = _position(zip(index[:-1], counts[:-1], strict=True))
         names = device_ranges(devices)
         title = f"{_slices(index, counts, leaf.shape)} on device{'s' * (len(devices) > 1)} {names}"
-        # a scalar has one shard, with no index
+        # A scalar has one shard, whose index is empty.
         column = 0
         if index:
             column = index[-1]
@@ -335,9 +335,9 @@ def pareto_chart(points: Sequence[tuple[str, str, float, int]], capacity: int, l
         if place in corners:
             faster = corners[: corners.index(place)]
         if place in corners and all(math.dist(place, other) > 14 for other in faster):
-            text = "1, the best"
-            if number != 1:
-                text = str(number)
+            text = str(number)
+            if number == 1:
+                text = "1, the best"
             parts.append(caption(place[0] + 9, place[1] - 7, text))
     for number, kind in enumerate(series):
         colour = COLOURS[number % len(COLOURS)]

@@ -326,9 +326,9 @@ def _deviation(item: Item) -> str:
     """Write how far off an item may be, and that it is outside of the memory that JAX allocates."""
     if not item.deviation and item.pool:
         return ""
-    outside = ", outside of what JAX allocates"
-    if item.pool:
-        outside = ""
+    outside = ""
+    if not item.pool:
+        outside = ", outside of what JAX allocates"
     return f"  +- {format_bytes(round(item.deviation))}{outside}"
 
 

@@ -81,8 +81,8 @@ def main_dtype(jaxpr: Any) -> str:
 
 
 def empty_places(jaxpr: Any, times: int = 1) -> float:
-    """Return the part of `model_flops` of experts' places that no token has chosen: an expert has
-    more of them than an even share of the choices.
+    """Return the FLOPs among `model_flops` that are spent on experts' places that no token has
+    chosen: an expert has more places than an even share of the choices.
     """
     total, choices, experts = 0.0, 0, 0
     for equation in jaxpr.eqns:
@@ -151,8 +151,8 @@ class LargeProducts:
 
 
 def _longest_free_dim(side: Any, summed: Sequence[int], batch: Sequence[int]) -> int:
-    """Return the size of the longest dim of an array that a product neither sums nor shares; 1 if
-    there is none.
+    """Return the size of the longest dim of an operand of a product that is neither summed over nor
+    a batch dim; 1 if there is none.
     """
     sizes = [size for dim, size in enumerate(side.shape) if dim not in {*summed, *batch}]
     return max(sizes, default=1)
@@ -172,9 +172,10 @@ def large_products(program: TrainingProgram, jaxpr: Any) -> LargeProducts:
         contracted, batches = equation.params["dimension_numbers"]
         sides, out = [variable.aval for variable in equation.invars], equation.outvars[0].aval
         width = math.prod(sides[0].shape[dim] for dim in contracted[0])
-        # of what is multiplied, the longest dim that is left: a query's group of heads may be a dim
-        # of its own
-        pair = tuple(map(_longest_free_dim, sides, contracted, batches))
+        # The longest of the dims that are left: a query's group of heads may be a dim of its own.
+        left = _longest_free_dim(sides[0], contracted[0], batches[0])
+        right = _longest_free_dim(sides[1], contracted[1], batches[1])
+        pair = (left, right)
         batch = batches[0]
         if batch and out.size > sum(side.size for side in sides) and lengths & {*pair}:
             scores.add(pair)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,16 +20,17 @@ from spmd.layout.resolve import num_shards
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.attention_kernels import PREFERRED, may_replace
-from spmd.nn.low_precision import DTYPES, scope_of
 from spmd.nn.parallel_context import STORED
 from spmd.planner.cluster import Cluster
 from spmd.planner.compile import Compiled, widened_dtype
 from spmd.planner.cost import uncounted
 from spmd.planner.gpu_kernels import gpu_of
 from spmd.planner.hlo import Module
+from spmd.planner.layer_products import precision_notes
 from spmd.planner.memory import Memory
 from spmd.planner.model_flops import LargeProducts
-from spmd.planner.timeline import SyncPeriod, Timeline, Wait, unmarked_parts
+from spmd.planner.sync_period import SyncPeriod, unmarked_parts
+from spmd.planner.timeline import Timeline, Wait
 from spmd.planner.traffic import Traffic, Transfer, latency, sites_of, transfer_time
 from spmd.sync.notes import notes as exchange_notes
 from spmd.train.compiled_step import TrainingProgram, prepare_program
@@ -52,7 +53,6 @@ THRESHOLDS = {
     "reduce_scatter": "combine_reduce_scatter",
     "all_reduce": "combine_all_reduce",
 }
-GEMM = re.compile(r"gemm|matmul")
 
 
 def plan_notes(
@@ -520,92 +520,3 @@ def _crossing_fix(
     if "gradients" not in purposes:
         return ""
     return '; [parameter_server] mode = "local" sends once in many steps (layout diloco)'
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerProducts:
-    """The products of a layer in a compiled program.
-
-    Attributes:
-      asked: "bfloat16", "float8" or "int8".
-      forward, backward: dtypes that are multiplied, by XLA's names.
-      rounded: the program rounds its factors to the dtype of the forward pass. Without a product of
-        its own in the forward pass, it is then one with another layer's: XLA merges products of the
-        same input.
-    """
-
-    asked: str
-    forward: set[str] = dataclasses.field(default_factory=set)
-    backward: set[str] = dataclasses.field(default_factory=set)
-    rounded: bool = False
-
-    @property
-    def dtypes(self) -> tuple[str, str | None]:
-        """The dtypes for the forward pass and for a gradient; None: that of the model."""
-        forward, backward = (
-            dtype and dtype.dtype.name.replace("_", "") for dtype in DTYPES[self.asked]
-        )
-        return forward, backward
-
-    @property
-    def others(self) -> list[str]:
-        """Dtypes that are multiplied, and that were not asked for."""
-        forward, backward = self.dtypes
-        others = self.forward - {forward}
-        if backward is not None:
-            others |= self.backward - {forward, backward}
-        return sorted(others)
-
-
-def layer_products(module: Module, layers: Mapping[str, str]) -> dict[str, LayerProducts]:
-    """Return the products of layers, by path.
-
-    Args:
-      layers: by path, what `[[precision]]` asks for.
-    """
-    if not layers:
-        return {}
-    paths = {scope_of(path): path for path in layers}
-    products = {path: LayerProducts(asked) for path, asked in layers.items()}
-    scopes = sorted(paths, key=len, reverse=True)
-    # the longest scope first: a layer may be inside of another one
-    pattern = re.compile("|".join(f"{re.escape(scope)}(?![^/)])" for scope in scopes))
-    for name, instr in module.instructions:
-        if (match := pattern.search(instr.scope)) is None:
-            continue
-        layer = products[paths[match[0]]]
-        if instr.op == "dot" or GEMM.search(instr.custom_call):
-            dtypes = layer.forward
-            if "transpose(" in instr.scope:
-                dtypes = layer.backward
-            factors = module.operands(name, instr)[:2]
-            dtypes.update(part.arrays[0].dtype for part in factors if part.arrays)
-        elif layer.dtypes[0] in {array.dtype for array in instr.arrays}:
-            products[paths[match[0]]] = dataclasses.replace(layer, rounded=True)
-    return products
-
-
-def precision_notes(module: Module, layers: Mapping[str, str]) -> list[str]:
-    """Note, for everything that `[[precision]]` asks for, the layers in which the program
-    multiplies that, and those in which it does not.
-    """
-    products = layer_products(module, layers)
-    multiplied = {layer.asked for layer in products.values() if layer.dtypes[0] in layer.forward}
-    notes: dict[str, list[str]] = {}
-    for path, layer in products.items():
-        merged = not layer.forward and layer.rounded and layer.asked in multiplied
-        if layer.others or not (layer.forward or merged):
-            others = ", ".join(layer.others) or "nothing"
-            what = (
-                f"note: [[precision]] asks for products in {layer.asked}, and the program "
-                f"multiplies {others} in"
-            )
-        else:
-            what = f"products in {layer.asked}"
-            if layer.dtypes[1] is None and layer.backward:
-                what += f", gradients in {', '.join(sorted(layer.backward))}"
-            if merged:
-                what += ", which XLA merges with those of another layer"
-            what += ":"
-        notes.setdefault(what, []).append(path)
-    return [f"{what} {', '.join(paths)}." for what, paths in notes.items()]

@@ -33,13 +33,8 @@ from spmd.planner.model_flops import (
     trace_model,
 )
 from spmd.planner.notes import plan_notes
-from spmd.planner.timeline import (
-    StepTimes,
-    SyncPeriod,
-    Timeline,
-    sync_period,
-    timeline_of,
-)
+from spmd.planner.sync_period import StepTimes, SyncPeriod, sync_period
+from spmd.planner.timeline import Timeline, timeline_of
 from spmd.planner.traffic import Traffic, Transfer, traffic_of
 from spmd.train.compiled_step import TrainingProgram, prepare_program
 from spmd.train.model_setup import PlacedModel

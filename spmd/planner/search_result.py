@@ -266,9 +266,10 @@ class Search:
         return [*lines, *(f"  {name}: {why}" for name, why in self.left_out.items())]
 
     def __str__(self) -> str:
-        lines = [self.verdict]
         if self.plans:
             lines = [*aligned(self.rows()), "", FRONT]
+        else:
+            lines = [self.verdict]
         return filled("\n".join([self.head, "", *lines, "", "rejected", *self.reasons()]))
 
     __repr__ = __str__

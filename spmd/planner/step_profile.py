@@ -154,7 +154,6 @@ class StepProfile:
             predicted = ratio = ""
             if line.predicted is not None:
                 predicted = seconds(line.predicted)
-                ratio = ""
                 if line.measured:
                     ratio = f"{line.predicted / line.measured:.2f}"
             share = ""

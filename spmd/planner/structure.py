@@ -142,11 +142,10 @@ def name_axes(axes: Axes, dims: Mapping[str, Dims], sizes: Mapping[str, int]) ->
     for axis in sharded:
         if axis in looked_up:
             names[axis] = VOCABULARY
+        elif axis in batches:
+            names[axis] = HEADS
         else:
-            if axis in batches:
-                names[axis] = HEADS
-            else:
-                names[axis] = HIDDEN
+            names[axis] = HIDDEN
     if stream is not None and stream in even:
         names[stream] = STREAM
     named = {}

@@ -101,8 +101,8 @@ def fixes_of(
         more_devices,
     ):
         before = best
-        # more devices that save little will not help
         saving = 1.0
+        # More devices that save little will not help.
         if edits is more_devices:
             saving = MIN_SAVING
         for change, changes in edits(before):
@@ -217,9 +217,9 @@ class Changes(Generic[PlanT]):
     def _cells(self, plan: PlanData, run: RunCost | None) -> list[str]:
         """Return figures of a plan, each with its difference from the plan without changes."""
         base, memory = self.plan, plan.memory
-        fits = ", does not fit"
-        if plan.fits:
-            fits = ""
+        fits = ""
+        if not plan.fits:
+            fits = ", does not fit"
         cells = [
             seconds(plan.period.seconds) + _percent(plan.period.seconds, base.period.seconds),
             f"{plan.rows_per_second:,.0f}" + _percent(plan.rows_per_second, base.rows_per_second),

@@ -15,7 +15,8 @@ from spmd.layout.resolve import num_shards
 from spmd.mesh import MeshSpec
 from spmd.planner.flop_shares import NOTHING_BEYOND
 from spmd.planner.plan_data import SHOWN, PlanData
-from spmd.planner.timeline import LIMITS, SyncPeriod, Timeline
+from spmd.planner.sync_period import SyncPeriod
+from spmd.planner.timeline import LIMITS, Timeline
 from spmd.planner.traffic import Transfer
 from spmd.render.html import Text, filled
 from spmd.train.device_memory import in_host_memory, on_device

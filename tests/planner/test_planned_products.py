@@ -12,7 +12,7 @@ import spmd
 from examples import gpt_pipeline
 from spmd.planner.compile import PLUGIN
 from spmd.planner.hlo import parse
-from spmd.planner.notes import layer_products, precision_notes
+from spmd.planner.layer_products import layer_products, precision_notes
 
 LAYERS = [
     f"blocks/layers/{name}"

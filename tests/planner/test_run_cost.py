@@ -16,7 +16,7 @@ from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.planner import plan_data
 from spmd.planner.compile import Compiled
-from spmd.planner.timeline import SyncPeriod
+from spmd.planner.sync_period import SyncPeriod
 from tests.planner.test_text_report import KEPT, make_plan
 
 MODEL = spmd.FunctionalModel(

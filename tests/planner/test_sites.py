@@ -19,8 +19,9 @@ from spmd.errors import SpmdError
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
+from spmd.planner.sync_period import due_in_step
 from spmd.planner.target import SITES, Link, load, shipped
-from spmd.planner.timeline import due_in_step, timeline_of
+from spmd.planner.timeline import timeline_of
 from spmd.planner.traffic import traffic_of, transfer_time
 
 FAR = Cluster.parse("2x2x4xh100@100Mb/s,50ms")  # 16 devices

@@ -97,8 +97,8 @@ class BatchSums(Walk):
         if isinstance(value.kind, OfAllRows):
             return value
         kind, aval = value.kind, variable.aval
-        # a sum over many batches is too large for few bits
         dtype = aval.dtype
+        # A sum over many batches is too large for few bits.
         if aval.dtype in HALF:
             dtype = jnp.dtype("float32")
         if is_literal(variable) and kind.power == 0:
@@ -190,7 +190,7 @@ def _of_batch(one: Any) -> list[Held]:
 
 @dataclasses.dataclass(frozen=True)
 class FromBatches:
-    """The way in which the value of a loss or metric on all rows follows from batches.
+    """The relation of a loss's or metric's value on all rows to its values on batches.
 
     Attributes:
       mean: the mean of its values, weighted by rows, is right.

@@ -1,4 +1,6 @@
-"""The place of the rows of a batch in a look-up: of entire rows of a table, or in its own row."""
+"""The dims that hold the rows of a batch in a look-up: one of entire rows of a table, or one that
+each row makes in its own row.
+"""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The place of the rows of a batch in random numbers and their keys."""
+"""The dims along which the rows of a batch lie in random numbers and their keys."""
 
 from typing import Any
 
@@ -69,8 +69,8 @@ def along_keys(sizes: Sizes, one: Any, other: Any, kinds: list[Kind]) -> Kind | 
     """Return the kind of a function of each key of an array of them."""
     kind, result = joined_all(kinds), one.outvars[0].aval
     if isinstance(kind, PerRow):
-        # the last dim of the data of keys has the words of each
         dims = result.ndim
+        # The last dim of the data of keys has the words of each.
         if one.primitive.name == "random_unwrap":
             dims = result.ndim - 1
         if kind.dim >= dims:

@@ -1,5 +1,5 @@
-"""The place of the rows of a batch in a scatter: written row by row, or added up by their places,
-as counts and sums of classes are.
+"""The dims along which the rows of a batch lie in a scatter: written row by row, or added up by
+their places, as counts and sums of classes are.
 """
 
 from typing import Any, NamedTuple
