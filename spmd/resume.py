@@ -102,8 +102,9 @@ class _NewestStates:
     """The newest states of a run.
 
     Attributes:
-      on_disk: the newest undamaged step on disk; None if there is none.
-      damaged: what is wrong with each newer step on disk.
+      on_disk: the newest step on disk, undamaged unless `in_memory` is newer; None if there is
+        none.
+      damaged: what is wrong with each newer step on disk; empty where the disk was not checked.
       in_memory: a newer state in memory; None if there is none.
     """
 
@@ -142,7 +143,7 @@ def _newest(
     latest = store.latest()
     in_memory = newest_in_memory(memory, meta, after=_or_before(latest))
     if in_memory is not None:
-        # a later save finds out whether the disk's is damaged
+        # A later save finds out whether the disk's is damaged.
         return _NewestStates(latest, {}, in_memory)
     step, damaged = store.newest_intact()
     if damaged:

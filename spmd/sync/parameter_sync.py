@@ -92,7 +92,7 @@ def gather_updates(sync: GradientSync, updates: Tree) -> Tree:
 
 
 def _gather_sharded_updates(sync: GradientSync, sharded: dict[str, Any]) -> dict[str, Any]:
-    """Gather updates on workers, those of an array at a time."""
+    """Gather updates on the workers, one array at a time."""
     placements = sync.resolved.placements
 
     def gather(shards: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,9 @@ class Objective:
         return dataclasses.replace(self, metrics=shared)
 
     def _shares(self, metric: Any) -> bool:
-        """Return whether a metric is one of the outputs with which the loss calls the model."""
+        """Return whether a metric calls the model on the inputs of the loss, and so shares its
+        forward pass.
+        """
         if not isinstance(metric, PerExample) or isinstance(metric, FromSums):
             return False
         return isinstance(self.loss, PerExample) and metric.inputs == self.loss.inputs
@@ -385,7 +387,7 @@ def call_loss(loss: Callable[..., Any], model: Any, batch: Any, rng: Any) -> Any
     """The loss, with the key under the name `rng` or `key`, or as the third argument, if it takes
     one.
     """
-    # functions in C have no signature
+    # Some functions in C have no signature.
     try:
         parameters = inspect.signature(loss).parameters
     except (TypeError, ValueError):

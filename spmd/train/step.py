@@ -296,7 +296,7 @@ def scan_steps(
         batch = jax.tree.map(lambda x: x[batch_rows], data)
         return step(state, batch, weights, events)
 
-    iterations = 1  # of one turn of the loop
+    unroll_count = 1
     if unroll:
-        iterations = rows.shape[0]
-    return lax.scan(body, state, (rows, weights, events), unroll=iterations)
+        unroll_count = rows.shape[0]
+    return lax.scan(body, state, (rows, weights, events), unroll=unroll_count)

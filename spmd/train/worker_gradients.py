@@ -184,10 +184,10 @@ class WorkerGradients:
             split_workers((batch, weights), count),
         )
         carried = Carried(no_stats(state.stats), {})
-        iterations = 1  # of one turn of the loop
+        unroll_count = 1
         if self.unroll:
-            iterations = count
-        carried, (grads, metrics) = lax.scan(worker_grads, carried, inputs, unroll=iterations)
+            unroll_count = count
+        carried, (grads, metrics) = lax.scan(worker_grads, carried, inputs, unroll=unroll_count)
         return grads, carried, metrics
 
     def _of_worker(
@@ -249,7 +249,7 @@ class WorkerGradients:
         self, worker: Any, index: Any, axes: tuple[str, ...], common: list[jax.Array] | None
     ) -> Place | None:
         """Return where the rows of a worker's microbatch are in the batch, for a loss that is not a
-        mean over rows; None where it sees all rows.
+        mean over rows; None for other losses, and where it sees all rows at once.
         """
         if self.reading is None:
             return None

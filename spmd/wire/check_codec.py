@@ -76,7 +76,7 @@ def _encoding_problems(codec: RowCodec, measured: dict[str, float]) -> Iterator[
     """1 and 5: rows, encoded and decoded."""
     worst = 0.0
     rng = np.random.default_rng(0)
-    # rows of six magnitudes, of which the last is zero
+    # Six rows of different magnitudes; the last is set to zero below.
     magnitudes = np.float32(10.0) ** np.arange(-3, 3, dtype=np.float32)
     for width in (1, 7, 64, 300, 1000):
         rows = rng.normal(size=(6, width)).astype(np.float32) * magnitudes[:, None]

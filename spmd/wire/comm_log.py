@@ -212,7 +212,8 @@ def _ops_of(
 ) -> Iterator[Op]:
     """Yield one `Op` for each operand of a collective; none if its group is one device."""
     # sums have the param `axes`, other collectives `axis_name` (jax 0.10)
-    names = equation.params.get("axes", equation.params.get("axis_name"))
+    params = equation.params
+    names = params["axes"] if "axes" in params else params["axis_name"]
     if not isinstance(names, tuple | list):
         names = (names,)
     # a number is a dim over which each device sums, where a model binds an axis by vmap

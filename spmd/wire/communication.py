@@ -135,7 +135,7 @@ class Communication:
         """
         check_patterns([pattern for pattern, _ in self.codecs], params)
         memory: Memory = {}
-        # Exact gradients need no state, so no mesh must be known here.
+        # Exact gradients need no state, so the mesh need not be known here.
         if not all(codec.lossless for codec in (self.codec, *dict(self.codecs).values())):
             sizes, in_region = axis_sizes(self.axes, params)
             memory = self.init_memory(arrays_by_path(params), sizes, in_region)

@@ -374,7 +374,7 @@ def _gather_forward(
     gathering: Gathering, shards: list[jax.Array], residuals: dict[int, jax.Array]
 ) -> tuple:
     full = gathering.gather(shards)
-    # Of the shards only dtypes are needed. What a custom_vjp keeps are arrays, so arrays without
+    # Of the shards only dtypes are needed. A custom_vjp keeps only arrays, so arrays without
     # elements carry them.
     return full, (residuals, [jnp.zeros(0, shard.dtype) for shard in shards])
 

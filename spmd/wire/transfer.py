@@ -24,7 +24,8 @@ from spmd.wire.shard_layout import ShardLayout
 # Kinds of what is kept of a parameter, as stored in checkpoints. Workers are those of all
 # positions along the data axes; each position is a server too, which has a row of each parameter.
 # what a worker's codec has lost so far: [workers, *gradient], sharded over workers on dim 0. In the
-# shape of the gradient it is ordinary state: it is saved and restored, on any number of workers.
+# shape of the gradient it is ordinary state: it is saved, and can be restored on any number of
+# workers.
 RESIDUAL = "residual"
 CODEC = "codec"  # the codec's own arrays, equal on all workers; one for each model-parallel shard
 # the parameters that each worker has read: [positions, workers, row], sharded over positions on
@@ -39,8 +40,8 @@ OWN = "own"  # each worker's local parameters: [workers, positions, row], sharde
 READ = "read"
 OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], sharded over positions
 
-# XLA starts the exchange of a bucket as soon as its gradients exist: one bucket for all would begin
-# when the backward pass is over
+# XLA starts the exchange of a bucket as soon as its gradients exist: the exchange of one bucket for
+# all would begin only when the backward pass is over.
 BUCKET_BYTES = 25 * 2**20
 MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 

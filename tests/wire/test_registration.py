@@ -225,6 +225,21 @@ def test_register_names_the_members_that_are_missing():
     assert "x" not in CODECS
 
 
+def test_check_refuses_a_codec_without_the_decorator_of_a_dataclass():
+    class Plain(wire.RowCodec):
+        error = 0.0
+
+        def encode(self, rows):
+            return rows
+
+        def decode(self, payload, width):
+            return payload
+
+    with pytest.raises(OptionError, match="a Plain is no codec") as raised:
+        wire.check(Plain())
+    assert "frozen dataclass" in raised.value.fix
+
+
 def test_register_refuses_what_a_layout_file_could_not_name(registered):
     with pytest.raises(OptionError, match="the name is that of"):
         wire.register("int8")(Halved)

@@ -71,7 +71,7 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
     return add
 
 
-def _check_class(where: str, codec: Any) -> None:
+def _check_class(where: str, codec: type[Codec]) -> None:
     """Refuse what is no codec, or one that a layout file cannot make."""
     is_codec = isinstance(codec, type) and issubclass(codec, Codec)
     if not (is_codec and dataclasses.is_dataclass(codec)):
@@ -80,7 +80,7 @@ def _check_class(where: str, codec: Any) -> None:
     if not codec.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         why = f"{where}: {codec.__name__} can be changed."
         raise OptionError(why, fix="@dataclasses.dataclass(frozen=True).")
-    missing = ", ".join(sorted(codec.__abstractmethods__))  # type: ignore[attr-defined]
+    missing = ", ".join(sorted(codec.__abstractmethods__))
     if missing:
         raise OptionError(f"{where}: {codec.__name__} lacks {missing}.", fix=f"define {missing}.")
     for field in dataclasses.fields(codec):

@@ -156,6 +156,9 @@ class Codec(abc.ABC):
 
     def __new__(cls, *values: Any, **options: Any) -> "Codec":
         """Refuse options that the codec does not have, by name."""
+        if not options:
+            # A class that is no dataclass yet has no fields to compare; `check` refuses it by name.
+            return super().__new__(cls)
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in options:
             if name not in names:
@@ -274,8 +277,8 @@ class RowCodec(Codec):
     def _encode_bucket(self, rows: jax.Array, bucket: Bucket) -> list[Any]:
         """Return the payload of each width."""
         payload = [self.encode(part) for part in bucket.split_widths(rows)]
-        # Without the barrier XLA could compute on what was encoded before it was rounded; with it,
-        # this worker decodes exactly what it sends.
+        # Without the barrier XLA could use the values from before the rounding: this worker decodes
+        # exactly what it sends.
         return lax.optimization_barrier(payload)
 
     def _decode_bucket(self, payload: Any, bucket: Bucket) -> jax.Array:

@@ -82,11 +82,13 @@ def send_rounded(
     for number, leaf in enumerate(params):
         if encoded[number]:
             sent[number] = codec.encode(leaf)
-    received = list(send(sent))
-    for number, leaf in enumerate(received):
-        if encoded[number]:
-            # bfloat16 encodes each number without the others, so no width is needed
-            received[number] = codec.decode(leaf, 0)
+    received = []
+    for leaf, is_encoded in zip(send(sent), encoded, strict=True):
+        if is_encoded:
+            # bfloat16 encodes each number without the others, so no width is needed.
+            received.append(codec.decode(leaf, 0))
+        else:
+            received.append(leaf)
     return received
 
 
@@ -99,7 +101,7 @@ def self_test() -> None:
       CodecError: the result is not that of rounding to nearest-even; error feedback would be
         silently wrong.
     """
-    # 512 steps of an eighth of bfloat16's spacing: below, at and above the ties of rounding
+    # 512 steps of 1/32 of bfloat16's spacing: below, at and above the ties of rounding.
     values = np.float32(1.0) + np.arange(512, dtype=np.float32) * np.float32(2.0**-12)
     codec = Bfloat16()
 

@@ -50,7 +50,7 @@ class Float8(RowCodec):
         """uint8 bit patterns and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = largest_magnitude(values, -1) / LARGEST
-        # a block of zeros has no scale
+        # The scale of a block of zeros is 0; dividing by it would give NaN.
         scaled = values / jnp.where(scale == 0, 1.0, scale)
         # float8_e4m3fn has no infinity: above its largest number a cast makes NaN
         scaled = jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)

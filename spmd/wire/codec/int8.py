@@ -49,7 +49,7 @@ class Int8(RowCodec):
         """int8 values and float32 scales."""
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = largest_magnitude(values, -1) / 127
-        # a block of zeros has no scale
+        # The scale of a block of zeros is 0; dividing by it would give NaN.
         integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int8)
         return {"values": unblocks(integers, rows.shape[1]), "scale": finite_or_nan(scale)}
 

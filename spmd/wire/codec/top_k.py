@@ -44,7 +44,7 @@ class TopK(RowCodec):
 
     def encode(self, rows: jax.Array) -> Any:
         """float32 values and int32 indices, [n, k]."""
-        # chosen in this owner's row, and at least one: the share, rounded up
+        # The number kept of each row: the share, rounded up, and at least one.
         count = max(1, -int(-rows.shape[1] * self.keep // 1))
         _, indices = lax.top_k(jnp.abs(rows), count)
         values = jnp.take_along_axis(rows, indices, axis=1)

@@ -260,7 +260,7 @@ def _number_problems(server: ParameterServer) -> list[Conflict]:
         conflicts.append(Conflict(key, f"{value}.", fix))
     for key in FRACTIONS:
         value = getattr(server, key)
-        if value is not None and not _is_fraction(key, value):
+        if value is not None and not _is_in_range(key, value):
             fix = "a number from 0."
             if key == "outer_rate":
                 fix = "a number above 0."
@@ -270,7 +270,7 @@ def _number_problems(server: ParameterServer) -> list[Conflict]:
     return conflicts
 
 
-def _is_fraction(key: str, value: float) -> bool:
+def _is_in_range(key: str, value: float) -> bool:
     """Return whether a number is one that this key of `FRACTIONS` may have."""
     if not math.isfinite(value) or value < 0:
         return False

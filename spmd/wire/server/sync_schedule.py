@@ -41,8 +41,9 @@ def sync_steps(
         new_round = Round.empty(workers)
         new_round.worker[:] = order
         new_round.staleness[:] = 0
-        for everyone in (new_round.takes, new_round.present, new_round.applied):
-            everyone[:] = True
+        new_round.takes[:] = True
+        new_round.present[:] = True
+        new_round.applied[:] = True
         new_round.began[:] = now[order]
         new_round.done[:] = done[order]
         new_round.time[:] = done[order]

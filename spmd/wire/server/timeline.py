@@ -132,7 +132,9 @@ class _Reader:
         return new_round.end
 
     def _fetches(self, new_round: Round, worker: np.ndarray) -> np.ndarray:
-        """Return 1 for each gradient before which its worker fetched parameters, 0 for others."""
+        """Return 1 for each gradient before which its worker fetched parameters, 0 for others; and
+        record which workers have fetched since their newest gradient.
+        """
         index = np.arange(len(worker))
         reads = new_round.reads.cumsum(axis=0)  # row r: reads before event r
         before = reads[index, worker]
@@ -144,14 +146,14 @@ class _Reader:
     def spans(self, counts: np.ndarray) -> GradientSpans:
         """The first `counts` gradients of each worker, which arrive, and its next one."""
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
-        is_next = columns["number"] <= counts[columns["worker"]]
+        is_counted = columns["number"] <= counts[columns["worker"]]
         ends = np.isfinite(columns["done"])
-        columns = {name: part[is_next & ends] for name, part in columns.items()}
+        columns = {name: part[is_counted & ends] for name, part in columns.items()}
         worker = columns["worker"]
         number = columns.pop("number")
         order = np.lexsort((number, worker))
-        # when its worker begins the next gradient
         same_worker = np.diff(worker[order]) == 0
+        # When the worker of each gradient begins its next one.
         next_began = np.full(len(order), np.inf)
         next_began[order[:-1]] = np.where(same_worker, columns["began"][order[1:]], np.inf)
         columns["done"] = np.minimum(columns["done"], next_began)

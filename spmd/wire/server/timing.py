@@ -131,7 +131,7 @@ class Network:
 
 
 def _parse_bandwidth(text: str) -> float | None:
-    """Return bytes per second; None for a text that is none, or is 0."""
+    """Return bytes per second; None if the text is not a bandwidth, or is 0."""
     parts = re.fullmatch(r"([\d.eE+-]+)\s*([kMGT]?)([bB])/s", text)
     if parts is None:
         return None
@@ -145,7 +145,7 @@ def _parse_bandwidth(text: str) -> float | None:
 
 
 def _parse_latency(text: str) -> float | None:
-    """Return seconds; None for a text that is none."""
+    """Return seconds; None if the text is not a time."""
     parts = re.fullmatch(r"([\d.eE+-]+)\s*(s|ms|us|ns)", text)
     if parts is None:
         return None
