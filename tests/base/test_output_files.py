@@ -69,7 +69,7 @@ def test_error_of_a_full_disk_names_the_file(name, tmp_path):
 
 def test_id_of_a_run_in_memory_names_its_file(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    with room_for(4), pytest.raises(OSError, match=r"File too large: '.*/checkpoints/\.memory"):
+    with room_for(4), pytest.raises(OSError, match=r"File too large: '.*/checkpoints/memory_id'"):
         run_id(tmp_path, keep=False)
 
 
