@@ -92,9 +92,12 @@ def fit_layout(
             return False
         return True
 
+    # `fits` calls this function again, which takes the layers of stacks off itself.
     stacked_params = params
     params = one_layer(params, stacks)
     problems = [*_layout_problems(layout, mesh), *_rule_problems(layout, params, mesh)]
+    # A frozen parameter has no gradient, so a rule of `[gradients]` that matches frozen ones alone
+    # is never used.
     trained = {path: leaf for path, leaf in params.items() if path not in frozen}
     problems += _codec_problems(layout, trained, mesh)
     problems += _pipeline_problems(layout, stacks, mesh)
@@ -105,6 +108,7 @@ def fit_layout(
         misfit = _misfit(layout, claims[path], leaf, names.get(path), mesh, stacked=path in stacks)
         if misfit:
             misfits.setdefault(misfit, []).append(path)
+    # Counted before REPORTED is taken out: those parameters do not fit either.
     fitting = len(params) - sum(map(len, misfits.values()))
     misfits.pop(REPORTED, None)
     problems += [
@@ -112,6 +116,8 @@ def fit_layout(
         for misfit, paths in misfits.items()
     ]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
+    # Raised before anything is resolved, which looks axes up in the mesh: an unknown one would be
+    # a KeyError there.
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = keep_frozen(resolve(layout, params, names, mesh, stacks), frozen)
     raise_problems(LayoutError, headline, resolved_problems(resolved, params, names, stacks, fits))
@@ -172,6 +178,7 @@ def _layout_problems(layout: Layout, mesh: MeshSpec) -> Iterator[Problem]:
     specs |= {f"[{table}] axis": (axis,) for table, axis in tables.items()}
     specs["[optimizer] shard"] = (layout.optimizer.shard,)
     specs[f'[default] params = "{layout.default.params}"'] = (
+        # Only "shard:AXIS" names an axis; the axis of "replicate" and of "error" is empty.
         layout.default.params.partition(":")[2] or None,
     )
     for where, spec in specs.items():
@@ -350,6 +357,7 @@ def _misfit(
             f'mesh axis "{layout.stage_axis}" shards the layers of this stack ([pipeline]); a rule '
             "is about one layer."
         )
+        # The fix is made from this spec, and no rule may name the axis of the stages.
         spec = keep_axes(spec, tuple(axis for axis in mesh.names if axis != layout.stage_axis))
     if not lines:
         return None
@@ -381,6 +389,7 @@ def _misfit_problem(
         if misfit.claimed:
             index = misfit.claimed[0]
         fix = fixes.rule_fix(rules, index, pattern, spec)
+        # No parameter of the rule fits, so its spec is wrong, and no exception is needed.
         if index is not None and [*claims.values()].count((index,)) == len(paths):
             fix = f"spec {spec}"
         if width:

@@ -80,6 +80,7 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
     layout = resolved.layout
     data = resolved.data_axes
     declared = resolved.layout.gradients
+    # The automatic step: XLA reduces gradients itself, in their own dtype and without a codec.
     if declared.reduction == "compiler" or resolved.workers == 1:
         return
     if REDUCTIONS[declared.reduction].make:
@@ -94,9 +95,11 @@ def _exchange_problems(resolved: Resolved) -> Iterator[Problem]:
         if place.dtype not in ("float32", "bfloat16", "float16")
     }
     sources = codec_rules(declared, resolved.placements)
+    # One key for all gradients is a shorter fix than a rule for each.
     everywhere = wide == {*resolved.placements} and not declared.rules
     for place in resolved.placements.values():
         spec = place.spec
+        # Gradients are reduced to the shards of the optimizer's state (`REDUCTIONS`).
         if declared.reduction == "reduce_scatter":
             spec = place.state_spec
         source = sources[place.path]
@@ -183,6 +186,8 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
             'placement = "sliced", or leave it out.',
             kind="conflict",
         )
+    # From here on the factor below is -1 or less, so the distance does not shrink (elastic
+    # averaging SGD, arXiv:1412.6651).
     if server.moving_rate is not None and server.moving_rate >= 2 / (workers + 1):
         factor = 1 - server.moving_rate * (workers + 1)
         why = (
@@ -273,6 +278,7 @@ def _share_problems(
     ]
     free_axes = ", ".join(f"{axis} ({mesh.sizes[axis]} devices)" for axis in free)
     lines.append(f"mesh axes that no parameter uses: {free_axes or 'none'}.")
+    # Rounded up to a percent: a limit that is rounded down would be exceeded again.
     enough = min(1.0, int(share * 100 + 1) / 100)
     allow = f"max_replicated = {enough:g}"
     # A shipped layout is changed in a copy.
@@ -282,12 +288,15 @@ def _share_problems(
     stuck = [
         place
         for place in replicated
+        # `params` has the shapes of one layer, for which rules are written. Codes and scales of
+        # frozen parameters are not in it.
         if not _is_divisible(params.get(place.path, place).shape, mesh)
     ]
     if sum(place.nbytes for place in stuck) > limit * total:
 
         def suffices(other: MeshSpec) -> bool:
             elsewhere = resolve(layout, params, names, other, stacks)
+            # The share first: `fits` checks the entire layout again.
             return _replicated_share(elsewhere) <= limit and fits(other)
 
         place = max(stuck, key=lambda place: place.nbytes)
@@ -340,6 +349,7 @@ def _fix_of_sizes(
         for part in range(2, devices):
             if devices % part == 0:
                 smaller.append(MeshSpec(tuple((mesh.sizes | {axis: part}).items())))
+    # The largest mesh that fits leaves the fewest devices idle.
     for other in sorted(smaller, key=lambda other: -other.size):
         if suffices(other):
             call = f'spmd.make_mesh("{other}", devices=jax.devices()[:{other.size}])'

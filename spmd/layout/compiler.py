@@ -170,6 +170,7 @@ def compiler_problems(compiler: Compiler) -> list[Conflict]:
 
 def _valid_size(value: int | str) -> bool:
     try:
+        # XLA keeps these thresholds in a signed 64-bit integer.
         return 0 <= parse_bytes(value) < 2**63
     except ValueError:
         return False
@@ -194,6 +195,8 @@ def xla_options(
     """
     chosen: dict[str, Any] = {}
     flags = re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", ""))
+    # An option of the compilation overrides that of $XLA_FLAGS, so a default must not be passed
+    # where the user has set a flag.
     if platform == "cpu" and devices > 1:
         chosen = {name: value for name, value in CPU_DEFAULTS.items() if name not in flags}
     if platform in GPU:
@@ -213,6 +216,7 @@ def xla_options(
 def _xla_value(key: str, value: Any) -> Any:
     """Return the value of a key as XLA takes it."""
     words = {"command_buffers": COMMAND_BUFFERS, "double_buffering": UNROLLING}.get(key)
+    # JAX's `compiler_options` take numbers where $XLA_FLAGS have their text.
     if key in THRESHOLDS:
         return parse_bytes(value)
     if words is None:

@@ -53,6 +53,7 @@ def html_table(layout: Layout) -> Html:
     if layout.use_when:
         described += f"<p>Use it when: {html.escape(layout.use_when)}</p>"
     toml = folded("as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>")
+    # A layout that was written in Python has no lines, and most have no exceptions.
     columns = [column for column in zip(COLUMNS, *_rows(layout), strict=True) if any(column[1:])]
     header, *rows = zip(*columns, strict=True)
     return framed(f'{words}{described}<div class="wide">{table(header, rows)}</div>{toml}')

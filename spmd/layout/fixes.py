@@ -146,6 +146,8 @@ def match_checker(
 
     def problems(where: str, rule: Rule | GradientRule, at: Mapping[str, Any]) -> Iterator[Problem]:
         matched = matches[rule.path]
+        # One alternative in braces is enough: a shipped layout lists the usual names of a
+        # submodule, of which a model has one.
         if not matched:
             yield Problem(
                 f"{where} matches no {noun}.", [], fix(rule.path, paths), **at, kind="no_match"

@@ -44,6 +44,7 @@ class Remat:
     rules: tuple["Remat", ...] = ()
 
     def __post_init__(self):
+        # Layouts are compared and hashed, and a list has no hash.
         if isinstance(self.save, list):
             object.__setattr__(self, "save", tuple(self.save))
         if self.save is not None and not isinstance(self.save, str):

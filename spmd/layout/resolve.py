@@ -76,6 +76,8 @@ class Resolved:
         """Positions along the data axes."""
         return math.prod(self.mesh.sizes[axis] for axis in self.data_axes)
 
+    # A layout's patterns are compiled once, not for every leaf of every batch. The value is kept in
+    # __dict__, which a frozen dataclass leaves writable.
     @functools.cached_property
     def _batch_rules(self) -> Callable[[str], list[int]]:
         return rule_matcher(self.layout.batch.rules)
@@ -92,6 +94,7 @@ class Resolved:
         neither specs nor tables use them.
         """
         layout = self.layout
+        # `[experts] axis` is not here: it does nothing unless parameters are sharded over it.
         used = {layout.pipeline.axis, layout.sequence.axis, *spec_axes(layout.batch.spec)}
         for place in self.all_placements.values():
             used.update(spec_axes(place.spec), spec_axes(place.state_spec))
@@ -221,6 +224,7 @@ def one_layer(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes and dtypes by path; for a stack's parameters those of one layer."""
     return {
+        # True is 1: dim 0 of a stacked parameter is its layers.
         path: jax.ShapeDtypeStruct(leaf.shape[path in stacks :], leaf.dtype)
         for path, leaf in params.items()
     }
@@ -294,6 +298,7 @@ def shard_largest_dim(spec: Spec, shape: tuple[int, ...], axis: str | None, mesh
     free = [
         dim
         for dim, size in enumerate(shape)
+        # Every axis divides an empty dim, and there would be nothing on any device.
         if not entry_axes(full[dim]) and size and size % mesh.sizes[axis] == 0
     ]
     if not free:
@@ -353,6 +358,7 @@ def _frozen_spec(spec: Spec, shape: tuple[int, ...], mesh: MeshSpec) -> Spec:
         if entry is None or shape[dim] % num_shards((entry,), mesh) == 0:
             continue
         entries[dim] = None
+        # The other one of the last two dims, whose indices add up to 2 * len(shape) - 3.
         other = 2 * len(shape) - 3 - dim
         if (
             dim >= len(shape) - 2

@@ -22,7 +22,8 @@ from spmd.wire.server.declaration import ParameterServer
 # Implementations of attention.
 IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")
 
-_FITS: dict[str, Callable[[Any], bool]] = {  # values of tables that may be given as dicts
+# Values of tables that may be given as dicts. A bool is an int in Python, and is no size.
+_FITS: dict[str, Callable[[Any], bool]] = {
     "mesh": lambda size: isinstance(size, int) and not isinstance(size, bool),
     "axes": lambda entry: (
         entry is None
@@ -58,6 +59,7 @@ class Rule:
     path: str
     spec: Spec
     except_: tuple[str, ...] = ()
+    # Not compared: a layout from a file equals the same one written in Python.
     line: int | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -203,8 +205,10 @@ class Layout:
 
     description: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
+    # RUF009: ruff sees in this file only that a class is frozen, and so is a safe default.
     batch: Batch = Batch()
     params: tuple[Rule, ...] = ()
+    # A vocabulary that models share: a name that no parameter carries is no error.
     axes: tuple[tuple[str, Entry], ...] = ()
     # submodule outputs: paths are of modules, dim 0 is always sharded over the data axes
     activations: tuple[Rule, ...] = ()
@@ -223,8 +227,11 @@ class Layout:
     adapters: tuple[Adapter, ...] = ()  # paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
     use_when: str = ""
+    # Both come from the file's place, not from its text: the reader takes the fields that are
+    # compared for keys of the file.
     name: str = dataclasses.field(default="layout", compare=False)
-    source: str = dataclasses.field(default="this layout", compare=False)  # how errors name it
+    # How errors name it.
+    source: str = dataclasses.field(default="this layout", compare=False)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -258,6 +265,7 @@ class Layout:
                     f"Layout: {name}={short_repr(value)} is {type_name(value)}.",
                     fix=f"such as {name}={example}.",
                 )
+            # JSON and TOML have lists in place of tuples, which have no hash.
             pairs = tuple((key, _as_entry(entry)) for key, entry in pairs)
             keys = [key for key, _ in pairs]
             problems = [f'"{key}" is there twice' for key in keys if keys.count(key) > 1]

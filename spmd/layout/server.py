@@ -11,6 +11,7 @@ def server_problems(server: ParameterServer, gradients: Gradients) -> list[Confl
     model and the mesh.
     """
     if gradients.reduction != "parameter_server":
+        # The defaults are those of a layout without this table, and mean nothing then.
         if server == ParameterServer():
             return []
         why = f'nothing reads it: gradients use reduction "{gradients.reduction}".'

@@ -17,6 +17,7 @@ from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
 from spmd.wire.server.declaration import MODES, PLACEMENTS
 
+# The registries themselves, not copies: a codec that the user registers is a choice at once.
 CHOICES = {
     "gradients.reduction": REDUCTIONS,
     "gradients.codec": CODECS,
@@ -170,6 +171,7 @@ class Tables:
         lines: list[int | None] = [
             number for number, line in enumerate(self.lines, 1) if re.match(pattern, line)
         ]
+        # Rules in one inline list, `params = [{...}]`, have no header of their own.
         lines += [None] * (len(items) - len(lines))
         for number, item in enumerate(items, 1):
             self.rule_number = number
@@ -277,6 +279,8 @@ def syntax_error(
     ends with a place where valid text is seen.
     """
     fix = f"strings in double quotes, one key = value on a line; {fix}"
+    # Before Python 3.14 the place of a TOMLDecodeError is in its text only. It has none for an
+    # unexpected end of the document.
     place = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message)
     if not place:
         return error(f"{where} is not TOML: {message}.", fix=fix, kind="syntax")
@@ -300,4 +304,5 @@ def register_hint(key: str, name: str) -> str:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number of at most 64 bits."""
+    # TOML has 64-bit integers, but Python's tomllib returns larger ones too.
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -33,6 +33,8 @@ def dumps(layout: Layout) -> str:
         for key in ("description", "use_when")
         if (value := getattr(layout, key))
     ]
+    # In TOML a key below a header belongs to that header's table, so the keys of the top come
+    # first.
     blocks = []
     if words:
         blocks = [words]
@@ -58,6 +60,7 @@ def dumps(layout: Layout) -> str:
         values = {"modules": adapter.modules, **changed_values(adapter)}
         for key, value in values.items():
             if key != "line":
+                # `except` is a keyword of Python.
                 lines.append(f"{key.removesuffix('_')} = {_value(value)}")
         blocks.append(lines)
     if blocks in ([], [words]):

@@ -26,6 +26,7 @@ def unused_axes(layout: Layout, mesh: MeshSpec) -> tuple[str, ...]:
     (('replica',), ())
     """
     unused = tuple(axis for axis, size in layout.mesh if size == 1 and mesh.sizes.get(axis) == 1)
+    # On one device all axes are unused, and a mesh needs one.
     if len(unused) < len(layout.mesh):
         return unused
     return ()
@@ -56,6 +57,7 @@ def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
         new = spec(old)
         if old == new:
             return new
+        # Dim 0 is the batch, and stays even if nothing shards it.
         return new[: max(dim + 1 for dim, axes in enumerate(new) if axes or dim == 0)]
 
     def rules(old: tuple[Rule, ...]) -> tuple[Rule, ...]:
