@@ -18,7 +18,8 @@ __all__ = ["Processes", "local", "run"]
 
 
 def __getattr__(name: str):
-    if name not in __all__:  # the command line works without jax, which takes a second to import
+    # The command line works without jax, which takes a second to import.
+    if name not in __all__:
         raise AttributeError(f"module 'spmd.launch' has no attribute {name!r}")
     value = getattr(importlib.import_module("spmd.launch.notebook"), name)
     globals()[name] = value

@@ -66,6 +66,8 @@ def _calibrate(options: argparse.Namespace) -> str:
         raise OptionError(
             f"--seconds {options.seconds:g}: not a positive number of seconds.", fix="--seconds 60."
         )
+    # Before JAX is asked for devices: the number of simulated ones is fixed when it first looks for
+    # them.
     if options.devices is not None:
         simulate_devices(options.devices)
     elif jax.devices()[0].platform == "cpu":

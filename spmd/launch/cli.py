@@ -41,8 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 for success, 2 for an error, without a traceback;
     `launch` returns that of the job.
     """
-    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    argv = list(arguments)
     words, script_arguments = argv, []
+    # argparse would take what stands behind it for positional arguments of the command.
     if "--" in argv:
         separator = argv.index("--")
         words, script_arguments = argv[:separator], argv[separator + 1 :]
@@ -86,7 +89,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unparsed = super().parse_known_args(args, namespace)
         flags = {action.dest for action in self._actions if action.option_strings}
-        parsed.flags = flags | getattr(parsed, "flags", set())  # of the command below
+        # The subcommand's parser has run already, and left its own flags.
+        parsed.flags = flags | getattr(parsed, "flags", set())
         return parsed, unparsed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -106,6 +110,8 @@ def _parser(first: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spmd {spmd_version()}")
     top = parser.add_subparsers(required=True, metavar="COMMAND")
+    # Their modules import jax, and the doctor must examine an installation whose jax does not
+    # import.
     if list(first) != ["doctor"]:
         _add_commands(top)
     doctor_command.add_to(top)
@@ -203,7 +209,9 @@ def _check(options: argparse.Namespace) -> str:
 
     layout, model = load_registered(options.layout, lambda: wrap(_imported(options.model)))
     mesh = _mesh(options.mesh, layout)
-    batch = None if options.batch is None else _batch(options.batch)
+    batch = None
+    if options.batch is not None:
+        batch = _batch(options.batch)
     model = with_adapters(model, layout, 0)
     variables, names = _shapes(model, batch)
     frozen = choose_frozen(layout, model, flatten(variables.params)).arrays(variables.params)
@@ -222,10 +230,12 @@ def _mesh(text: str | None, layout: Any) -> Any:
 
     if text is None and not layout.mesh:
         raise OptionError(f"{layout.source} names no mesh.", fix="--mesh data=4,model=2.")
-    mesh = MeshSpec.parse(dict(layout.mesh) if text is None else text)
+    sizes = text
+    if text is None:
+        sizes = dict(layout.mesh)
+    mesh = MeshSpec.parse(sizes)
     if -1 in mesh.sizes.values():
-        sizes = [(name, size if size != -1 else 8) for name, size in mesh.axes]
-        example = ",".join(f"{name}={size}" for name, size in sizes)
+        example = ",".join(f"{name}={size}" for name, size in mesh.axes).replace("=-1", "=8")
         raise OptionError(
             f"mesh {mesh}: -1 stands for the remaining devices, and a check uses none.",
             fix=f"--mesh {example}.",
@@ -241,13 +251,16 @@ def _imported(target: str) -> Any:
             f'--model "{target}" is not MODULE:FACTORY.',
             fix="such as  --model models:gpt  for  def gpt()  in models.py.",
         )
+    # An installed command has the folder of its script on the import path, not the working folder
+    # as `python -m` has.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its imports fails: the traceback says where
+            # The module exists, but one of its imports fails: the traceback says where.
+            raise
         raise OptionError(
             f'--model "{target}": there is no module "{error.name}" in this folder or this Python.',
             fix="run it from the folder that holds it, or use its full name: "
@@ -305,6 +318,7 @@ def _shapes(model: Any, batch: dict[str, Any] | None) -> tuple[Any, dict[str, tu
         names.update(model.names(key, call_with_inputs))
         return model.make_variables(key, call_with_inputs)
 
+    # A concrete key would make JAX look for devices, which a check must not use.
     key = jax.eval_shape(lambda: jax.random.key(0))
     return trace_abstractly(build, "the model", key, inputs), names
 

@@ -94,12 +94,15 @@ def _bench(options: argparse.Namespace) -> str:
     first_seconds = last - began
     waits = []
     records = 0
-    most = None if options.batches is None else options.batches - 1
+    most = None
+    if options.batches is not None:
+        most = options.batches - 1
     for batch in itertools.islice(batches, most):
         now = time.perf_counter()
         waits.append(now - last)
         last = now
         records += _rows(batch)
+    # With --batches the epoch is not over, and threads would read on ahead.
     batches.close()
     if not waits:
         raise OptionError(
@@ -159,6 +162,7 @@ def _records(options: argparse.Namespace) -> Any:
         raise OptionError(f'--shuffle "{options.shuffle}".', fix="true, false or a number.")
     common = {"batch_size": options.batch_size, "shuffle": shuffle, "workers": options.workers}
     paths = find_files(options.files)
+    # TensorFlow names shards train.tfrecord-00000-of-00010.
     suffixes = {re.sub(r"-\d+-of-\d+$", "", path).rpartition(".")[2] for path in paths}
     if options.tokenizer is not None or options.length is not None:
         if options.tokenizer is None or options.length is None:

@@ -165,7 +165,9 @@ def requirements() -> dict[str, list[str]]:
     for line in importlib.metadata.requires("spmd") or ():
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"]([^'\"]+)", marker)
-        name = "" if extra is None else extra[1]
+        name = ""
+        if extra is not None:
+            name = extra[1]
         by_extra.setdefault(name, []).append(requirement.strip())
     return by_extra
 
@@ -248,6 +250,7 @@ def devices_and_cache(limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     output = run_bounded([sys.executable, "-c", PROBE], limit)
     lines = [json.loads(line) for line in output.text.splitlines() if line.startswith("{")]
+    # The probe prints devices before it looks at the cache, so a hang in between still leaves them.
     failures = [{"failure": output.failure}] * (2 - len(lines))
     devices, cache = [*lines, *failures]
     return devices, cache | _folder_state(cache.get("folder", ""))

@@ -11,10 +11,12 @@ from typing import Any
 from spmd.distributed.exit_codes import FAILED
 from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
 
-ALL = -1  # instead of a rank: all processes, when only their launcher (srun) has an exit code
+# Instead of a rank: srun has one exit code for all of its processes.
+ALL = -1
 # a last heartbeat this much older than another's failure precedes it
 QUIET = 1.5 * HEARTBEAT_SECONDS
-ABORTED = -6  # JAX aborts a process whose coordination service is gone
+# JAX's client of the coordination service ends its process by SIGABRT when the service is gone.
+ABORTED = -6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,7 @@ def unreported_cause(
         rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL
     }
     done = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done"}
+    # Where all scripts have ended, none failed because it had left others behind.
     if len(done) == len(last_heartbeats):
         done = {}
     # A process that reports a failure after the end of its script fails because it has ended while
@@ -176,7 +179,8 @@ def _left(
     """Processes that were not in the phase in which others waited for them."""
     phases = {failure.phase for failure in failed} - {"script"}
     for beat in others:
-        if beat.end == "done":  # the others have not, since there is a failure
+        # There is a failure, so the scripts of others have not ended.
+        if beat.end == "done":
             yield (
                 beat.at,
                 beat.rank,

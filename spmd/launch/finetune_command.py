@@ -221,6 +221,7 @@ def _finetune(options: argparse.Namespace) -> str | int:
     from spmd.losses import next_token
     from spmd.run.checkpoint import Checkpoint
 
+    # Before anything asks for devices: JAX connects processes only before it has looked for them.
     join()
     layout = _with_adapters(options, Layout.load(options.layout))
     if options.learning_rate is None:
@@ -544,10 +545,16 @@ def _optimizer(options: argparse.Namespace, steps: int) -> Any:
     warmup = options.warmup
     if warmup is None:
         # a run of one step has no warmup: its only step would have a rate of 0
-        warmup = math.ceil(WARMUP * steps) if steps > 1 else 0
-    first_rate = 0.0 if warmup else options.learning_rate
+        warmup = 0
+        if steps > 1:
+            warmup = math.ceil(WARMUP * steps)
+    first_rate = options.learning_rate
+    if warmup:
+        first_rate = 0.0
     rate = optax.warmup_cosine_decay_schedule(first_rate, options.learning_rate, warmup, steps)
-    decays = _decays if options.weight_decay else None
+    decays = None
+    if options.weight_decay:
+        decays = _decays
     adamw = optax.adamw(rate, weight_decay=options.weight_decay, mask=decays)
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
 

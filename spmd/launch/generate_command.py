@@ -121,6 +121,7 @@ def _generate(options: argparse.Namespace) -> str | int:
     from spmd.pretrained.architectures import find
     from spmd.pretrained.outline import has_adapters_alone, read_config
 
+    # Before anything asks for devices: JAX connects processes only before it has looked for them.
     join()
     folder = as_path(options.folder, "FOLDER")
     if not folder.is_dir():
@@ -169,7 +170,9 @@ def _text(path: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        why = "it is not UTF-8"
+        if isinstance(error, OSError):
+            why = error.strerror
         raise DataError(
             f"--prompt-file {path} cannot be read: {why}.", fix="a file of text."
         ) from error
@@ -192,7 +195,9 @@ def _stop(options: argparse.Namespace, folder: Path, coder: Any) -> list[int]:
         return list(end_tokens(folder) if coder is None else coder.stop)
     ids = []
     for word in options.stop:
-        token = None if coder is None else coder.tokenizer.id_of(word)
+        token = None
+        if coder is not None:
+            token = coder.tokenizer.id_of(word)
         if token is None and word.isdecimal():
             token = int(word)
         if token is None:
@@ -222,5 +227,6 @@ def _sampling(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         logging.getLogger("spmd").warning(
             "%s, as %s says; options say otherwise.", shown, asked.where
         )
-    Sampling(**defaults | chosen)  # for its errors, before weights are read
+    # Raises its errors here, before weights are read.
+    Sampling(**defaults | chosen)
     return defaults | chosen

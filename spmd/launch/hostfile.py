@@ -141,13 +141,17 @@ def _jobs(path: Path, text: str) -> tuple[Host, ...]:
 def _table(path: Path, document: dict[str, Any], key: str, kind: type) -> dict[str, Any]:
     table = document.get(key, {})
     if not isinstance(table, dict) or not all(isinstance(value, kind) for value in table.values()):
-        form = 'worker = ["gpu01", "gpu02"]' if kind is list else 'gpu01 = "10.0.0.1"'
+        form = 'gpu01 = "10.0.0.1"'
+        if kind is list:
+            form = 'worker = ["gpu01", "gpu02"]'
         raise OptionError(f"{path}: [{key}] is malformed.", fix=f"lines such as {form}.")
     return table
 
 
 def _name(text: str, where: str) -> str:
     """A host name that ssh accepts, without characters that are special to a shell."""
+    # The name is an argument of ssh: one that begins with "-" would be an option, such as
+    # -oProxyCommand=.
     if not re.fullmatch(
         r"(?:[A-Za-z0-9_][\w.-]{0,63}@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]{0,253}", text, re.ASCII
     ):

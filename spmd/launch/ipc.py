@@ -81,6 +81,7 @@ def broadcast_and_collect(
     answers: dict[int, bytes] = {}
     events_at_first = selectors.EVENT_READ
     frame = b""
+    # Both at once: a process may answer, or fail, before another one has read its message.
     if message is not None:
         events_at_first |= selectors.EVENT_WRITE
         frame = _frame(message)
@@ -90,6 +91,8 @@ def broadcast_and_collect(
         for rank, connection in connections.items():
             selector.register(connection, events_at_first, rank)
         while selector.get_map() and keep_waiting(answers):
+            # With a bound: `keep_waiting` prints output meanwhile, and sees a process that has
+            # ended while a descendant has its socket open.
             for key, events in selector.select(LOOK):
                 rank = key.data
                 connection = connections[rank]

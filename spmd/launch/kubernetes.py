@@ -123,7 +123,9 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
     """
     check_script_args(argv, "--kubernetes --nodes 2 --image IMAGE")
     name = _name(argv, config)
-    secret = {"stringData": {"token": secrets.token_hex(16) if token is None else token}}
+    if token is None:
+        token = secrets.token_hex(16)
+    secret = {"stringData": {"token": token}}
     # names resolve before pods are ready, since pods wait for each other
     service = {
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}
@@ -143,7 +145,12 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
         documents.append({"apiVersion": version, "kind": kind, "metadata": labelled, **content})
     yaml = import_extra("yaml", "kubernetes")
     return yaml.safe_dump_all(
-        documents, sort_keys=False, width=10**6, explicit_start=True, allow_unicode=True
+        documents,
+        sort_keys=False,
+        # PyYAML would fold long arguments over several lines.
+        width=10**6,
+        explicit_start=True,
+        allow_unicode=True,
     ).rstrip()
 
 
@@ -184,7 +191,10 @@ def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         "backoffLimit": config.settings.max_restarts,
         "podFailurePolicy": {
             "rules": [
+                # The first rule that fits is applied; codes below would recur in every pod that
+                # replaces this one.
                 on_codes("FailJob", USAGE, DISAGREED),
+                # These pods follow another one's failure, and must not use up backoffLimit.
                 on_codes("Ignore", PEER, TERMINATED),
                 ignored,
             ]
@@ -201,6 +211,8 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         claim, _, path = config.claim.partition(":")
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "claim", "mountPath": path})
+        # By default the owner of every file is changed each time that the volume is mounted, which
+        # takes long for many files.
         security |= {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
     if config.shm:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": config.shm}})
@@ -215,10 +227,15 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         "volumeMounts": mounts,
     }
     spec = {
+        # With the headless Service of this name, pods get the DNS names NAME-0.NAME and so on.
         "subdomain": name,
+        # Kubernetes takes a podFailurePolicy with this value only.
         "restartPolicy": "Never",
+        # Kubernetes takes an integer number of seconds.
         "terminationGracePeriodSeconds": math.ceil(config.settings.grace),
         "automountServiceAccountToken": False,
+        # Otherwise each Service of the namespace adds variables to the environment, named after
+        # itself.
         "enableServiceLinks": False,
         "securityContext": security,
         "containers": [{key: value for key, value in container.items() if value}],
@@ -255,6 +272,8 @@ def _resources(config: KubernetesJob) -> dict[str, Any]:
         resources["requests"]["memory"] = config.memory
         resources["limits"]["memory"] = config.memory
     if config.gpus_per_node:
+        # Kubernetes takes the limit of an extended resource for its request, and does not
+        # overcommit it.
         resources["limits"]["nvidia.com/gpu"] = str(config.gpus_per_node)
     return {key: value for key, value in resources.items() if value}
 

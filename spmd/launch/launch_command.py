@@ -182,6 +182,7 @@ def add_to(commands: Any) -> None:
     add(
         "-m",
         dest="module",
+        # All that follows is the module's, options of the same names too.
         nargs=argparse.REMAINDER,
         metavar="MODULE ...",
         help="a module and its arguments",
@@ -200,7 +201,9 @@ def _launch(options: argparse.Namespace) -> int | str:
     settings = Settings(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
     )
-    argv = [*options.argv] if options.module is None else ["-m", *options.module]
+    argv = [*options.argv]
+    if options.module is not None:
+        argv = ["-m", *options.module]
     if options.script_arguments:
         argv += ["--", *options.script_arguments]
     if mode == SRUN:
@@ -285,9 +288,15 @@ def _launch_slurm(
 ) -> int | str:
     from spmd.launch.slurm import SlurmJob, script, submit
 
-    extra = [option if option.startswith("-") else f"--{option}" for option in options.sbatch or ()]
+    extra = []
+    for option in options.sbatch or ():
+        if not option.startswith("-"):
+            option = f"--{option}"
+        extra.append(option)
     job = _config(SlurmJob, options, env=_variables(options), extra=tuple(extra), settings=settings)
-    return script(argv, job) if options.dry_run else submit(argv, job)
+    if options.dry_run:
+        return script(argv, job)
+    return submit(argv, job)
 
 
 def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> str:

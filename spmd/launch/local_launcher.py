@@ -177,6 +177,7 @@ def process_environments(
         **config.settings.environment(),
         **attempt_environment(times),
         "SPMD_PROCESSES": str(count),
+        # Chosen anew for each attempt: processes of the last one may still have its port.
         "SPMD_COORDINATOR": f"127.0.0.1:{free_port('127.0.0.1')}",
         "SPMD_REPORT": str(folder),
         "SPMD_LAUNCHER": str(os.getpid()),
@@ -188,8 +189,11 @@ def attempt_environment(times: Sequence[float]) -> dict[str, str]:
     """Variables of all processes of an attempt, which has a new token; `times` as for
     `process_environments`.
     """
+    # `times` has the launcher's start, two for each earlier attempt, and the start of this one.
     number = max(len(times) - 2, 0) // 2
     variables = {
+        # A process that is left over from an earlier attempt does not know the new token, and
+        # cannot join.
         "SPMD_TOKEN": secrets.token_hex(16),
         "SPMD_ATTEMPT": str(number),
         "PYTHONUNBUFFERED": "1",
@@ -233,6 +237,7 @@ def worker_command(argv: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def report_folder(inside: Path | None = None, name: str = "spmd-launch") -> Iterator[Path]:
     """A folder for $SPMD_REPORT that only this user can read; removed at the end of the block."""
+    # mkdtemp makes folders with mode 0700.
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=inside))
     try:
         yield folder

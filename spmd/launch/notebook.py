@@ -24,8 +24,10 @@ from spmd.launch.process_group import SETTLE
 from spmd.launch.settings import Settings
 from spmd.launch.worker_pool import WorkerPool, describe_exit
 
-START = 330.0  # seconds until all processes have started; the rendezvous takes at most 300
-CONFIG = (  # settings of JAX that affect results, sent with every call
+# Seconds until all processes have started; the rendezvous takes at most 300.
+START = 330.0
+# Settings of JAX that affect results, sent with every call.
+CONFIG = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -73,7 +75,10 @@ def local(
       4
     """
     settings = Settings(simulate, 0, grace, stall, memory_fraction, preallocate)
-    return Processes(LocalConfig(processes, None if devices is None else tuple(devices), settings))
+    numbers = None
+    if devices is not None:
+        numbers = tuple(devices)
+    return Processes(LocalConfig(processes, numbers, settings))
 
 
 def run(
@@ -261,6 +266,8 @@ class Processes:
         failed = [rank for rank, answer in answers.items() if answer.startswith(FAILED)]
         if failed or len(answers) < self.count:
             raise self._failed(answers)
+        # Output comes through pipes and answers through sockets, so an answer may overtake what was
+        # printed before it.
         self._running.lines.until(self.count)
         if answers[0].startswith(UNSENT):
             raise ProcessError(pickle.loads(answers[0][len(UNSENT) :]), 0)
@@ -304,8 +311,10 @@ def _environment() -> dict[str, Any]:
     cells = {
         name: entry[2]
         for name, entry in linecache.cache.items()
+        # IPython puts cells into linecache with no time of modification: files have one.
         if len(entry) == 4 and entry[1] is None
     }
+    # An empty entry is the working folder, which in the processes may be another one.
     path = [str(entry) or os.getcwd() for entry in sys.path]
     return {
         "path": path,

@@ -25,7 +25,8 @@ from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
 
 def main(notebook: socket.socket) -> None:
     """Answer calls until the notebook closes the socket."""
-    notebook.set_inheritable(False)  # a child process of the function must not keep it open
+    # A child process of the function must not keep it open.
+    notebook.set_inheritable(False)
     try:
         ipc.send(notebook, READY + pickle.dumps((jax.local_device_count(), jax.device_count())))
         while (message := ipc.receive(notebook)) is not None:
@@ -35,7 +36,8 @@ def main(notebook: socket.socket) -> None:
     except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
         raise SystemExit(exit_codes.FAILED) from None
     except ConnectionError:
-        return  # the notebook is gone
+        # The notebook is gone.
+        return
 
 
 def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
@@ -43,6 +45,8 @@ def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
     try:
         _match_notebook(request)
         function, args, options = pickle.loads(request["call"])
+        # JAX returns before devices are done, and an error of the computation has to be that of
+        # this call.
         value = jax.block_until_ready(function(*args, **options))
     except BaseException as error:
         _end_of_output(request["mark"])
@@ -72,6 +76,7 @@ def _match_notebook(request: dict[str, Any]) -> None:
     for name, value in request["config"].items():
         if getattr(jax.config, name) != value:
             jax.config.update(name, value)
+    # Tracebacks read the lines of a cell from there, since a cell has no file.
     linecache.cache.update(
         {name: (len("".join(lines)), None, lines, name) for name, lines in request["cells"].items()}
     )
@@ -86,10 +91,12 @@ def _headline(error: BaseException) -> str:
 
 def _end_of_output(mark: str) -> None:
     """Write the mark that ends the output of the call."""
-    with contextlib.suppress(Exception):  # the function may have replaced them
+    # The function may have replaced either stream.
+    with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     with contextlib.suppress(OSError):
+        # To the descriptor itself: the function may have replaced or closed sys.stdout.
         os.write(1, f"{mark}\n".encode())
 
 

@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-NAME = "SPMD_GROUP"  # the variable; under a nested launcher it has the cookies of both
+# Under a nested launcher this variable has the cookies of both.
+NAME = "SPMD_GROUP"
 LOOK = 0.25  # seconds between two checks of the launcher
-ROUNDS = 40  # searches for processes, since one may be starting another meanwhile
+# Searches for processes, since one may be starting another meanwhile.
+ROUNDS = 40
 
 
 @contextlib.contextmanager
@@ -28,7 +30,10 @@ def reap_orphans(cookie: str) -> Iterator[None]:
     owner = os.getpid()
     reaper = None
     if Path("/proc/self/environ").exists():
+        # -I and -S: no variable of the user's environment and no installed package can break or
+        # delay it.
         command = [sys.executable, "-I", "-S", __file__, cookie, str(owner)]
+        # A session of its own: a signal to the launcher's group must not end the reaper too.
         reaper = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield
@@ -46,7 +51,8 @@ def processes_with_cookie(cookie: str) -> list[int]:
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        # The process may have ended, or belong to another user.
+        with contextlib.suppress(OSError):
             for line in Path(entry.path, "environ").read_bytes().split(b"\0"):
                 if line.startswith(prefix):
                     cookies = line.removeprefix(prefix).split(b",")
@@ -57,6 +63,8 @@ def processes_with_cookie(cookie: str) -> list[int]:
 
 def main(cookie: str, launcher: int) -> None:
     """Wait for the end of the launcher, then kill what it has left behind."""
+    # A process whose parent has ended gets another one, so no process id has to be looked up that
+    # may have been reused.
     while os.getppid() == launcher:
         time.sleep(LOOK)
     for _ in range(ROUNDS):

@@ -228,6 +228,7 @@ def _plan(options: argparse.Namespace) -> str:
         )
         show_progress("")
     if path is not None:
+        # To standard error: standard output may be JSON that another program reads.
         print(f"wrote {result.save(path, sections)}", file=sys.stderr)
     if options.explain:
         return result.explain(options.explain)
@@ -256,12 +257,14 @@ def _search(options: argparse.Namespace) -> str | tuple[str, int]:
 
     names = [name.strip() for name in options.candidates.split(",")]
     candidates = names[0] if names in (["exact"], ["all"]) else names
-    chosen_layouts(candidates)  # before the script runs
+    # Before the script runs, which may take long.
+    chosen_layouts(candidates)
     path = None
     if options.save:
         path = output_path(options.save, "a layout file", (".toml",), overwrite=options.overwrite)
     step, _ = _step_arguments(options)
-    for name in ("layout", "mesh", "accumulate"):  # which are searched
+    # The search chooses these itself.
+    for name in ("layout", "mesh", "accumulate"):
         step.pop(name, None)
     result = search(
         **step,
@@ -312,7 +315,8 @@ def _step_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], int | 
     else:
         arguments = script()
     if "layout" in overrides and "mesh" not in overrides:
-        arguments.pop("mesh", None)  # it belongs to the script's layout
+        # The mesh of the script belongs to its layout.
+        arguments.pop("mesh", None)
     arguments |= overrides
     data = arguments["data"]
     if isinstance(data, Resident):
@@ -322,7 +326,8 @@ def _step_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], int | 
         batch_size=arguments.get("batch_size"),
         shuffle=arguments.get("shuffle"),
         seed=arguments.get("seed", 0),
-        short_ok=True,  # a plan needs only shapes
+        # A plan needs only shapes.
+        short_ok=True,
     )
     step = {name: arguments[name] for name in PLANNED if name in arguments}
     step |= {"batch": reader.sample(), "target": cluster}

@@ -17,8 +17,10 @@ from typing import IO, Protocol
 
 from spmd.launch import orphan_reaper
 
-SETTLE = 4.0  # seconds for the others to exit on their own after one has failed
-KILLED = 1.0  # the same after one was killed: it published no error that the others could log
+# Seconds for the others to exit on their own after one has failed.
+SETTLE = 4.0
+# The same after one was killed: it published no error that the others could log.
+KILLED = 1.0
 LOOK = 0.05
 COLOUR, RESET = re.compile(r"\x1b\[[0-9;:]{0,64}m"), "\x1b[0m"
 CONTROL = re.compile(rf"({COLOUR.pattern})|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -189,11 +191,13 @@ def start_processes(
             group.signal(group.stop_signal)
         yield group
     finally:
-        group.signal(signal.SIGKILL)  # also descendants of processes that have ended
+        # Also descendants of processes that have ended.
+        group.signal(signal.SIGKILL)
         for process in group.processes.values():
             process.wait()
         reaper.close()
-        deadline = time.monotonic() + 5.0  # a descendant may keep their output open
+        # A descendant may keep their output open.
+        deadline = time.monotonic() + 5.0
         for reader in readers:
             reader.join(timeout=max(0.1, deadline - time.monotonic()))
         for process in group.processes.values():

@@ -7,6 +7,7 @@ from spmd.render.html import terminal_width
 
 def show_progress(line: str) -> None:
     """Show progress in one line of a terminal; "" clears it."""
+    # A file or a pipe would keep the control characters.
     if sys.stderr.isatty():
         print(
             f"\r\x1b[K{line[: min(terminal_width() - 1, 120)]}", end="", file=sys.stderr, flush=True

@@ -15,7 +15,8 @@ from spmd.launch import failure_cause
 from spmd.launch.failure_cause import ABORTED, ALL
 
 NO_PROGRESS = 3  # restarts in a row that began at the same step
-LOST = 255  # exit code of processes whose host is gone or unreachable, as in ssh
+# The exit code of processes whose host is gone or unreachable, as ssh has it.
+LOST = 255
 MAX_DELAY = 60.0  # seconds between two attempts
 
 
@@ -58,6 +59,7 @@ class Attempt:
         ]
         exits = (*self.first.items(), *sorted(self.codes.items()))
         ended = [(rank, code) for rank, code in exits if code]
+        # PEER follows from another process's failure.
         primary = [(rank, code) for rank, code in ended if code != PEER] or ended
         causes = []
         if self.unreported_cause is not None:
@@ -94,11 +96,21 @@ def _describe_end(rank: int, code: int, saved: int | None = None) -> str:
     if code == LOST:
         return "hosts are missing" if rank == ALL else f"the host of process {rank} is gone"
     who = "the step of srun" if rank == ALL else f"process {rank}"
-    how = f"signal {-code}" if code < 0 else f"code {code}"
-    text = f"{who} ended with {how}"
+    text = f"{who} ended with {code_text(code)}"
     if code in (TERMINATED, -signal.SIGTERM):
         text += f": it received SIGTERM{_saved(saved)}"
     return text
+
+
+def code_text(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> code_text(1), code_text(-9)
+    ('code 1', 'signal 9')
+    """
+    if code < 0:
+        return f"signal {-code}"
+    return f"code {code}"
 
 
 def _saved(step: int | None, has: str = "has") -> str:
@@ -114,7 +126,8 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         try:
             records.append({**json.loads(path.read_text(encoding="utf-8")), "name": path.stem})
         except (OSError, ValueError, TypeError):
-            continue  # the process was killed while it wrote this
+            # The process was killed while it wrote this.
+            continue
     return records
 
 
@@ -145,11 +158,14 @@ def summarize_attempt(
         for rank, code in first.items()
         if code == ABORTED and failed and last(rank) > failed[0].at
     }
+    # Between two looks several processes may have ended; the one that made its last heartbeat
+    # earlier ended first.
     first = {rank: first[rank] for rank in sorted(first, key=last) if rank not in by_others}
     times = [failure.at for failure in failed]
     if failed_at is not None:
         times.append(failed_at)
     return Attempt(
+        # srun knows only the highest exit code of its processes; records have each one's own.
         codes={**codes, **{failure.rank: failure.code for failure in failed}},
         first_step=steps.get("began"),
         failures={failure.rank: (failure.step, failure.text) for failure in failed},

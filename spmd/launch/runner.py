@@ -26,9 +26,11 @@ def main(argv: Sequence[str]) -> None:
     threading.Thread(
         target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True
     ).start()
+    # Before anything below reads the environment: a spare process gets that of its attempt here.
     wait_as_spare()
     try:
         if simulated := os.environ.get("SPMD_SIMULATE"):
+            # The number of simulated devices is fixed once JAX has looked for any.
             simulate_cpus(int(simulated))
         # `launch/srun.py` signals this step
         if os.environ.get("SLURM_PROCID") == "0" and "SPMD_PROCESSES" not in os.environ:
@@ -50,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
         watchdog.current().script_finished()
     except BaseException as error:
         code = watchdog.exit_code(error)
-        if code in (0, TERMINATED):  # all other processes exit the same way
+        # All other processes exit the same way.
+        if code in (0, TERMINATED):
             watchdog.current().script_finished()
             raise
         if not isinstance(error, SystemExit) or isinstance(error.code, str):
@@ -65,7 +68,8 @@ def _exit_with(launcher: int) -> None:
     """
     while launcher in (0, os.getppid()):
         time.sleep(1.0)
-    if os.getpgrp() == os.getpid():  # this process leads its group, which has only its descendants
+    # A process that leads its group has only its descendants in it.
+    if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(PEER)
 

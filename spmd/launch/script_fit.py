@@ -68,7 +68,8 @@ def call_at_fit(
                 f"{script} calls spmd.fit with invalid arguments: {error}.",
                 fix="correct that call.",
             ) from error
-        steps.close()  # the real fit may need them
+        # The real `fit` may need what was replaced.
+        steps.close()
         try:
             result = call(real, fit_arguments)
         except BaseException as error:  # which the script's error handlers must not catch either
@@ -96,6 +97,7 @@ def call_at_fit(
     steps.enter_context(options_of_command(()))
     sys.argv = [script, *arguments]
     sys.path = [str(path.resolve().parent), *paths]
+    # `spmd` keeps a public name once it was used, so both modules have the function.
     api.fit = public.fit = fit  # type: ignore[attr-defined]
     try:
         # the command's own output goes to stdout, which another program may read
@@ -106,7 +108,8 @@ def call_at_fit(
     except SpmdError:
         raise
     except (Exception, SystemExit) as error:
-        if not outcome:  # otherwise, the code after the call does not matter
+        # After the call of `fit` the script's code does not matter.
+        if not outcome:
             why = f"fails, {type(error).__name__}: {error},"
             if isinstance(error, SystemExit):
                 why = f"ended ({error.code})"

@@ -113,7 +113,9 @@ def serialize_result(value: Any, *, with_value: bool) -> tuple[bytes, dict[int, 
       ProcessError: a part of it cannot be sent; names the part.
     """
     file = io.BytesIO()
-    sink = file if with_value else _Sink()
+    sink = _Sink()
+    if with_value:
+        sink = file
     try:
         pieces = _dump(value, sink, with_value)
     except Exception as error:
@@ -175,6 +177,7 @@ class _Arrays:
         shards = [
             (shard.index, np.asarray(shard.data))
             for shard in array.addressable_shards
+            # Of equal shards one is enough; the first replica is in one process only.
             if shard.replica_id == 0
         ]
         self.pieces[number] = ShardedResult(describe(array), array.shape, array.dtype, shards)

@@ -25,7 +25,8 @@ from spmd.launch.validation import (
 
 NAME = r"[\w.+-]{1,200}"
 TIME = r"\d{1,6}(:[0-5]?\d){0,2}|\d{1,4}-\d\d?(:[0-5]?\d){0,2}"
-PATH = r"[\w./%+@=,:-]{1,1000}"  # sbatch has its own rules for these lines, without quoting
+# sbatch has its own rules for these lines, without quoting.
+PATH = r"[\w./%+@=,:-]{1,1000}"
 FIELDS = {  # the fields of `SlurmJob` that are passed to sbatch as they are
     "--gpus-per-node": "gpus_per_node",
     "--cpus-per-task": "cpus",
@@ -206,11 +207,13 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     name = config.name or re.sub(r"[^\w.+-]", "-", script_name(argv), flags=re.ASCII)
     options = {"--job-name": name, "--nodes": config.nodes, "--ntasks-per-node": config.tasks}
     options |= {option: getattr(config, field) for option, field in FIELDS.items()}
+    # Without "B:" SLURM signals the job's steps and not its shell, which would end at once.
     options["--signal"] = f"TERM@{config.grace}"
     lines = [f"#SBATCH {option}={value}" for option, value in options.items() if value is not None]
     python = config.python or sys.executable
     words = [python, "-m", "spmd", "launch", "--srun", *_launch_options(config.settings), *argv]
     launch = shlex.join(words)
+    # With exec no shell stands between SLURM and the launcher.
     ending = f"exec {launch}"
     if config.requeue:
         # append: SLURM otherwise truncates the output of a job that it starts again
@@ -256,6 +259,7 @@ def submit(argv: Sequence[str], config: SlurmJob) -> int:
     check_script(argv)
     text = script(argv, config)
     folder = Path(config.output or "").parent
+    # SLURM replaces %j and the like when the job starts, so such a folder cannot be checked here.
     if "%" not in str(folder) and not folder.is_dir():
         why = (
             f"{option('output', repr(config.output))}: there is no folder {folder}, and SLURM does "

@@ -27,7 +27,7 @@ from pathlib import Path
 from spmd.errors import OptionError, printable
 from spmd.launch import orphan_reaper
 from spmd.launch.failure_cause import heartbeats
-from spmd.launch.restart_policy import read_records
+from spmd.launch.restart_policy import code_text, read_records
 from spmd.launch.settings import Settings
 from spmd.launch.validation import RESERVED
 
@@ -37,7 +37,8 @@ IMPORTS = ("flax.nnx", "optax", "orbax.checkpoint", "spmd.api", "spmd.losses")
 # seconds after which an attempt counts as begun that does not say so, such as one without `fit`
 BEGIN = 60.0
 LOOK = 0.25  # seconds between two looks at what an attempt, or a spare process, does
-PATIENCE = 300.0  # seconds until a spare process counts as stuck, for example in a file system
+# Seconds until a spare process counts as stuck, for example in a file system.
+PATIENCE = 300.0
 READY = b"\n"
 
 
@@ -51,15 +52,15 @@ class Spare:
 
     def check(self) -> bool:
         """Update `is_ready`, and return whether the process still runs."""
-        with contextlib.suppress(OSError):  # nothing to read, or it has ended
+        # There is nothing to read, or it has ended.
+        with contextlib.suppress(OSError):
             self.is_ready = self.connection.recv(1) == READY or self.is_ready
         return self.process.poll() is None
 
     def describe_end(self) -> str:
         """A description of the end of the process, with the last line that it printed."""
-        code = self.process.returncode
-        how = f"signal {-code}" if code < 0 else f"code {code}"
-        text = f"spare process {self.process.pid} ended with {how}"
+        code = code_text(self.process.returncode)
+        text = f"spare process {self.process.pid} ended with {code}"
         if last := printable(self._last_line(), 300):
             text += f": {last}"
         return text
@@ -122,6 +123,7 @@ class Spares:
         for spare in [spare for spare in self._spares if spare.is_ready]:
             self._spares.remove(spare)
             try:
+                # The socket does not block, and an environment may be larger than its buffer.
                 spare.connection.settimeout(5.0)
                 spare.connection.sendall(json.dumps(dict(environment)).encode() + b"\n")
             except OSError:  # it has just ended
@@ -192,7 +194,8 @@ class Spares:
                 if ended.wait(LOOK):
                     return
             if not spare.is_ready:
-                break  # the next would not get further
+                # The next would not get further.
+                break
         self._remove_ended()
         ready = sum(spare.is_ready for spare in self._spares)
         self._log(f"{ready} of {self.count} spare processes are ready")
@@ -200,7 +203,8 @@ class Spares:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Spare:
         ours, theirs = socket.socketpair()
         variables = dict(environment)
-        for name in RESERVED:  # rank and token of an attempt, which a spare process gets later
+        # Rank and token of an attempt, which a spare process gets later.
+        for name in RESERVED:
             variables.pop(f"SPMD_{name}", None)
         cookies = ",".join(filter(None, (variables.get(orphan_reaper.NAME), self._cookie)))
         variables |= {
@@ -257,7 +261,8 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
     number = os.environ.get(NAME)
     if number is None:
         return
-    from spmd.distributed import coordination  # imports JAX, which launchers and agents do not need
+    # Imports JAX, which launchers and agents do not need.
+    from spmd.distributed import coordination
 
     with socket.socket(fileno=int(number)) as launcher:
         launcher.set_inheritable(False)
@@ -274,7 +279,9 @@ def wait_as_spare(imports: Sequence[str] = IMPORTS) -> None:
             raise RuntimeError(f"importing {', '.join(imports)} made JAX look for devices")
         launcher.sendall(READY)
         line = launcher.makefile("rb").readline()
-    if not line.endswith(b"\n"):  # the launcher needs it no more
+    # Without a full line the launcher has closed the socket, and needs this process no more.
+    if not line.endswith(b"\n"):
         os._exit(0)
+    # A variable of an earlier attempt, such as a rank, must not stay.
     os.environ.clear()
     os.environ.update(json.loads(line))

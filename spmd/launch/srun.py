@@ -32,7 +32,8 @@ from spmd.launch.settings import Settings
 
 # seconds from the first exit to the last: processes exit on their own, and log why
 WAIT = SHUTDOWN_TIMEOUT + 60
-REPORTS = ".spmd"  # in the working folder, which all nodes share
+# In the working folder, which all nodes share; /tmp is each node's own.
+REPORTS = ".spmd"
 
 
 def launch(
@@ -111,7 +112,8 @@ def _attempt(
                 read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at
             )
     finally:
-        with contextlib.suppress(OSError):  # not empty: it has the folder of another attempt
+        # rmdir fails where the folder has that of another attempt.
+        with contextlib.suppress(OSError):
             reports.rmdir()
 
 

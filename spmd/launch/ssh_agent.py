@@ -27,7 +27,8 @@ from spmd.launch.restart_policy import read_records
 from spmd.launch.spares import Spares
 
 SILENCE = 12.0  # seconds without a message after which the launcher counts as gone
-CHUNK = 65536  # characters of a line in one message; JSON may take six for each
+# Characters of a line in one message; JSON may take six for each.
+CHUNK = 65536
 _writing = threading.Lock()
 
 
@@ -76,6 +77,7 @@ def _attempt(start: dict[str, Any], messages: queue.Queue, spares: Spares) -> di
             )
             forwarding.start()
             codes = group.wait(start["grace"])
+            # Wakes the thread, which waits for the launcher's next message.
             messages.put({"ended": True})
             forwarding.join()
         return {"codes": codes, "first": group.first, "records": read_records(folder)}
@@ -117,11 +119,13 @@ def _forward_signals(group: ProcessGroup, messages: queue.Queue, folder: Path) -
             group.signal(message["signal"])
     group.stop_signal = group.stop_signal or signal.SIGKILL
     until = time.monotonic() + 5.0
-    while time.monotonic() < until:  # repeated, for a process that is just being started
+    # Repeated, for a process that is just being started.
+    while time.monotonic() < until:
         group.signal(signal.SIGKILL)
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)  # nothing reads the output any more, so writing could block forever
+    # Nothing reads the output any more, so writing could block forever.
+    os._exit(1)
 
 
 def _print(line: str) -> None:
@@ -135,6 +139,7 @@ def _log(address: str, text: str) -> None:
 
 
 def _say(kind: str, content: Any) -> None:
+    # Threads of all processes write here; two lines at once would be no JSON.
     with _writing:
         sys.stdout.write(json.dumps({kind: content}) + "\n")
         sys.stdout.flush()

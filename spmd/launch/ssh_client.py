@@ -17,8 +17,10 @@ from spmd.errors import printable
 from spmd.launch.hostfile import Host
 from spmd.launch.process_group import to_stdout
 
-ALIVE = 5.0  # seconds between two keep-alive messages to each host
-MAX_LINE = 1 << 20  # characters of a line from a host
+# Seconds between two keep-alive messages to each host; an agent waits for more than two (SILENCE).
+ALIVE = 5.0
+# Characters of a line that are read into memory: a host may send anything.
+MAX_LINE = 1 << 20
 
 
 class AgentConnection:
@@ -69,6 +71,7 @@ class AgentConnection:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send the agent a message, unless it is gone."""
+        # ValueError: `leave` has closed the stream.
         with self.writing, contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]

@@ -142,7 +142,8 @@ def launch_on_hosts(argv: Sequence[str], config: SshConfig, log: Callable[[str],
     Returns:
       0, or the exit code of the process that failed first; 255 if hosts could not be reached.
     """
-    if not argv or Path(config.folder) == Path.cwd():  # another folder may exist on the hosts only
+    # Another folder may exist on the hosts only.
+    if not argv or Path(config.folder) == Path.cwd():
         check_script(argv)
     full_size: list[int] = []  # the number of processes of the first attempt, once known
     in_memory: dict[Host, set[str]] = {}
@@ -311,7 +312,8 @@ def _ready_connections(
     for host in config.hosts:
         agent = agents[host]
         answer = agent.unhandled or {}
-        agent.is_idle = "hello" in answer  # another answer, or a late one, is of no use
+        # Another answer, or a late one, is of no use.
+        agent.is_idle = "hello" in answer
         why = ""
         if agent.is_idle:
             agent.hello = answer["hello"]

@@ -66,6 +66,7 @@ def check_environment_variables(
     checked: dict[str, str] = {}
     for name, value in pairs:
         check_pattern("env", name, r"[A-Za-z_]\w*", "NAME=VALUE, a name of letters, digits and _")
+        # An empty value is valid, and `check_printable` refuses empty text.
         if value:
             check_printable(f"env {name}", value)
         if name in checked:

@@ -26,7 +26,7 @@ from spmd.launch.local_launcher import (
     worker_command,
 )
 from spmd.launch.process_group import LOOK, SETTLE, ProcessGroup, start_processes, to_stdout
-from spmd.launch.restart_policy import Attempt, read_records, summarize_attempt
+from spmd.launch.restart_policy import Attempt, code_text, read_records, summarize_attempt
 
 MAX_BUFFERED = 10_000  # lines that wait to be shown
 MARK_TIMEOUT = 2.0  # seconds for the output of a call to arrive
@@ -54,7 +54,8 @@ class OutputBuffer:
         `MAX_BUFFERED` are only counted.
         """
         text, mark, _ = line.partition(self._mark)
-        if mark:  # the end of a call, maybe after an incomplete line
+        # The end of a call, maybe after an incomplete line.
+        if mark:
             self._marked += 1
             if text.partition("] ")[2]:
                 self.add(text + "\n")
@@ -130,6 +131,8 @@ class WorkerPool:
                 # a worker that computes reads nothing: sending to it must not stop the others
                 self._connections[rank].setblocking(False)
                 words = ["-m", "spmd.launch.notebook_worker", str(child_ends[rank].fileno())]
+                # The notebook's import path, so that the worker finds spmd itself where it is not
+                # installed.
                 commands[rank] = worker_command(words), environment | {"PYTHONPATH": path}
             inherited = {rank: (end.fileno(),) for rank, end in child_ends.items()}
             started = start_processes(
@@ -160,7 +163,9 @@ class WorkerPool:
           Answers by rank; without processes that were gone, or did not answer soon after another
           had failed.
         """
-        until = None if seconds is None else time.monotonic() + seconds
+        until = None
+        if seconds is not None:
+            until = time.monotonic() + seconds
         failing = False
 
         def keep_waiting(answers: Mapping[int, bytes]) -> bool:
@@ -191,7 +196,8 @@ class WorkerPool:
           interrupt: whether to interrupt them first, like Ctrl-C.
         """
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
-            return  # a fork has nothing to end
+            # A fork has nothing to end.
+            return
         try:
             with self._open, self.lines.keep_all():
                 if interrupt:
@@ -277,5 +283,4 @@ def describe_exit(rank: int, code: int) -> str:
         PEER: " (another process failed)",
         STALLED: " (no progress)",
     }
-    how = f"signal {-code}" if code < 0 else f"code {code}"
-    return f"process {rank} has ended with {how}{reasons.get(code, '')}"
+    return f"process {rank} has ended with {code_text(code)}{reasons.get(code, '')}"
