@@ -20,7 +20,8 @@ from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 Result = TypeVar("Result")
 MAX_SHOWN = 8  # differences in an error
-EXTRA_SECONDS = 10.0  # the others wait this much longer than process 0, which knows who is missing
+# The others wait this much longer than process 0, which knows who is missing.
+EXTRA_SECONDS = 10.0
 
 _call_numbers = itertools.count()
 
@@ -47,8 +48,11 @@ def check_consistency(facts: Mapping[str, str], timeout: float = 300.0) -> None:
     rank, size, _ = coordination.process_info()
     text = json.dumps(dict(facts), sort_keys=True)
     coordination.put(
-        f"{path}/facts/{rank}", base64.b64encode(zlib.compress(text.encode())).decode()
+        # The service keeps texts, so the compressed bytes are written as base64.
+        f"{path}/facts/{rank}",
+        base64.b64encode(zlib.compress(text.encode())).decode(),
     )
+    # After the facts: process 0 reads those of a process as soon as it has seen its hash.
     coordination.put(f"{path}/hash/{rank}", hashlib.sha256(text.encode()).hexdigest())
     if rank == 0:
         absent, verdict = _verdict(path, size, facts, timeout)
@@ -99,6 +103,7 @@ def first_nonempty(text: str, timeout: float = 1800.0) -> str:
     Raises:
       RendezvousTimeout: some process did not call it in time.
     """
+    # By rank, not by time of arrival: all processes must choose the same text.
     return next((each for each in gather_texts(text, timeout) if each), "")
 
 
@@ -161,6 +166,7 @@ def from_first_process(
     deadline = time.monotonic() + timeout
     last_advance = ""
     while True:
+        # In waits of a second, between which the progress of process 0 is looked at.
         with contextlib.suppress(TimeoutError):
             kind, text = json.loads(coordination.get(f"{path}/end", 1.0))
             break
@@ -173,6 +179,8 @@ def from_first_process(
             why = f"{doing}: process 0 has not advanced for {timeout:g} s."
             raise RendezvousTimeout(why, fix="the log of process 0.")
     if kind:
+        # An exception is not sent itself: only its class's name and text are the same in all
+        # processes.
         raise getattr(errors, kind, SpmdError)(text)
     return text
 

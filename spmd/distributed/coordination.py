@@ -19,7 +19,8 @@ from spmd.distributed.detect_cluster import World
 from spmd.errors import ClusterError
 
 ROOT = "spmd/"
-MAX_WAIT_MS = 1000  # of one call, which cannot be interrupted
+# Of one call, which Python cannot interrupt: Ctrl-C and SIGTERM are handled between two.
+MAX_WAIT_MS = 1000
 # seconds: without a heartbeat to the service; and for all to reach their end
 HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300
 
@@ -51,10 +52,14 @@ def initialize(world: World, address: str, timeout: float, local_address: str) -
         world.size,
         world.rank,
         local_device_ids=world.local_devices,
+        # JAX would otherwise look for a cluster itself to fill in what is None, such as the
+        # devices.
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, round(timeout)),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+        # By default the service listens on all interfaces, and asks nobody who connects for a
+        # secret.
         coordinator_bind_address=address,
     )
 
@@ -134,6 +139,7 @@ def get(path: str, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     while True:
         remaining = deadline - time.monotonic()
+        # At least 1: a text that is there already must be returned when no time is left.
         milliseconds = max(1, min(MAX_WAIT_MS, int(1000 * remaining)))
         try:
             return _client().blocking_key_value_get(ROOT + path, milliseconds)

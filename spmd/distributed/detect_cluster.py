@@ -14,7 +14,9 @@ from collections.abc import Mapping
 
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
-FIRST_PORT, PORTS = 61440, 4096  # the range of default ports; the job's id selects one
+# The range of default ports, above those that Linux gives to connections (32768 to 60999); the
+# job's id selects one.
+FIRST_PORT, PORTS = 61440, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _jax(environ: Mapping[str, str]) -> World | None:
 
 def _slurm(environ: Mapping[str, str]) -> World | None:
     """A task of a step; outside of `srun` there is none, even inside a job."""
+    # salloc and sbatch set SLURM_JOB_ID too, in a process that is no task of a step.
     if not all(
         name in environ
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
@@ -332,7 +335,8 @@ def _first_node(nodes: str) -> str:
     >>> _first_node("gpu[003-005,8],login1"), _first_node("a1,a2"), _first_node("rack[1-2]n[07-09]")
     ('gpu003', 'a1', 'rack1n07')
     """
-    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at commas outside of brackets
+    # Split at commas outside of brackets.
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 

@@ -65,7 +65,8 @@ def join(
         return _joined
     if limits is None:
         limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ")
-    if coordination.is_initialized():  # by the user's own jax.distributed.initialize
+    # The user's own jax.distributed.initialize has connected this process.
+    if coordination.is_initialized():
         rank, size, address = coordination.process_info()
         _joined = world or World(rank, size, address, "jax.distributed")
         watchdog.start(rank, size, limits, _logger(rank))

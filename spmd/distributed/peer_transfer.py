@@ -92,12 +92,16 @@ class Receiver:
         message = receive_message(connection, time.monotonic() + GREETING_SECONDS) or {}
         proof = message.pop("proof", "")
         if not is_proof(proof, self._token, nonce, message):
-            return  # not of this job: it gets no answer
+            # A process of another job gets no answer.
+            return
         count = message.get("bytes")
+        # A bool is an int in Python, and JSON may hold either.
         if type(count) is not int or count < 0:
             return
         nonce_of_sender = str(message.get("nonce", ""))
         self._send_answer(connection, nonce_of_sender, "send")
+        # One deadline for all bytes: a sender of a byte every few seconds would keep one of the few
+        # places.
         deadline = time.monotonic() + _seconds(count)
         try:
             self._receive(message, lambda buffer: _fill(connection, buffer, deadline))
@@ -183,5 +187,6 @@ def local_address(peer: str) -> str:
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket only chooses a route.
         probe.connect(address)
         return str(probe.getsockname()[0])

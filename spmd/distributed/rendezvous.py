@@ -31,9 +31,11 @@ from spmd.distributed.messages import (
 )
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
-MAX_SILENT = 64  # connections, besides one for each process, that may be open without a message
+# Connections, besides one for each process, that may be open without a message.
+MAX_SILENT = 64
 LOG_SECONDS = 10.0  # between two log lines about missing processes
-LINGER = 5.0  # seconds that process 0 still answers late processes after a failure
+# Seconds that process 0 still answers late processes after a failure.
+LINGER = 5.0
 FIX = "the same command, software and number of processes everywhere."
 
 
@@ -153,6 +155,8 @@ class _Server:
             self._refuse()
             kind = RendezvousTimeout if self.timed_out else ClusterError
             raise kind(f"{self.world}: {self.problem}.", fix=FIX)
+        # Chosen last, so that little time passes before JAX's service listens there: another
+        # program may get the port meanwhile.
         service = join_address(self.address, free_port(self.address))
         for connection in self.waiting:
             self._answer(connection, {"go": service})
@@ -160,7 +164,8 @@ class _Server:
             rank: (f"process {rank} on {self.infos[rank].name}", keep(connection))
             for connection, rank in self.waiting.items()
         }
-        self.waiting = {}  # so that `__exit__` leaves the links open
+        # So that `__exit__` leaves the links open.
+        self.waiting = {}
         return service, links
 
     def _rejections(self) -> str:
@@ -232,7 +237,8 @@ class _Server:
         self.nonces.pop(connection, None)
         rank = self.waiting.pop(connection, None)
         if rank is not None:
-            del self.infos[rank]  # it may connect again
+            # The process may connect again.
+            del self.infos[rank]
         connection.close()
 
     def _register(self, connection: socket.socket, line: bytes) -> None:
@@ -253,13 +259,15 @@ class _Server:
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             proved, info, nonce = False, None, ""
-        if info is None or not proved:  # not of this job: it gets no answer, and changes nothing
+        # A process that is not of this job gets no answer, and changes nothing.
+        if info is None or not proved:
             self.rejected += 1
             self._drop(connection)
             return
         self.nonces[connection] = nonce
         self.problem = self.problem or self._mismatch(info)
         self.waiting[connection] = info.rank
+        # The first one stays, since the problem names it.
         self.infos.setdefault(info.rank, info)
 
     def _mismatch(self, info: ProcessInfo) -> str:

@@ -16,7 +16,8 @@ from spmd.base.xla import shard_map
 from spmd.errors import ClusterError
 
 MAX_SHOWN = 8  # arrays in an error
-SMALL = 65536  # words; shards up to this size are concatenated, which costs a negligible copy
+# Words of a shard: up to this size shards are concatenated, which costs a negligible copy.
+SMALL = 65536
 # it runs seldom: a third of the time to compile, four times that to run
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
@@ -102,6 +103,7 @@ def _minority(leaf: Any, mesh: Mesh, sums: np.ndarray) -> list[int]:
     minority = []
     for positions in replicas.values():
         values = [int(sums[position]) for position in positions]
+        # `dict.fromkeys` keeps the order, so in a tie the first value wins in every process.
         majority = max(dict.fromkeys(values), key=values.count)
         minority += [
             position for position, value in zip(positions, values, strict=True) if value != majority
@@ -169,8 +171,10 @@ def _mix(words: jax.Array, indices: jax.Array) -> jax.Array:
 def _words(shard: jax.Array) -> jax.Array:
     """uint32[n]: the bits, so that NaN equals itself and 0.0 is not -0.0."""
     if jnp.issubdtype(shard.dtype, jax.dtypes.prng_key):
+        # Typed keys have no bits of their own to cast.
         shard = jax.random.key_data(shard)
     if jnp.issubdtype(shard.dtype, jnp.complexfloating):
+        # XLA does not cast the bits of complex numbers to those of integers.
         shard = jnp.stack([shard.real, shard.imag])
     if shard.dtype == bool or shard.dtype.itemsize < 1:
         words = shard.astype(jnp.uint8)

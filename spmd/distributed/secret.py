@@ -63,6 +63,8 @@ def user_secret(home: Path) -> bytes | None:
             part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
                 stream.write(secrets.token_bytes(SIZE))
+                # Written to the disk before it has its name: a crash must not leave an empty
+                # secret.
                 os.fsync(stream.fileno())
             # link, not rename, which would replace the secret of a process that was first
             with contextlib.suppress(FileExistsError):
@@ -82,6 +84,7 @@ def _read_secret(path: Path) -> bytes:
             f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; a new one is created."
         ) from None
     with open(descriptor, "rb") as stream:
+        # Of the open file: the path may be another file by now.
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode) or info.st_mode & 0o077:
             raise ClusterError(

@@ -19,7 +19,8 @@ from spmd.program_cache.activate import user_chose
 from spmd.program_cache.entries import log_once, make_private
 from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
 
-OFF = "off"  # not a problem: chosen in one process, so for all
+# No problem where all processes have chosen it.
+OFF = "off"
 
 
 def agree_on_folder(folder: Path | None) -> Path | None:
@@ -32,7 +33,9 @@ def agree_on_folder(folder: Path | None) -> Path | None:
     token = None
     part = None
     problem = ""
-    backend = jax.default_backend()  # looks for devices, which all processes do together
+    # Looks for devices, which all processes do together: before the first line that may raise in
+    # one.
+    backend = jax.default_backend()
     try:
         if folder is None or user_chose():
             problem = OFF

@@ -48,6 +48,7 @@ def stragglers(shares: Mapping[int, float]) -> dict[int, float]:
     >>> stragglers({0: 0.02, 1: 0.64, 2: 0.03}), stragglers({0: 0.6, 1: 0.64})
     ({1: 0.64}, {})
     """
+    # The median of two is between them, and hides that one of them waits.
     typical = min(shares.values(), default=0.0)
     if len(shares) > 2:
         typical = statistics.median(shares.values())

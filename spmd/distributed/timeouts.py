@@ -29,6 +29,7 @@ class StallTimeouts:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # `not value > 0` is true of NaN as well.
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise OptionError(
                     f"stall limit {field.name}={value!r}.",

@@ -60,7 +60,8 @@ def _wait_for_all(number: int, count: int, data_name: str, timeout: float) -> No
             for other, text in coordination.read_dir(f"even/{number}/").items()
         }
         ahead = {}
-        if pause >= watchdog.POLL_SECONDS:  # heartbeats are written no more often
+        # Heartbeats are written no more often.
+        if pause >= watchdog.POLL_SECONDS:
             ahead = _processes_ahead(number, count)
         for other, other_count in sorted((counts | ahead).items()):
             if other_count != count:
