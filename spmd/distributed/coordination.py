@@ -58,8 +58,7 @@ def initialize(world: World, address: str, timeout: float, local_address: str) -
         initialization_timeout=max(1, round(timeout)),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
-        # By default the service listens on all interfaces, and asks nobody who connects for a
-        # secret.
+        # By default the service listens on all interfaces, and accepts any process that connects.
         coordinator_bind_address=address,
     )
 
@@ -139,7 +138,7 @@ def get(path: str, timeout: float) -> str:
     deadline = time.monotonic() + timeout
     while True:
         remaining = deadline - time.monotonic()
-        # At least 1: a text that is there already must be returned when no time is left.
+        # At least 1: a text that is stored already must be returned when no time is left.
         milliseconds = max(1, min(MAX_WAIT_MS, int(1000 * remaining)))
         try:
             return _client().blocking_key_value_get(ROOT + path, milliseconds)

@@ -15,6 +15,7 @@ def differentiated(equation: Any) -> list[int]:
     """Return the numbers of the inputs by which a function with a derivative of its own has one:
     not those that it captures.
     """
+    # `custom_jvp` and `custom_vjp` put the arrays that the function closes over first.
     captured = equation.params.get("num_consts", 0)
     floats = []
     for number, variable in enumerate(equation.invars):

@@ -93,7 +93,8 @@ class Scan(NamedTuple):
 def scan_of(equation: Any) -> Scan:
     """Return the parts of an equation that is a `lax.scan`."""
     params = equation.params
-    if "ft_in" in params:  # trees of inputs, from jax 0.11 on; before, numbers of them
+    # jax 0.11 has trees of inputs, and earlier releases numbers of them.
+    if "ft_in" in params:
         constants, carried, _ = (len(list(tree)) for tree in params["ft_in"].elts)
     else:
         constants, carried = params["num_consts"], params["num_carry"]
@@ -186,7 +187,9 @@ def constant_inputs(equation: Any) -> Mapping[str, Sequence[Any]] | None:
         }
     if name == "cond":
         return {"branches": inputs[1:]}
-    return dict.fromkeys(CALLED, inputs) if name in CALLS else None
+    if name in CALLS:
+        return dict.fromkeys(CALLED, inputs)
+    return None
 
 
 def with_programs(equation: Any, change: Callable[..., Any], *others: Any) -> Any:
@@ -200,23 +203,35 @@ def with_programs(equation: Any, change: Callable[..., Any], *others: Any) -> An
     changed = {}
     for param, value in equation.params.items():
         programs = _programs(value)
-        twins = [_programs(other.params[param]) for other in others] if programs else []
+        if not programs:
+            continue
+        twins = [_programs(other.params[param]) for other in others]
         after = []
         for program, *those_of_others in zip(programs, *twins, strict=True):
             jaxpr = change(param, program, *those_of_others)
             after.append(_with_jaxpr(program, jaxpr))
         if any(new is not program for new, program in zip(after, programs, strict=True)):
-            changed[param] = tuple(after) if isinstance(value, tuple) else after[0]
-    return equation.replace(params={**equation.params, **changed}) if changed else equation
+            changed[param] = after[0]
+            if isinstance(value, tuple):
+                changed[param] = tuple(after)
+    if not changed:
+        return equation
+    return equation.replace(params={**equation.params, **changed})
 
 
 def _programs(value: Any) -> tuple[Any, ...]:
     """Return the programs that a param holds: one, or several as a tuple."""
-    values = value if isinstance(value, tuple) else (value,)
-    return values if all(map(is_program, values)) else ()
+    values = value
+    if not isinstance(value, tuple):
+        values = (value,)
+    if all(map(is_program, values)):
+        return values
+    return ()
 
 
 def _with_jaxpr(program: Any, jaxpr: Any) -> Any:
     if jaxpr is opened(program):
         return program
-    return program.replace(jaxpr=jaxpr) if is_closed(program) else jaxpr
+    if is_closed(program):
+        return program.replace(jaxpr=jaxpr)
+    return jaxpr

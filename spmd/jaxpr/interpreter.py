@@ -72,12 +72,14 @@ class Interpreter(Generic[Value]):
         """
         jaxpr = getattr(program, "jaxpr", program)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        # A jaxpr that is not closed has variables for its constants, and no values.
         for variable, constant in zip(
             jaxpr.constvars, getattr(program, "consts", ()), strict=False
         ):
             values[variable] = self.constant(constant)
 
         def value_of(atom: Any) -> Value:
+            # A literal has its value in the equation itself, and no variable.
             if hasattr(atom, "val"):
                 return self.constant(atom.val)
             if atom not in values:

@@ -53,10 +53,15 @@ def named_axes(params: Mapping[str, Any]) -> set[str]:
     """Return the mesh axes that params of an equation name, other than those of the mesh itself."""
     axes = [params.get("axes"), params.get("axis_name")]
     values = [
-        value for name, value in params.items() if name not in ("jaxpr", "call_jaxpr", "mesh")
+        # Inner programs are visited on their own, and the mesh of a `shard_map` lists all axes.
+        value
+        for name, value in params.items()
+        if name not in ("jaxpr", "call_jaxpr", "mesh")
     ]
     for leaf in jax.tree.leaves(values, is_leaf=lambda value: isinstance(value, PartitionSpec)):
-        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
+        spec = leaf
+        if isinstance(leaf, NamedSharding):
+            spec = leaf.spec
         if isinstance(spec, PartitionSpec):
             axes.append(tuple(spec))
     return {axis for axis in jax.tree.leaves(axes) if isinstance(axis, str)}
@@ -87,6 +92,7 @@ class _Uses(Interpreter[int | None]):
 
     def operation(self, equation: Any, inputs: list[int | None]) -> list[int | None]:
         name = equation.primitive.name
+        # A parameter that is cast to the dtype of the computation is still that parameter.
         if name == "convert_element_type":
             return inputs
         if name == "name" and equation.params["name"] == self.label:
@@ -175,7 +181,8 @@ def inlined(jaxpr: Any, most: int) -> tuple[list[Any], list[Any]]:
                 names.update(zip(equation.outvars, results, strict=True))
                 continue
             outputs = equation.outvars
-            if caller is not None:  # a jit may be called twice: each call has variables of its own
+            # JAX traces a jit once for two equal calls, which would then share their variables.
+            if caller is not None:
                 outputs = [Var(variable.aval) for variable in outputs]
                 names.update(zip(equation.outvars, outputs, strict=True))
             flat.append(equation.replace(invars=inputs, outvars=outputs, source_info=source))
@@ -187,6 +194,7 @@ def inlined(jaxpr: Any, most: int) -> tuple[list[Any], list[Any]]:
 
 def _can_be_inlined(equation: Any, most: int) -> bool:
     """Return whether an equation is a jit of few equations that says nothing but its function."""
+    # "pjit" is the name of "jit" in older releases of JAX.
     if equation.primitive.name not in ("jit", "pjit") or equation.effects:
         return False
     closed: Any = called_program(equation)
@@ -201,6 +209,7 @@ def without_unused(equations: Sequence[Any], outputs: Iterable[Any]) -> list[Any
     needed = set(variables(outputs))
     used = []
     for equation in reversed(equations):
+        # An equation with effects, such as a callback, may have no outputs at all.
         if equation.effects or not needed.isdisjoint(equation.outvars):
             needed.update(variables(equation.invars))
             used.append(equation)
@@ -211,6 +220,8 @@ def evaluated(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     """Return the outputs of an equation for these arrays; their shapes may differ from those that
     the equation was traced for.
     """
+    # A jaxpr must not define a variable twice, and inputs of an equation may be literals, or one
+    # variable in two places.
     inputs = [Var(variable.aval) for variable in equation.invars]
     outputs = [Var(variable.aval) for variable in equation.outvars]
     alone = equation.replace(invars=inputs, outvars=outputs)
