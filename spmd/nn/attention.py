@@ -147,6 +147,7 @@ def attend(
         parallel.used.add("sequence")
     choice = implementation or parallel.attention
     platform = parallel.platform or jax.default_backend()
+    # Kernels accept or refuse the shapes that one device has.
     local = _Sharded(parallel, call)
     name, reasons = choose(choice, local.call, platform)
     if name in reasons:
@@ -300,6 +301,8 @@ class _Sharded:
         specs = specs._replace(
             mask=self._scores_spec(arrays.mask), bias=self._scores_spec(arrays.bias)
         )
+        # The count is that of the first row and head of all; `on_this_device` adds what a device is
+        # ahead.
         if arrays.count is not None:
             specs = specs._replace(count=PartitionSpec())
 
@@ -361,6 +364,7 @@ def _ring(
     inputs = local.repeated
     arrays = inputs.arrays.lengths_as_mask(call.key.shape[1])
     count = arrays.count
+    # Dropout's count is one for the whole sequence, and has no parts to be exchanged.
     inputs = inputs._replace(arrays=arrays._replace(count=None))
     if balanced:
         inputs = ring.map_shards(into_ring, inputs, inputs)

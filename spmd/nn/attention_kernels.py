@@ -89,7 +89,8 @@ class Kernel:
     """
 
     compute: Callable[[Attend], jax.Array]
-    takes: frozenset[str] | None = None  # all
+    # None: all options.
+    takes: frozenset[str] | None = None
     refuses: Callable[[Attend], str | None] = lambda call: None
     platforms: tuple[str, ...] = ()
     on_shards: bool = False

@@ -116,11 +116,13 @@ def _in_parallel(parallel: ParallelConfig, layers: Layers, x: jax.Array, lengths
         def direction() -> jax.Array:
             return _one_direction(parallel, layers, cell_variables, x, lengths, number == 1)
 
+        # Both branches of a `cond` return the same shapes and dtypes.
         like = jax.eval_shape(direction)
         if parallel.branchless:
             y = direction()
         else:
             y = lax.cond(number < 2, direction, lambda: jnp.zeros(like.shape, like.dtype))
+        # One all-reduce for each direction: the device that has it sends it, all others add zeros.
         outputs = [
             collectives.all_reduce(jnp.where(number == source, y, jnp.zeros_like(y)), (axis,))
             for source in (0, 1)

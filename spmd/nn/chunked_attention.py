@@ -47,8 +47,11 @@ def plain_attention(scoring: Scoring, inputs: Inputs) -> jax.Array:
     tile = Tile(0, length, 0, key.shape[1])
     scores, _ = _scores(scoring, tile, 0, queries, key, arrays)
     highest = scores.max(axis=-1, keepdims=True, initial=MASKED)
+    # Where all keys are masked, inf - inf would be NaN. The maximum cancels in the quotient, so it
+    # has no gradient.
     exponentials = jnp.exp(scores - lax.stop_gradient(jnp.where(highest == MASKED, 0.0, highest)))
     total = exponentials.sum(axis=-1, keepdims=True)
+    # A query that sees no key has the sum 0, and 0 / 0 would be NaN.
     shares = exponentials / jnp.where(total == 0, 1.0, total)
     if scoring.dropout:
         shares = shares * _dropout_factors(scoring, arrays.count, scores.shape, tile)
@@ -226,6 +229,8 @@ def _forward(
         )
 
     highest, total, weighted = tiles.each(one_tile, start)
+    # The logs of these queries are minus infinity, by which `merge` gives the other keys all
+    # weight.
     unseen = total == 0
     total = jnp.where(unseen, 1.0, total)
     out = jnp.moveaxis(weighted / total[..., None], QUERIES, 1).astype(dtype)[:, : tiles.queries]
@@ -250,6 +255,7 @@ def _backward(
     query = tiles.query
     key = tiles.key
     value = tiles.value
+    # The scores of a query that sees no key are minus infinity too, and inf - inf would be NaN.
     logs = tiles.by_head(jnp.where(logs == MASKED, 0.0, logs))
     inner = tiles.by_head(inner)
     grad = tiles.pad(grad.reshape(*grad.shape[:2], *tiles.by_query[1:3], -1))

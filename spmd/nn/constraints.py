@@ -38,6 +38,7 @@ def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
         yield
 
 
+# Taken before the name is replaced: the replacement calls it.
 _constrain = jax.lax.with_sharding_constraint
 
 

@@ -80,6 +80,7 @@ class BlockCall:
         block_q = blocks.computed
         block_k = blocks.read
         if by_keys:
+            # The backward pass by keys computes blocks of keys, and reads queries.
             block_q, block_k = block_k, block_q
         dims = {}
         for name in ("mask", "bias"):
@@ -251,6 +252,7 @@ class BlockCall:
         strides = (*self.scoring.strides, 1)
         # Pallas has no rule for `jax.random`'s primitives, so their rounds are written out.
         bits = bits_at(count, *zip(places, strides, strict=True), threefry=threefry_rounds)
+        # `jax.random.bernoulli` compares 23 bits, as a float32 has.
         stays = bits >> np.uint32(9) < np.uint32(self.scoring.threshold)
         return jnp.where(stays, np.float32(1 / (1 - self.scoring.dropout)), np.float32(0.0))
 

@@ -72,6 +72,7 @@ def _forward_kernel(
     state = (zeros, by_query + MASKED, by_query)
     weighted, highest, total = lax.fori_loop(first, end, block, state)
     unseen = total == 0
+    # 0 / 0 would be NaN where a query sees no key.
     total = jnp.where(unseen, 1.0, total)
     store_block(out, at, start, weighted / total[:, None], call.queries, call.width)
     numbers = (highest + jnp.log2(total)) * (1 / LOG2E)
@@ -415,6 +416,7 @@ def _backward(
     rows, _, heads, _ = inputs.query.shape
     groups = inputs.key.shape[2]
     bias = inputs.arrays.bias
+    # The scores of a query that sees no key are minus infinity too, and inf - inf would be NaN.
     more = (grad.astype(inputs.query.dtype), jnp.where(logs == MASKED, 0.0, logs), inner)
 
     def call_kernel(

@@ -118,6 +118,8 @@ def scan_gathered(
             params = params | frozen
         return run_layer(x, params, others)
 
+    # In a loop's body XLA cannot merge what is computed again with the forward pass, so
+    # `jax.checkpoint` needs no barriers (`prevent_cse`); unrolled, it could.
     program = InnerProgram(run_joined, x, full, _layer(stack.others, 0))
     loop = _Loop(communication, program.recomputed(policy_of, prevent_cse=unroll), unroll)
     return _scan(loop, x, stack, program.constants)
@@ -161,6 +163,7 @@ def _forward_loop(
         return (x, next_full), (after, saved)
 
     first_full = gather(stack.at(0))
+    # The last layer is outside of the loop, since no layer is gathered after it.
     (x, full), (after, saved) = _run_loop(loop, body, (x, first_full), (np.arange(count - 1),))
     x, after_last, saved_last = run_layer(x, full, _layer(stack.others, count - 1))
     after = jax.tree.map(
@@ -226,8 +229,10 @@ def _scan_backward(
         dconstants = jax.tree.map(jnp.add, dconstants, more)
         return (dx, previous_full, dfull, dconstants, done), None
 
+    # Begun before the last layer's gradients are computed, so that these hide it.
     previous_full = gather(stack.at(max(count - 2, 0)))
     dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, differentiable(dy))
+    # Frozen parameters have no gradients: `jax.custom_vjp` takes None for theirs.
     trained = stack._replace(frozen={})
     done = differentiable(jax.tree.map(_no_gradient, trained))
     done = done._replace(others=_put(done.others, count - 1, dothers), residuals=stack.residuals)

@@ -180,10 +180,14 @@ def _rounded(x: jax.Array, contracted: list[int], dtype: Any) -> tuple[jax.Array
         largest = float(jnp.finfo(dtype).max)
     values = x.astype(jnp.float32)
     peak = largest_magnitude(values, contracted)
+    # A row of zeros would be divided by 0.
     scale = jnp.where(peak == 0, 1.0, peak / largest)
+    # The quotient may round to above the largest number, and float8_e4m3fn, which has no infinity,
+    # makes NaN of that.
     scaled = jnp.clip(values / scale, -largest, largest)
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)
     finite = jnp.isfinite(scale)
     scale = lax.squeeze(jnp.where(finite, scale, jnp.nan), contracted)
+    # An int8 has no NaN, so the scale alone carries it.
     return jnp.where(finite, scaled, 0.0).astype(dtype), scale

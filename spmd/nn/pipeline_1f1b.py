@@ -211,6 +211,7 @@ def _run_ticks(
     choose = functools.partial(one_of, branchless=parallel.branchless)
     stage = collectives.worker_index((axis,))
     last = schedule.stages - 1
+    # 1F1B has as many microbatches between their passes as there are stages, and no more.
     slots = min(schedule.stages, schedule.microbatches)
 
     def pick(number: Any) -> tuple[Tree, jax.Array]:
@@ -241,6 +242,7 @@ def _run_ticks(
                 return loss.after(params, loss.stage(params, x, *pick(number)), *pick(number))
 
             value, vjp, stage_aux = jax.vjp(stage_and_loss, params, x, has_aux=True)
+            # The loss is a sum over rows; the step divides it once, by the count of all workers.
             stage_grads, dx = vjp(jnp.ones_like(value))
             return stage_grads, filled(dx, x), stage_aux
 
@@ -268,9 +270,13 @@ def _run_ticks(
             lambda: backward(carry, number),
         ]
         (grads, aux, inputs, _), (y, dx) = choose(kind, work)
+        # Outside of the branches: a collective in a branch that some stages do not take would wait
+        # forever.
         y = jax.tree.map(lambda y: collectives.shift(y, axis), y)
 
         def put(buffer: jax.Array, y: jax.Array) -> jax.Array:
+            # In other ticks the stage before sends zeros, which must not replace an input that
+            # waits.
             return jnp.where(incoming >= 0, buffer.at[incoming % slots].set(y), buffer)
 
         dy = jax.tree.map(lambda dx: collectives.shift(dx, axis, -1), dx)

@@ -97,6 +97,7 @@ def run_schedule(
     )
 
     def of_last_stage(y: jax.Array) -> jax.Array:
+        # Zeros elsewhere, so that a sum over the stages is the last one's result.
         return jnp.where(stage == last, y[order], jnp.zeros_like(y[order]))
 
     return state, jax.tree.map(of_last_stage, results)
@@ -118,6 +119,7 @@ def masked(work: Stage) -> Callable[..., tuple[Tree, Tree]]:
             return leaf
 
         gated = functools.partial(jax.tree.map, gate_leaf)
+        # An idle stage has the number -1, which would be the last microbatch.
         after, y = work(gated(params), gated(state), jnp.maximum(number, 0), group, gated(x))
         # The state before is not gated: where it does not change, its gradient goes through.
         return jax.tree.map(functools.partial(jnp.where, live), after, state), y

@@ -280,6 +280,7 @@ def _forward(ring: Ring, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     inputs = on_this_device(ring.scoring, inputs, ring.rows, ring.heads)
     rows, length, heads, _ = inputs.query.shape
     width = inputs.value.shape[3]
+    # Results of several devices are merged in float32: in bfloat16 each turn would round once more.
     out = jnp.zeros((rows, length, heads, width), jnp.float32)
     logs = jnp.full((rows, heads, length), -jnp.inf, jnp.float32)
 
@@ -328,6 +329,7 @@ def _backward(
             dkeys = ring.shift(dkeys)
         return _each_tile(ring, inputs, keys, source, local, tile, (dquery, dkeys))
 
+    # Sums over all devices of the ring, each of which would round in bfloat16.
     dquery, *dkeys = (jnp.zeros(x.shape, jnp.float32) for x in inputs[:3])
     dquery, dkeys = _around(ring, turn, (dquery, tuple(dkeys)), _keys(inputs))
     return tuple(

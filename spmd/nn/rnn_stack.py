@@ -257,6 +257,8 @@ class Cells:
             if carry is None:
                 carry = self.initial_carry(variables, x)
             if self.dropout:
+                # The number of the layer is traced in a scan, so the first one is chosen by
+                # `where`.
                 dropped = self._dropped(x, jax.random.fold_in(key, number), steps)
                 x = jnp.where(number > 0, dropped, x)
             y, carry = self.over_time(

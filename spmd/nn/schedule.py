@@ -207,6 +207,7 @@ def _1f1b_order(stage: int, stages: int, microbatches: int, groups: int) -> list
     backward in turn.
     """
     del groups
+    # The first gradient arrives after the microbatch has gone through the stages behind, and back.
     ahead = min(microbatches, stages - 1 - stage)
     forward = [Work(number, 0) for number in range(microbatches)]
     backward = [work._replace(backward=True) for work in forward]
@@ -254,6 +255,7 @@ def _timed(
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         tick = [next_work(stage) for stage in range(stages)]
+        # A result may be on its way for `hop` ticks, in which no stage has to work.
         if not any(tick) and len(table) - max(done.values(), default=0) > hop:
             raise RuntimeError("deadlock: every stage of the schedule waits for another")
         for stage, work in enumerate(tick):

@@ -204,12 +204,14 @@ def _backward(
     *grads, dbias = kernel.backward(
         scoring, 0, inputs, logs, inner_products(out, grad), grad, inputs.query.dtype
     )
+    # `jax.custom_vjp` refuses a cotangent of another dtype than the input's.
     dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, inputs[:3], strict=True))
     bias = inputs.arrays.bias
     if bias is None:
         dbias = None
     elif dbias is not None:
         dbias = dbias.astype(bias.dtype)
+    # None is a cotangent of zero: masks, lengths and segments have no gradient.
     return (Inputs(dquery, dkey, dvalue, ScoreArrays(bias=dbias)),)
 
 

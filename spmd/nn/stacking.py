@@ -186,6 +186,7 @@ def join_modules(layers: Sequence[nnx.Module], caller: str) -> nnx.Module:
         if isinstance(key, nnx.RngKey) and any(nodes.get(path) is key for nodes in other_nodes):
             values = [jax.random.fold_in(key, number) for number, key in enumerate(values)]
         joined = variable.replace(jnp.stack(values))
+        # flax (0.12) keeps logical axis names under this name; the dim of layers has none.
         names = joined.get_metadata().get("out_sharding")
         if names:
             joined.set_metadata("out_sharding", (None, *names))
@@ -347,6 +348,7 @@ class Layers:
                 "cannot store."
             )
             raise ModelError(why, fix="return it.")
+        # By identity: while a program is traced, values cannot be compared.
         self._changed |= {path for path, leaf in flatten(after).items() if leaf is not before[path]}
         return result, after
 

@@ -209,6 +209,7 @@ class Values:
             return opaque
         bands = [part for part in parts if isinstance(part, Band)]
         atoms = [part.atom for part in parts if isinstance(part, View)]
+        # A variable of an outer or inner program cannot be an input of an equation here.
         if all(part in self.equations or part in self.inputs for part in atoms):
             return parts
         return [*bands, *opaque]
@@ -397,6 +398,7 @@ def _keeps_truth(equation: Any) -> bool:
         return equation.primitive.name == "stop_gradient"
     old = equation.invars[0].aval.dtype
     new = equation.outvars[0].aval.dtype
+    # A conversion to integers makes 0 of 0.5.
     return bool in (old, new) or not np.issubdtype(new, np.integer)
 
 

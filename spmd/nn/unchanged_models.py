@@ -34,6 +34,7 @@ def _of_jax(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _as_written("jax", "it returns the normalisers", original, args, kwargs)
     if current().attention == "as_written" and implementation is None:
         return _as_written("jax", "", original, args, kwargs)
+    # The implementation in XLA takes what the others take, on all platforms.
     plain = {**arguments, "implementation": "xla"}
     # Wrong arguments raise what JAX raises.
     like = jax.eval_shape(lambda arrays: original(**{**plain, **arrays}), _arrays(plain))

@@ -108,6 +108,7 @@ class _Program:
         """Return the jaxpr with attention replaced, or the same one if nothing is."""
         jaxpr = self.jaxpr
         flat, outputs = inlined(jaxpr, SMALL)
+        # Tracers, keys and arrays of other processes have no numbers that can be read here.
         constants = {v: x for v, x in self.constants.items() if _is_readable(x)}
         values = Values(_computed(flat), _inputs(jaxpr), constants, self.outer)
         changed = [self._inside(equation, values) for equation in flat]
@@ -148,6 +149,7 @@ class _Program:
             return equation
         # JAX differentiates `program` when the loss is differentiated: it is changed here.
         constvars = program.jaxpr.constvars
+        # The constants of an `InnerProgram` are the last arguments of its function.
         atoms = equation.invars[len(equation.invars) - len(constvars) :]
         program.jaxpr = dataclasses.replace(
             self,

@@ -54,7 +54,8 @@ class Dims:
 
     rows: Roles
     groups: Roles
-    shared: Roles  # heads with the same keys
+    # Heads with the same keys.
+    shared: Roles
     queries: Roles
     keys: Roles
     size: Roles
@@ -114,6 +115,8 @@ class WrittenAttention:
         key = self.inputs["key"]
         value = self.inputs["value"]
         dtype = value.atom.aval.dtype
+        # A model may convert to float32 for exact scores; the fused kernels keep scores in float32
+        # anyway.
         narrow_query = self.values.narrower(query.atom, dtype)
         narrow_key = self.values.narrower(key.atom, dtype)
         if narrow_query is not None and narrow_key is not None:
