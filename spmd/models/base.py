@@ -101,6 +101,7 @@ class Model(abc.ABC):
 
     def shapes(self, run_loss: Callable[[Any], Any]) -> Variables:
         """Return shapes and dtypes of what `make_variables` makes, without allocating it."""
+        # A concrete key would be made on a device.
         key = jax.eval_shape(lambda: jax.random.key(0))
         return trace_abstractly(lambda key: self.make_variables(key, run_loss), "the model", key)
 

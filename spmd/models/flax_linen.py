@@ -472,6 +472,7 @@ def _shape(arrays: Mapping[str, Any], path: str) -> tuple[int, ...] | None:
 
 def key_of_stream(key: jax.Array, name: str) -> jax.Array:
     """Return the key of a random stream of a linen module, "dropout" or another."""
+    # Python's `hash` of a text differs between processes, which have to draw the same numbers.
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

@@ -175,8 +175,11 @@ def quantized_product(
         # values in between.
         codes, gradient = lax.optimization_barrier((rhs.codes, gradient))
         values = dequantize(dataclasses.replace(rhs, codes=codes), dtype)
+        # `product` is linear in `lhs`, so it has the same transpose at any value, and `lhs` need
+        # not be saved.
         zeros = jnp.zeros(shape, lhs_dtype)
         _, transpose = jax.vjp(lambda lhs: product(lhs, values), zeros)
+        # A frozen array has no gradient: None is a cotangent of zero.
         return *transpose(gradient), None
 
     multiply.defvjp(forward, backward)

@@ -12,14 +12,22 @@ Around = Callable[..., Any]
 
 # The outermost first.
 ORDER = (
-    "scope",  # the module's scope in the program: all that follows is computed for this module
-    "outputs",  # what is placed is the result, which no recomputation and no gather sees
-    "block",  # gathers parameters: all that follows computes with full ones
-    "remat",  # inside of a block, which recomputes in its place if the layout names both
-    "noted",  # the call happens, even if it is traced once more for a backward pass
-    "axes",  # over which a BatchNorm averages
-    "kernel",  # values of a quantized kernel: the adapter and the layer itself multiply by them
-    "adapter",  # adds to the output of the layer
+    # The module's scope in the program: all that follows is computed for this module.
+    "scope",
+    # What is placed is the result, which no recomputation and no gather sees.
+    "outputs",
+    # Gathers parameters: all that follows computes with full ones.
+    "block",
+    # Inside of a block, which recomputes in its place if the layout names both.
+    "remat",
+    # The call happens, even if it is traced once more for a backward pass.
+    "noted",
+    # Axes over which a BatchNorm averages.
+    "axes",
+    # Values of a quantized kernel: the adapter and the layer itself multiply by them.
+    "kernel",
+    # Adds to the output of the layer.
+    "adapter",
 )
 # Of these, functions are equal from trace to trace. Flax registers each class of modules with JAX
 # for good, so one class serves all traces. Others close over arrays of one trace.

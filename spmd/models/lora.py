@@ -115,6 +115,7 @@ def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) 
         wide = jnp.float64
     else:
         wide = jnp.float32
+    # By default GPUs and TPUs round factors of float32 products to fewer bits.
     delta = jnp.matmul(a.astype(wide), b.astype(wide), precision="highest")
     return (kernel.astype(wide) + scale * delta).astype(kernel.dtype)
 

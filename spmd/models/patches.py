@@ -60,6 +60,7 @@ class Patches:
             self._value.reset(token)
 
     def _count(self, more: int) -> None:
+        # Attributes are those of all threads, so the last scope of any thread restores them.
         with self._lock:
             before = self._scopes
             self._scopes = self._scopes + more

@@ -119,6 +119,7 @@ def quantize(array: jax.Array, kind: str, block: int = 64) -> Quantized:
     scales = largest
     if kind == "int8":
         scales = largest / np.float32(127)
+    # A block of zeros would be divided by 0.
     scaled = values / jnp.where(scales > 0, scales, 1)
     if kind == "int8":
         codes = jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8).reshape(array.shape)
