@@ -16,6 +16,7 @@ def shows_colour(stream: TextIO) -> bool:
     >>> shows_colour(io.StringIO())
     False
     """
+    # As https://no-color.org asks: where it is set, and not empty.
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (

@@ -83,7 +83,8 @@ class Text(str):
 
 # a number, with or without unit
 NUMBER = re.compile(r"|-|[x+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?( ?(%|[KMGT]?i?B|[num]?s|min|h))?")
-UNBOUND = 100_000  # columns of a file or a pipe, whose width is not limited
+# Columns of a file or a pipe, whose width is not limited.
+UNBOUND = 100_000
 # Rich breaks lines at what `\s` of `re` matches: at this character too, which has no width and is
 # taken out again. It stands behind slashes, so that paths are broken there.
 BREAK = "\x1f"
@@ -91,7 +92,8 @@ BREAK = "\x1f"
 # cell and the box's divider, and a line below the header.
 RULE = "    \n    \n----\n    \n    \n    \n    \n    \n"
 BEFORE_LAST_COLUMN = re.compile(r".*\S {2,}(?=\S)")
-LEAST_HANGING = 24  # characters of a last column that is wrapped below itself
+# Characters of a last column that is wrapped below itself.
+LEAST_HANGING = 24
 
 
 def terminal_width() -> int:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from spmd.render.svg import caption
 
 BARS = "▁▂▃▄▅▆▇█"
-LOG_RANGE = 30.0  # a curve that spans more than this factor is drawn on a logarithmic scale
-MOST = 240  # points of a curve; longer curves are averaged to this many
+# A curve that spans more than this factor is drawn on a logarithmic scale.
+LOG_RANGE = 30.0
+# Points of a curve; longer curves are averaged to this many.
+MOST = 240
 MOST_DOTS = 30  # more are drawn smaller
 # training, evaluation: they differ in lightness too, on white and on black
 COLOURS = ("#3f74d1", "#d0692f")

@@ -4,7 +4,8 @@ import html
 from collections.abc import Iterable, Sequence
 
 WIDTH = 960  # of drawings, in SVG units; they scale with the page
-SERIES = "acedgijkfb"  # colours of the style, neighbours differ most
+# Colours of the style, in an order in which neighbours differ most.
+SERIES = "acedgijkfb"
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, title: str) -> str:
