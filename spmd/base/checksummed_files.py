@@ -50,6 +50,7 @@ def read_checked(path: Path) -> bytes | None:
       Traceback (most recent call last):
       spmd.base.checksummed_files.DamagedFileError: its contents do not match its checksum
     """
+    # `exists` is False for a broken link, which is damage.
     if not path.exists() and not path.is_symlink():
         return None
     if not path.is_file():
@@ -58,6 +59,7 @@ def read_checked(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError as error:
         raise DamagedFileError(f"it cannot be read: {error}") from error
+    # In the last bytes only, since the content may be large.
     checksum = _CHECKSUM.search(content, max(0, len(content) - _LENGTH))
     if checksum is None:
         raise DamagedFileError(f"it has no checksum at the end of its {len(content)} bytes")

@@ -17,6 +17,7 @@ def warn(old: str, new: str) -> None:
     """
     warnings.warn(
         f"spmd: {old} is now {new}; the old name will be removed in the next release.",
+        # Python shows this one by default, and a DeprecationWarning of libraries not.
         FutureWarning,
         stacklevel=3,
     )

@@ -163,6 +163,7 @@ def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """`x * factor` as two 32-bit words, the high one first; `x` is uint32, and `factor` has 64
     bits.
     """
+    # JAX has integers of 64 bits only under `jax_enable_x64`.
     high = np.uint32(factor >> 32 & 0xFFFFFFFF)
     low = factor & 0xFFFFFFFF
     halves = [np.uint32(low & 0xFFFF), np.uint32(low >> 16)]
@@ -180,9 +181,12 @@ def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 def _sum(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     """The sum of two numbers of two words each."""
     low = a[1] + b[1]
+    # A sum of unsigned integers that has wrapped around is less than either.
     return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
 
 
+# One for each pair of numbers: JAX compares kinds of keys by their functions, so a second one would
+# be another dtype.
 @functools.cache
 def _implementation(rows: int, workers: int) -> Any:
     """The kind of key for workers of this many rows; its data are threefry's two words and the
