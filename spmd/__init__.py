@@ -60,7 +60,8 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted([*_MODULES, *_HOMES])
 
-if TYPE_CHECKING:  # the same names, in a form that editors read
+# The same names, in a form that editors read.
+if TYPE_CHECKING:
     from spmd import (
         callbacks as callbacks,
         data as data,
@@ -127,7 +128,8 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module 'spmd' has no attribute {name!r}")
     if name in _MODULES:
-        return importlib.import_module(f"spmd.{name}")  # which also sets the attribute
+        # Importing a submodule also sets it as the attribute of this module.
+        return importlib.import_module(f"spmd.{name}")
     globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 

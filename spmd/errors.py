@@ -40,8 +40,10 @@ from typing import Any
 
 from spmd.base.deprecated import moved
 
-SHOWN = 100  # problems listed in full: more than that usually share one cause
-ALIKE = 3  # problems that differ only in their place and are each listed
+# Problems listed in full: more than that usually share one cause.
+SHOWN = 100
+# Problems that differ only in their place and are each listed.
+ALIKE = 3
 LINE = 1000  # the most characters in one line of an error
 TEXT = 40_000  # the most characters in an error
 VALUE = 160  # the most characters of a value in an error

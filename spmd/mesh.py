@@ -244,7 +244,8 @@ def make_mesh(
     resolved = MeshSpec.parse(spec).resolve(len(devices))
     shape = tuple(resolved.sizes.values())
     if devices[0].platform == "tpu":
-        from jax.experimental import mesh_utils  # only a TPU's torus needs it
+        # Only a TPU's torus needs it.
+        from jax.experimental import mesh_utils
 
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:

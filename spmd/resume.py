@@ -224,7 +224,8 @@ def _restore(
         changes.append(
             "the checkpoint does not say where in its data the loop was: its first epoch begins"
         )
-    trainer.placed.spec.release()  # so that the restored state finds their memory free
+    # So that the restored state finds their memory free.
+    trainer.placed.spec.release()
     if newest.in_memory is None:
         state, state_changes = trainer.load(store, step)
     else:
@@ -240,7 +241,8 @@ def _restore(
     else:
         # raised last: if the model has changed too, that error is more useful
         _check_data(headline, problems)
-    store.move_damaged(newest.damaged)  # only now is it certain that the run resumes
+    # Only now is it certain that the run resumes.
+    store.move_damaged(newest.damaged)
     return StartPoint(
         state,
         position,
