@@ -17,7 +17,7 @@ from spmd.base.tree import describe
 from spmd.errors import DataError, LayoutError, OptionError, did_you_mean, short_repr
 from spmd.layout.fixes import near_multiples
 from spmd.nn.attention_kernels import AS_WRITTEN, KERNELS, Attend, choose
-from spmd.nn.constraints import manual_axes
+from spmd.nn.model_calls import manual_axes
 from spmd.nn.parallel_context import FUSED, STORED, ParallelConfig, current
 from spmd.nn.ring_attention import Ring, into_ring, out_of_ring, ring_attention
 from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, on_this_device, with_dropout

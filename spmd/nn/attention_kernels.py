@@ -20,7 +20,7 @@ from spmd.nn.scoring import Inputs, ScoreArrays, Scoring, TileKernel, tiled_atte
 SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention"
 # A scope in which `spmd.nn.written_attention` replaces nothing.
 AS_WRITTEN = "attention_as_written"
-# JAX's own function: `spmd.nn.replaced_calls` replaces the name while a model is traced.
+# JAX's own function: `spmd.nn.model_calls` replaces the name while a model is traced.
 dot_product_attention = jax.nn.dot_product_attention
 
 

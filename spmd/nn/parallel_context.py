@@ -19,8 +19,7 @@ from spmd.base.specs import spec_axes
 from spmd.base.xla import shard_map
 from spmd.errors import LayoutError
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
-from spmd.nn.constraints import constraints_on, manual_axes
-from spmd.nn.replaced_calls import replaced_calls
+from spmd.nn.model_calls import constraints_on, manual_axes, replaced_calls
 from spmd.nn.schedule import Schedule
 
 ATTENTIONS = (
@@ -59,7 +58,7 @@ class ParallelConfig:
         microbatch, [layers, ...] by path.
       reading: axes that stand for the workers while a loss is only read (`spmd.train.batch_rows`).
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
-      calls: functions in place of those of JAX and flax (`spmd.nn.replaced_calls`).
+      calls: functions in place of those of JAX and flax (`spmd.nn.model_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and
         "time_chunk", "sequence", "experts".
       schedules: the schedule of every stack that was called, by a name for each.

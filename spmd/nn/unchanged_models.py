@@ -83,7 +83,7 @@ def _of_linen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _of_flax("linen", promote_dtype, arguments, original, args, kwargs)
 
 
-# For `replaced_calls`.
+# For `spmd.nn.model_calls.replaced_calls`.
 CALLS = {"jax": _of_jax, "nnx": _of_nnx, "linen": _of_linen}
 
 

@@ -19,7 +19,7 @@ from spmd.base.specs import spec_axes
 from spmd.base.tree import describe
 from spmd.base.xla import shard_map
 from spmd.errors import LossError, short_repr
-from spmd.nn.constraints import manual_axes
+from spmd.nn.model_calls import manual_axes
 from spmd.nn.parallel_context import current
 from spmd.wire import collectives
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import spmd
-from spmd.nn import chunked_attention, replaced_calls
+from spmd.nn import chunked_attention, model_calls
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.unchanged_models import CALLS
 from tests.nn.test_attention_kernels import arrays_of, inputs, random_bias, random_mask, worst
@@ -166,7 +166,7 @@ def test_names_are_restored():
 
     before, classes = (
         names(),
-        [dict(vars(kind)).get("attention_fn") for kind in replaced_calls._MODULES],
+        [dict(vars(kind)).get("attention_fn") for kind in model_calls._MODULES],
     )
     own = functools.partial(nnx.dot_product_attention, broadcast_dropout=False)
     module = nnx.MultiHeadAttention(4, 8, decode=False, attention_fn=own, rngs=nnx.Rngs(0))
@@ -176,9 +176,9 @@ def test_names_are_restored():
         inside = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0))
         assert inside.attention_fn is nnx.dot_product_attention is not before[1]
         raise ZeroDivisionError
-    assert names() == before == tuple(replaced_calls.ORIGINALS.values())
+    assert names() == before == tuple(model_calls.ORIGINALS.values())
     assert inside.attention_fn is before[1]
-    assert [dict(vars(kind)).get("attention_fn") for kind in replaced_calls._MODULES] == classes
+    assert [dict(vars(kind)).get("attention_fn") for kind in model_calls._MODULES] == classes
 
 
 def test_errors_are_those_of_jax_and_flax():

@@ -1,16 +1,27 @@
-"""Sharding constraints in a model's own code, which was written for a loop in which the compiler
-sees the whole mesh.
+"""Calls in a model's own code that go elsewhere while the model is traced: sharding constraints,
+and JAX's and flax's attention.
 
-Inside a step they are passed to the compiler for the auto mesh axes only: a manual region has
+The code was written for a loop in which the compiler sees the whole mesh. Inside a step its
+sharding constraints are passed to the compiler for the auto mesh axes only: a manual region has
 already sharded its arrays over the others. Flax's boxes around parameters are opened without a
 constraint, since the layout decides the sharding of parameters.
+
+Of attention the names `jax.nn.dot_product_attention`, `flax.nnx.dot_product_attention` and
+`flax.linen.dot_product_attention` are replaced, and these functions where a flax module has one as
+its `attention_fn`. A name that a file has imported from there is not: it is the function itself.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import flax.linen as linen
+import flax.linen.attention as linen_attention
+import flax.nnx as nnx
+import flax.nnx.nn.attention as nnx_attention
 import jax
 from flax.core import meta
 from flax.linen import spmd as logical
@@ -34,7 +45,7 @@ def constraints_on(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
     Other threads are not affected.
     """
     # A tuple, since a scope with None is a scope, too.
-    with _PATCHES.scope((mesh,)):
+    with _CONSTRAINT_PATCHES.scope((mesh,)):
         yield
 
 
@@ -44,7 +55,7 @@ _constrain = jax.lax.with_sharding_constraint
 
 def _with_sharding_constraint(x: Any, shardings: Any) -> Any:
     """Stand for `jax.lax.with_sharding_constraint`."""
-    scope = _PATCHES.value
+    scope = _CONSTRAINT_PATCHES.value
     if scope is None:
         return _constrain(x, shardings)
 
@@ -99,16 +110,89 @@ def _auto_entry(entry: Any, size: int, manual: tuple[str, ...], mesh: Mesh | Abs
 
 def _unboxed(box: Any, apply_constraint: bool = True) -> Any:
     """Stand for `unbox` of flax's boxes."""
-    if _PATCHES.value is not None:
+    if _CONSTRAINT_PATCHES.value is not None:
         return box.value
     return _UNBOX[type(box)](box, apply_constraint)
 
 
 _UNBOX = {kind: kind.unbox for kind in (meta.Partitioned, logical.LogicallyPartitioned)}
-_PATCHES = Patches(
+_CONSTRAINT_PATCHES = Patches(
     "constraints_on",
     [
         (jax.lax, "with_sharding_constraint", _with_sharding_constraint),
         *((kind, "unbox", _unboxed) for kind in _UNBOX),
     ],
 )
+
+
+# Attention ------------------------------------------------------------------------------------
+
+ORIGINALS: dict[str, Callable[..., Any]] = {
+    "jax": jax.nn.dot_product_attention,
+    "nnx": nnx.dot_product_attention,
+    "linen": linen.dot_product_attention,
+}
+_NAMES = {"jax": (jax.nn,), "nnx": (nnx, nnx_attention), "linen": (linen, linen_attention)}
+# that keep the function as `attention_fn`
+_MODULES: tuple[Any, ...] = (nnx.MultiHeadAttention, linen.MultiHeadDotProductAttention)
+
+
+@contextlib.contextmanager
+def replaced_calls(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let calls of `ORIGINALS[name]` inside be calls of `functions[name]`, which takes the original
+    first. Other threads are not affected.
+    """
+    with _ATTENTION_PATCHES.scope(functions):
+        yield
+
+
+def _replacement(name: str) -> Callable[..., Any]:
+    original = ORIGINALS[name]
+
+    @functools.wraps(original)
+    def call_replacement(*args: Any, **kwargs: Any) -> Any:
+        function = _ATTENTION_PATCHES.value.get(name)
+        if function is None:
+            return original(*args, **kwargs)
+        return function(original, *args, **kwargs)
+
+    return call_replacement
+
+
+_REPLACEMENTS = {name: _replacement(name) for name in ORIGINALS}
+
+
+class _AttentionFn:
+    """Stands for a module's attribute `attention_fn`: the module's function, or its
+    replacement.
+    """
+
+    def __init__(self, of_class: Any):
+        self.of_class = of_class
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        function = self.of_class
+        if module is not None:
+            function = vars(module).get("attention_fn", self.of_class)
+        for name, original in ORIGINALS.items():
+            if function is original:
+                return _REPLACEMENTS[name]
+        return function
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)["attention_fn"] = value
+
+
+def _patches() -> Patches:
+    replacements: list[tuple[Any, str, Any]] = []
+    for name, places in _NAMES.items():
+        for place in places:
+            replacements.append((place, "dot_product_attention", _REPLACEMENTS[name]))
+    # Flax's modules keep the function in an attribute, which a descriptor of the class reads.
+    for kind in _MODULES:
+        descriptor = _AttentionFn(vars(kind).get("attention_fn"))
+        replacements.append((kind, "attention_fn", descriptor))
+    return Patches("replaced_calls", replacements, outside=MappingProxyType({}))
+
+
+_ATTENTION_PATCHES = _patches()
