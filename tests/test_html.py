@@ -14,8 +14,8 @@ from spmd import viz
 from spmd.api import Result
 from spmd.errors import MeshError, OptionError
 from spmd.nn.schedule import make_schedule
-from spmd.render.colour import paint
 from spmd.render.html import aligned, filled
+from spmd.render.terminal import paint
 from spmd.run.history import History
 from spmd.sweeps.config import Trial
 from spmd.sweeps.results import Sweep, TrialResult

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd.base.user_paths import output_path
 from spmd.errors import OptionError
-from spmd.launch.progress_line import show_progress
+from spmd.render.terminal import show_progress
 
 
 def add_to(commands: Any) -> None:

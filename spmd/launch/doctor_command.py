@@ -13,8 +13,8 @@ from typing import Any
 from spmd.base.user_paths import as_path
 from spmd.errors import Problem, how_to_install
 from spmd.launch.doctor_checks import examine, gib, problems
-from spmd.launch.progress_line import show_progress
 from spmd.render.html import aligned, filled
+from spmd.render.terminal import show_progress
 
 EXTRAS = ("extra", "here", "brings")
 INSTALL = f"to install one, {how_to_install('EXTRA')}"

@@ -14,12 +14,11 @@ from typing import Any
 from spmd.base.deprecated import warn
 from spmd.base.user_paths import output_path
 from spmd.errors import OptionError
-from spmd.launch.progress_line import show_lines, show_progress
 from spmd.launch.script_fit import call_at_fit
 from spmd.layout.toml_reader import load_registered
 from spmd.planner.cluster import Cluster
 from spmd.planner.target import load as load_target, shipped
-from spmd.render.colour import paint
+from spmd.render.terminal import paint, show_lines, show_progress
 
 FOUND_NOTHING = 2  # the exit code of a search in which nothing fits
 # the arguments of `fit` that are also arguments of `spmd.plan`

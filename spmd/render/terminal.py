@@ -1,9 +1,12 @@
-"""Colours of text, for terminals that show them."""
+"""Text in terminals: colours where they are shown, and progress in one line."""
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import TextIO
+
+from spmd.render.html import terminal_width
 
 CODES = {"red": 31, "green": 32, "yellow": 33}
 
@@ -45,3 +48,21 @@ def paint(text: str, colours: Mapping[str, str], stream: TextIO) -> str:
             flags=re.MULTILINE,
         )
     return text
+
+
+def show_progress(line: str) -> None:
+    """Show progress in one line of a terminal; "" clears it."""
+    # A file or a pipe would keep the control characters.
+    if sys.stderr.isatty():
+        print(
+            f"\r\x1b[K{line[: min(terminal_width() - 1, 120)]}", end="", file=sys.stderr, flush=True
+        )
+
+
+def show_lines(line: str) -> None:
+    """Show progress in one line of a terminal, and elsewhere, as in the log of a job, in a line for
+    each call.
+    """
+    if line and not sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
+    show_progress(line)
