@@ -18,9 +18,8 @@ from spmd.base.tree import Tree
 from spmd.data.device_dataset import Resident, replicate_arrays
 from spmd.data.sources import Source, as_source, bind_rows
 from spmd.data.work_assignment import check_source
-from spmd.distributed.exit_codes import TERMINATED
 from spmd.distributed.initialize import join, shrink_factor
-from spmd.distributed.records import report_to_launcher
+from spmd.distributed.launcher_protocol import TERMINATED, report_to_launcher
 from spmd.distributed.replica_check import check_replicas
 from spmd.distributed.shared_cache import agree_on_folder
 from spmd.distributed.watchdog import current

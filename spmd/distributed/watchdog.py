@@ -25,28 +25,31 @@ from typing import Any, NoReturn
 import jax
 
 from spmd.distributed import coordination
-from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
-from spmd.distributed.links import LOST_SECONDS, Links, lost, unanswered
-from spmd.distributed.records import (
+from spmd.distributed.launcher_protocol import (
+    DISAGREED,
     ERROR,
+    FAILED,
     HEARTBEAT_SECONDS,
+    PEER,
     STALL,
+    STALLED,
+    TERMINATED,
+    USAGE,
     WAIT,
     format_error,
     report_to_launcher,
 )
+from spmd.distributed.links import LOST_SECONDS, Links, lost, unanswered
 from spmd.distributed.stragglers import StragglerMonitor
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
-# the longest that a failing process, and process 0, which hosts the service, stays so that others
-# can read the error
+# The longest that a failing process, and process 0 with the service, stays for others to read.
 EXIT_SECONDS = 3.0
 SIGTERM_REASON = "asked to end"  # why a run stopped that has received SIGTERM
 STOP_TIMEOUT = 30.0  # seconds for all processes to report at which step they can stop
-# seconds without progress after another process has finished its script: it will not join the
-# collective
+# Seconds without progress after another has finished its script, and joins no collective.
 PEER_DONE_TIMEOUT = 10.0
 NOTHING_TO_SAVE = "before there was anything to save"
 MAX_ERROR_CHARS = 4000  # of an error that is published
@@ -127,9 +130,7 @@ class Watchdog:
         self.stop_reason = self.requested_stop_reason = self.requested_stop_reason or reason
 
     def leave(self) -> None:
-        """Say that this process has received SIGTERM and has nothing to save. All exit with code
-        143.
-        """
+        """Say that this process got SIGTERM and has nothing to save. All exit with code 143."""
         self._leaving = True
         text = f"{NOTHING_TO_SAVE}: this process ends with code {TERMINATED}"
         write_to_stderr(f"spmd: it received SIGTERM in {self.phase}, {text}\n")
@@ -233,9 +234,7 @@ class ClusterWatchdog(Watchdog):
         self._run_count += 1  # last: from now on the thread sees this run
 
     def record_progress(self, phase: str, step: int) -> None:
-        """Note progress, and measure the time between steps, or between calls that run many
-        steps.
-        """
+        """Note progress, and measure the time between steps, or calls that run many steps."""
         previous, _, progress_at = self._progress
         if phase == previous == "step":
             self._step_count += 1

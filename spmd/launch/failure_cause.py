@@ -1,5 +1,5 @@
 """Find the process that failed first, from the times in the records that processes leave
-(`spmd.distributed.records`).
+(`spmd.distributed.launcher_protocol`).
 """
 
 import contextlib
@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from spmd.distributed.exit_codes import FAILED
-from spmd.distributed.records import ERROR, HEARTBEAT_SECONDS, STALL, WAIT
+from spmd.distributed.launcher_protocol import ERROR, FAILED, HEARTBEAT_SECONDS, STALL, WAIT
 
 # Instead of a rank: srun has one exit code for all of its processes.
 ALL = -1
@@ -21,8 +20,8 @@ ABORTED = -6
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A reported failure: its time, step, phase, kind (`spmd.distributed.records`), error text and
-    exit code.
+    """A reported failure: its time, step, phase, kind (`spmd.distributed.launcher_protocol`), error
+    text and exit code.
     """
 
     at: float

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from spmd.distributed import exit_codes, watchdog
+from spmd.distributed import launcher_protocol, watchdog
 from spmd.errors import ProcessError
 from spmd.launch import ipc, serialization
 from spmd.launch.ipc import DONE, FAILED, READY, UNSENT
@@ -34,7 +34,7 @@ def main(notebook: socket.socket) -> None:
             # waiting for a call is no stall
             watchdog.current().record_progress("script", watchdog.current().step)
     except KeyboardInterrupt:  # while it waits: the notebook has interrupted the call
-        raise SystemExit(exit_codes.FAILED) from None
+        raise SystemExit(launcher_protocol.FAILED) from None
     except ConnectionError:
         # The notebook is gone.
         return
@@ -57,7 +57,7 @@ def _answer(notebook: socket.socket, request: dict[str, Any]) -> bytes:
         )
         with contextlib.suppress(OSError):
             ipc.send(notebook, FAILED + pickle.dumps((_headline(error), text)))
-        code = watchdog.exit_code(error) or exit_codes.FAILED
+        code = watchdog.exit_code(error) or launcher_protocol.FAILED
         watchdog.current().report_failure(error, code)
         raise SystemExit(code) from None
     _end_of_output(request["mark"])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.exit_codes import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.distributed.launcher_protocol import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.errors import printable
 from spmd.launch import failure_cause
 from spmd.launch.failure_cause import ABORTED, ALL
@@ -119,7 +119,7 @@ def _saved(step: int | None, has: str = "has") -> str:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The records that processes left in their folder
-    (`spmd.distributed.records.report_to_launcher`), each with its "name".
+    (`spmd.distributed.launcher_protocol.report_to_launcher`), each with its "name".
     """
     records = []
     for path in sorted(folder.glob("*.json")):

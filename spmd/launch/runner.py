@@ -13,9 +13,8 @@ from pathlib import Path
 
 from spmd.base.xla import simulate_cpus
 from spmd.distributed import watchdog
-from spmd.distributed.exit_codes import PEER, TERMINATED
 from spmd.distributed.initialize import join
-from spmd.distributed.records import report_to_launcher
+from spmd.distributed.launcher_protocol import PEER, TERMINATED, report_to_launcher
 from spmd.launch.spares import wait_as_spare
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from spmd.base.tree import describe, path_of
-from spmd.distributed.records import format_error
+from spmd.distributed.launcher_protocol import format_error
 from spmd.errors import OptionError, ProcessError, import_extra, type_name
 
 FIX = (

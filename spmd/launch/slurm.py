@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd.distributed.exit_codes import TERMINATED
+from spmd.distributed.launcher_protocol import TERMINATED
 from spmd.errors import OptionError, option
 from spmd.launch.local_launcher import MOST, check_script
 from spmd.launch.settings import Settings, check_integer

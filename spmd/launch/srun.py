@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
-from spmd.distributed.exit_codes import TERMINATED
+from spmd.distributed.launcher_protocol import TERMINATED
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import (
     attempt_environment,

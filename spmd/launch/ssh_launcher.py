@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.detect_cluster import join_address
-from spmd.distributed.exit_codes import PEER
+from spmd.distributed.launcher_protocol import PEER
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
 from spmd.launch.local_launcher import (

@@ -16,7 +16,7 @@ import time
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
-from spmd.distributed.exit_codes import PEER, STALLED
+from spmd.distributed.launcher_protocol import PEER, STALLED
 from spmd.launch import ipc
 from spmd.launch.local_launcher import (
     LocalConfig,

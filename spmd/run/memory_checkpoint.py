@@ -30,8 +30,8 @@ from spmd.base.tree import describe, format_bytes, nbytes
 from spmd.distributed import coordination
 from spmd.distributed.consistency import first_nonempty, gather_texts, raise_everywhere
 from spmd.distributed.initialize import job_token
+from spmd.distributed.launcher_protocol import report_to_launcher
 from spmd.distributed.peer_transfer import Read, Receiver, TransferError, local_address, send
-from spmd.distributed.records import report_to_launcher
 from spmd.errors import CheckpointError, printable
 from spmd.run.checkpoint_reader import arrays_by_path
 from spmd.run.device_snapshot import StateCopier, fits_on_devices

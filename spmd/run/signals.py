@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from spmd.distributed import coordination, watchdog
-from spmd.distributed.exit_codes import TERMINATED
-from spmd.distributed.stop_signals import chosen_stop_signals
+from spmd.distributed.launcher_protocol import TERMINATED, chosen_stop_signals
 from spmd.distributed.watchdog import SIGTERM_REASON, write_to_stderr
 
 SIGINT_REASON = "interrupted"  # why a run stopped

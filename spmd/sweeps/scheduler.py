@@ -20,7 +20,7 @@ from spmd.base.ranking import best
 from spmd.data.work_assignment import Position
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
-from spmd.distributed.exit_codes import TERMINATED
+from spmd.distributed.launcher_protocol import TERMINATED
 from spmd.mesh import make_mesh
 from spmd.run.history import History
 from spmd.run.progress import Pace

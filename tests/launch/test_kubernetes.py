@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from spmd.distributed.detect_cluster import World, detect, free_port
-from spmd.distributed.exit_codes import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
+from spmd.distributed.launcher_protocol import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
 from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import KubernetesJob, manifest
