@@ -437,12 +437,11 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, arrays: ScoreArra
     """Check that shapes and dtypes match."""
     shown = f"query {describe(query)}, key {describe(key)}, value {describe(value)}"
     matches = query.ndim == key.ndim == 4 and key.shape == value.shape
-    matches = (
-        matches
-        and query.shape[0] == key.shape[0]
-        and query.shape[3] == key.shape[3]
-        and query.shape[2] % max(key.shape[2], 1) == 0
-    )
+    if matches:
+        rows, _, heads, size = query.shape
+        rows_of_keys, _, groups, size_of_keys = key.shape
+        divides = heads % max(groups, 1) == 0
+        matches = rows == rows_of_keys and size == size_of_keys and divides
     if not matches:
         fix = (
             "[rows, length, heads, head_dim] each; keys and values alike, with the query's rows "

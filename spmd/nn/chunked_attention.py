@@ -360,12 +360,15 @@ def _dropout_factors(scoring: Scoring, count: Any, shape: tuple[int, ...], tile:
     if head_stride:
         head_numbers = jnp.arange(groups * heads).reshape(groups, heads, 1, 1)
     # Each has as many dims as scores have.
+    row_numbers = jnp.arange(rows)[:, None, None, None, None]
+    query_numbers = (tile.query + jnp.arange(tile.queries))[:, None]
+    key_numbers = tile.key + jnp.arange(tile.keys)
     bits = bits_at(
         count,
-        (jnp.arange(rows)[:, None, None, None, None], row_stride),
+        (row_numbers, row_stride),
         (head_numbers, head_stride),
-        ((tile.query + jnp.arange(tile.queries))[:, None], query_stride),
-        (tile.key + jnp.arange(tile.keys), 1),
+        (query_numbers, query_stride),
+        (key_numbers, 1),
     )
     # `jax.random.bernoulli` compares 23 bits, as a float32 has.
     stays = bits >> np.uint32(9) < np.uint32(scoring.threshold)

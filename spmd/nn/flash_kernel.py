@@ -360,16 +360,19 @@ class _Part:
         # A plan reads from the name how many scores are computed.
         if self.call.scoring.causal:
             name += "_causal"
-        return pl.pallas_call(
+        shapes, out_specs = map(list, zip(*out, strict=True))
+        params = triton.CompilerParams(num_warps=warps, num_stages=2)
+        compute = pl.pallas_call(
             functools.partial(kernel, self.call),
             grid=grid,
             in_specs=specs,
-            out_specs=[spec for _, spec in out],
-            out_shape=[shape for shape, _ in out],
-            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
+            out_specs=out_specs,
+            out_shape=shapes,
+            compiler_params=params,
             interpret=interpret,
             name=name,
-        )(*arguments)
+        )
+        return compute(*arguments)
 
 
 def _of_query(call: BlockCall, inputs: Inputs) -> _Part:

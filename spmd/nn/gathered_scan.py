@@ -71,13 +71,10 @@ class Stack(NamedTuple):
         )
         leaves = flatten(params)
         frozen = {name for name, path in paths.items() if not gather.trains(path)}
-        stack = cls(
-            {name: leaf for name, leaf in leaves.items() if name not in frozen},
-            others,
-            {path: residuals[path] for path in paths.values() if path in residuals},
-            {name: leaf for name, leaf in leaves.items() if name in frozen},
-        )
-        return communication, stack
+        trained_shards = {name: leaf for name, leaf in leaves.items() if name not in frozen}
+        frozen_shards = {name: leaf for name, leaf in leaves.items() if name in frozen}
+        stack_residuals = {path: residuals[path] for path in paths.values() if path in residuals}
+        return communication, cls(trained_shards, others, stack_residuals, frozen_shards)
 
     def at(self, number: Any) -> tuple[Tree, Tree]:
         """Return the shards that are gathered for a layer: of parameters, and of frozen ones."""

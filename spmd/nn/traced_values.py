@@ -413,11 +413,12 @@ def _keeps_integers(equation: Any) -> bool:
 
 def _sum(left: Position, right: Position, sign: int) -> Position:
     """Return `left` plus `sign` times `right`."""
-    steps = {
-        dim: left[0].get(dim, 0) + sign * right[0].get(dim, 0)
-        for dim in left[0].keys() | right[0].keys()
-    }
-    return steps, left[1] + sign * right[1]
+    left_steps, left_number = left
+    right_steps, right_number = right
+    steps = {}
+    for dim in left_steps.keys() | right_steps.keys():
+        steps[dim] = left_steps.get(dim, 0) + sign * right_steps.get(dim, 0)
+    return steps, left_number + sign * right_number
 
 
 @functools.lru_cache(maxsize=4)

@@ -151,13 +151,12 @@ class _Program:
         constvars = program.jaxpr.constvars
         # The constants of an `InnerProgram` are the last arguments of its function.
         atoms = equation.invars[len(equation.invars) - len(constvars) :]
-        program.jaxpr = dataclasses.replace(
-            self,
-            jaxpr=program.jaxpr,
-            constants={},
-            outer={x: (values, atom) for x, atom in zip(constvars, atoms, strict=True)},
-            scopes=self._scopes(equation),
-        ).rewritten()
+        outer = {x: (values, atom) for x, atom in zip(constvars, atoms, strict=True)}
+        scopes = self._scopes(equation)
+        inner = dataclasses.replace(
+            self, jaxpr=program.jaxpr, constants={}, outer=outer, scopes=scopes
+        )
+        program.jaxpr = inner.rewritten()
         # The equation itself runs the same program where nothing is differentiated.
         silent = dataclasses.replace(self, places={})
         return silent._within(equation, dict.fromkeys(CALLED, equation.invars), values)
@@ -266,6 +265,13 @@ def _no_kernel() -> jax.Array:
     raise _NoKernelError
 
 
+def _both(mask: jax.Array | None, other: jax.Array) -> jax.Array:
+    """Return a mask of what two masks leave, of which one may not be there."""
+    if mask is None:
+        return other
+    return mask & other
+
+
 def _fused_call(attention: WrittenAttention) -> tuple[list[Any], Callable[..., jax.Array]]:
     """Return the values that an attention needs, and a function of them."""
     dims = attention.dims
@@ -306,13 +312,15 @@ def _fused_call(attention: WrittenAttention) -> tuple[list[Any], Callable[..., j
             # A mask of keys alone is small: that of all scores takes the memory of scores.
             if visible.shape[1:3] == (1, 1):
                 visible = jnp.broadcast_to(visible[:, 0, 0], by_key.shape[:2])
-                key_mask = visible if key_mask is None else key_mask & visible
+                key_mask = _both(key_mask, visible)
             else:
-                mask = visible if mask is None else mask & visible
+                mask = _both(mask, visible)
         for part, x in zip(attention.biases, biases, strict=True):
             more = arrange(x, part.array_roles(sizes), sizes, full)
             more = more.astype(jnp.promote_types(x.dtype, jnp.float32)) * part.factor
-            bias = more if bias is None else bias + more
+            if bias is not None:
+                more = bias + more
+            bias = more
         out = attend(
             Attend(scoring, by_query, by_key, values, ScoreArrays(mask, bias, key_mask)),
             as_written=_no_kernel,

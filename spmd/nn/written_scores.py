@@ -166,16 +166,18 @@ class WrittenAttention:
             self.inputs[name] = self._operand(x, roles)
         _, _, key_batch = self._sides(self.product)[key_side]
         rows = sorted(range(count), key=lambda role: key_batch[role])
-        groups = []
+        groups = ()
         if count > 1:
-            groups = [rows.pop()]
+            groups = (rows.pop(),)
+        query_roles = (first, second)[1 - key_side]
+        size_roles = tuple(range(size, size + len(contracted)))
         self.dims = Dims(
             rows=tuple(rows),
-            groups=tuple(groups),
-            shared=tuple((first, second)[1 - key_side]),
+            groups=groups,
+            shared=tuple(query_roles),
             queries=(),
             keys=keys,
-            size=tuple(range(size, size + len(contracted))),
+            size=size_roles,
             width=(),
         )
         self._weigh(dims, after, size + len(contracted))
