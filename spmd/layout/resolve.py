@@ -340,6 +340,7 @@ def keep_frozen(
         place = trained.pop(path)
         for name, leaf in arrays.items():
             spec = _frozen_spec(place.spec, leaf.shape, resolved.mesh)
+            # What is not trained has no optimizer state, so both specs are the same.
             frozen_placements[name] = Placement(
                 name, leaf.shape, str(leaf.dtype), nbytes(leaf), spec, spec, place.chosen_by
             )

@@ -118,6 +118,7 @@ class Tables:
         table = key
         if section:
             table = f"{section}.{key}"
+        # Keys above the first header are those of the top of the file.
         inside = not section
         for number, line in enumerate(self.lines, 1):
             header = re.match(r"""\s*\[+\s*["']?([\w.]+)["']?\s*\]+""", line)
