@@ -230,7 +230,7 @@ def _mesh(text: str | None, layout: Any) -> Any:
 
     if text is None and not layout.mesh:
         raise OptionError(f"{layout.source} names no mesh.", fix="--mesh data=4,model=2.")
-    sizes = text
+    sizes: Any = text
     if text is None:
         sizes = dict(layout.mesh)
     mesh = MeshSpec.parse(sizes)
