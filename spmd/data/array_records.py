@@ -85,6 +85,7 @@ class ArrayRecordFiles(FileFormat):
             source = self._sources[file]
             rows = (records[files == file] - self._first[file]).tolist()
             try:
+                # One call: array_record (0.8) reads the records of a call in parallel threads.
                 raw += source.__getitems__(rows)
             except Exception:  # one of them is damaged; read each alone to find it
                 for row in rows:
@@ -121,6 +122,7 @@ class Decoder:
                 f"pad names {', '.join(missing)}, but decode returns {', '.join(decoded)}.",
                 fix="names of the dict that decode returns.",
             )
+        # Objects, bytes, text, times and numpy 2's StringDType; not "V", which bfloat16 has, too.
         unsupported = [
             f'{value.dtype} for "{name}"'
             for name, value in decoded.items()
@@ -186,6 +188,7 @@ class Decoder:
 
 def _holds(dtype: np.dtype, values: np.ndarray) -> bool:
     """Return True if the dtype holds these numbers, up to rounding."""
+    # For numpy, int64 to int32 is "same_kind", and wraps around; so integers are judged by value.
     if dtype.kind in "iu" and values.dtype.kind in "iu":
         least, most = limits(dtype)
         return bool(least <= values.min() and values.max() <= most)

@@ -66,58 +66,6 @@ class Batch:
     index: np.ndarray | None = None
 
 
-def find_nonfinite(batch: Batch | HostBatch) -> str:
-    """The first NaN, or else the first infinity, in the rows of a batch that this process has, by
-    key and row; "" if there is none.
-
-    >>> find_nonfinite(HostBatch({"x": np.array([[1.0], [np.nan], [2.0]])}, 2, np.array([2, 1])))
-    'x is nan in row 1 of the data'
-    """
-    selects = isinstance(batch, HostBatch) and batch.index is not None
-    for is_odd in (np.isnan, np.isinf):
-        for path, leaf in flatten(batch.leaves).items():
-            if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
-                continue
-            if selects:
-                leaf = leaf[batch.index]
-            odd_values = _odd_values(leaf, batch.rows, is_odd)
-            if odd_values:
-                return _describe_odd(path, odd_values, batch.index)
-    return ""
-
-
-def _describe_odd(path: str, odd_values: dict[int, Any], index: np.ndarray | None) -> str:
-    """Return the first odd value of a leaf, and its row, in words."""
-    row = min(odd_values)
-    where = f"row {row} of the batch"
-    if index is not None:
-        where = f"row {index[row]} of the data"
-    more = ""
-    if len(odd_values) > 1:
-        more = f", and in {len(odd_values) - 1} more"
-    name = path or "the array"
-    if path.isdigit():
-        name = f"array {path}"
-    return f"{name} is {odd_values[row]} in {where}{more}"
-
-
-def _odd_values(leaf: Any, rows: int, is_odd: Callable[[np.ndarray], np.ndarray]) -> dict[int, Any]:
-    """The first odd value of each of the first rows that has one, by row."""
-    parts = [(0, leaf)]
-    if isinstance(leaf, jax.Array):
-        parts = [(shard.index[0].start or 0, shard.data) for shard in leaf.addressable_shards]
-    odd_values = {}
-    for first, part in parts:
-        # an error may read devices, whatever guard the user has set
-        with jax.transfer_guard_device_to_host("allow"):
-            values = np.asarray(part)
-        odd = is_odd(values.reshape(len(values), -1))
-        for row in np.flatnonzero(odd.any(axis=1)).tolist():
-            if first + row < rows:
-                odd_values[first + row] = values[row].flat[odd[row].argmax()]
-    return odd_values
-
-
 def as_arrays(tree: Tree, name: str) -> Tree:
     """The tree with arrays of other libraries (a tensor on the host, a column of a table) as numpy
     arrays.
@@ -136,6 +84,7 @@ def as_arrays(tree: Tree, name: str) -> Tree:
         if isinstance(leaf, accepted) or not hasattr(leaf, "__array__"):
             return leaf
         try:
+            # PyTorch raises TypeError for a tensor on a GPU, RuntimeError for one with a gradient.
             return np.asarray(leaf)
         except Exception as error:
             kind = f"{type(leaf).__module__.partition('.')[0]}.{type(leaf).__name__}"
@@ -210,6 +159,7 @@ def check_leaves(tree: Tree, name: str) -> int:
             f"{name}: {join_names(scalars)} has no dim 0 of rows.",
             fix="arrays of shape [rows, ...].",
         )
+    # Not "V", which is also the kind of bfloat16.
     unsupported = [
         f"{path or 'the batch'} {describe(leaf)}"
         for path, leaf in leaves.items()
@@ -265,6 +215,7 @@ def check_matches(tree: Tree, sample: Tree, name: str) -> None:
             fix="the same keys in every batch.",
         )
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
+        # Dtypes as JAX will have them: float64 on the host is float32 on the devices.
         if (
             np.shape(leaf)[1:] != first.shape[1:]
             or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype
@@ -344,6 +295,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         if matches[path]:
             spec = rules[matches[path][0]].spec
         lines = spec_problems(spec, np.shape(leaf), mesh)
+        # Rows that do not divide are one problem already, and not one for each leaf.
         if divisible and lines:
             fix = f'add [[batch.rules]]  path = "{path}"  spec = {spec_text(spec[:1])}.'
             problems.append(Problem(f"{name}   spec {spec_text(spec)}", lines, fix, path=path))
@@ -441,6 +393,7 @@ class Placer:
         if not self._many_processes:
             return None
         slices = self._row_sharding.addressable_devices_indices_map((self._rows,)).values()
+        # Devices along a model axis hold the same rows, so the slices repeat.
         return np.unique(np.concatenate([np.arange(self._rows)[at] for at in slices]))
 
     def replicate(self, values: np.ndarray) -> jax.Array:
@@ -522,6 +475,7 @@ class Placer:
                 fix="give arrays, which every process can index, or drop the short batch.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
+        # Copied by `narrow`: on a CPU, JAX uses an aligned buffer of the host itself.
         placed = [
             jax.make_array_from_process_local_data(
                 sharding, narrow(np.asarray(leaf), copy=True), (size, *np.shape(leaf)[1:])
@@ -546,6 +500,7 @@ class Placer:
         return self._shardings[structure]
 
     def _place_weights(self, values: np.ndarray) -> jax.Array:
+        # The weights of a full batch are on the devices already.
         if values.all():
             return self.weights(len(values), len(values), True)
         # copied: on a CPU, JAX uses an aligned buffer of the host itself
@@ -561,6 +516,7 @@ class Placer:
             sharding = self.replicated
             if split:
                 sharding = self._row_sharding
+            # A copy for each device, for the reason in `_place_weights`.
             self._weights[key] = jax.make_array_from_callback(
                 (size,), sharding, lambda at: values[at].copy()
             )

@@ -24,6 +24,7 @@ class Buckets(Records):
     def __init__(self, records: Records, name: str, bounds: tuple[int, ...]):
         super().__init__(records.format, records.reading)
         self.name, self.bounds = name, bounds
+        # In blocks, so that the padded arrays of all records are never in memory together.
         blocks = [
             [np.arange(first, min(first + READ, self.examples))]
             for first in range(0, self.examples, READ)
@@ -59,6 +60,7 @@ class Buckets(Records):
             in_bucket = ids[self._bucket[ids] == bucket]
             for first in range(0, len(in_bucket), size):
                 batches.append((bucket, in_bucket[first : first + size]))
+        # Batches are shuffled, too, or an epoch would go from short records to long ones.
         batch_order = RecordOrder(len(batches), self.order.shuffle is not False, self.order.seed)
         order = batch_order.epoch(number)
         groups = self.group_batches([batches[at] for at in order[start:]], size)

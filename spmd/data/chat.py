@@ -163,9 +163,12 @@ class ChatTemplate:
             if self.answers and message["role"] == "assistant":
                 places.append(at)
                 parts += [(messages[:at], True), (messages[: at + 1], False)]
+        # One request to the renderer's process, and not one for each text.
         text, *texts = self._texts((messages, False), *parts)
         answers = []
         for at, begin, end in zip(places, texts[::2], texts[1::2], strict=True):
+            # Some templates write an earlier answer differently once a turn follows it: Qwen3's
+            # leaves out its reasoning.
             if not (text.startswith(end) and end.startswith(begin)):
                 why = (
                     f"the template writes the conversation up to message {at + 1} in another way "

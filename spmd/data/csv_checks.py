@@ -30,6 +30,7 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
         names = _header(path, separator)
         if names is not None:
             headers[path] = names
+    # An empty file has no header, and says nothing about those of the others.
     if not headers:
         raise DataError(
             f"all files are empty: {join_names(paths, 3)}.",

@@ -74,6 +74,7 @@ class Column:
             raise ValueError(
                 f'column "{self.name}" has {_short(repr(text))}, which is not {number}{hint}'
             ) from None
+        # float() makes inf of `1e999` without an error. The words `inf` and `nan` have no digit.
         if isinstance(value, float) and math.isinf(value) and any(map(str.isdigit, text)):
             raise ValueError(
                 f'column "{self.name}" has {_short(text)}, which no floating number holds'
@@ -236,6 +237,7 @@ def csv(
       array([0, 1], dtype=int32)
     """
     reading = ReadOptions(batch_size, shuffle, seed, workers, on_error)
+    # One byte, because the grammar compares single bytes.
     if not isinstance(separator, str) or len(separator.encode()) != 1 or separator in '"\r\n':
         raise OptionError(f"separator={separator!r}.", fix="one letter, such as ',' or ';'.")
     check_options(columns, names, {"defaults": defaults, "types": types, "categories": categories})
@@ -254,6 +256,7 @@ def csv(
     offsets = RecordIndex(
         paths,
         lambda path: _scan(path, separator, header=names is None),
+        # The number is the grammar's: an index that an older one built does not count.
         f"csv 3 {names is None} {separator}",
         index,
     )
@@ -340,9 +343,11 @@ def _inferred(
     read.
     """
     names, dtypes = list(columns), {}
+    # Blocks bound the memory for a file with many columns.
     for first in range(0, len(names), BLOCK):
         block = names[first : first + BLOCK]
         values, is_integer, sound = cells.decimals([columns[name] for name in block])
+        # Of booleans, a <= b is "a implies b".
         plain = (sound | (cells.lengths([columns[name] for name in block]) == 0)).all(axis=1)
         small = (sound <= is_integer) & (values >= -(2**31)) & (values < 2**31)
         for at, name in enumerate(block):
@@ -351,6 +356,7 @@ def _inferred(
             elif plain[at] and not (sound[at] <= is_integer[at]).all():
                 dtypes[name] = np.dtype(np.float32)
             else:
+                # Bytes that are not UTF-8 are an error of their record, when it is read.
                 texts = [
                     cells.field(row, columns[name]).decode("utf-8", "replace")
                     for row in range(len(cells.rows))
@@ -391,6 +397,7 @@ def _numbers(
         least, most = limits(dtype)
         sound = sound & is_integer & (values >= least) & (values <= most)
         values = np.where(sound, values, 0)
+    # A number beyond float32 becomes inf, of which numpy would warn; it is refused below.
     with np.errstate(over="ignore"):
         values = values.astype(dtype)
     if dtype.kind == "f":
@@ -405,6 +412,7 @@ def _scan(path: str, separator: str, *, header: bool) -> tuple[np.ndarray, np.nd
       DataError: a quote that is not closed.
     """
     blocks = [np.stack(edges) for edges in csv_grammar.records(path, separator)]
+    # The empty array is for files without a record: numpy cannot concatenate nothing.
     starts, ends = np.concatenate([np.zeros((2, 0), np.int64), *blocks], axis=1)
     return starts[header:], ends[header:]
 

@@ -28,10 +28,13 @@ def records(
       DataError: a quote that is not closed.
     """
     size = os.path.getsize(path)
+    # numpy cannot map an empty file.
     if not size:
         return
+    # Slices of an np.memmap are np.memmaps, each set up by Python code of numpy's.
     data = np.asarray(np.memmap(path, np.uint8, "r"))
     at = 0
+    # Excel begins a file in UTF-8 with a byte order mark.
     if data[:3].tobytes() == codecs.BOM_UTF8:
         at = len(codecs.BOM_UTF8)
     begun = at
@@ -46,6 +49,7 @@ def records(
         quotes = np.flatnonzero(text == QUOTE)
         if len(quotes) or inside:
             turns = _turns(data, quotes + at, np.array([begun]), separator, inside=inside)
+            # A line break after an odd number of turns is inside of quotes.
             ends = ends[(np.searchsorted(turns, ends + at) + inside) % 2 == 0]
             if len(turns):
                 opened = int(turns[-1])
@@ -107,6 +111,7 @@ class Cells:
         begins = np.ascontiguousarray(self._begins[:, columns].T)
         stops = np.ascontiguousarray(self._stops[:, columns].T)
         if QUOTE in self._raw:
+            # Clipped: an empty field at the very end begins behind the last byte.
             quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
             quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
             begins, stops = begins + quoted, stops - quoted
@@ -164,6 +169,7 @@ def line(path: str, start: int) -> int:
     with open(path, "rb") as file:
         count, last = 1, b""
         while start and (data := file.read(min(CHUNK, start))):
+            # A \r\n may lie across two reads, so the last byte of the one before counts, too.
             count += data.count(b"\n") + data.count(b"\r") - (last + data).count(b"\r\n")
             last, start = data[-1:], start - len(data)
     return count
@@ -172,6 +178,7 @@ def line(path: str, start: int) -> int:
 def _breaks(text: np.ndarray) -> np.ndarray:
     """Return the last byte of each line break."""
     returns = np.flatnonzero(text == RETURN)
+    # Clipped: a carriage return that ends the file has no byte after it.
     alone = returns[text.take(returns + 1, mode="clip") != NEWLINE]
     breaks = np.flatnonzero(text == NEWLINE)
     if not len(alone):
@@ -191,6 +198,7 @@ def _separators(text: np.ndarray, starts: np.ndarray, separator: str) -> np.ndar
 def _without_break(text: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """int64[n]: the ends of records, without a line break."""
     stops = ends - (text[ends - 1] == NEWLINE)
+    # A record that is \n alone has no byte before it; that one is of another record.
     return stops - ((stops > starts) & (text[stops - 1] == RETURN))
 
 
@@ -212,6 +220,7 @@ def _turns(
         return quotes
     after[QUOTE] = False
     opens = after[text[np.maximum(quotes - 1, 0)]] | np.isin(quotes, starts)
+    # -2 is next to no byte.
     turns, closed = [], -2
     for at, begins in zip(quotes.tolist(), opens.tolist(), strict=True):
         if inside or begins or at == closed + 1:
@@ -228,6 +237,7 @@ def _not_blank(
 ) -> np.ndarray:
     """bool[n]: lines that hold something."""
     blanks = np.zeros(256, bool)
+    # A separator that is a blank or a tab is none here: it separates empty fields.
     blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True
     filled, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
     while len(left):

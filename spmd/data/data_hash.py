@@ -40,6 +40,7 @@ def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -
     together = max(1, min(TOGETHER, len(spans) // READERS))
     groups = [spans[first : first + together] for first in range(0, len(spans), together)]
     threads = min(READERS, len(spans) or 1)
+    # `map` keeps the order of the groups, on which the hash depends.
     with concurrent.futures.ThreadPoolExecutor(threads, "spmd-contents") as pool:
         for piece in pool.map(_read_spans, groups):
             digest.update(piece)
@@ -55,9 +56,11 @@ def of_arrays(arrays: Tree) -> dict[str, str]:
 
 def _of_array(leaf: np.ndarray) -> str:
     digest = hashlib.sha256(f"{leaf.dtype} {leaf.shape}".encode())
+    # Rows of an array [n, 0] have no bytes.
     most_rows = BLOCKS * BLOCK // max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
     if most_rows < len(leaf):
         leaf = leaf[np.linspace(0, len(leaf) - 1, max(most_rows, 2)).astype(np.int64)]
+    # As bytes: bfloat16 has no buffer that hashlib could read (ml_dtypes 0.6).
     digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 

@@ -161,6 +161,7 @@ def fixed(
 
 
 def _is_size(size: Any) -> bool:
+    # A bool is an int for isinstance.
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
 
 
@@ -320,6 +321,7 @@ def _feature_values(name: str, feature: Feature, stored: Mapping[str, Any]) -> n
             raise ValueError(
                 f'feature "{name}" has {len(contents[0])} bytes, which are no {feature.dtype}'
             )
+        # Little-endian, as tf.io.decode_raw reads by default.
         values = np.frombuffer(contents[0], feature.dtype.newbyteorder("<"))
     else:
         values = _numbers(name, feature.dtype, kind, contents)
@@ -366,6 +368,7 @@ def _numbers(name: str, dtype: np.dtype, kind: str | None, contents: Any) -> np.
         raise ValueError(f'feature "{name}" holds {_CONTENTS[kind]}, and {dtype} is wanted')
     if dtype.itemsize < values.dtype.itemsize:
         least, most = limits(dtype)
+        # An infinity that was written is no overflow.
         beyond = ((values < least) | (values > most)) & ~np.isinf(values)
         if beyond.any():
             raise ValueError(
@@ -391,6 +394,7 @@ def declared_by(record: bytes) -> dict[str, Feature]:
             fix="decode=function, which reads such records.",
         )
     features = {}
+    # The entries of a map of protobuf come in no fixed order.
     for name in sorted(stored):
         kind = stored[name].WhichOneof("kind")
         if kind is None:  # a feature without values has no dtype

@@ -100,6 +100,7 @@ def asked_sampling(folder: Path) -> AskedSampling:
     temperature = _value(path, content, "temperature", 1.0, _is_from_0, "a number from 0")
     if draws and temperature > 0:
         options["temperature"] = temperature
+        # transformers draws from the 50 likeliest tokens where a file says nothing.
         top_k = _value(path, content, "top_k", 50, _is_count, "a whole number")
         if top_k:
             options["top_k"] = int(top_k)
@@ -131,6 +132,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
             ids = value
         elif value is not None:
             ids = [value]
+        # JSON's true is an int for isinstance, and would be token 1.
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
             raise DataError(
                 f"{path}: eos_token_id is {short_repr(value)}.",
@@ -179,6 +181,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # JSON may hold a whole number as 50.0.
     return _is_from_0(value) and value == int(value)
 
 

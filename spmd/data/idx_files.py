@@ -13,6 +13,7 @@ from spmd.base.output_files import read_bytes
 from spmd.base.user_paths import as_path
 from spmd.errors import DataError
 
+# The numbers of the format are big-endian.
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -52,6 +53,7 @@ def read_idx(path: str | Path) -> np.ndarray:
             f"the file has {len(data)}.",
             fix="download it again.",
         )
+    # astype also copies: an array from `frombuffer` cannot be written to.
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 
@@ -94,6 +96,7 @@ def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
 
 
 def _find(folder: Path, stem: str, ndim: int) -> Path:
+    # Some copies of the files have a dot where MNIST's own have a hyphen.
     names = [f"{stem}{dot}idx{ndim}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
     for name in names:
         if (folder / name).is_file():

@@ -48,6 +48,7 @@ class ImageFiles(FileFormat):
                     upright = exif_transpose(opened)
                     picture = _eight_bits(upright, opened.format, pillow)
                     picture = picture.convert(_MODES[self._channels])
+                    # Pillow has the width first. The picture is upright by now, as `size` is meant.
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 leaves["image"][at] = (
                     np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
@@ -72,6 +73,7 @@ def _pictures(folder: Path) -> list[str]:
 
     paths: list[str] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
+        # In place: `os.walk` enters the folders that are left in this list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             if name.lower().endswith(ENDINGS) and not name.startswith("."):

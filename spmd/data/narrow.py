@@ -30,6 +30,7 @@ def narrow(values: np.ndarray, *, copy: bool) -> np.ndarray:
         if values.min() < least or values.max() > most:
             raise OutOfRange
     try:
+        # Otherwise numpy makes inf of what float32 does not hold, and only warns.
         with np.errstate(over="raise"):
             return values.astype(dtype, copy=copy)
     except FloatingPointError:

@@ -47,9 +47,11 @@ def decimals(
     point = np.full(len(lengths), -1)
     for back in range(min(int(lengths.max()), DIGITS + 2)):  # from the last letter to the first
         letter = text.take(ends - 1 - back, mode="clip")
+        # As uint8, letters below "0" wrap around to more than 9.
         digit, inside = letter - np.uint8(_ZERO), back < lengths
         is_digit = inside & (digit < 10)
         is_point = inside & (letter == _DOT) & (point < 0)
+        # Clipped: a number of more than DIGITS digits is not sound below.
         number += np.where(is_digit, digit * _POWERS.take(digits, mode="clip"), 0)
         point = np.where(is_point, digits, point)
         digits += is_digit
@@ -80,11 +82,13 @@ def holds(dtype: np.dtype, value: Any) -> bool:
       ... ]
       [False, False, False, True, True]
     """
+    # float() of a larger int raises OverflowError.
     if not isinstance(value, NUMBERS) or (
         isinstance(value, int) and abs(value) > sys.float_info.max
     ):
         return False
     if dtype.kind == "f":
+        # A number beyond the dtype becomes inf, of which numpy would warn.
         with np.errstate(over="ignore"):
             return bool(np.isfinite(dtype.type(float(value))) or not math.isfinite(value))
     if not math.isfinite(value) or value != int(value):

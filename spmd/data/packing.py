@@ -84,7 +84,9 @@ def pack_documents(
     row = np.arange(len(size))
     if pack:
         row = _best_fit(size, length)
+    # Stable: the pieces of a row stay in the order of the documents.
     order = np.argsort(row, kind="stable")
+    # numpy has no maximum of an empty array but `initial`.
     num_rows = int(row.max(initial=-1)) + 1
     first = np.searchsorted(row[order], np.arange(num_rows + 1))
     return Rows(document[order], start[order], size[order], first, length)
@@ -95,6 +97,7 @@ def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
     rows, count = np.empty(len(sizes), np.int64), 0
     unfilled: list[tuple[int, int]] = []  # (free space, row), ascending
     for at, size in enumerate(sizes.tolist()):
+        # -1 is before every row, so of equal spaces the row that was begun first is found.
         place = bisect.bisect_left(unfilled, (size, -1))
         if place < len(unfilled):
             space, row = unfilled.pop(place)

@@ -47,6 +47,7 @@ class ParquetFiles(FileFormat):
         self._first = np.cumsum([0, *(rows for _, _, rows in self._groups)])
         schema = files[0].schema_arrow
         for path, file in zip(paths, files, strict=True):
+            # Without metadata, in which pandas keeps the number of rows of each file.
             if not file.schema_arrow.equals(schema):
                 columns_text = (
                     f"columns {_schema_text(file.schema_arrow)}; {paths[0]} has "
@@ -134,6 +135,7 @@ def open_parquet(path: str) -> Any:
     """
     arrow = import_extra("pyarrow.parquet", "parquet")
     try:
+        # pyarrow (26) ignores the checksums of pages unless it is asked to verify them.
         return arrow.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:
         raise DataError(
@@ -154,6 +156,7 @@ def _read_row_group(
         raise DataError(f"{path} has changed since it was opened.", fix="files that do not change.")
     values, wrong = {}, {}
     for name, field in fields.items():
+        # A ChunkedArray has neither `offsets` nor `values`.
         column = table.column(name).combine_chunks()
         if field.shape:
             stored, problems = _lists(column, field)
@@ -162,8 +165,10 @@ def _read_row_group(
             # with nulls, pyarrow would make floats of integers
             if missing.any():
                 column = column.fill_null(defaults.get(name, field.dtype.type(0).item()))
+            # Arrow keeps booleans as bits, of which numpy can have no view.
             stored = column.to_numpy(zero_copy_only=False)
             problems = np.where(missing & (name not in defaults), MISSING, 0)
+        # float64 beyond float32 becomes inf, of which numpy would warn; it is found below.
         with np.errstate(over="ignore"):
             values[name] = stored.astype(field.dtype)
         if field.dtype != stored.dtype:
@@ -191,6 +196,7 @@ def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
 
 def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return lists whose lengths may differ, as `_lists` does."""
+    # Offsets count in `values`, which is all of the column also where this array is a slice.
     offsets, numbers = np.asarray(column.offsets), column.values
     problems = np.where(np.diff(offsets) == length, 0, LENGTH)
     problems[np.asarray(column.is_null())] = MISSING

@@ -48,6 +48,7 @@ def prefetch(
 
     def put(entry: tuple[Any, BaseException | None]) -> bool:
         while not stop.is_set():
+            # With a time limit: a full queue must not keep the thread from a request to stop.
             with contextlib.suppress(queue.Full):
                 results.put(entry, timeout=0.1)
                 return True
@@ -62,6 +63,7 @@ def prefetch(
                 put((_END, None))
         except BaseException as error:  # whatever it is, the caller must see it
             put((_END, error))
+        # Here, because Python refuses to close a generator that runs in another thread.
         try:
             close()
         except BaseException as error:

@@ -55,6 +55,7 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
     paths: list[str] = []
     for pattern in (str(as_path(pattern, "files")) for pattern in patterns):
         names = [pattern]
+        # A path that exists is no pattern, whatever brackets it has.
         if not os.path.isfile(pattern):
             names = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
         if not names:
@@ -68,6 +69,7 @@ def find_files(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         raise DataError(
             "no files were given.", fix='a pattern such as "train-*.csv", or a list of paths.'
         )
+    # `a.csv` and `./a.csv` are one file.
     counts = collections.Counter(map(os.path.abspath, paths))
     twice = sorted(path for path, times in counts.items() if times > 1)
     if twice:
@@ -116,6 +118,7 @@ class _OpenFiles(dict[str, int]):
     _opening = threading.Lock()
 
     def __missing__(self, path: str) -> int:
+        # Without the lock, two threads could open a file, and one descriptor would never be closed.
         with self._opening:
             if path not in self:
                 self[path] = os.open(path, os.O_RDONLY)
@@ -196,6 +199,7 @@ class RecordIndex:
         # runs of adjacent records in a file: where each begins, and its bytes
         run_files, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
         open_files = self._open_files
+        # Linux lets a process have 1024 open files by default.
         if len(self.paths) > OPEN:
             open_files = _OpenFiles()
         reads = [
@@ -205,11 +209,13 @@ class RecordIndex:
             )
         ]
         pieces: list[bytes] = []
+        # pread: threads share a descriptor, and it has no position that they would share.
         try:
             for descriptor, size, begin in reads:
                 # after an error, the number of pieces says which file it was
                 pieces.append(os.pread(descriptor, size, begin))
         except OSError as error:
+            # An OSError of a descriptor does not name the file.
             path = self.paths[run_files[len(pieces)]]
             raise OSError(error.errno, error.strerror, path) from error
         lengths = np.array([len(piece) for piece in pieces], np.int64)
@@ -265,6 +271,7 @@ def cached_scan(
     folder = as_path(cache, "index")
     stat = os.stat(path)
     log = logging.getLogger("spmd")
+    # A changed file may have its old time: some file systems count seconds, and `cp -p` keeps it.
     facts = [
         kind,
         os.path.abspath(path),
@@ -272,6 +279,7 @@ def cached_scan(
         stat.st_mtime_ns,
         data_hash.of_files([path], [stat.st_size], SAMPLED),
     ]
+    # A path may be longer than the name of a file can be.
     index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
     try:
         stored = checksummed_files.read_checked(index)
@@ -287,6 +295,7 @@ def cached_scan(
     try:
         checksummed_files.write_checked(
             index,
+            # Little-endian, because machines of several kinds may share the folder.
             json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes(),
         )
     except OSError as error:

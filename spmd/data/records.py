@@ -239,7 +239,7 @@ class Records:
             field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values()
         )
         most = min(self.format.together, BYTES // max(record_bytes, 1)) // max(size, 1)
-        # enough groups for all threads
+        # Enough groups for all threads: fewer larger ones would leave some without work.
         most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))
         count, at = 1, 0
         while at < len(parts):
@@ -257,6 +257,7 @@ class Records:
         """
         local_parts = [self._local_ids(ids, local_rows) for ids in parts]
         records = np.concatenate(local_parts)
+        # Ascending: neighbours are read together, and a row group is read once.
         ascending = np.argsort(records)
         try:
             leaves, bad = self.format.read_records(records[ascending])
@@ -377,6 +378,7 @@ class Batches:
                 leaves, good = next(self._batches)
             except StopIteration:
                 warn_skipped(self._records, self.number, self.skipped)
+                # Another `next` after the end warns no more.
                 self.skipped = 0
                 raise
             self.taken += 1
@@ -424,6 +426,7 @@ class Batches:
                 f"this state is of other data: {'; '.join(changes)}.",
                 fix="the files and options that it was taken with.",
             )
+        # First: threads may be reading ahead from the old position.
         self.close()
         self._move_to(state["epoch"], state["batch"], state["skipped"])
 
@@ -467,6 +470,7 @@ def map_ahead(
         while waiting:
             yield waiting.popleft().result()
     finally:
+        # Without cancel_futures, the pending tasks would all be computed first.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -474,6 +478,7 @@ def flatten_groups(
     groups: Generator[list[RecordBatch | Exception], None, None],
 ) -> Iterator[RecordBatch]:
     """The batches of groups, one by one; an error is raised in place of its batch."""
+    # A caller may stop early. This ends the threads then, and not when the generator is collected.
     with contextlib.closing(groups):
         for batch in itertools.chain.from_iterable(groups):
             if isinstance(batch, Exception):

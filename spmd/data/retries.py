@@ -59,6 +59,7 @@ def read_epoch(
             ):
                 retries = 0  # data of a wrong shape stays so, and an iterator may have moved on
         finally:
+            # Ends threads that read ahead, before the source is opened again.
             batches.close()  # type: ignore[attr-defined]
         first, last = errors[0], errors[-1]
         if len(errors) > retries:
@@ -74,5 +75,6 @@ def read_epoch(
             "%s; it is read again in %g s, attempt %d of %d.", where, seconds, len(errors), retries
         )
         until = time.monotonic() + seconds
+        # In short sleeps, so that a request to stop is seen.
         while time.monotonic() < until and not stops():
             time.sleep(0.05)

@@ -46,6 +46,7 @@ class RecordOrder:
         """
         if self.shuffle is False:
             return np.arange(self.records)
+        # The key has both numbers, so the streams of neighbouring seeds and epochs are independent.
         rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, number], np.uint64)))
         if self.shuffle is True:
             return rng.permutation(self.records)

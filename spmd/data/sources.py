@@ -135,6 +135,7 @@ class IterableSource:
         try:
             sample = as_arrays(next(self._first), "the first batch")
         except StopIteration:
+            # `iter` of an iterator is the iterator itself.
             if self._first is data:
                 raise _iterated_twice("nothing") from None
             fix = (
@@ -142,6 +143,7 @@ class IterableSource:
                 "anew."
             )
             raise DataError("the data is empty: it yields no batch.", fix=fix) from None
+        # An iterator cannot be wound back, so the first epoch begins with this batch.
         self._head: list[Tree] = [sample]
         rows = check_leaves(sample, "the first batch")
         if rows == 0:
@@ -161,6 +163,7 @@ class IterableSource:
 
     def _iterate(self) -> Iterator:
         batches = self._make()
+        # `iter` also takes an object that has only __getitem__.
         if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             raise DataError(
                 f"the function that was given as data returned {type_name(batches)}.",
@@ -333,6 +336,7 @@ class RecordSource:
             weights, index, position = None, None, None
             if rows == self.batch_size and not good.all():
                 weights = good.astype(np.float32)
+            # With an index, `Placer` takes these for the rows of all processes, not for local ones.
             if jax.process_count() > 1:
                 index = np.arange(rows)
             if skipped:

@@ -76,6 +76,7 @@ class Renderer:
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
+            # Its errors are not read, and a full pipe would block it.
             "stderr": subprocess.DEVNULL,
         }
         self._owner = os.getpid()
@@ -94,6 +95,7 @@ class Renderer:
         if process is None or process.stdin is None or process.stdout is None:
             return {"error": "no process"}
         try:
+            # JSON has no raw line break, so that one line is one request.
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
@@ -103,9 +105,11 @@ class Renderer:
             # such as Ctrl-C between a request and its answer, which the next request must not get
             self.close()
             raise
+        # The process may have ended in the middle of a line.
         if line.endswith("\n"):
             return json.loads(line)
         code = process.wait()
+        # With SIGXCPU the system ends a process at RLIMIT_CPU.
         if code == -signal.SIGXCPU:
             return {"error": f"no end: it has computed for {SECONDS} seconds"}
         why = f"code {code}"
@@ -119,15 +123,18 @@ class Renderer:
     def close(self) -> None:
         """End the process, if it is this one's."""
         process, self._process = self._process, None
+        # A forked process has a copy of this object, and must not end the renderer of its parent.
         if process is None or self._owner != os.getpid():
             return
         process.kill()
+        # Otherwise it would stay as a zombie.
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(BrokenPipeError):  # of what it has not read
                 pipe.close()  # type: ignore[union-attr]  # both were asked for
 
     def __del__(self):
+        # `__init__` may have raised before it, such as for an old jinja2.
         if hasattr(self, "_process"):
             self.close()
 

@@ -19,7 +19,9 @@ from typing import Any
 
 def main(home: str, seconds: int, most_memory: int, most_text: int) -> None:
     """Answer until the input ends."""
+    # Last in the path, so that nothing beside jinja2 hides a module of Python.
     sys.path.append(home)  # where jinja2 is
+    # The signal at the limit of time would write a core file.
     lower(resource.RLIMIT_CORE, 0)
     # macOS reserves more addresses at the start of a process than this limit
     if sys.platform != "darwin":
@@ -27,6 +29,7 @@ def main(home: str, seconds: int, most_memory: int, most_text: int) -> None:
     template = None
     for line in sys.stdin:
         request, answer = json.loads(line), {}
+        # The limit counts from the start of the process, so the time that it has used is added.
         used = resource.getrusage(resource.RUSAGE_SELF)
         # above it the system ends this process
         lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
@@ -77,6 +80,7 @@ def compiled(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
     environment.globals["raise_exception"] = refuse
+    # By default jinja2 sorts keys and json escapes letters beyond ASCII; transformers does neither.
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     return environment.from_string(source)
 

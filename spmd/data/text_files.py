@@ -129,6 +129,7 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray]:
     starts = np.concatenate([[first_start], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
     blank = []
     with open(path, "rb") as file:
+        # An empty line has a \r where Windows has written it.
         for line in np.flatnonzero(ends - starts <= 1).tolist():
             letter = b""
             if ends[line] > starts[line]:

@@ -94,6 +94,7 @@ def tfrecord(
     offsets = RecordIndex(
         find_files(files),
         lambda path: scan(path, skip=skip),
+        # Of a damaged file, `skip` decides how much is in the index.
         f"tfrecord 2 {skip}",
         index,
         fills_file=True,
@@ -109,8 +110,10 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
         found. With `skip` that is a warning, and the rest of the file is left out.
     """
     size = os.path.getsize(path)
+    # An empty file cannot be mapped.
     if not size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    # Mapped: only the heads of records are read, and not what lies between them.
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         edges, damaged = _record_edges(data, size)
     count, end = len(edges) - 1, edges[-1]
@@ -124,6 +127,7 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
             f"the file is truncated: {size - end} bytes are left of {size}, and the record there "
             "is longer"
         )
+    # The first bytes of a compressed file look like a damaged length.
     if not count:
         check_uncompressed(path)
     if not skip:

@@ -80,6 +80,7 @@ class Tokenizer:
         self.tokens.no_padding()
         self.hash = hashlib.sha256(text).hexdigest()[:16]
         vocabulary = self.tokens.get_vocab(with_added_tokens=True)
+        # Ids may have gaps, so the number of tokens is no bound of them.
         self.size = max(vocabulary.values(), default=-1) + 1
         self.special = [
             token.content
@@ -92,6 +93,7 @@ class Tokenizer:
         texts = {}
         for name, value in self.settings.items():
             if isinstance(value, Mapping) and name.endswith("_token"):
+                # Older files have a table of a token's properties in place of its text.
                 value = value["content"]
             if isinstance(value, str) and name.endswith("_token"):
                 texts[name] = value
@@ -107,6 +109,7 @@ class Tokenizer:
         """
         if offsets:
             return self.tokens.encode_batch(texts, add_special_tokens=special)
+        # This one is faster because it keeps no offsets (tokenizers 0.23).
         return self.tokens.encode_batch_fast(texts, add_special_tokens=special)
 
 
@@ -138,6 +141,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     path, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if path.is_file():
         settings = json_object(path)
+    # Newer versions of transformers write the template to a file, which wins over the key.
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
     return settings
@@ -274,6 +278,7 @@ def style_of(
         special.update(form.tokens)
     # the longest first, since `|` takes the first alternative that matches
     reserved = sorted(special, key=len, reverse=True)
+    # `(?!)` matches nothing, and an empty pattern would match everywhere.
     return Conversation(names, form, re.compile("|".join(map(re.escape, reserved)) or r"(?!)"))
 
 
@@ -394,6 +399,7 @@ class Encoder:
                 # a token that also holds the end of the prompt is of the answer, whose beginning
                 # would else not count
                 counts |= (begins < end) & (ends > begin)
+        # A post-processor of the tokenizer may have added it already.
         if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
             return Tokens(np.append(ids, np.int32(self._eos)), np.append(counts, True))
         if self._eos is not None:

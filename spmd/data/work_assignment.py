@@ -36,6 +36,7 @@ class Position:
         wrong = []
         for name in ("epoch", "batch", "parts", "workers"):
             value = getattr(self, name)
+            # Not isinstance, for which JSON's true is an int.
             if type(value) is not int or value < 0:
                 wrong.append(name)
         if wrong:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmd.data.batches import find_nonfinite
+from spmd.data.nonfinite import find_nonfinite
 from spmd.errors import OptionError
 
 

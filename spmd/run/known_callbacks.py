@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd.data.batches import find_nonfinite
+from spmd.data.nonfinite import find_nonfinite
 from spmd.distributed.replica_check import check_replicas
 from spmd.errors import (
     DivergedError,
