@@ -37,6 +37,7 @@ MERGE = "merge them into the weights with peft, and load that folder."
 
 
 def _is_positive(value: Any) -> bool:
+    # Not isinstance, for which JSON's true is a number; here and below.
     return type(value) in (int, float) and 0 < value < float("inf")
 
 
@@ -60,6 +61,7 @@ def _is_table(value: Any, accepts: Callable[[Any], bool]) -> bool:
 
 
 def _is_plain_name(name: Any) -> bool:
+    # Nothing else: `names` makes these names parts of a regular expression.
     return isinstance(name, str) and re.fullmatch(r"[\w.]+", name) is not None
 
 
@@ -132,6 +134,7 @@ class AdapterConfig:
                     fix = MERGE
                 reason = f"{short_repr(value)}; known: {accepted_values}."
                 problems.append(Problem(key, [reason], fix, kind="invalid_value"))
+            # A key that is false, null or empty asks for nothing.
             elif key not in WITHOUT_EFFECT and value:
                 reason = f"{short_repr(value)}; this key is not known."
                 problems.append(Problem(printable(key, 100), [reason], MERGE, kind="unknown_key"))
@@ -158,6 +161,7 @@ class AdapterConfig:
             return False
         if layers is None or layers == []:
             return True
+        # PEFT's own expressions (check_target_module_exists in tuners_utils.py).
         patterns = [r".*?\.[^.]*"]
         if list_names := _as_list(self.values.get("layers_pattern")):
             patterns = [rf"(?:.*?\.)?{name}" for name in list_names]
@@ -179,6 +183,7 @@ class AdapterConfig:
         """Return the rank or alpha of a module: the value of the first pattern that is its name or
         the end of it, or the common value.
         """
+        # 8 is PEFT's default of both.
         default, table = {"r": (8, "rank_pattern"), "lora_alpha": (8, "alpha_pattern")}[key]
         for name, value in self.values.get(table, {}).items():
             if module == name or module.endswith(f".{name}"):
@@ -217,10 +222,12 @@ def _compiled(regex: str) -> Any:
     if re.search(r"\{,\d|\[\[", regex):
         return None
     options = re2.Options()
+    # Otherwise RE2 writes to stderr about each expression that it cannot read.
     options.log_errors = False
     try:
         re.compile(regex)
         return re2.compile(regex, options)
+    # `re` raises OverflowError for a repetition of 2**32 or more.
     except (re.error, re2.error, RecursionError, OverflowError):
         return None
 

@@ -208,6 +208,7 @@ def save_adapters(
     config |= {
         "base_model_name_or_path": base_model,
         "task_type": _task_type(module),
+        # PEFT's word for kernels [in, out], which transformers' Conv1D of GPT-2 has.
         "fan_in_fan_out": not all(file_module.transposed for file_module in modules),
     }
     display = show_progress(progress)
@@ -217,8 +218,10 @@ def save_adapters(
             links,
             arrays,
             dtypes={link.tensor.name: link.tensor.dtype for link in links},
+            # transformers refuses a file whose metadata names no format.
             metadata={"format": "pt"},
             beside={ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
+            # PEFT reads one file of adapters, and no shards.
             max_shard=2**62,
             display=display,
             stem=STEM,

@@ -39,6 +39,7 @@ def shipped() -> dict[str, NameMap]:
     ['bert', 'gemma', 'gemma2', 'gemma3_text', 'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3']
     """
     maps: dict[str, NameMap] = {}
+    # A folder's entries come in no order, and errors list the known types.
     for path in sorted(MAPS.glob("*.toml")):
         name_map = NameMap.load(path)
         maps |= dict.fromkeys(name_map.model_types, name_map)
@@ -98,7 +99,9 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
     name_map = shipped()[kind]
     accepted = []
     for name in name_map.architectures:
+        # LlamaForCausalLM, LlamaModel and GPT2LMHeadModel begin with the family's name.
         stem, *_ = re.split("For|Model|LMHead", name)
+        # The classes of Gemma 3 lack the `_text` of its model_type.
         if stem.lower() == kind.removesuffix("_text"):
             accepted.append(name)
     if not isinstance(classes, list) or not all(name in accepted for name in classes):
@@ -113,6 +116,7 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
             f"{', '.join(accepted)}.",
             fix=fix,
         )
+    # Before a model is made: one of 10**9 layers would take the memory of the host.
     if folder is not None:
         sizes = [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()]
         check_sizes(config, sizes, where, PUBLISHED)
@@ -163,9 +167,11 @@ def with_labels(
             fix="no labels=; or the folder that it was trained from.",
         )
     new_config = dict(config)
+    # transformers counts classes by id2label, which these keys of the old head may contradict.
     for key in ("num_labels", "_num_labels", "problem_type"):
         new_config.pop(key, None)
     new_config["architectures"] = [CLASSIFIER]
+    # All keys of JSON are strings.
     new_config["id2label"] = {str(number): label for number, label in enumerate(labels)}
     new_config["label2id"] = {label: number for number, label in enumerate(labels)}
     return new_config

@@ -10,6 +10,7 @@ from spmd.errors import PretrainedError, Problem, raise_problems, short_repr
 
 ACTIVATIONS = {
     **{"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu"},
+    # transformers' names of one approximation by tanh.
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
 }
 
@@ -88,6 +89,7 @@ DROPOUTS = (
 
 def is_count(value: Any) -> bool:
     """Return True for a whole number from 1."""
+    # JSON's true is an int for isinstance.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -107,6 +109,7 @@ def check_sizes(
     widths = [counts[key] for key in WIDTHS if key in counts]
     width = next(iter(widths), 1)
     dims = DIMS
+    # BERT has a table of positions; the other families rotate, for which nothing is stored.
     if config.get("model_type") == "bert":
         dims = (*DIMS, "max_position_embeddings")
     reasons: dict[str, str] = {}
@@ -196,6 +199,7 @@ class ConfigKeys:
         if value is None:
             if default is ... or (key in self.config and not null):
                 self.wrong(key, f"wanted {accepted}")
+                # Any number: the caller computes with it until `finish` raises.
                 return 1
             return default
         if accepts(value):
@@ -232,6 +236,7 @@ class ConfigKeys:
 
     def finish(self, where: str) -> None:
         """Raise if a key was not read, or something is wrong."""
+        # A set has no order, and errors should be the same in each process.
         for key in sorted(self.config.keys() - self.used):
             if self.config[key] is not None:
                 self.wrong(

@@ -69,6 +69,7 @@ class Norm(nnx.Module):
         self, width: int, dtype: Any, eps: float, *, centered: bool = True, offset: float = 0.0
     ):
         self.eps, self.offset, self.centered = eps, offset, centered
+        # Gemma's files hold the scale less 1, and Llama's the scale.
         self.scale = nnx.Param(jnp.full(width, 1.0 - self.offset, dtype))
         if self.centered:
             self.bias = nnx.Param(jnp.zeros(width, dtype))
@@ -144,6 +145,7 @@ class Attention(nnx.Module):
         if not cache:
             before = None
             if window is not None:
+                # transformers counts the query itself in the window.
                 before = (window - 1, 0)
             y = attention(
                 query,
@@ -309,6 +311,7 @@ class Decoder(nnx.Module):
                 False,
                 dtype,
                 rngs,
+                # For the reason in `__call__`.
                 preferred_element_type=jnp.float32,
             )
 
@@ -384,6 +387,7 @@ class Decoder(nnx.Module):
                 positions = positions - jax.lax.cummax(jnp.where(continues, 0, positions), axis=1)
         x = self.embed(tokens)
         if self.config.embedding_scale is not None:
+            # Gemma was trained with this factor rounded to the dtype of the embeddings.
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.position is not None:
             x = x + self.position(positions)
@@ -391,6 +395,7 @@ class Decoder(nnx.Module):
         inputs = Inputs(positions, segment_ids, tables)
         state: Any = x
         if cache is not None:
+            # The layer's number is carried, because a scan traces its body once for all layers.
             state = (x, cache["keys"], cache["values"], jnp.zeros((), jnp.int32))
         state = self.stack(state, inputs)
         if self.tail is not None:

@@ -173,6 +173,7 @@ class Family:
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# The values are the defaults of transformers' configuration classes.
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias=True),
     "mistral": Family(kv_heads=8, qkv_bias=False, windows="all"),
@@ -301,6 +302,7 @@ def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
     if family.windows == "all":
         return [window] * depth
     if family.windows == "last":
+        # Qwen's files name a window also where it is off.
         if not keys.flag("use_sliding_window", False):
             window = None
         first = keys.get(
@@ -357,6 +359,7 @@ def _ropes(keys: ConfigKeys, family: Family, head_dim: int, length: int | None) 
         return (_rope(keys, key, table, theta, length, head_dim),)
     if key == "rope_scaling" or not table.keys() & set(LAYER_TYPES):
         return _rope(keys, key, table, theta, length, head_dim), Rope.of(local, head_dim)
+    # transformers 5 writes a table for each type of layer where rotations differ.
     full, sliding = (table.get(name) or {} for name in LAYER_TYPES)
     are_tables = isinstance(full, Mapping) and isinstance(sliding, Mapping)
     if table.keys() - set(LAYER_TYPES) or not are_tables:
@@ -384,6 +387,7 @@ def _rope(
     base: str = "rope_theta",
 ) -> Rope:
     """Return one rotation, from its table; `base`: the older key for its base, `theta`."""
+    # transformers writes a key that is not set as null.
     values = {name: value for name, value in table.items() if value is not None}
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
@@ -411,6 +415,7 @@ def _rope(
         )
         return plain
     options = {name: values.get(name, default) for name, default in KINDS[kind].items()}
+    # transformers takes max_position_embeddings where it is missing.
     if options.get("original_max_position_embeddings", 0) is None:
         options["original_max_position_embeddings"] = length
     problems = []

@@ -219,6 +219,7 @@ class MaskedTokens(nnx.Module):
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """The logits float32[rows, length, vocab]."""
         y = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
+        # float32, or XLA would round the logits of bfloat16 features before the softmax.
         logits = jnp.einsum(
             "rlw,vw->rlv", y, table.astype(y.dtype), preferred_element_type=jnp.float32
         )
@@ -281,6 +282,7 @@ class Encoder(nnx.Module):
                 True,
                 dtype,
                 rngs,
+                # For the reason in `MaskedTokens`.
                 preferred_element_type=jnp.float32,
             )
         else:
@@ -345,6 +347,7 @@ class Encoder(nnx.Module):
         if token_types is None:
             token_types = jnp.zeros_like(tokens)
         if mask is not None:
+            # Tokenizers write masks as integers, and attention wants booleans.
             mask = mask != 0
         x = self.embed(tokens) + self.token_type(token_types) + self.position(jnp.arange(length))
         return self.stack(self.embed_norm(x), mask)

@@ -149,6 +149,7 @@ def load(
         "layout": layout,
         "labels": labels,
     }
+    # An error of one process ends all, which would otherwise wait for it in the next collective.
     outline = raise_everywhere(
         lambda: Outline.of(path, **options), SpmdError, f"{path} cannot be read"
     )
@@ -247,6 +248,7 @@ def _dtypes(dtype: str, links: list[Link], arrays: Mapping[str, Any]) -> dict[st
     dtypes: dict[str, np.dtype] = {}
     for link in links:
         in_model, stored = arrays[link.path].dtype, link.tensor.dtype
+        # numpy does not count bfloat16 as floating, and jax.numpy does.
         if not (jnp.issubdtype(in_model, jnp.floating) and jnp.issubdtype(stored, jnp.floating)):
             dtypes[link.path] = in_model
         elif requested is not None:
@@ -389,6 +391,7 @@ def save(
             sorted(links, key=lambda link: order[link.tensor.name]),
             arrays,
             dtypes=dtypes,
+            # transformers refuses a file whose metadata names no format.
             metadata=origin.files.metadata or {"format": "pt"},
             beside=_beside(origin, dtype),
             max_shard=_bytes(max_shard),
@@ -469,10 +472,12 @@ def _beside(origin: Origin, dtype: str | None) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     for pattern in BESIDE:
         for path in sorted(folder.glob(pattern)):
+            # Without the index, which is written anew, since the shards may be others.
             if path.is_file() and not path.name.endswith(INDEX):
                 contents[path.name] = read_bytes(path)
     if CONFIG in contents and (dtype is not None or origin.config is not None):
         config = origin.config or json.loads(contents[CONFIG])
+        # Older versions of transformers write torch_dtype, newer ones dtype.
         for key in ("torch_dtype", "dtype"):
             if dtype is not None and key in config:
                 config = config | {key: dtype}

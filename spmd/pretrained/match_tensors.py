@@ -102,9 +102,11 @@ def match_tensors(
     for rule in name_map.tensors:
         if not rule.tied:
             matcher.apply(rule)
+    # Last: a second name becomes a twin of the link by which another rule has filled the array.
     for rule in name_map.tensors:
         if rule.tied:
             matcher.apply(rule)
+    # After all rules: both look at what these have claimed and filled.
     matcher.check_ignored()
     matcher.check_complete(required)
     raise_problems(

@@ -219,6 +219,7 @@ class NameMap:
         ('_orig_mod.model.w',)
         """
         names = list(names)
+        # All names must have the prefix, so any of them shows it.
         match, wrapper = WRAPPER.match(min(names, default="")), ""
         if match and all(name.startswith(match[0]) for name in names):
             wrapper = match[0]
@@ -308,6 +309,7 @@ class _Reader(Tables):
             ("optional", bool, "true"),
             ("concat", int, "0"),
         ):
+            # Not isinstance, for which TOML's true is an int.
             if key in item and type(item[key]) is not kind:
                 self.problem(
                     f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line
@@ -428,6 +430,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         elif part == LAYER:
             regex += rf"(?P<{part}>0|[1-9][0-9]*)"
         else:
+            # Dots separate the parts of names in files, and slashes those of paths in a model.
             regex += rf"(?P<{part}>[^./]+)"
     return re.compile(regex)
 

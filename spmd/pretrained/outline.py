@@ -122,6 +122,7 @@ class Outline:
         params, elsewhere = flatten(abstract.params), None
         resolved_layout, shardings = None, dict[str, Sharding]()
         if mesh is None and layout is None:
+            # Not jax.devices(), which begins with the devices of process 0.
             elsewhere = SingleDeviceSharding(jax.local_devices()[0])
             shardings |= dict.fromkeys(params, elsewhere)
         else:

@@ -96,6 +96,7 @@ def read_arrays(
     started, by_path = time.perf_counter(), collections.defaultdict[str, list[Link]](list)
     for link in links:
         by_path[link.path].append(link)
+    # In the order of the files, so that a disk reads forward.
     ordered = sorted(by_path, key=lambda path: _position(by_path[path][0]))
     groups = []
     for path in ordered:
@@ -135,6 +136,7 @@ def read_arrays(
                 (number, buffers, list(reader.submit(group, buffers, by_path[group[0].path])))
             )
             busy += sizes[number]
+            # Otherwise this group's would stay in memory until those of the next are there.
             del buffers
         while waiting:
             done += place()
@@ -180,6 +182,7 @@ def _shards(path: str, target: jax.ShapeDtypeStruct) -> list[Shard]:
         raise PretrainedError(
             f"{path} has no sharding.", fix="jax.ShapeDtypeStruct(..., sharding=...)."
         )
+    # Devices that hold the same box share one read of it.
     devices: dict[Box, list[Any]] = collections.defaultdict(list)
     for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
         ranges = (
@@ -218,6 +221,7 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # First: a thread may still read, and another file may get the number of a closed one.
         self._pool.shutdown(cancel_futures=True)
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -244,6 +248,7 @@ class _Reader:
                     if inside is not None:
                         target = buffer[slices(relative(inside, shard.box))]
                         targets.append((relative(inside, part), target))
+                # Before the part has a thread: the system reads it while others are copied.
                 read_ahead(self._open(link.tensor), link.tensor, link.request(part).tensor_box)
                 yield self._pool.submit(self._read_part, link, part, targets)
 
@@ -255,6 +260,7 @@ class _Reader:
             len(targets) == 1
             and request.exact
             and dtype == link.tensor.dtype
+            # os.preadv fills contiguous memory alone.
             and first.flags.c_contiguous
         )
         shape = box_shape(request.tensor_box)
@@ -274,6 +280,7 @@ class _Reader:
             raw = cast
         # numpy moves integers faster than bfloat16, which is no dtype of its own
         bits: Any = dtype
+        # numpy has no integers of more than 8 bytes.
         if dtype == raw.dtype and dtype.itemsize <= 8:
             bits = f"u{dtype.itemsize}"
             raw = raw.view(bits)
@@ -287,6 +294,7 @@ class _Reader:
         other = self._scratch("twin", box_shape(twin.tensor_box), twin.link.tensor.dtype)
         self._read_box(twin.link.tensor, twin.tensor_box, other)
         one, two = request.as_array(raw), twin.as_array(other)
+        # By bits, for which a NaN equals itself and 0 differs from -0.
         bits = f"u{raw.dtype.itemsize}"
         if raw.dtype != other.dtype or not np.array_equal(
             np.ascontiguousarray(one).view(bits), np.ascontiguousarray(two).view(bits)
@@ -305,6 +313,7 @@ class _Reader:
             count = read_box(self._open(tensor), tensor, box, into)
         except OSError as error:
             raise _unreadable(tensor, error) from error
+        # += of an attribute is a read and a write, between which another thread may come.
         with self._lock:
             self.bytes_read += count
 

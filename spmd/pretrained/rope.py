@@ -66,6 +66,7 @@ class Rope:
         """Cosines and sines, float32[rows, length, head_dim / 2], of positions int32[rows,
         length].
         """
+        # bfloat16 does not hold every whole number above 256.
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
             self.frequencies, jnp.float32
         )
@@ -146,6 +147,7 @@ def _yarn(
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
+    # As in YaRN's code, against a division by 0.
     span = high - low or 0.001
     divided = np.clip((np.arange(dim // 2) - low) / span, 0, 1)
     if attention_factor is None:

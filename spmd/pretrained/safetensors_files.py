@@ -41,6 +41,7 @@ DTYPES: dict[str, np.dtype] = {
     "I32": np.dtype("i4"),
     "I64": np.dtype("i8"),
     "F16": np.dtype("f2"),
+    # numpy has none of these itself; JAX's are those of ml_dtypes.
     "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype("f4"),
     "F64": np.dtype("f8"),
@@ -99,10 +100,12 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise PretrainedError(f"{file} is no regular file.", fix="check the path.")
     try:
         with file.open("rb") as opened:
+            # Of the opened file: by now the path may be another one.
             size = os.fstat(opened.fileno()).st_size
             if size < 8:
                 raise _damaged(file, f"it has {size} bytes; the length of its header alone has 8")
             (length,) = struct.unpack("<Q", opened.read(8))
+            # Before it is read: a number in the file must not decide how much memory is taken.
             if length > min(MOST_HEADER, size - 8):
                 limit = f"at most {MOST_HEADER:,} are allowed"
                 if length > size - 8:
@@ -113,6 +116,7 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise PretrainedError(
             f"{file} cannot be read: {error.strerror}.", fix="check the path."
         ) from error
+    # A file that shrinks while it is read gives fewer bytes, and no error.
     if len(text) < length:
         raise _damaged(file, f"its header has {len(text):,} of {length:,} bytes")
     header = _parse(file, text, "header")
@@ -145,6 +149,7 @@ def _damaged(file: Path, why: str) -> PretrainedError:
 def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
     """A JSON object without duplicate keys."""
 
+    # json would silently take the last of several equal keys.
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(items)
         if len(table) < len(items):
@@ -166,6 +171,7 @@ def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
 
 
 def _is_count(value: Any) -> bool:
+    # Offsets are computed with in int64. For isinstance, true would be a count.
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -195,6 +201,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
             f"data_offsets end at {end:,}; the file has {size - start:,} bytes of data."
         )
     dtype = DTYPES[kind]
+    # Python's integers do not overflow, whatever sizes a damaged header has.
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
         raise ValueError(
@@ -207,6 +214,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
 def _coverage_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> list[Problem]:
     """Overlaps and gaps: the format allows neither."""
     problems, at, before = [], start, "the header"
+    # An empty tensor begins where the next one does, so it must come first.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset != at:
             relation = "leaves a gap after"
@@ -272,6 +280,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
     """The tensors of the files that an index lists."""
     if not index.is_file():
         raise PretrainedError(f"{index} is no regular file.", fix="check the path.")
+    # It is parsed in memory, so it is bounded like a header.
     if index.stat().st_size > MOST_HEADER:
         raise _damaged(index, f"it has more than {MOST_HEADER:,} bytes")
     weight_map = _parse(index, read_bytes(index), "text").get("weight_map")
@@ -322,6 +331,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
 
 
 def _is_plain(name: str) -> bool:
+    # The index is untrusted. Without these a name stays in the folder, also under Windows.
     return bool(name) and name not in (".", "..") and not any(letter in name for letter in "/\\\0:")
 
 
@@ -445,6 +455,7 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
         first += box[full - 1][0] * strides[full - 1]
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
+        # preadv has no position in the file, which threads would share.
         _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)
     return len(flat)
 
@@ -515,4 +526,5 @@ def write_file(
     with open_output(file) as opened:
         opened.write(header)
         for array in ordered.values():
+            # As bytes: bfloat16 has no buffer that a file could write (ml_dtypes 0.6).
             opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

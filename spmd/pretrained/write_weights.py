@@ -64,6 +64,7 @@ def write_folder(
     Raises:
       PretrainedError: the folder is not empty, or cannot be written; in all processes.
     """
+    # Hidden, and beside the folder, because a rename cannot leave a file system.
     working = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     writes, failure = jax.process_index() == 0, f"{folder} cannot be written"
 
@@ -79,6 +80,7 @@ def write_folder(
             for name, contents in beside.items():
                 with open_output(working / name) as file:
                     file.write(contents)
+            # Again: another program may have made it in the meantime.
             check_free(folder, PretrainedError)
             publish(working, folder)
 
@@ -102,6 +104,7 @@ def write_folder(
         raise_everywhere(finish, PretrainedError, failure)
     finally:
         if writes:
+            # Of a failed attempt only: `publish` has given the folder its name.
             shutil.rmtree(working, ignore_errors=True)
 
 
@@ -130,6 +133,7 @@ def _write_shards(
     names = [f"{stem}{SUFFIX}"]
     if len(shards) > 1:
         count = len(shards)
+        # The names that transformers gives to the parts of a model.
         names = [f"{stem}-{n:05}-of-{count:05}{SUFFIX}" for n in range(1, count + 1)]
     sizes = {
         name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize
@@ -202,6 +206,7 @@ def _opened(file: Path | None, header: bytes, failed: list[Exception]) -> Iterat
         yield write
     finally:
         with _collected(failed):
+            # The bytes are on the disk before the folder has its name, in case the power fails.
             if opened is not None:
                 opened.close()  # which writes what is in its buffer
                 sync(file)
@@ -229,6 +234,7 @@ def _values(
         if link.stacked:
             values = values[0]
         in_file = link.as_tensor(values)
+        # numpy moves integers faster than bfloat16.
         if values.dtype == dtype:
             bits = f"u{dtype.itemsize}"
             copy_into(target.view(bits), in_file.view(bits))
@@ -258,6 +264,7 @@ class _Gather:
                 owners[ranges].id,
             ):
                 owners[ranges] = device
+        # Sorted: a send is a collective, so all processes need one order.
         for ranges, device in sorted(owners.items()):
             inside = intersection(box, ranges)
             if inside is None:
@@ -280,10 +287,12 @@ class _Gather:
         """A piece of one device's shard, in all processes: a sum of its bits with zeros of all
         other devices.
         """
+        # A set has no order, and all processes must make the same mesh.
         devices = sorted(array.sharding.device_set, key=lambda device: device.id)
         mesh = Mesh(np.array(devices), ("device",))
         sharding, key = NamedSharding(mesh, PartitionSpec("device")), (array.dtype, shape)
         here = [device for device in devices if device.process_index == jax.process_index()]
+        # Placed once: all devices but one send zeros with every piece.
         if key not in self._zeros:
             self._zeros[key] = [
                 jax.device_put(np.zeros((1, *shape), array.dtype), device) for device in here
@@ -329,6 +338,7 @@ def _part_of(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) ->
     return np.asarray(_slice(shard, tuple(starts), sizes))
 
 
+# Only the sizes are constants, so pieces of one shape share a program.
 @functools.partial(jax.jit, static_argnums=2)
 def _slice(shard: jax.Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(shard, starts, sizes)
