@@ -149,6 +149,7 @@ def export(
         )
     chosen = _platforms(platforms)
     target = as_path(folder, "folder").absolute()
+    # jax.export serializes by flatbuffers, which jax does not install.
     import_extra("flatbuffers", "export")
 
     def check_target() -> None:
@@ -248,6 +249,7 @@ def _exported(
             raise ExportError(
                 on_platforms, fix="a model without what this names; or other platforms."
             ) from error
+        # If it can be exported for a fixed number of rows, the symbol is what it cannot take.
         try:
             _exported(forward, int8, platforms, rows)
         except ExportError:
@@ -271,6 +273,7 @@ def _shapes(tree: Tree) -> dict[str, list]:
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     for name in ("spmd", "flax"):
+        # A checkout that runs without being installed has no version.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
@@ -286,6 +289,7 @@ def _write(
     """Write the folder, by process 0, with the shards of all processes; returns how each array is
     stored, and the bytes of the weights.
     """
+    # Hidden, and beside the target, because a rename cannot leave a file system.
     working = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     writes = jax.process_index() == 0
     arrays: list[Stored] = []
@@ -340,7 +344,9 @@ def _finish(
         file.write(exported.serialize())
     with open_output(working / ABOUT) as file:
         file.write(json.dumps(about, indent=1).encode())
+    # Last, because it has the checksums of all files.
     write_manifest(working)
+    # Again: another program may have made it in the meantime.
     check_free(target, ExportError)
     publish(working, target)
     return str((target / WEIGHTS).stat().st_size)

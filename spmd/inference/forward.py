@@ -157,6 +157,7 @@ def check_inputs(inputs: Tree, shapes: Tree) -> int:
         inputs.
     """
     expected = describe_tree(with_rows(shapes, "rows"))
+    # To JAX a list is a tree of numbers, and not an array.
     if isinstance(inputs, list) and not isinstance(shapes, list):
         raise DataError(
             f"the inputs are a list; the model takes {expected}.",
@@ -206,6 +207,7 @@ def call_in_chunks(
         if size == rows:
             yield function(inputs)
             continue
+        # Padded, so that the last chunk does not need a program of its own.
         at = np.minimum(np.arange(first, first + size), rows - 1)
         outputs = function(jax.tree.map(lambda x: x[at], inputs))
         if count < size:

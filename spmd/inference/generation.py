@@ -99,6 +99,7 @@ class Sampling:
         """
         if repeated is not None:
             penalty = self.repetition_penalty
+            # Divided, a negative logit would become more likely.
             penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
             logits = jnp.where(repeated, penalised, logits)
         if self.greedy:
@@ -270,6 +271,7 @@ class Generator:
             logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
             chosen = sampling.choose(logits[:, 0].astype(jnp.float32), keys, repeated)
+            # XLA's loop has no end for a single row: one that has ended runs along, and writes 0.
             token = jnp.where(done, 0, chosen)
             if repeated is not None:
                 repeated = repeated.at[jnp.arange(rows), token].set(True)
@@ -290,6 +292,7 @@ class Generator:
         if sampling.repetition_penalty != 1:
             of_text = positions < lengths[:, None]
             repeated = jnp.zeros((rows, logits.shape[-1]), bool)
+            # `max`, because a token may be in a row twice, and `set` takes either of two values.
             repeated = repeated.at[jnp.arange(rows)[:, None], prompt].max(of_text)
         last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
         counts = jnp.zeros(rows, jnp.int32)
@@ -342,6 +345,7 @@ class Generator:
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
         self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
+        # Rows are sharded over the workers, so these must divide their number.
         rows = [*prompts, *[prompts[-1]] * (-len(prompts) % workers)]
         length = -(-(longest + max_new_tokens) // UNIT) * UNIT
         if self._longest is not None:
@@ -351,6 +355,7 @@ class Generator:
             prompt[number, : len(row)] = row
         lengths = np.array([len(row) for row in rows], np.int32)
         # placed as numbers: the callback slices a numpy array, which cannot have keys
+        # The kind is fixed, so that jax_default_prng_impl does not change what is drawn.
         key = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         written, counts = self._program(
             variables,
@@ -505,6 +510,7 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
     for number, row in enumerate(tokens):
         try:
             ids = np.asarray(row)
+        # numpy refuses rows of several lengths.
         except ValueError:
             ids = np.zeros((0, 0))
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

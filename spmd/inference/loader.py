@@ -146,6 +146,7 @@ class ExportedModel:
         rows = check_inputs(inputs, self.inputs)
         function = functools.partial(self._compiled, self.arrays)
         chunks = call_in_chunks(function, inputs, rows, batch=self.batch, most=batch_size)
+        # Chunk by chunk, so that the devices hold the outputs of one alone.
         return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
@@ -182,6 +183,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
             f"{place}: there is no such folder.", fix="the folder that result.export(...) wrote."
         )
     about = _about(place)
+    # Before anything is parsed: the manifest has a checksum of each file.
     why = find_damage(place)
     if why is not None:
         raise _damaged(place, why)
@@ -199,6 +201,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
             fix=f"export(..., platforms=({names})).",
         )
     try:
+        # jax.export takes a bytearray, and no bytes.
         program = jax.export.deserialize(bytearray(read_bytes(place / PROGRAM)))
     except Exception as error:
         fix = f"jax {about['versions']['jax']}, with which it was written"
@@ -206,6 +209,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
             f"jax {jax.__version__} cannot read the program in {folder}: {error}", fix=f"{fix}."
         ) from error
     try:
+        # JSON keeps a tuple as a list.
         stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
         arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
         inputs = _inputs(program, arrays, about["batch"])
@@ -246,6 +250,7 @@ def _about(place: Path) -> dict[str, Any]:
     try:
         about = read_json(place / ABOUT)
         version = int(about["format"])
+        # The keys of another format are not known, so none of them is missing.
         if version == FORMAT:
             missing = [name for name in REQUIRED if name not in about]
         if version == FORMAT and not missing:

@@ -104,6 +104,7 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
                 f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {expected}.",
                 fix="a model with one row of outputs for each of inputs.",
             )
+        # By the text of the program: models with arrays of equal shapes may differ in their code.
         text = net.program or jax.jit(net.function).lower(abstract(net.arrays), inputs).as_text()
         shapes = tuple(describe(leaf) for leaf in jax.tree.leaves(net.arrays))
         program = (hashlib.sha256(text.encode()).hexdigest(), shapes)
@@ -130,6 +131,7 @@ class Stacked:
         """Combined probabilities float32[rows, ..., classes], and all logits float32[members, rows,
         ..., classes].
         """
+        # jit refuses a jax array that lies on other devices than the members.
         return self._program(self._arrays, jax.tree.map(np.asarray, inputs))
 
     def text(self, inputs: Tree) -> str:

@@ -13,6 +13,7 @@ SHARPEST, FLATTEST = 0.02, 50.0  # temperatures
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Log probabilities, over the last dim."""
+    # Less the maximum, so that exp does not overflow.
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
@@ -31,12 +32,14 @@ def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
     if combine == "mean":
         # probabilities may underflow
         return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))
+    # A class without votes has probability 0, of whose log numpy warns.
     with np.errstate(divide="ignore"):
         return np.log(np.eye(logits.shape[-1])[logits.argmax(axis=-1)].mean(axis=0))
 
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:
     """Entropy in nats: 0 for a single class, log(classes) for a uniform distribution."""
+    # 0 log 0 is 0, and numpy would make NaN of it.
     logs = np.log(np.where(probabilities > 0, probabilities, 1.0))
     return -(probabilities * logs).sum(axis=-1)
 
@@ -49,6 +52,7 @@ def disagreement(logits: np.ndarray) -> np.ndarray:
     equation 2.
     """
     probabilities = np.exp(log_softmax(logits))
+    # Rounding may leave a difference a little below 0.
     return np.maximum(
         entropy(probabilities.mean(axis=0)) - entropy(probabilities).mean(axis=0), 0.0
     )
@@ -72,6 +76,7 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """
     confidence = probabilities.max(axis=-1).ravel()
     correct = (probabilities.argmax(axis=-1) == labels).ravel()
+    # Bins are open below (Guo et al.), so a confidence of 0.2 belongs to that which ends there.
     at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
@@ -97,6 +102,7 @@ def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
         return float((expected - of_labels).mean())
 
     low, high = 1 / FLATTEST, 1 / SHARPEST
+    # 60 halvings of log(2500) are below the precision of float64.
     for _ in range(60):
         middle = (low * high) ** 0.5
         if slope(middle) > 0:

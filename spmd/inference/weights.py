@@ -56,6 +56,7 @@ def quantize(values: np.ndarray, *, stacked: bool = False) -> tuple[np.ndarray, 
     """
     exact = values.astype(np.float32)
     largest = np.abs(exact).max(axis=tuple(range(int(stacked), values.ndim - 1)), keepdims=True)
+    # A channel of zeros has scale 1, against 0 / 0.
     scales = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
     return np.clip(np.round(exact / scales), -LARGEST, LARGEST).astype(np.int8), scales
 
@@ -89,6 +90,7 @@ class Writer:
         self._file = None
         if path is not None:
             self._opened = open_output(path)
+            # Without compression, which `read_arrays` refuses.
             self._file = zipfile.ZipFile(self._opened, "w")
 
     def close(self) -> None:

@@ -72,6 +72,7 @@ class _Worker:
         self.name = name
         self._function = function
         self.requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        # A daemon: a member that never returns must not keep the process from ending.
         self.thread = threading.Thread(target=self._serve, name=f"spmd member {name}", daemon=True)
         self.thread.start()
 
