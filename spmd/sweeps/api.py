@@ -197,6 +197,7 @@ def sweep(
         if not is_writer():
             display = NoProgress()
         use_folder(agree_on_folder(choose_folder(compile_cache, folder)))
+        # Called after `check_room`, which can then refuse before the data is on the devices.
         resident = functools.cache(lambda: replicate_arrays(source.arrays, devices))
         sharing: dict[tuple, list[Trial]] = {}  # trials by the program that they share
         for trial in all_trials:
@@ -210,6 +211,7 @@ def sweep(
             _check_programs_agree(packed, sharing[key][0], first)
             if check_memory:
                 check_room(packed, sharing[key], at_once, first)
+        # Before the folder is read, in which another sweep may still write.
         with owned(folder) as owner:
             about["score"] = " ".join(measure)
             storage = SweepStore(folder, about, resume=resume or was_restarted(), owner=owner)

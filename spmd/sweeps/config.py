@@ -136,6 +136,7 @@ class SweepConfig:
         """The values that are constants of the program: trials with equal ones share it."""
         arguments = (*self.traced(trial), SEED)
         return tuple(
+            # Python has 1 == 1.0 == True, so the text of a value counts, too.
             (name, repr(value), _same(value))
             for name, value in trial.values.items()
             if name not in arguments
@@ -160,6 +161,7 @@ def _check_function(option: str, function: Any, space: Mapping[str, Any], exampl
       space: the hyper-parameters.
       example: a function, for the fix.
     """
+    # A module can be called, but not with hyper-parameters.
     if not callable(function) or isinstance(function, nnx.Module | linen.Module):
         raise OptionError(
             f"{option}={short_repr(function)} is not a function of hyper-parameters.",
@@ -212,5 +214,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         if isinstance(function, type):
             return list(inspect.signature(function.__init__).parameters.values())[1:]
         return list(inspect.signature(function).parameters.values())
+    # Functions that are written in C may have no signature.
     except (TypeError, ValueError):
         return []

@@ -57,6 +57,7 @@ def check_room(
     kind = packed.mesh.local_devices[0].device_kind
     room = (limit - need.data) // each if each else 0
     fewer = min(need.trials - 1, room)
+    # Halved, and not reduced by one, because each attempt compiles a program.
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:
         fewer //= 2
     if fewer > 0:

@@ -130,6 +130,7 @@ class Sweep:
         """The table as CSV, with a header; written to `path` too if it is given."""
         rows = self.rows()
         out = io.StringIO()
+        # The csv module ends lines with \r\n by default.
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

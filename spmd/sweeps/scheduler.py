@@ -211,6 +211,7 @@ class SweepRunner:
                 with watch.in_phase("eval"):
                     evaluations = chunk.evaluate()
             watch.record_progress("save", self._steps)
+        # A chunk that ends early is resumed from its save, and has no result.
         if not self._ending:
             self.storage.finish(rung, number, chunk.history, evaluations)
         if self._ending or self._ends():
@@ -243,9 +244,11 @@ class SweepRunner:
         self._steps += steps
         self._trained += steps * (measured is not None)
         if measured is not None:
+            # A trial that diverges has inf and NaN, of which numpy would warn.
             with np.errstate(all="ignore"):
                 newest = measured[:, -1, 0, 0] / measured[:, -1, 1, 0]
             self._lowest = math.nan
+            # np.nanmin warns where all are NaN.
             if np.isfinite(newest).any():
                 self._lowest = float(np.nanmin(newest))
         if self.progress.due() or self._steps == self._total:  # the bar ends full
@@ -267,6 +270,7 @@ class SweepRunner:
             record.evaluations.append((stop, named))
         names = packed.program.names
         name = self.measure[0]
+        # A trial that diverges has inf and NaN, of which numpy would warn.
         with np.errstate(all="ignore"):
             values = record.steps[:, 0] / record.steps[:, 1]
         skipped, diverged = skipped_and_diverged(record.steps, names)
@@ -347,6 +351,7 @@ class SweepRunner:
         """Save one of the best trials as a run that `Trainer.restore` reads and `fit(resume=True)`
         resumes.
         """
+        # One answer for all processes: a network file system may show the folder to some later.
         if first_nonempty("saved" if place.is_dir() else ""):
             return
         result = tried.result()
@@ -359,6 +364,7 @@ class SweepRunner:
             "pace": None,
         }
         unfinished = place.with_name(f".{place.name}")
+        # An attempt that was killed while it saved has left this.
         if is_writer() and unfinished.exists():
             shutil.rmtree(unfinished)
         first_nonempty("")  # a barrier
@@ -381,6 +387,7 @@ def skipped_and_diverged(steps: np.ndarray, names: Sequence[str]) -> tuple[np.nd
     ... )
     (array([ True, False]), array([False,  True]))
     """
+    # A trial that diverges has inf and NaN, of which numpy would warn.
     with np.errstate(all="ignore"):
         values = steps[:, 0] / steps[:, 1]
     diverged = ~np.isfinite(values[:, names.index(LOSS)])

@@ -15,6 +15,7 @@ from spmd.errors import OptionError, type_name
 
 SEED = "seed"  # a hyper-parameter that every trial has
 MANY = 10_000  # combinations of a grid without an explicit number of trials
+# The compiled program takes hyper-parameters as float32.
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -138,6 +139,7 @@ def _check_choices(name: Any, choices: Any) -> Between | list:
         raise OptionError(f"space: {name}={choices!r} is {type_name(choices)}.", fix=fix)
     values = []
     for value in choices:
+        # numpy 2 writes np.float64(0.1), and trials are compared by text, too.
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, float) and (math.isnan(value) or LARGEST < abs(value) < math.inf):
@@ -190,6 +192,7 @@ def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]
     """
 
     def value(name: str, choices: Any, trial: int) -> Any:
+        # crc32, because Python's hash of a text differs from process to process.
         key = np.array([seed, (trial << 32) | zlib.crc32(name.encode())], np.uint64)
         place = np.random.Generator(np.random.Philox(key=key)).random()
         if isinstance(choices, Between):

@@ -104,6 +104,7 @@ class SweepStore:
         file = folder / ABOUT
         with wrap_os_errors(file, CheckpointError):
             if not file.exists():
+                # The owner's file and compiled programs may be there before the sweep is.
                 names = {path.name for path in folder.iterdir()} - {OWNER_FILE, PROGRAMS}
                 if not all(name.startswith(".") for name in names):
                     raise CheckpointError(
@@ -177,6 +178,7 @@ class SweepStore:
         place = self.place(rung, chunk)
         if place is not None and is_writer():
             self._check_owner()
+            # In this order: a chunk is finished if DONE is there.
             checksummed_files.write_checked(place / "end.npy", _npy(history))
             checksummed_files.write_checked(place / DONE, _json(evaluations))
 
@@ -221,6 +223,7 @@ class SweepStore:
         newest = place / f"history-{run.step}.npy"
         complete = place / f"history-{store.latest()}.npy"
         if is_writer():
+            # Before the states, which are of no use without their measurements.
             checksummed_files.write_checked(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         if not is_writer():
@@ -236,6 +239,7 @@ class SweepStore:
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             numbers = [list(map(int, place.name.split("-"))) for place in places]
+            # First: it says that the states are missing on purpose.
             checksummed_files.write_checked(self._folder / END, _json(numbers))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
@@ -315,4 +319,5 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def _history(content: bytes) -> np.ndarray:
+    # A pickle could execute code.
     return np.load(io.BytesIO(content), allow_pickle=False)

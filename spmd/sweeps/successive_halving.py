@@ -39,6 +39,7 @@ class Halving:
         Raises:
           OptionError: more rungs than the trials or the steps allow.
         """
+        # log(243) / log(3) is a little below 5, which the 1e-9 corrects.
         most = 1 + int(math.log(trials) / math.log(self.factor) + 1e-9)
         count = most if self.rungs is None else self.rungs
         if count > most or self.factor ** (count - 1) > steps:

@@ -71,6 +71,7 @@ class Rows:
 
     def __init__(self, data: ArraySource):
         self._data = data
+        # Kept, because in each call the seed of every slot asks for its epoch again.
         self._order = functools.lru_cache(maxsize=256)(
             lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch)
         )
@@ -127,6 +128,7 @@ class Chunk:
         slots = self.slots
         values = self.packed.values(slots)
         seeds = [trial.seed for trial in slots]
+        # Trials of one seed have the same rows, which are placed once.
         if len(set(seeds)) == 1:
             seeds = seeds[:1]
         waiting: jax.Array | None = None

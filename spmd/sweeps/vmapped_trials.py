@@ -192,6 +192,7 @@ class VmappedTrials:
 
     def _local_slots(self, slots: int) -> list[int]:
         places = self._slot_sharding.addressable_devices_indices_map((slots,)).values()
+        # Devices along `data` hold the same slots.
         return np.unique(np.concatenate([np.arange(slots)[place] for place in places])).tolist()
 
     def abstract(self, slots: int) -> State:
