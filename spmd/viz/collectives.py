@@ -67,6 +67,7 @@ def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
     >>> [array.tolist() for array in blocks("reduce_scatter", 2)]
     [[[1, 2], [10, 20]], [[11, 0], [0, 22]]]
     """
+    # A digit for each device: positions are at most 8, so the sum of all has no carry.
     arrays = np.outer(10 ** np.arange(devices), np.arange(1, devices + 1))
     sums = np.broadcast_to(arrays.sum(axis=0), arrays.shape)
     shards = np.diag(arrays.sum(axis=0))

@@ -89,6 +89,7 @@ def pieces(array: jax.Array, name: str = "") -> Html:
 def mesh_table(mesh: Any) -> str:
     """Return a line with the sizes and device kind of a mesh, and a table of its device ids."""
     *outer, inner = mesh.axis_names
+    # Without otypes numpy calls the function once more, to learn the type.
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
     header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
     body = []

@@ -65,6 +65,7 @@ def figure(history: History) -> Any:
     evaluated.pop("step", None)
     names = list(dict.fromkeys([*trained, *(name.removeprefix("eval_") for name in evaluated)]))
     drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
+    # For one panel, subplots returns it without an array.
     panels = np.atleast_1d(drawn.subplots(1, max(1, len(names))))
     for axes, name in zip(panels, names or [""], strict=True):
         # `reshape`, because an array of no points has one dim
@@ -90,7 +91,9 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
             label="evaluation",
         )
     values = np.concatenate([trained[:, 1], evaluated[:, 1]])
+    # A run that diverged has inf and NaN.
     values = values[np.isfinite(values)]
+    # A logarithmic axis has no place for 0.
     if name == "loss" and len(values) and values.min() > 0:
         if values.max() > LOG_RANGE * values.min():
             axes.set_yscale("log")

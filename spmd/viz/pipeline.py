@@ -73,6 +73,7 @@ def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
     heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
     width = min(16.0, max(6.0, 0.26 * cells + 1))
     figure = make(figsize=(width, 0.5 + 0.26 * sum(heights)), layout="constrained")
+    # squeeze=False: an array for one panel, too.
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):

@@ -174,6 +174,7 @@ def _checkpoints(folder: Path | None, page: Path) -> str:
     home = folder / "checkpoints"
     steps = []
     if home.is_dir():
+        # Orbax's unfinished saves have more than a number in their names.
         steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit())
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
     text = f"<p><code>{html.escape(str(home))}</code>: {saved}</p>"
@@ -194,6 +195,7 @@ def _environment() -> str:
     is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     # the command of a notebook's process starts its kernel, and nothing else
     if not is_interactive:
+        # sys.argv lacks the options of Python itself, such as -m.
         facts["command"] = shlex.join(["python", *sys.orig_argv[1:]])
     facts |= environment()
     return table(("", ""), [(name.replace("_", " "), str(value)) for name, value in facts.items()])

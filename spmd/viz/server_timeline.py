@@ -111,6 +111,7 @@ def timeline_figure(
     height = 0.9 + sum(0.55 + 0.2 * count for count in lines)
     figure = make(figsize=(11, height), layout="constrained")
     ratios = [count + 1.5 for count in lines]
+    # squeeze=False: an array for one panel, too.
     panels = figure.subplots(len(accounts), 1, sharex=True, squeeze=False, height_ratios=ratios)
     panels = panels[:, 0]
     for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
@@ -197,6 +198,7 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
     for worker in range(lines):
         line = (worker - BAR_HEIGHT / 2, BAR_HEIGHT)
         local = spans.worker == worker
+        # First, because matplotlib draws later bars over earlier ones.
         axes.broken_barh([(begin, last - begin)], line, facecolor=WAITS, linewidth=0)
         for start, stop, chosen, style in (
             (spans.began, spans.done, local & ~dropped, computing),
