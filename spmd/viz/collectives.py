@@ -46,18 +46,22 @@ def collective(kind: str, *, devices: int = 4) -> Html:
         raise OptionError(
             f'collective: there is no drawing of "{kind}".', fix=did_you_mean(str(kind), KINDS)
         )
-    if isinstance(devices, bool) or not isinstance(devices, int) or not 2 <= devices <= 8:
+    is_integer = isinstance(devices, int) and not isinstance(devices, bool)
+    if not is_integer or not 2 <= devices <= 8:
         raise OptionError(f"collective: devices={devices!r}.", fix="a whole number from 2 to 8.")
     before, after = blocks(kind, devices)
     bottom = 34 + HEIGHT * before.shape[1]
     parts = [caption(0, 12, KINDS[kind])]
     for device in range(devices):
-        parts.append(caption(_middle(device), 29, f"device {device}", "middle"))
+        label = f"device {device}"
+        parts.append(caption(_middle(device), 29, label, "middle"))
     parts += _row("before", before, 34)
     parts += _arrows(kind, devices, bottom)
-    parts += _row("after", after, bottom + ARROWS)
-    height = bottom + ARROWS + HEIGHT * after.shape[1] + 2
-    return framed(svg(height, parts, KINDS[kind], width=devices * (WIDTH + GAP) - GAP))
+    top = bottom + ARROWS
+    parts += _row("after", after, top)
+    height = top + HEIGHT * after.shape[1] + 2
+    width = _left(devices) - GAP
+    return framed(svg(height, parts, KINDS[kind], width=width))
 
 
 def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,16 +72,20 @@ def blocks(kind: str, devices: int) -> tuple[np.ndarray, np.ndarray]:
     [[[1, 2], [10, 20]], [[11, 0], [0, 22]]]
     """
     # A digit for each device: positions are at most 8, so the sum of all has no carry.
-    arrays = np.outer(10 ** np.arange(devices), np.arange(1, devices + 1))
-    sums = np.broadcast_to(arrays.sum(axis=0), arrays.shape)
-    shards = np.diag(arrays.sum(axis=0))
+    digits = 10 ** np.arange(devices)
+    positions = np.arange(1, devices + 1)
+    arrays = np.outer(digits, positions)
+    sum_of_all = arrays.sum(axis=0)
+    sums = np.broadcast_to(sum_of_all, arrays.shape)
+    shards = np.diag(sum_of_all)
     firsts = arrays[:, :1]
+    shifted = np.roll(firsts, 1, axis=0)
     return {
         "all_reduce": (arrays, sums),
         "reduce_scatter": (arrays, shards),
         "all_gather": (shards, sums),
         "all_to_all": (arrays, arrays.T),
-        "ring": (firsts, np.roll(firsts, 1, axis=0)),
+        "ring": (firsts, shifted),
     }[kind]
 
 
@@ -95,9 +103,11 @@ def _row(when: str, blocks_of_devices: np.ndarray, top: float) -> list[str]:
     for (device, position), number in np.ndenumerate(blocks_of_devices):
         left = _left(device)
         y = top + position * HEIGHT
+        inner_top = y + 1
+        inner_height = HEIGHT - 2
         title = f"device {device}, {when}: {number or 'nothing'}"
         if not number:
-            parts.append(frame(left, y + 1, WIDTH, HEIGHT - 2, title))
+            parts.append(frame(left, inner_top, WIDTH, inner_height, title))
             continue
         # a digit of the number is not 0 where the block of that device is in it
         digits = enumerate(reversed(str(number)))
@@ -105,7 +115,8 @@ def _row(when: str, blocks_of_devices: np.ndarray, top: float) -> list[str]:
         width = WIDTH / len(sources)
         for place, source in enumerate(sources):
             colour = SERIES[source]
-            parts.append(box(left + place * width, y + 1, width, HEIGHT - 2, colour, title))
+            share_left = left + place * width
+            parts.append(box(share_left, inner_top, width, inner_height, colour, title))
         parts.append(on_box(_middle(device), y + 14, str(number)))
     return parts
 
@@ -121,14 +132,11 @@ def _arrows(kind: str, devices: int, top: float) -> list[str]:
         for receiver in receivers:
             start = _middle(sender)
             end = _middle(receiver)
-            bend = (
-                f"M{start:.1f} {top + 4:.1f}C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f} "
-                f"{end:.1f} {tip:.1f}"
-            )
-            parts.append(
-                f'<path d="{bend}" fill="none" stroke="var(--{SERIES[sender]})" '
-                'stroke-width="1.5"/>'
-            )
+            begin = f"M{start:.1f} {top + 4:.1f}"
+            controls = f"C{start:.1f} {top + 24:.1f} {end:.1f} {top + 18:.1f}"
+            bend = f"{begin}{controls} {end:.1f} {tip:.1f}"
+            stroke = f'stroke="var(--{SERIES[sender]})" stroke-width="1.5"'
+            parts.append(f'<path d="{bend}" fill="none" {stroke}/>')
     for device in range(devices):
         left = _middle(device) - 4
         head = tip - 4

@@ -91,16 +91,23 @@ def mesh_table(mesh: Any) -> str:
     *outer, inner = mesh.axis_names
     # Without otypes numpy calls the function once more, to learn the type.
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
-    header = (", ".join(outer), *(f"{inner} {column}" for column in range(ids.shape[-1])))
+    *outer_shape, columns = ids.shape
+    header = [", ".join(outer)]
+    for column in range(columns):
+        header.append(f"{inner} {column}")
     body = []
-    for place in np.ndindex(ids.shape[:-1]):
-        title = ", ".join(f"{axis} {at}" for axis, at in zip(outer, place, strict=True))
+    for place in np.ndindex(*outer_shape):
+        positions = zip(outer, place, strict=True)
+        title = ", ".join(f"{axis} {at}" for axis, at in positions)
         body.append((title, *map(str, ids[place])))
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    noun = "device" if mesh.size == 1 else "devices"
+    noun = "devices"
+    if mesh.size == 1:
+        noun = "device"
     kind = mesh.devices.flat[0].device_kind
     line = html.escape(f"{sizes}: {mesh.size} {noun} of kind {kind}, by number")
-    return f'<p>{line}</p><div class="wide">{table(header, body, "mesh")}</div>'
+    ids_table = table(header, body, "mesh")
+    return f'<p>{line}</p><div class="wide">{ids_table}</div>'
 
 
 def shards(
@@ -188,33 +195,40 @@ def _arrays(placed: PlacedModel, parameter: str | None, batch: Tree | None) -> d
         raise OptionError(
             f'shards: there is no parameter "{parameter}".', fix=did_you_mean(parameter, places)
         )
-    path = parameter or max(
-        places, key=lambda name: (len(places[name].shape) > 1, places[name].nbytes)
-    )
+
+    def matrices_by_size(name: str) -> tuple[bool, int]:
+        place = places[name]
+        return len(place.shape) > 1, place.nbytes
+
+    path = parameter or max(places, key=matrices_by_size)
     param = flatten(state.params)[path]
     arrays = {"parameter": _Row(path, param)}
-    for kind, leaf in flatten(state.exchange.get(path, {})).items():
+    exchanged = flatten(state.exchange.get(path, {}))
+    for kind, leaf in exchanged.items():
         # servers have the parameters, and each worker trains a copy or has received one
         if kind in ("own", "held"):
-            arrays = {
-                "worker's": _Row(f"{path}, each worker's", leaf, by_worker=True),
-                "servers'": _Row(f"{path}, the servers'", param),
-            }
+            of_workers = _Row(f"{path}, each worker's", leaf, by_worker=True)
+            of_servers = _Row(f"{path}, the servers'", param)
+            arrays = {"worker's": of_workers, "servers'": of_servers}
     for name, leaf in flatten(state.opt).items():
         if name.endswith(f"/{path}") and leaf.ndim >= param.ndim:
-            arrays["moments"] = _Row("moments", leaf, by_worker=leaf.ndim > param.ndim)
+            by_worker = leaf.ndim > param.ndim
+            arrays["moments"] = _Row("moments", leaf, by_worker=by_worker)
             break
     if batch is None:
         name = "batch"
         spec = placed.resolved.batch_spec(name)
-        shape = (8 * MeshSpec.parse(placed.mesh).size,) * max(2, len(spec))
+        size = 8 * MeshSpec.parse(placed.mesh).size
+        shape = (size,) * max(2, len(spec))
     else:
         name, leaf = next(iter(flatten(batch).items()))
         spec = placed.resolved.batch_spec(name)
         shape = leaf.shape
-    last = max((dim for dim, entry in enumerate(spec) if entry), default=0)
+    sharded_dims = [dim for dim, entry in enumerate(spec) if entry]
+    last = max(sharded_dims, default=0)
+    shown_shape = shape[: max(2, last + 1)]
     sharding = NamedSharding(placed.mesh, PartitionSpec(*spec))
-    rows = jax.ShapeDtypeStruct(shape[: max(2, last + 1)], "float32", sharding=sharding)
+    rows = jax.ShapeDtypeStruct(shown_shape, "float32", sharding=sharding)
     return arrays | {"batch": _Row(name, rows)}
 
 
@@ -230,21 +244,24 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
             continue
         parts.append(caption(0, top + 11, axis))
         for first in range(0, count, inner):
+            end = min(first + inner, count)
             left = LABEL + first * SIDE
-            right = LABEL + min(first + inner, count) * SIDE - GAP
+            right = LABEL + end * SIDE - GAP
             position = first // inner % size
+            middle = (left + right) / 2
             parts.append(f'<path d="M{left} {top + 14.5}H{right}" stroke="var(--line)"/>')
-            parts.append(caption((left + right) / 2, top + 11, str(position), "middle"))
+            parts.append(caption(middle, top + 11, str(position), "middle"))
         top += 18
     top += 3
     for name, row in arrays.items():
         parts.append(caption(0, top + SIDE / 2 + 2, name))
+        described = describe(row.leaf)
+        side = SIDE - GAP
         # a colour stands for another shard again if there are more shards than colours
         for device, (number, shown, filled) in enumerate(_shards_of_devices(row)[:count]):
             left = LABEL + device * SIDE
             title = f"{row.title}: {shown}"
-            tip = f"device {device}, {title} of {describe(row.leaf)}"
-            side = SIDE - GAP
+            tip = f"device {device}, {title} of {described}"
             parts.append(frame(left, top, side, side, tip))
             colour = SERIES[number % len(SERIES)]
             for rectangle in filled:
@@ -252,9 +269,11 @@ def _drawing(arrays: Mapping[str, _Row], mesh: MeshSpec, label: str) -> str:
                 parts.append(box(left + x, top + y, width, height, colour, title))
         top += SIDE + 2
     if count < mesh.size:
-        parts.append(caption(0, top + 12, f"{mesh.size - count} more devices are not drawn"))
+        left_out = mesh.size - count
+        parts.append(caption(0, top + 12, f"{left_out} more devices are not drawn"))
         top += 18
-    return svg(top, parts, f"{label}: what each device holds", width=LABEL + count * SIDE)
+    width = LABEL + count * SIDE
+    return svg(top, parts, f"{label}: what each device holds", width=width)
 
 
 def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]]]]:
@@ -264,10 +283,14 @@ def _shards_of_devices(row: _Row) -> list[tuple[int, str, list[tuple[float, ...]
     holders = shards_of(row.leaf)
     counts = [1 + max(indices) for indices in zip(*holders, strict=True)]
     skipped = int(row.by_worker)
+    shape = row.leaf.shape[skipped:]
+    shards_per_dim = counts[skipped:]
     by_device = {}
     for number, (index, devices) in enumerate(sorted(holders.items())):
-        shown = "replicated" if len(holders) == 1 else f"{number} of {len(holders)} shards"
-        filled = _filled(row.leaf.shape[skipped:], counts[skipped:], index[skipped:])
+        shown = f"{number} of {len(holders)} shards"
+        if len(holders) == 1:
+            shown = "replicated"
+        filled = _filled(shape, shards_per_dim, index[skipped:])
         by_device |= dict.fromkeys(devices, (number, shown, filled))
     return [by_device[device] for device in sorted(by_device)]
 
@@ -291,9 +314,11 @@ def _filled(
             continue
         lines = min(size // count, LINES)
         each = 1 / count / lines
-        pairs = itertools.product(range(lines), intervals)
-        intervals = [
-            (top + (line + begin) * each, height * each) for line, (begin, height) in pairs
-        ]
+        inner_intervals = intervals
+        intervals = []
+        for line, (begin, height) in itertools.product(range(lines), inner_intervals):
+            intervals.append((top + (line + begin) * each, height * each))
     position, count, _ = last
-    return [(position / count, begin, 1 / count, height) for begin, height in intervals]
+    left = position / count
+    width = 1 / count
+    return [(left, begin, width, height) for begin, height in intervals]

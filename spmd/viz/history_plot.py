@@ -1,5 +1,6 @@
 """The learning curves of a run: every metric over steps, in training and evaluation."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -55,41 +56,47 @@ def figure(history: History) -> Any:
     trained = history.curves()
     for name in history.known():
         values = {row["step"]: row[name] for row in rows}
+        distinct = set(values.values())
         # a value that is the same in all steps is not measured, so not drawn
-        if len(set(values.values())) > 1:
+        if len(distinct) > 1:
             trained[name] = values
     evaluated: dict[str, list[tuple[int, float]]] = {}
     for row in history.evaluations:
         for name, value in row.items():
             evaluated.setdefault(name, []).append((row["step"], value))
     evaluated.pop("step", None)
-    names = list(dict.fromkeys([*trained, *(name.removeprefix("eval_") for name in evaluated)]))
-    drawn = make(figsize=(max(6.0, 4.6 * len(names)), 3.4), layout="constrained")
+    of_evaluations = [name.removeprefix("eval_") for name in evaluated]
+    names = list(dict.fromkeys([*trained, *of_evaluations]))
+    width = max(6.0, 4.6 * len(names))
+    drawn = make(figsize=(width, 3.4), layout="constrained")
+    subplots = drawn.subplots(1, max(1, len(names)))
     # For one panel, subplots returns it without an array.
-    panels = np.atleast_1d(drawn.subplots(1, max(1, len(names))))
+    panels = np.atleast_1d(subplots)
     for axes, name in zip(panels, names or [""], strict=True):
-        # `reshape`, because an array of no points has one dim
-        training_points = np.array(list(trained.get(name, {}).items()), float).reshape(-1, 2)
-        evaluation_points = np.array(evaluated.get(f"eval_{name}", []), float).reshape(-1, 2)
+        values_by_step = trained.get(name, {})
+        training_points = _points(list(values_by_step.items()))
+        evaluation_points = _points(evaluated.get(f"eval_{name}", []))
         _panel(axes, name, training_points, evaluation_points)
     return drawn
+
+
+def _points(pairs: Sequence[tuple[int, float]]) -> np.ndarray:
+    """Return pairs of (step, value) as an array [points, 2]."""
+    # `reshape`, because an array of no points has one dim
+    return np.array(pairs, float).reshape(-1, 2)
 
 
 def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> None:
     """Draw one metric: arrays [points, 2] of (step, value)."""
     if len(trained):
+        colour = COLOURS[0]
         steps, smooth = _smoothed(trained)
-        axes.plot(*trained.T, color=COLOURS[0], linewidth=0.7, alpha=0.35)
-        axes.plot(steps, smooth, color=COLOURS[0], linewidth=2, label="train")
+        axes.plot(*trained.T, color=colour, linewidth=0.7, alpha=0.35)
+        axes.plot(steps, smooth, color=colour, linewidth=2, label="train")
     if len(evaluated):
-        axes.plot(
-            *evaluated.T,
-            color=COLOURS[1],
-            marker="o",
-            markersize=3.5,
-            linewidth=1.2,
-            label="evaluation",
-        )
+        colour = COLOURS[1]
+        dots = {"marker": "o", "markersize": 3.5}
+        axes.plot(*evaluated.T, color=colour, linewidth=1.2, label="evaluation", **dots)
     values = np.concatenate([trained[:, 1], evaluated[:, 1]])
     # A run that diverged has inf and NaN.
     values = values[np.isfinite(values)]
@@ -104,14 +111,15 @@ def _panel(axes: Any, name: str, trained: np.ndarray, evaluated: np.ndarray) -> 
     if len(trained) or len(evaluated):
         axes.legend(frameon=False)
     else:
-        axes.text(
-            0.5, 0.5, "nothing was measured", ha="center", va="center", transform=axes.transAxes
-        )
+        centred = {"ha": "center", "va": "center", "transform": axes.transAxes}
+        axes.text(0.5, 0.5, "nothing was measured", **centred)
 
 
 def _smoothed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and the moving average over a fiftieth of the run, for full windows only."""
     window = max(1, len(points) // 50)
-    average = np.convolve(points[:, 1], np.full(window, 1 / window), mode="valid")
+    weights = np.full(window, 1 / window)
+    average = np.convolve(points[:, 1], weights, mode="valid")
     first = window // 2
-    return points[first : first + len(average), 0], average
+    last = first + len(average)
+    return points[first:last, 0], average

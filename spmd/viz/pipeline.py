@@ -2,6 +2,7 @@
 stages that are idle.
 """
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -60,32 +61,40 @@ def schedule(
 
 def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
     """Return the drawing as a `matplotlib.figure.Figure`, without a window or global state."""
-    schedules = pipelines if isinstance(pipelines, Mapping) else {"": pipelines}
-    if not schedules or not all(isinstance(part, Schedule) for part in schedules.values()):
+    schedules: Mapping[str, Schedule]
+    if isinstance(pipelines, Mapping):
+        schedules = pipelines
+    else:
+        schedules = {"": pipelines}
+    parts = list(schedules.values())
+    if not parts or not all(isinstance(part, Schedule) for part in parts):
         raise OptionError(
             f"schedule: {pipelines!r} is not a schedule.",
             fix="what make_schedule returns, or a dict of these by title.",
         )
     make = import_extra("matplotlib.figure", "examples").Figure
-    length = max(pipeline.ticks / pipeline.groups for pipeline in schedules.values())
+    length = max(pipeline.ticks / pipeline.groups for pipeline in parts)
+    most_groups = max(pipeline.groups for pipeline in parts)
     # cells of the shortest tick, side by side
-    cells = length * max(pipeline.groups for pipeline in schedules.values())
-    heights = [pipeline.stages + 1.6 for pipeline in schedules.values()]
+    cells = length * most_groups
+    heights = [pipeline.stages + 1.6 for pipeline in parts]
     width = min(16.0, max(6.0, 0.26 * cells + 1))
-    figure = make(figsize=(width, 0.5 + 0.26 * sum(heights)), layout="constrained")
+    height = 0.5 + 0.26 * sum(heights)
+    figure = make(figsize=(width, height), layout="constrained")
     # squeeze=False: an array for one panel, too.
-    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False, height_ratios=heights)
+    panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):
         _panel(axes, pipeline, numbered=cells <= LEGIBLE)
         axes.set_title(title or pipeline.name, loc="left", fontsize=11)
         axes.set_title(_summary(pipeline), loc="right", fontsize=9, color="#808080")
     panels[-1].set_xlim(0, length)
-    units = {pipeline.unit for pipeline in schedules.values()}
+    units = {pipeline.unit for pipeline in parts}
     part = "a part"
     if len(units) == 1:
         names = {MICROBATCHES: "a microbatch", TIME_CHUNKS: "a chunk of time"}
-        part = names.get(next(iter(units)), part)
+        (unit,) = units
+        part = names.get(unit, part)
     panels[-1].set_xlabel(f"time, in passes of {part} through a stage's layers", fontsize=9)
     return figure
 
@@ -98,7 +107,8 @@ def _summary(pipeline: Schedule) -> str:
         text += f" of 1/{pipeline.groups} of the length"
         unit = "activations of a group"
     text += f", {pipeline.bubble:.1%} idle"
-    if any(work and work.backward for tick in pipeline.table for work in tick):
+    all_work = itertools.chain.from_iterable(pipeline.table)
+    if any(work and work.backward for work in all_work):
         text += f", at most {max(pipeline.in_flight)} {unit} kept"
     return text
 
@@ -106,26 +116,26 @@ def _summary(pipeline: Schedule) -> str:
 def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
     """Draw one schedule."""
     width = 1 / pipeline.groups
+    bar_width = (1 - GAP) * width
+    number_style = {"ha": "center", "va": "center", "fontsize": 7}
     # by stage and colour, because matplotlib draws bars of one colour at once
     bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}
     for tick, row in enumerate(pipeline.table):
         for stage, work in enumerate(row):
             colour: Any = IDLE
             if work is not None:
-                colours = BACKWARD if work.backward else FORWARD
+                colours = FORWARD
+                if work.backward:
+                    colours = BACKWARD
                 colour = _between(colours, work.group, pipeline.groups)
-            bars.setdefault((stage, colour), []).append(((tick + GAP) * width, (1 - GAP) * width))
+            bars_of_colour = bars.setdefault((stage, colour), [])
+            bars_of_colour.append(((tick + GAP) * width, bar_width))
             if work is not None and numbered:
-                ink = "white" if work.group == 0 or pipeline.groups == 1 else "#111111"
-                axes.text(
-                    (tick + 0.5) * width,
-                    stage,
-                    str(work.microbatch),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=ink,
-                )
+                ink = "#111111"
+                if work.group == 0 or pipeline.groups == 1:
+                    ink = "white"
+                middle = (tick + 0.5) * width
+                axes.text(middle, stage, str(work.microbatch), color=ink, **number_style)
     for (stage, colour), spans in bars.items():
         axes.broken_barh(spans, (stage - 0.45, 0.9), facecolor=colour, linewidth=0)
     # stage 0 at the top
@@ -139,11 +149,15 @@ def _panel(axes: Any, pipeline: Schedule, *, numbered: bool) -> None:
 
 def _between(pair: tuple[str, str], group: int, groups: int) -> tuple[float, ...]:
     """Return the colour of a group, from the first's to the last's."""
-    share = group / (groups - 1) if groups > 1 else 0.0
+    share = 0.0
+    if groups > 1:
+        share = group / (groups - 1)
     first, last = map(_red_green_blue, pair)
-    return tuple(a + share * (b - a) for a, b in zip(first, last, strict=True))
+    ends = zip(first, last, strict=True)
+    return tuple(begin + share * (end - begin) for begin, end in ends)
 
 
 def _red_green_blue(colour: str) -> tuple[float, ...]:
     """Return the three parts of a colour such as "#3566c0", from 0 to 1."""
-    return tuple(part / 255 for part in bytes.fromhex(colour.removeprefix("#")))
+    parts = bytes.fromhex(colour.removeprefix("#"))
+    return tuple(part / 255 for part in parts)

@@ -81,10 +81,12 @@ def report(
         )
     if not isinstance(title, str):
         raise OptionError(f"title={short_repr(title)} is {type_name(title)}.", fix="a str.")
-    folder = None if config is None else Path(config.path)
-    if folder is not None:
+    folder = None
+    if config is not None:
+        folder = Path(config.path)
         check_run_folder(folder)
-        if not any((folder / name).exists() for name in ("checkpoints", *FILES)):
+        names = ("checkpoints", *FILES)
+        if not any((folder / name).exists() for name in names):
             why = (
                 f"checkpoint={short_repr(str(folder))} is not the folder of a run: it has neither "
                 f"checkpoints nor {FILES[0]}."
@@ -94,39 +96,49 @@ def report(
             )
     resolved = result.trainer.resolved
     layout = resolved.layout
-    stopped = f", stopped because {result.stop_reason}," if result.stop_reason else ""
+    stopped = ""
+    if result.stop_reason:
+        stopped = f", stopped because {result.stop_reason},"
+    steps = int(result.state.step)
+    devices = f"{resolved.mesh.size} devices, {resolved.workers} workers"
+    reduction = f"gradients are reduced by {layout.gradients.reduction}."
     lead = (
-        f"{layout.source}: {layout.description} {int(result.state.step):,} steps{stopped} on "
-        f"{resolved.mesh.size} devices, {resolved.workers} workers; gradients are reduced by "
-        f"{layout.gradients.reduction}."
+        f"{layout.source}: {layout.description} {steps:,} steps{stopped} on {devices}; {reduction}"
     )
     goodput, profile = "", ""
     if result.goodput is not None:
         goodput = f"<h2>Time</h2>\n{result.goodput._repr_html_()}"
     if result.profile is not None:
         profile = f"<h2>Profile</h2>\n{result.profile._repr_html_()}"
+    heading = f"<h1>{html.escape(title)}</h1>"
+    curves_lead = "<p>Lines are training steps, dots are evaluations.</p>"
+    placement = table(COLUMNS, rows(resolved))
+    toml = html.escape(layout.to_toml())
     sections = [
-        f"<h1>{html.escape(title)}</h1>\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
-        "<h2>Curves</h2>\n<p>Lines are training steps, dots are evaluations.</p>\n"
-        f"{_curves(result)}",
+        f"{heading}\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
+        f"<h2>Curves</h2>\n{curves_lead}\n{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         goodput,
         profile,
         f"<h2>Mesh</h2>\n{mesh_table(result.trainer.mesh)}",
-        "<h2>Placement of every array</h2>\n<div "
-        f'class="wide">{table(COLUMNS, rows(resolved))}</div>',
-        *(f"<p>{html.escape(line)}</p>" for line in notes(resolved)),
-        folded("The layout as TOML", f"<pre>{html.escape(layout.to_toml())}</pre>"),
-        f"<h2>Checkpoints</h2>\n{_checkpoints(folder, path)}",
-        f"<h2>Run with</h2>\n{_environment()}",
+        f'<h2>Placement of every array</h2>\n<div class="wide">{placement}</div>',
     ]
-    return write_text(path, document(title, framed("\n".join(sections)), style=STYLE))
+    for line in notes(resolved):
+        sections.append(f"<p>{html.escape(line)}</p>")
+    sections.append(folded("The layout as TOML", f"<pre>{toml}</pre>"))
+    sections.append(f"<h2>Checkpoints</h2>\n{_checkpoints(folder, path)}")
+    sections.append(f"<h2>Run with</h2>\n{_environment()}")
+    body = framed("\n".join(sections))
+    return write_text(path, document(title, body, style=STYLE))
 
 
 def _headline(result: Result) -> str:
     """Return the last evaluation, or the last training metrics, and the time of the run."""
     history = result.history
-    values = {name: list(curve.values())[-1] for name, curve in history.curves().items()}
+    values = {}
+    for name, curve in history.curves().items():
+        values_of_steps = list(curve.values())
+        values[name] = values_of_steps[-1]
     for row in history.evaluations[-1:]:
         evaluated = {name: value for name, value in row.items() if name != "step"}
         values = evaluated or values
@@ -135,12 +147,14 @@ def _headline(result: Result) -> str:
         figures[name.replace("eval_", "evaluation ")] = f"{value:.4g}"
     if result.goodput is not None:
         figures["time"] = duration(result.goodput.seconds)
-        figures["spent training"] = f"{100 * result.goodput.share(TRAINING):.0f} %"
+        percent = 100 * result.goodput.share(TRAINING)
+        figures["spent training"] = f"{percent:.0f} %"
     if result.samples_per_second is not None:
         figures["samples/s, training"] = f"{result.samples_per_second:,.0f}"
     parts = []
     for name, value in figures.items():
-        parts.append(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>")
+        term = f"<dt>{html.escape(name)}</dt>"
+        parts.append(f"<div>{term}<dd>{html.escape(value)}</dd></div>")
     return f"<dl>{''.join(parts)}</dl>"
 
 
@@ -161,7 +175,8 @@ def _metrics(result: Result) -> str:
     for row in history.evaluations[-1:]:
         for name, value in row.items():
             if name != "step":
-                body.append((name.removeprefix("eval_"), "evaluation", f"{value:.6g}", row["step"]))
+                metric = name.removeprefix("eval_")
+                body.append((metric, "evaluation", f"{value:.6g}", row["step"]))
     if not body:
         return "<p>Nothing was measured.</p>"
     return table(("metric", "measured in", "last value", "step"), body)
@@ -175,14 +190,16 @@ def _checkpoints(folder: Path | None, page: Path) -> str:
     steps = []
     if home.is_dir():
         # Orbax's unfinished saves have more than a number in their names.
-        steps = sorted(int(entry.name) for entry in home.iterdir() if entry.name.isdigit())
+        names = [entry.name for entry in home.iterdir()]
+        steps = sorted(int(name) for name in names if name.isdigit())
     saved = ", ".join(f"step {step:,}" for step in steps) or "none saved yet"
     text = f"<p><code>{html.escape(str(home))}</code>: {saved}</p>"
     links = []
     for name in FILES:
         if (folder / name).exists():
             # a link has slashes on every system
-            target = Path(os.path.relpath(folder / name, page.parent)).as_posix()
+            relative = os.path.relpath(folder / name, page.parent)
+            target = Path(relative).as_posix()
             links.append(f'<a href="{html.escape(target)}">{name}</a>')
     if links:
         text += f"<p>Files of the run: {', '.join(links)}</p>"
@@ -198,4 +215,5 @@ def _environment() -> str:
         # sys.argv lacks the options of Python itself, such as -m.
         facts["command"] = shlex.join(["python", *sys.orig_argv[1:]])
     facts |= environment()
-    return table(("", ""), [(name.replace("_", " "), str(value)) for name, value in facts.items()])
+    body = [(name.replace("_", " "), str(value)) for name, value in facts.items()]
+    return table(("", ""), body)

@@ -99,16 +99,21 @@ def timeline_figure(
 ) -> Any:
     """Return the drawing as a `matplotlib.figure.Figure`, without a window or global state."""
     make = import_extra("matplotlib.figure", "examples").Figure
-    by_title = account if isinstance(account, Mapping) else {"": account}
-    if not by_title or not all(isinstance(part, ServerStatistics) for part in by_title.values()):
+    by_title: Mapping[str, ServerStatistics]
+    if isinstance(account, Mapping):
+        by_title = account
+    else:
+        by_title = {"": account}
+    accounts = list(by_title.values())
+    if not accounts or not all(isinstance(part, ServerStatistics) for part in accounts):
         raise OptionError(
             f"timeline: {account!r} is not a simulation.",
             fix="what spmd.simulate returns, or a dict of these by title.",
         )
-    accounts = list(by_title.values())
     end = _end(accounts, begin, seconds, workers)
     lines = [min(account.workers, workers) for account in accounts]
-    height = 0.9 + sum(0.55 + 0.2 * count for count in lines)
+    heights = [0.55 + 0.2 * count for count in lines]
+    height = 0.9 + sum(heights)
     figure = make(figsize=(11, height), layout="constrained")
     ratios = [count + 1.5 for count in lines]
     # squeeze=False: an array for one panel, too.
@@ -119,16 +124,12 @@ def timeline_figure(
         axes.set_title(title or _title(account), loc="left", fontsize=11)
         axes.set_title(_summary(account, count), loc="right", fontsize=9, color="#808080")
     longest = max(account.seconds for account in accounts)
-    part = f": {begin:.4g} to {end:.4g}, of up to {longest:,.4g}" if end - begin < longest else ""
+    part = ""
+    if end - begin < longest:
+        part = f": {begin:.4g} to {end:.4g}, of up to {longest:,.4g}"
     panels[-1].set_xlabel(f"simulated seconds{part}", fontsize=9)
-    figure.legend(
-        handles=_legend(accounts),
-        loc="outside upper center",
-        ncols=5,
-        frameon=False,
-        fontsize=9,
-        handlelength=1.6,
-    )
+    style = {"ncols": 5, "frameon": False, "fontsize": 9, "handlelength": 1.6}
+    figure.legend(handles=_legend(accounts), loc="outside upper center", **style)
     return figure
 
 
@@ -149,8 +150,10 @@ def _end(
         raise OptionError(f"timeline: {interval}: expected two numbers and an integer.", fix=fix)
     longest = max(account.seconds for account in accounts)
     if seconds is None:
-        seconds = min(longest - begin, GRADIENTS * max(map(_seconds_of_gradient, accounts)))
-    if not (math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest) or workers < 1:
+        slowest = max(map(_seconds_of_gradient, accounts))
+        seconds = min(longest - begin, GRADIENTS * slowest)
+    is_interval = math.isfinite(seconds) and seconds > 0 and 0 <= begin < longest
+    if not is_interval or workers < 1:
         fix = "an interval within these, and at least one worker."
         raise OptionError(
             f"timeline: {interval}: nothing would be drawn of {longest:,.4g} simulated seconds.",
@@ -162,7 +165,8 @@ def _end(
 def _seconds_of_gradient(account: ServerStatistics) -> float:
     """Return the median time in which a worker computes a gradient that arrives."""
     spans = account.spans
-    return float(np.median((spans.done - spans.began)[spans.arrived]))
+    durations = spans.done - spans.began
+    return float(np.median(durations[spans.arrived]))
 
 
 def _title(account: ServerStatistics) -> str:
@@ -182,9 +186,11 @@ def _summary(account: ServerStatistics, lines: int) -> str:
     text += f", {rate:.3g} gradients applied per second"
     if account.declared.asynchronous:
         counts = account.staleness
-        text += f", mean staleness {counts @ np.arange(len(counts)) / counts.sum():.1f}"
-    if account.workers > lines:
-        text += f"; {account.workers - lines} more workers are not drawn"
+        mean = counts @ np.arange(len(counts)) / counts.sum()
+        text += f", mean staleness {mean:.1f}"
+    left_out = account.workers - lines
+    if left_out > 0:
+        text += f"; {left_out} more workers are not drawn"
     return text
 
 
@@ -198,22 +204,31 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
     for worker in range(lines):
         line = (worker - BAR_HEIGHT / 2, BAR_HEIGHT)
         local = spans.worker == worker
+        local_arrived = local & ~dropped
+        local_dropped = local & dropped
+        local_sent = local & (spans.time > spans.queued)
         # First, because matplotlib draws later bars over earlier ones.
         axes.broken_barh([(begin, last - begin)], line, facecolor=WAITS, linewidth=0)
         for start, stop, chosen, style in (
-            (spans.began, spans.done, local & ~dropped, computing),
-            (spans.began, spans.done, local & dropped, WASTED),
-            (spans.queued, spans.time, local & (spans.time > spans.queued), sending),
+            (spans.began, spans.done, local_arrived, computing),
+            (spans.began, spans.done, local_dropped, WASTED),
+            (spans.queued, spans.time, local_sent, sending),
         ):
-            axes.broken_barh(_bars(start[chosen], stop[chosen], begin, last), line, **style)
-    times = spans.time if account.declared.asynchronous else spans.queued
+            bars = _bars(start[chosen], stop[chosen], begin, last)
+            axes.broken_barh(bars, line, **style)
+    times = spans.queued
+    if account.declared.asynchronous:
+        times = spans.time
     updates = times[spans.commit]
     updates = updates[(updates >= begin) & (updates <= last)]
     axes.vlines(updates, -1.25, -0.65, color=UPDATE, linewidth=1.1)
     axes.set_xlim(begin, end)
     # worker 0 at the top, below the ticks of updates
     axes.set_ylim(lines - 0.4, -1.3)
-    axes.set_yticks([0, lines - 1] if lines > 1 else [0])
+    ticks = [0]
+    if lines > 1:
+        ticks = [0, lines - 1]
+    axes.set_yticks(ticks)
     axes.set_ylabel("worker", fontsize=9, labelpad=2)
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
@@ -225,7 +240,8 @@ def _bars(
     """Return (left, width) of intervals, clipped to the axis."""
     left = np.maximum(start, begin)
     right = np.minimum(stop, end)
-    return [(a, b - a) for a, b in zip(left.tolist(), right.tolist(), strict=True) if b > a]
+    ends = zip(left.tolist(), right.tolist(), strict=True)
+    return [(first, last - first) for first, last in ends if last > first]
 
 
 def _legend(accounts: Sequence[ServerStatistics]) -> list[Any]:
