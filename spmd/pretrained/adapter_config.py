@@ -173,11 +173,12 @@ class AdapterConfig:
     def shown(self) -> str:
         """Return the keys that choose modules, and their values, in words."""
         keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-        return ", ".join(
-            f"{key} {short_repr(self.values[key])}"
-            for key in keys
-            if self.values.get(key) not in (None, [])
-        )
+        parts = []
+        for key in keys:
+            value = self.values.get(key)
+            if value not in (None, []):
+                parts.append(f"{key} {short_repr(value)}")
+        return ", ".join(parts)
 
     def get(self, key: str, module: str) -> Any:
         """Return the rank or alpha of a module: the value of the first pattern that is its name or
@@ -192,13 +193,11 @@ class AdapterConfig:
 
     def adapter(self, layer: str, module: str) -> Adapter:
         """Return the adapter of a module, for a layer of the model."""
-        return Adapter(
-            layer,
-            rank=self.get("r", module),
-            alpha=float(self.get("lora_alpha", module)),
-            dropout=float(self.values.get("lora_dropout", 0.0)),
-            rslora=self.values.get("use_rslora", False),
-        )
+        rank = self.get("r", module)
+        alpha = float(self.get("lora_alpha", module))
+        dropout = float(self.values.get("lora_dropout", 0.0))
+        rslora = self.values.get("use_rslora", False)
+        return Adapter(layer, rank=rank, alpha=alpha, dropout=dropout, rslora=rslora)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -247,16 +246,19 @@ def make_config(adapters: Mapping[str, Adapter], others: Collection[str]) -> dic
     have none.
     """
     rslora = all(adapter.rslora for adapter in adapters.values())
-    rank, ranks = _common_value({name: adapter.rank for name, adapter in adapters.items()})
-    dropout, dropouts = _common_value({name: adapter.dropout for name, adapter in adapters.items()})
+    ranks_by_name, dropouts_by_name, alphas_by_name = {}, {}, {}
+    for name, adapter in adapters.items():
+        ranks_by_name[name] = adapter.rank
+        dropouts_by_name[name] = adapter.dropout
+        alphas_by_name[name] = _alpha(adapter, rslora)
+    rank, ranks = _common_value(ranks_by_name)
+    dropout, dropouts = _common_value(dropouts_by_name)
     if dropouts:
         exceptions = ", ".join(f"{end} {value}" for end, value in dropouts.items())
         logging.getLogger("spmd").warning(
             "%s holds one dropout, %s: that of %s is lost.", ADAPTER_CONFIG, dropout, exceptions
         )
-    alpha, alphas = _common_value(
-        {name: _alpha(adapter, rslora) for name, adapter in adapters.items()}
-    )
+    alpha, alphas = _common_value(alphas_by_name)
     return {
         "peft_type": "LORA",
         "bias": "none",
@@ -283,12 +285,14 @@ def _alpha(adapter: Adapter, rslora: bool) -> float:
 
 def _common_value(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the value of most modules, and a table of the other modules' values."""
-    most_common = collections.Counter(values.values()).most_common(1)[0][0]
+    counts = collections.Counter(values.values())
+    ((most_common, _),) = counts.most_common(1)
     table: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
         if value != most_common:
             modules = [name for name in values if values[name] == value]
-            table |= dict.fromkeys(_ends(modules, values.keys() - set(modules)), value)
+            others = values.keys() - set(modules)
+            table |= dict.fromkeys(_ends(modules, others), value)
     return most_common, table
 
 
@@ -309,6 +313,7 @@ def _end(name: str, others: Collection[str]) -> str:
         return name
     for at in range(len(parts) - 1, 0, -1):
         end = ".".join(parts[at:])
-        if not parts[at].isdigit() and not any(f".{other}".endswith(f".{end}") for other in others):
+        is_shared = any(f".{other}".endswith(f".{end}") for other in others)
+        if not parts[at].isdigit() and not is_shared:
             return end
     return name

@@ -211,16 +211,18 @@ def save_adapters(
         # PEFT's word for kernels [in, out], which transformers' Conv1D of GPT-2 has.
         "fan_in_fan_out": not all(file_module.transposed for file_module in modules),
     }
+    dtypes = {link.tensor.name: link.tensor.dtype for link in links}
+    config_text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     display = show_progress(progress)
     try:
         write_folder(
             target,
             links,
             arrays,
-            dtypes={link.tensor.name: link.tensor.dtype for link in links},
+            dtypes=dtypes,
             # transformers refuses a file whose metadata names no format.
             metadata={"format": "pt"},
-            beside={ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()},
+            beside={ADAPTER_CONFIG: config_text.encode()},
             # PEFT reads one file of adapters, and no shards.
             max_shard=2**62,
             display=display,
@@ -240,7 +242,8 @@ def _links_to_write(
         leaf = arrays[f"{module.layer}/{matrix}"]
         shape = leaf.shape[:-3:-1]  # transposed, without the dim of a stack's layers
         size = shape[0] * shape[1] * leaf.dtype.itemsize
-        name, file = f"{PREFIX}{module.name}.{suffix}", folder / f"{STEM}.safetensors"
+        name = f"{PREFIX}{module.name}.{suffix}"
+        file = folder / f"{STEM}.safetensors"
         tensor = Tensor(name, file, np.dtype(leaf.dtype), shape, 0, size)
         links.append(link_matrix(tensor, module, matrix))
     return links
@@ -301,7 +304,8 @@ def _compare_base_model(named: str, module: nnx.Module, folder: Path) -> None:
     """Warn where adapters are for a model of another name, as far as its folder says; snapshots lie
     in models--ORG--NAME.
     """
-    origin, last = getattr(module, ORIGIN, None), named.rstrip("/").rpartition("/")[2].lower()
+    origin = getattr(module, ORIGIN, None)
+    *_, last = named.lower().rstrip("/").rpartition("/")
     if not isinstance(origin, Origin) or not last:
         return
     parts = [f"--{part.lower()}" for part in origin.files.where.parts]

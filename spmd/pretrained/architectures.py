@@ -92,8 +92,9 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
         classes_text = ""
         if isinstance(classes, list) and classes:
             classes_text = f" (architectures: {', '.join(map(str, classes))})"
+        known_types = ", ".join(shipped())
         raise PretrainedError(
-            f'{where}: unknown model_type "{kind}"{classes_text}; known: {", ".join(shipped())}.',
+            f'{where}: unknown model_type "{kind}"{classes_text}; known: {known_types}.',
             fix=f"{did_you_mean(kind, shipped())} {OWN}",
         )
     name_map = shipped()[kind]
@@ -111,11 +112,9 @@ def find(config: Mapping[str, Any], folder: Path | None = None) -> Architecture:
         fix = OWN
         if isinstance(classes, list) and all(name in every for name in classes):
             fix = PUBLISHED
-        raise PretrainedError(
-            f'{where}: architectures = {short_repr(classes)}; those of model_type = "{kind}" are '
-            f"{', '.join(accepted)}.",
-            fix=fix,
-        )
+        of_type = f'those of model_type = "{kind}" are {", ".join(accepted)}.'
+        why = f"{where}: architectures = {short_repr(classes)}; {of_type}"
+        raise PretrainedError(why, fix=fix)
     # Before a model is made: one of 10**9 layers would take the memory of the host.
     if folder is not None:
         sizes = [math.prod(tensor.shape) for tensor in open_files(folder).tensors.values()]
@@ -150,7 +149,8 @@ def with_labels(
             f"labels={short_repr(labels)}.",
             fix='names of classes, such as ["negative", "positive"].',
         )
-    if repeated := [label for label, count in collections.Counter(labels).items() if count > 1]:
+    counts = collections.Counter(labels)
+    if repeated := [label for label, count in counts.items() if count > 1]:
         raise OptionError(
             f"labels={short_repr(labels)} repeats {join_names(map(repr, repeated))}.",
             fix="one name for each class.",
@@ -182,21 +182,25 @@ def for_head(name_map: NameMap, tied: bool) -> NameMap:
     name of the table, or an array of its own.
     """
     second_names = {rule.file for rule in name_map.tensors if rule.tied}
-    rules = [
-        rule for rule in name_map.tensors if rule.file not in second_names or rule.tied == tied
-    ]
+    rules = []
+    for rule in name_map.tensors:
+        if rule.file not in second_names or rule.tied == tied:
+            rules.append(rule)
     return dataclasses.replace(name_map, tensors=tuple(rules))
 
 
 def for_task(name_map: NameMap, task: str) -> NameMap:
     """Return a name map that ignores the heads of an encoder's other tasks."""
     absent = tuple(prefix for prefix, tasks in HEADS.items() if task not in tasks)
-    others = [rule for rule in name_map.tensors if rule.file[0].startswith(absent)]
-    ignored = tuple(
-        IgnoredRule(rule.file[0], "it is of another task's head", rule.line) for rule in others
-    )
-    rules = tuple(rule for rule in name_map.tensors if rule not in others)
-    return dataclasses.replace(name_map, tensors=rules, ignored=(*name_map.ignored, *ignored))
+    rules = []
+    ignored = list(name_map.ignored)
+    for rule in name_map.tensors:
+        file = rule.file[0]
+        if file.startswith(absent):
+            ignored.append(IgnoredRule(file, "it is of another task's head", rule.line))
+        else:
+            rules.append(rule)
+    return dataclasses.replace(name_map, tensors=tuple(rules), ignored=tuple(ignored))
 
 
 def _build(kind: Any, config: Any) -> nnx.Module:

@@ -120,15 +120,13 @@ def check_sizes(
         if counts.get(key, 0) > total:
             reasons[key] = f"all tensors have {total:,} values."
     for key in dims:
-        if counts.get(key, 0) * width > total >= width:
-            reasons[key] = (
-                f"with a width of {width:,} that is {counts[key] * width:,}; all tensors have "
-                f"{total:,} values."
-            )
-    problems = [
-        Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key)
-        for key, reason in reasons.items()
-    ]
+        values = counts.get(key, 0) * width
+        if values > total >= width:
+            at_this_width = f"with a width of {width:,} that is {values:,}"
+            reasons[key] = f"{at_this_width}; all tensors have {total:,} values."
+    problems = []
+    for key, reason in reasons.items():
+        problems.append(Problem(f"{key} = {counts[key]:,}", [reason], fix, path=key))
     raise_problems(
         PretrainedError,
         f"{where} asks for more than the safetensors files beside it hold",
@@ -138,12 +136,13 @@ def check_sizes(
 
 def is_number(value: Any) -> bool:
     """Return True for a finite number above 0."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, str) and value in ACTIVATIONS
 
 
 class ConfigKeys:
@@ -226,12 +225,8 @@ class ConfigKeys:
 
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation."""
-        name = self.get(
-            key,
-            default,
-            lambda value: isinstance(value, str) and value in ACTIVATIONS,
-            f"one of {', '.join(ACTIVATIONS)}",
-        )
+        accepted = f"one of {', '.join(ACTIVATIONS)}"
+        name = self.get(key, default, _is_activation, accepted)
         return ACTIVATIONS[name]
 
     def finish(self, where: str) -> None:
@@ -239,9 +234,8 @@ class ConfigKeys:
         # A set has no order, and errors should be the same in each process.
         for key in sorted(self.config.keys() - self.used):
             if self.config[key] is not None:
-                self.wrong(
-                    key, f"the {self.what} does not know this key of a {self.config['model_type']}"
-                )
+                family = self.config["model_type"]
+                self.wrong(key, f"the {self.what} does not know this key of a {family}")
         if self.problems:
             shown = "\n".join(f"    {problem}" for problem in sorted(self.problems))
             fix = (

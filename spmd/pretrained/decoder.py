@@ -20,7 +20,6 @@ from spmd.nn.embed import Embed
 from spmd.nn.layer_stack import LayerStack
 from spmd.nn.stacking import repeat
 from spmd.pretrained.decoder_config import DecoderConfig
-from spmd.pretrained.kv_cache import Cache, cached_attention
 from spmd.pretrained.rope import rotate
 
 EXACT_GELU = functools.partial(nnx.gelu, approximate=False)
@@ -30,6 +29,10 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu_tanh": nnx.gelu,
     "relu": nnx.relu,
 }
+
+
+# Two arrays for all layers, which a scan over layers carries, so that XLA updates them in place.
+Cache = dict[str, jax.Array]  # "keys" and "values", [layers, rows, length, kv_heads, head_dim]
 
 
 class Inputs(NamedTuple):
@@ -55,10 +58,9 @@ def linear(
     **options: Any,
 ) -> nnx.Linear:
     """A linear map whose kernel [in, out] carries these names."""
-    inits = {
-        "kernel_init": named(nnx.initializers.normal(0.02), *names),
-        "bias_init": named(nnx.initializers.zeros, names[1]),
-    }
+    kernel_init = named(nnx.initializers.normal(0.02), *names)
+    bias_init = named(nnx.initializers.zeros, names[1])
+    inits = {"kernel_init": kernel_init, "bias_init": bias_init}
     return nnx.Linear(*sizes, use_bias=bias, param_dtype=dtype, rngs=rngs, **inits, **options)
 
 
@@ -81,7 +83,8 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.centered:
             y = y - y.mean(axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.eps)
+        mean_square = jnp.square(y).mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(mean_square + self.eps)
         if not self.centered and not self.offset:
             # Llama rounds before it scales, the others afterwards
             return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
@@ -106,6 +109,60 @@ def _norm(config: DecoderConfig, width: int, dtype: Any, used: bool = True) -> A
         return None
     return Norm(
         width, dtype, config.norm_eps, centered=config.norm == "layer", offset=config.norm_offset
+    )
+
+
+def cached_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: tuple[jax.Array, ...],
+    positions: jax.Array,
+    window: int | None,
+    **options: Any,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Causal attention to new keys and values and to those of the cache, where the new ones are
+    stored first.
+
+    Args:
+      query: [rows, length, heads, head_dim]; key and value: [rows, length, kv_heads, head_dim].
+      cache: keys and values of all layers, and the number of this layer.
+      positions: int32[rows, length], where new keys and values are stored; nothing is stored at the
+        cache's length or after it.
+      window: keys that a query sees, its own included; None: all at its position and before.
+      options: of `spmd.nn.attention`.
+
+    Returns:
+      The result, shaped like the query, and the cache for the next layer.
+    """
+    keys, values, number = cache
+    keys = _store(keys, key, number, positions)
+    values = _store(values, value, number, positions)
+    # Places that are not filled yet are behind every query, so this mask hides them, too.
+    distance = positions[:, :, None] - jnp.arange(keys.shape[2])
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    key, value = keys[number].astype(query.dtype), values[number].astype(query.dtype)
+    result = attention(query, key, value, mask=mask[:, None], **options)
+    return result, (keys, values, number + 1)
+
+
+def _store(stored: jax.Array, new: jax.Array, number: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return all layers' keys or values with new ones."""
+    # Rows are batching dims, which the partitioner leaves where they are: with
+    # `stored.at[number, rows, positions].set(new)` it gathers the new ones of all rows on every
+    # device (jax 0.10).
+    at = jnp.stack([jnp.broadcast_to(number, positions.shape), positions], axis=-1)
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    return jax.lax.scatter(
+        stored, at, new.astype(stored.dtype), dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP
     )
 
 
@@ -361,30 +418,30 @@ class Decoder(nnx.Module):
             their `positions`; those that are not below the cache's length are dropped. A token sees
             what is stored at its position and before, so padding goes at a row's end.
         """
-        longest, length = self.config.learned_positions, tokens.shape[1]
+        longest, made_for = self.config.learned_positions, self.config.max_positions
+        row_length = tokens.shape[1]
+        length = row_length
         if cache is not None:
             length = cache["keys"].shape[2]
         if longest is not None and length > longest:
             raise DataError(
-                f"rows of {tokens.shape[1]} tokens, and the model has {longest} positions.",
+                f"rows of {row_length} tokens, and the model has {longest} positions.",
                 fix="shorter rows.",
             )
-        if (
-            cache is None
-            and self.config.max_positions is not None
-            and tokens.shape[1] > self.config.max_positions
-        ):
-            _warn_of_length(tokens.shape[1], self.config.max_positions)
+        if cache is None and made_for is not None and row_length > made_for:
+            _warn_of_length(row_length, made_for)
         if cache is not None and segment_ids is not None:
             raise OptionError(
                 "the decoder does not take segment_ids with a cache.",
                 fix="one document in each row.",
             )
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            positions = jnp.broadcast_to(jnp.arange(row_length), tokens.shape)
             if segment_ids is not None:
-                continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
-                positions = positions - jax.lax.cummax(jnp.where(continues, 0, positions), axis=1)
+                is_equal = segment_ids[:, 1:] == segment_ids[:, :-1]
+                continues = jnp.pad(is_equal, ((0, 0), (1, 0)))
+                begins = jnp.where(continues, 0, positions)
+                positions = positions - jax.lax.cummax(begins, axis=1)
         x = self.embed(tokens)
         if self.config.embedding_scale is not None:
             # Gemma was trained with this factor rounded to the dtype of the embeddings.

@@ -247,7 +247,10 @@ def _modern(keys: ConfigKeys, family: Family) -> dict[str, Any]:
     windows = _windows(keys, family, depth)
     longest = keys.count("max_position_embeddings", None)
     ropes = _ropes(keys, family, head_dim, longest)
-    kinds = [LayerKind(window, int(len(ropes) > 1 and window is not None)) for window in windows]
+    kinds = []
+    for window in windows:
+        has_local_rope = len(ropes) > 1 and window is not None
+        kinds.append(LayerKind(window, int(has_local_rope)))
     return fields | {"ropes": ropes, "layers": tuple(kinds), "max_positions": longest}
 
 
@@ -291,6 +294,10 @@ def _cap(keys: ConfigKeys, key: str, default: float | None) -> float | None:
     return keys.number(key, default)
 
 
+def _is_from_0(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
 def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
     """Return the window of each layer."""
     if family.windows == "none":
@@ -305,12 +312,7 @@ def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
         # Qwen's files name a window also where it is off.
         if not keys.flag("use_sliding_window", False):
             window = None
-        first = keys.get(
-            "max_window_layers",
-            28,
-            lambda value: isinstance(value, int) and value >= 0,
-            "a whole number",
-        )
+        first = keys.get("max_window_layers", 28, _is_from_0, "a whole number")
         slides = [bool(window) and number >= first for number in range(depth)]
     else:
         every = keys.count("sliding_window_pattern", family.every)
@@ -319,12 +321,9 @@ def _windows(keys: ConfigKeys, family: Family, depth: int) -> list[int | None]:
     def accepts(value: Any) -> bool:
         return isinstance(value, list) and len(value) == depth and set(value) <= set(LAYER_TYPES)
 
-    types = keys.get(
-        "layer_types",
-        [LAYER_TYPES[is_sliding] for is_sliding in slides],
-        accepts,
-        f'{depth} of "full_attention" and "sliding_attention", one for each layer',
-    )
+    default_types = [LAYER_TYPES[is_sliding] for is_sliding in slides]
+    accepted = f'{depth} of "full_attention" and "sliding_attention", one for each layer'
+    types = keys.get("layer_types", default_types, accepts, accepted)
     windows: list[int | None] = [None] * depth
     for number, layer_type in enumerate(types):
         if layer_type == "sliding_attention":
@@ -408,11 +407,8 @@ def _rope(
             reason = (
                 " (it depends on the length of each call, for which cached keys would be wrong)"
             )
-        keys.wrong(
-            key,
-            f"the decoder does not have rope_type {short_repr(kind)}{reason}; it has "
-            f"{', '.join(KINDS)}",
-        )
+        why = f"the decoder does not have rope_type {short_repr(kind)}{reason}"
+        keys.wrong(key, f"{why}; it has {', '.join(KINDS)}")
         return plain
     options = {name: values.get(name, default) for name, default in KINDS[kind].items()}
     # transformers takes max_position_embeddings where it is missing.

@@ -87,9 +87,12 @@ class EncoderConfig:
             "token_types",
             "classes",
         )
-        if wrong := [
-            f"{name}={getattr(self, name)!r}" for name in sizes if not is_count(getattr(self, name))
-        ]:
+        wrong = []
+        for name in sizes:
+            value = getattr(self, name)
+            if not is_count(value):
+                wrong.append(f"{name}={value!r}")
+        if wrong:
             raise PretrainedError(
                 f"EncoderConfig: {', '.join(wrong)}.", fix="whole numbers from 1."
             )
@@ -162,14 +165,13 @@ class EncoderConfig:
         return cls(**fields, notes=tuple(keys.notes))
 
 
+def _has_labels(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) > 0
+
+
 def _classes(keys: ConfigKeys) -> int:
     """Return the number of labels: 2, if the file has none."""
-    labels = keys.get(
-        "id2label",
-        {},
-        lambda value: isinstance(value, Mapping) and len(value) > 0,
-        "a table of labels",
-    )
+    labels = keys.get("id2label", {}, _has_labels, "a table of labels")
     counts = {name: keys.count(name, None) for name in ("num_labels", "_num_labels")}
     for name, count in counts.items():
         if labels and count not in (None, len(labels)):
@@ -197,9 +199,12 @@ class Layer(nnx.Module):
         query = self.query(x).reshape(shape)
         key = self.key(x).reshape(shape)
         value = self.value(x).reshape(shape)
-        y = self.out(attention(query, key, value, key_mask=mask).reshape(x.shape))
+        result = attention(query, key, value, key_mask=mask)
+        y = self.out(result.reshape(x.shape))
         x = self.attention_norm(x + checkpoint_name(y, "attn_out"))
-        y = self.down(ACTIVATIONS[self.activation](checkpoint_name(self.up(x), "mlp_up")))
+        activation = ACTIVATIONS[self.activation]
+        up = checkpoint_name(self.up(x), "mlp_up")
+        y = self.down(activation(up))
         return self.mlp_norm(x + y)
 
 
@@ -218,7 +223,8 @@ class MaskedTokens(nnx.Module):
 
     def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """The logits float32[rows, length, vocab]."""
-        y = self.norm(ACTIVATIONS[self.activation](self.dense(x)))
+        activation = ACTIVATIONS[self.activation]
+        y = self.norm(activation(self.dense(x)))
         # float32, or XLA would round the logits of bfloat16 features before the softmax.
         logits = jnp.einsum(
             "rlw,vw->rlv", y, table.astype(y.dtype), preferred_element_type=jnp.float32

@@ -184,7 +184,8 @@ def load(
     module = _build_module(outline, values, new)
     setattr(module, ORIGIN, origin)
     if outline.notes:
-        setattr(module, NOTES, tuple(f"note: {path / CONFIG}: {note}" for note in outline.notes))
+        notes = [f"note: {path / CONFIG}: {note}" for note in outline.notes]
+        setattr(module, NOTES, tuple(notes))
     hand_over(module)
     return module
 
@@ -235,7 +236,8 @@ def _ignored(origin: Origin) -> dict[str, list[str]]:
     """Tensors of the files that the map ignores, by the reason."""
     by_reason: dict[str, list[str]] = {}
     for rule in origin.name_map.for_names(origin.files.tensors).ignored:
-        if names := list(filter(compiled(rule.file).fullmatch, origin.files.tensors)):
+        pattern = compiled(rule.file)
+        if names := list(filter(pattern.fullmatch, origin.files.tensors)):
             by_reason.setdefault(rule.reason, []).extend(names)
     return by_reason
 
@@ -302,17 +304,15 @@ def _made_by_the_model(model: NnxModel, abstract: Variables, where: Sharding) ->
     def make() -> tuple[Tree, Tree, Tree]:
         made = model.make_variables(None, no_call)
         params = flatten(made.params)
-        return (
-            {path: params[path].astype(new.dtype) for path, new in abstract.params.items()},
-            made.stats,
-            made.rngs,
-        )
+        new_params = {path: params[path].astype(new.dtype) for path, new in abstract.params.items()}
+        return new_params, made.stats, made.rngs
 
     shardings = {path: new.sharding for path, new in abstract.params.items()}
     # flax places a parameter with axis names when it is made, if there is a mesh; here the layout
     # says where it goes
+    compiled_make = jax.jit(make, out_shardings=(shardings, where, where))
     with nnx.use_eager_sharding(False):
-        return Variables(*jax.jit(make, out_shardings=(shardings, where, where))())
+        return Variables(*compiled_make())
 
 
 @trims_tracebacks
@@ -384,11 +384,12 @@ def save(
         for tensor in _tensors(link):
             dtypes[tensor.name] = _written_dtype(tensor, dtype)
     order = {name: number for number, name in enumerate(dtypes)}
+    ordered_links = sorted(links, key=lambda link: order[link.tensor.name])
     display = show_progress(progress)
     try:
         write_folder(
             target,
-            sorted(links, key=lambda link: order[link.tensor.name]),
+            ordered_links,
             arrays,
             dtypes=dtypes,
             # transformers refuses a file whose metadata names no format.

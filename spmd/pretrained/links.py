@@ -61,10 +61,11 @@ def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int |
             product = math.prod(sizes[name] for name in group if name in sizes)
             if total is None or len(unknown) != 1:
                 continue
+            (name,) = unknown
             if product == 0:
-                sizes[unknown[0]] = 0
+                sizes[name] = 0
             elif total % product == 0:
-                sizes[unknown[0]] = total // product
+                sizes[name] = total // product
     names = list(itertools.chain.from_iterable(dims.tensor))
     if missing := [name for name in names if name not in sizes]:
         raise ValueError(f"the size of {' and '.join(missing)} cannot be known")
@@ -73,9 +74,8 @@ def solve(dims: Dims | None, tensor: Sequence[int | None], array: Sequence[int |
     def numbered(side: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(map(number.__getitem__, group)) for group in side)
 
-    factors = Factors(
-        tuple(sizes[name] for name in names), numbered(dims.tensor), numbered(dims.array)
-    )
+    sizes_in_order = tuple(sizes[name] for name in names)
+    factors = Factors(sizes_in_order, numbered(dims.tensor), numbered(dims.array))
     solved = (*factors.shape(factors.tensor), *factors.shape(factors.array))
     for total, size in zip((*tensor, *array), solved, strict=True):
         if total not in (None, size):
@@ -105,13 +105,13 @@ class Link:
         sizes = self.factors.sizes
         ranges = [(0, size) for size in sizes]
         trim = []
-        for group, (begin, end), total in zip(
-            self.factors.array, local, self.factors.shape(self.factors.array), strict=True
-        ):
+        totals = self.factors.shape(self.factors.array)
+        for group, (begin, end), total in zip(self.factors.array, local, totals, strict=True):
             inner = math.prod(sizes[factor] for factor in group[1:])
             if (begin, end) != (0, total):
-                ranges[group[0]] = (begin // inner, -(-end // inner))
-                start = ranges[group[0]][0] * inner
+                first = begin // inner
+                ranges[group[0]] = (first, -(-end // inner))
+                start = first * inner
                 begin, end = begin - start, end - start
             trim.append(slice(begin, end))
         tensor_box = []
@@ -143,14 +143,17 @@ class Link:
         group = self.factors.array[firsts.index(leading)]
         dim = firsts.index(leading) + self.stacked
         begin, end = box[dim]
-        row = math.prod(box_shape(box)) * self.tensor.dtype.itemsize // max(end - begin, 1)
+        box_bytes = math.prod(box_shape(box)) * self.tensor.dtype.itemsize
+        row = box_bytes // max(end - begin, 1)
         inner = math.prod(self.factors.sizes[factor] for factor in group[1:])
         step = max(1, most // max(row * inner, 1)) * inner
         first = begin // inner * inner  # parts begin where the leading factor does
-        return [
-            (*box[:dim], (max(begin, at), min(end, at + step)), *box[dim + 1 :])
-            for at in range(first, end, step)
-        ] or [box]
+        before, after = box[:dim], box[dim + 1 :]
+        parts = []
+        for at in range(first, end, step):
+            part = (max(begin, at), min(end, at + step))
+            parts.append((*before, part, *after))
+        return parts or [box]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +183,9 @@ class Request:
 
     def _shape(self) -> tuple[int, ...]:
         """Return the shape of the array's box before it is trimmed."""
-        sizes = [end - begin for begin, end in self.ranges]
-        return dataclasses.replace(self.link.factors, sizes=tuple(sizes)).shape(
-            self.link.factors.array
-        )
+        sizes = tuple(end - begin for begin, end in self.ranges)
+        factors = dataclasses.replace(self.link.factors, sizes=sizes)
+        return factors.shape(factors.array)
 
     def as_array(self, raw: np.ndarray) -> np.ndarray:
         """Return a view of the values that were read, shaped as the array's box without the layers'
@@ -208,7 +210,8 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, with a cast, in tiles where the order of dims differs."""
     # numpy copies a transposed matrix along the target, and reads a cache line of the source for
     # each value; in a tile, the line is still in the cache for its next value
-    if source.ndim < 2 or source.size < TILE_ROWS or source.strides[-1] == source.itemsize:
+    is_small = source.ndim < 2 or source.size < TILE_ROWS
+    if is_small or source.strides[-1] == source.itemsize:
         target[...] = source
         return
     # this dim is contiguous in the source, as the last dim is in the target

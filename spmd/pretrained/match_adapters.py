@@ -131,7 +131,8 @@ def join_layers(problems: list[Problem]) -> list[Problem]:
     """Return problems with those joined that differ in the number of a layer only."""
     groups: dict[tuple, list[Problem]] = {}
     for problem in problems:
-        key = tuple(map(without_layer, (problem.where, *problem.why, problem.fix)))
+        texts = (problem.where, *problem.why, problem.fix)
+        key = tuple(map(without_layer, texts))
         groups.setdefault(key, []).append(problem)
     joined = []
     for group in groups.values():
@@ -242,14 +243,12 @@ class AdapterReader:
             )
         first = min(adapters)
         for slot, adapter in sorted(adapters.items()):
-            if adapter != adapters[first]:
-                other = adapters[first]
-                self._problem(
-                    names[slot],
-                    f"rank {adapter.rank}, alpha {adapter.alpha:g}; {names[first]} has rank "
-                    f"{other.rank}, alpha {other.alpha:g}, and both are in one stack.",
-                    fix=MERGE,
-                )
+            other = adapters[first]
+            if adapter != other:
+                kind = f"rank {adapter.rank}, alpha {adapter.alpha:g}"
+                other_kind = f"rank {other.rank}, alpha {other.alpha:g}"
+                why = f"{kind}; {names[first]} has {other_kind}, and both are in one stack."
+                self._problem(names[slot], why, fix=MERGE)
 
     def _check_choice(self, in_file: Collection[str]) -> None:
         """Check that the config chooses the modules that have tensors, and no others of the
@@ -280,7 +279,9 @@ class AdapterReader:
         for path in list(values):
             if not path.endswith("kernel"):
                 continue
-            kernel, layer = values.pop(path), self._layers[path.rpartition("/")[0]]
+            kernel = values.pop(path)
+            layer_path, _, _ = path.rpartition("/")
+            layer = self._layers[layer_path]
             if not jnp.array_equal(kernel, layer.kernel.get_value()):
                 why = f"{BASE} of the file is not this kernel."
                 problems.append(Problem(path, [why], "the model that they were trained for."))

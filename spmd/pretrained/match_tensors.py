@@ -53,7 +53,8 @@ def places_of(layers: Layers, arrays: Mapping[str, Any]) -> dict[str, Place]:
     period = 1
     if grouped:
         period = max(map(int, members)) + 1
-    groups = max((arrays[path].shape[0] for path in stacked if arrays[path].shape), default=0)
+    shapes = [arrays[path].shape for path in stacked]
+    groups = max((shape[0] for shape in shapes if shape), default=0)
     places: dict[str, Place] = {}
     for path, leaf in arrays.items():
         if path not in stacked:
@@ -227,13 +228,17 @@ class _Matcher:
 
     def _link(self, rule: TensorRule, tensors: list[Tensor], places: list[Place]) -> None:
         """Link one or several tensors with one or several arrays."""
-        shapes = [self._arrays[place.path].shape[place.slot is not None :] for place in places]
+        shapes = []
+        for place in places:
+            shape = self._arrays[place.path].shape
+            shapes.append(shape[place.slot is not None :])
         try:
             links = _links(rule, tensors, places, shapes)
         except ValueError as error:
-            in_model = " and ".join(
-                f"{place.path} {list(shape)}" for place, shape in zip(places, shapes, strict=True)
-            )
+            described = []
+            for place, shape in zip(places, shapes, strict=True):
+                described.append(f"{place.path} {list(shape)}")
+            in_model = " and ".join(described)
             in_files = " and ".join(map(_show, tensors))
             if rule.transform:
                 in_files += f", {rule.transform},"
@@ -245,13 +250,14 @@ class _Matcher:
             of_place = [link for link in links if link.path == place.path]
             positions = self._filled.get(place)
             if positions is None:
-                self._filled[place] = list(range(len(self.links), len(self.links) + len(of_place)))
+                first = len(self.links)
+                self._filled[place] = list(range(first, first + len(of_place)))
                 self._rule_of[place] = rule
                 self.links += of_place
             elif rule.tied and len(of_place) == len(positions) == 1:
-                self.links[positions[0]] = dataclasses.replace(
-                    self.links[positions[0]], twin=of_place[0]
-                )
+                (position,) = positions
+                link = self.links[position]
+                self.links[position] = dataclasses.replace(link, twin=of_place[0])
             else:
                 self._problem(
                     rule,
@@ -375,7 +381,8 @@ def _entire(shape: tuple[int, ...]) -> Box:
 
 
 def _shift(box: Box, dim: int, by: int) -> Box:
-    return (*box[:dim], (box[dim][0] + by, box[dim][1] + by), *box[dim + 1 :])
+    begin, end = box[dim]
+    return (*box[:dim], (begin + by, end + by), *box[dim + 1 :])
 
 
 def _show(tensor: Tensor) -> str:

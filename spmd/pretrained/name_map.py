@@ -263,19 +263,22 @@ class _Reader(Tables):
                 "one of stack and list.",
                 "conflict",
             )
-        rules = tuple(self.tensor_rule(*item) for item in self.items(data, "tensors"))
+        rules = []
+        for number, item in enumerate(self.items(data, "tensors"), 1):
+            rule = self.tensor_rule(*item)
+            rules.append(dataclasses.replace(rule, number=number))
         if not data.get("tensors"):
             self.problem(
                 "[[tensors]]",
                 "maps no tensor.",
                 'such as  file = "proj.weight"  model = "proj/kernel".',
             )
+        ignored = [self.ignored_rule(*item) for item in self.items(data, "ignored")]
+        homes = {key: value.strip("/") for key, value in layers.items()}
         return NameMap(
-            tensors=tuple(
-                dataclasses.replace(rule, number=number) for number, rule in enumerate(rules, 1)
-            ),
-            ignored=tuple(self.ignored_rule(*item) for item in self.items(data, "ignored")),
-            layers=Layers(**{key: value.strip("/") for key, value in layers.items()}),
+            tensors=tuple(rules),
+            ignored=tuple(ignored),
+            layers=Layers(**homes),
             architectures=self.strings(data, "architectures"),
             model_types=self.strings(data, "model_types"),
             prefix=self.value(data, "", "prefix", "", str),
@@ -311,13 +314,13 @@ class _Reader(Tables):
         ):
             # Not isinstance, for which TOML's true is an int.
             if key in item and type(item[key]) is not kind:
-                self.problem(
-                    f"{where} {key}", f"{as_toml(item[key])}.", f"such as {key} = {example}.", line
-                )
+                fix = f"such as {key} = {example}."
+                self.problem(f"{where} {key}", f"{as_toml(item[key])}.", fix, line)
                 item = {name: value for name, value in item.items() if name != key}
         captures = {}
         for pattern in filter(None, (*file, *model)):
-            captures[pattern] = ", ".join(sorted(set(re.findall(r"\{(\w+)\}", pattern)))) or "none"
+            names_in_braces = set(re.findall(r"\{(\w+)\}", pattern))
+            captures[pattern] = ", ".join(sorted(names_in_braces)) or "none"
         if len(set(captures.values())) > 1:
             shown = "; ".join(f"{pattern}: {names}" for pattern, names in captures.items())
             self.problem(
@@ -340,15 +343,10 @@ class _Reader(Tables):
                 "leave it out, or a list in file or model.",
                 line,
             )
-        return TensorRule(
-            file,
-            model,
-            self.dims(item, where, line),
-            concat,
-            item.get("tied", False),
-            item.get("optional", False),
-            line,
-        )
+        dims = self.dims(item, where, line)
+        tied = item.get("tied", False)
+        optional = item.get("optional", False)
+        return TensorRule(file, model, dims, concat, tied, optional, line)
 
     def dims(self, item: dict[str, Any], where: str, line: int | None) -> Dims | None:
         if item.get("transpose") and "dims" in item:
@@ -395,11 +393,8 @@ class _Reader(Tables):
                     where, f'"{pattern}": braces hold a name, once each.', "such as {layer}.", line
                 )
                 return ("",)
-            if (
-                key == "model"
-                and f"{{{LAYER}}}" in pattern
-                and f"layers.{{{LAYER}}}/" not in pattern
-            ):
+            has_layer = f"{{{LAYER}}}" in pattern
+            if key == "model" and has_layer and f"layers.{{{LAYER}}}/" not in pattern:
                 self.problem(
                     where,
                     f'"{pattern}": a layer is written layers.{{layer}}/...',

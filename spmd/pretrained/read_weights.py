@@ -96,19 +96,17 @@ def read_arrays(
     started, by_path = time.perf_counter(), collections.defaultdict[str, list[Link]](list)
     for link in links:
         by_path[link.path].append(link)
-    # In the order of the files, so that a disk reads forward.
-    ordered = sorted(by_path, key=lambda path: _position(by_path[path][0]))
-    groups = []
-    for path in ordered:
-        groups += _groups(by_path[path], targets[path])
-    sizes = []
-    for group in groups:
-        sizes.append(sum(shard.nbytes for shard in group))
+    groups = _ordered_groups(by_path, targets)
+    sizes = [_nbytes(group) for group in groups]
     pieces: dict[str, list[jax.Array]] = collections.defaultdict(list)
     with _Reader() as reader:
         display.start(0, sum(sizes) >> 20, "reading")
         waiting: collections.deque[tuple[int, list[np.ndarray], list[Future]]] = collections.deque()
         busy = done = 0
+
+        def rate() -> str:
+            seconds = time.perf_counter() - started
+            return f"{format_bytes(done / seconds)}/s"
 
         def place() -> int:
             number, buffers, futures = waiting.popleft()
@@ -117,14 +115,7 @@ def read_arrays(
             for shard, buffer in zip(groups[number], buffers, strict=True):
                 pieces[shard.path] += _on_devices(buffer, shard.devices)
             if display.due():
-                display.show(
-                    done >> 20,
-                    [
-                        "MiB",
-                        f"{format_bytes(done / (time.perf_counter() - started))}/s",
-                        groups[number][0].path,
-                    ],
-                )
+                display.show(done >> 20, ["MiB", rate(), groups[number][0].path])
             return sizes[number]
 
         for number, group in enumerate(groups):
@@ -132,17 +123,15 @@ def read_arrays(
                 freed = place()
                 busy, done = busy - freed, done + freed
             buffers = [aligned(box_shape(shard.box), shard.dtype) for shard in group]
-            waiting.append(
-                (number, buffers, list(reader.submit(group, buffers, by_path[group[0].path])))
-            )
+            links_of_array = by_path[group[0].path]
+            futures = list(reader.submit(group, buffers, links_of_array))
+            waiting.append((number, buffers, futures))
             busy += sizes[number]
             # Otherwise this group's would stay in memory until those of the next are there.
             del buffers
         while waiting:
             done += place()
-        display.show(
-            done >> 20, ["MiB", f"{format_bytes(done / (time.perf_counter() - started))}/s"]
-        )
+        display.show(done >> 20, ["MiB", rate()])
     arrays: dict[str, jax.Array] = {
         path: jax.make_array_from_single_device_arrays(
             targets[path].shape, targets[path].sharding, pieces[path]
@@ -158,6 +147,22 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     room = np.empty(size + ALIGNMENT, np.uint8)
     first = -room.ctypes.data % ALIGNMENT
     return room[first : first + size].view(dtype).reshape(shape)
+
+
+def _ordered_groups(
+    by_path: Mapping[str, Sequence[Link]], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> list[list[Shard]]:
+    """The groups of all arrays, in the order in which the files have them."""
+    # A disk then reads forward.
+    ordered = sorted(by_path, key=lambda path: _position(by_path[path][0]))
+    groups = []
+    for path in ordered:
+        groups += _groups(by_path[path], targets[path])
+    return groups
+
+
+def _nbytes(group: Sequence[Shard]) -> int:
+    return sum(shard.nbytes for shard in group)
 
 
 def _position(link: Link) -> tuple[str, int]:
@@ -296,9 +301,10 @@ class _Reader:
         one, two = request.as_array(raw), twin.as_array(other)
         # By bits, for which a NaN equals itself and 0 differs from -0.
         bits = f"u{raw.dtype.itemsize}"
-        if raw.dtype != other.dtype or not np.array_equal(
+        is_equal = raw.dtype == other.dtype and np.array_equal(
             np.ascontiguousarray(one).view(bits), np.ascontiguousarray(two).view(bits)
-        ):
+        )
+        if not is_equal:
             names = f"{request.link.tensor.name} and {twin.link.tensor.name}"
             why = (
                 f"{names} are one array of the model ({request.link.path}), and their values "

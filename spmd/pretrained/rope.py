@@ -57,9 +57,9 @@ class Rope:
     def of(cls, base: float, head_dim: int, kind: str = "default", **options: Any) -> "Rope":
         """The rotation of a kind in `KINDS`, with its options."""
         plain = base ** -(np.arange(0, head_dim, 2) / head_dim)
-        scaled, factor = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _unscaled)(
-            plain, base, **options
-        )
+        scalings = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+        scale: Any = scalings.get(kind, _unscaled)
+        scaled, factor = scale(plain, base, **options)
         return cls(tuple(map(float, scaled)), float(factor))
 
     def table(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,9 +67,8 @@ class Rope:
         length].
         """
         # bfloat16 does not hold every whole number above 256.
-        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
-            self.frequencies, jnp.float32
-        )
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)
+        angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 
 
@@ -82,9 +81,10 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """
     cos, sin = (part[:, :, None, :] for part in table)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    rotated = jnp.concatenate([rotated_first, rotated_second], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def _unscaled(plain: np.ndarray, base: float) -> tuple[np.ndarray, float]:
@@ -132,11 +132,8 @@ def _yarn(
 
     def pair(turns: float) -> float:
         """The number of the pair with so many turns in the original length."""
-        return (
-            dim
-            * math.log(original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+        ratio = original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(base))
 
     def magnitude(scale: float) -> float:
         if factor <= 1:

@@ -122,9 +122,8 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     header = _parse(file, text, "header")
     metadata = header.pop("__metadata__", {})
     problems = []
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    is_table = isinstance(metadata, dict)
+    if not is_table or not all(isinstance(value, str) for value in metadata.values()):
         problems.append(
             Problem("__metadata__", [f"{short_repr(metadata)} is not a table of strings."])
         )
@@ -188,12 +187,8 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
         raise ValueError(f"unknown dtype {short_repr(kind)}; known: {', '.join(DTYPES)}.")
     if not isinstance(shape, list) or len(shape) > MOST_DIMS or not all(map(_is_count, shape)):
         raise ValueError(f"shape {short_repr(shape)} is not a list of at most {MOST_DIMS} sizes.")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(map(_is_count, offsets))
-        or offsets[0] > offsets[1]
-    ):
+    are_two = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_count, offsets))
+    if not are_two or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets {short_repr(offsets)} are not a begin and an end.")
     begin, end = offsets
     if end > size - start:
@@ -204,10 +199,8 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
     # Python's integers do not overflow, whatever sizes a damaged header has.
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != end - begin:
-        raise ValueError(
-            f"{kind}{shape} has {nbytes:,} bytes; its data_offsets {begin:,} to {end:,} hold "
-            f"{end - begin:,}."
-        )
+        offsets_hold = f"its data_offsets {begin:,} to {end:,} hold {end - begin:,}."
+        raise ValueError(f"{kind}{shape} has {nbytes:,} bytes; {offsets_hold}")
     return Tensor(name, file, dtype, tuple(shape), start + begin, end - begin)
 
 
@@ -220,10 +213,9 @@ def _coverage_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> 
             relation = "leaves a gap after"
             if tensor.offset < at:
                 relation = "overlaps with"
-            why = (
-                f"{relation} {printable(before, 200)}: begins at {tensor.offset - start:,}, not at "
-                f"{at - start:,}."
-            )
+            begins, expected = tensor.offset - start, at - start
+            place = f"begins at {begins:,}, not at {expected:,}."
+            why = f"{relation} {printable(before, 200)}: {place}"
             problems.append(Problem(printable(tensor.name, 200), [why], path=tensor.name))
         at, before = max(at, tensor.offset + tensor.nbytes), tensor.name
     if at != size:
@@ -325,9 +317,8 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
     raise_problems(
         PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers)
     )
-    return WeightFiles(
-        folder, {name: headers[file][name] for name, file in weight_map.items()}, metadata
-    )
+    tensors = {name: headers[file][name] for name, file in weight_map.items()}
+    return WeightFiles(folder, tensors, metadata)
 
 
 def _is_plain(name: str) -> bool:
@@ -389,17 +380,21 @@ def intersection(one: Box, other: Box) -> Box | None:
     """Return the box that two boxes have in common; None if it is empty. The box of a scalar is
     ().
     """
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    if any(begin >= end for begin, end in both):
-        return None
-    return both
+    both = []
+    for (begin, end), (other_begin, other_end) in zip(one, other, strict=True):
+        first, last = max(begin, other_begin), min(end, other_end)
+        if first >= last:
+            return None
+        both.append((first, last))
+    return tuple(both)
 
 
 def relative(box: Box, to: Box) -> Box:
     """Return a box by its place in the box `to`, in which it lies."""
-    return tuple(
-        (begin - first, end - first) for (begin, end), (first, _) in zip(box, to, strict=True)
-    )
+    place = []
+    for (begin, end), (first, _) in zip(box, to, strict=True):
+        place.append((begin - first, end - first))
+    return tuple(place)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -423,7 +418,8 @@ def has_short_runs(tensor: Tensor, box: Box) -> bool:
     if full < 2:
         return False
     inner = math.prod(tensor.shape[full:]) * tensor.dtype.itemsize
-    return (box[full - 1][1] - box[full - 1][0]) * inner < SHORT_RUN
+    begin, end = box[full - 1]
+    return (end - begin) * inner < SHORT_RUN
 
 
 def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
@@ -440,12 +436,13 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
         wide: Box = (*box[: full - 1], (0, tensor.shape[full - 1]), *box[full:])
         scratch = np.empty(box_shape(wide), out.dtype)
         count = read_box(descriptor, tensor, wide, scratch)
-        out[...] = scratch[(slice(None),) * (full - 1) + (slice(*box[full - 1]),)]
+        outer = (slice(None),) * (full - 1)
+        out[...] = scratch[(*outer, slice(*box[full - 1]))]
         return count
     flat = out.reshape(-1).view(np.uint8).data
-    strides = [
-        math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))
-    ]
+    strides = []
+    for dim in range(len(box)):
+        strides.append(math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize)
     starts = np.zeros(1, np.int64)
     for dim in range(max(full - 1, 0)):
         offsets = np.arange(*box[dim], dtype=np.int64) * strides[dim]
@@ -468,9 +465,8 @@ def read_ahead(descriptor: int, tensor: Tensor, box: Box) -> None:
         begin, end = 0, 1
         if full:
             begin, end = box[0]
-        os.posix_fadvise(
-            descriptor, tensor.offset + begin * inner, (end - begin) * inner, os.POSIX_FADV_WILLNEED
-        )
+        first, size = tensor.offset + begin * inner, (end - begin) * inner
+        os.posix_fadvise(descriptor, first, size, os.POSIX_FADV_WILLNEED)
 
 
 def _read_all(descriptor: int, tensor: Tensor, into: memoryview, offset: int) -> None:
@@ -519,10 +515,8 @@ def write_file(
     """
     # behind an array of smaller items, one of larger items might not be aligned
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
-    header, _ = header_bytes(
-        [(name, array.dtype, array.shape) for name, array in ordered.items()],
-        metadata or {"format": "pt"},
-    )
+    entries = [(name, array.dtype, array.shape) for name, array in ordered.items()]
+    header, _ = header_bytes(entries, metadata or {"format": "pt"})
     with open_output(file) as opened:
         opened.write(header)
         for array in ordered.values():

@@ -127,24 +127,21 @@ def _write_shards(
         by_tensor.setdefault(link.tensor.name, []).append(link)
         if link.twin is not None:
             by_tensor.setdefault(link.twin.tensor.name, []).append(link.twin)
-    shards = split_shards(
-        {name: several[0].tensor for name, several in by_tensor.items()}, dtypes, max_shard
-    )
+    tensor_of = {name: several[0].tensor for name, several in by_tensor.items()}
+    shards = split_shards(tensor_of, dtypes, max_shard)
     names = [f"{stem}{SUFFIX}"]
     if len(shards) > 1:
         count = len(shards)
         # The names that transformers gives to the parts of a model.
         names = [f"{stem}-{n:05}-of-{count:05}{SUFFIX}" for n in range(1, count + 1)]
-    sizes = {
-        name: math.prod(several[0].tensor.shape) * dtypes[name].itemsize
-        for name, several in by_tensor.items()
-    }
+    sizes = {}
+    for name, tensor in tensor_of.items():
+        sizes[name] = math.prod(tensor.shape) * dtypes[name].itemsize
     gather, done = _Gather(), 0
     display.start(0, sum(sizes.values()) >> 20, "writing")
     for file, tensors in zip(names, shards, strict=True):
-        header, _ = header_bytes(
-            [(name, dtypes[name], by_tensor[name][0].tensor.shape) for name in tensors], metadata
-        )
+        entries = [(name, dtypes[name], tensor_of[name].shape) for name in tensors]
+        header, _ = header_bytes(entries, metadata)
         path = None
         if working is not None:
             path = working / file
@@ -256,13 +253,10 @@ class _Gather:
         local = {shard.device: shard.data for shard in array.addressable_shards}
         owners: dict[Box, Any] = {}  # of each shard one device, of process 0 if it has it
         for device, index in array.sharding.devices_indices_map(array.shape).items():
-            ranges = tuple(
-                part.indices(size)[:2] for part, size in zip(index or (), array.shape, strict=True)
-            )
-            if ranges not in owners or (device.process_index, device.id) < (
-                owners[ranges].process_index,
-                owners[ranges].id,
-            ):
+            parts = zip(index or (), array.shape, strict=True)
+            ranges = tuple(part.indices(size)[:2] for part, size in parts)
+            owner = owners.setdefault(ranges, device)
+            if (device.process_index, device.id) < (owner.process_index, owner.id):
                 owners[ranges] = device
         # Sorted: a send is a collective, so all processes need one order.
         for ranges, device in sorted(owners.items()):
@@ -274,11 +268,13 @@ class _Gather:
             if device.process_index != 0:
                 pieces = _pieces(inside, PIECE // array.dtype.itemsize)
             for piece in pieces:
-                starts, part = [begin for begin, _ in relative(piece, ranges)], None
+                starts = [begin for begin, _ in relative(piece, ranges)]
+                shape = box_shape(piece)
+                part = None
                 if device in local:
-                    part = _part_of(local[device], starts, box_shape(piece))
+                    part = _part_of(local[device], starts, shape)
                 if device.process_index != 0:
-                    part = self._send(array, device, part, box_shape(piece))
+                    part = self._send(array, device, part, shape)
                 if part is not None:
                     values[slices(relative(piece, box))] = part
         return values
@@ -290,7 +286,8 @@ class _Gather:
         # A set has no order, and all processes must make the same mesh.
         devices = sorted(array.sharding.device_set, key=lambda device: device.id)
         mesh = Mesh(np.array(devices), ("device",))
-        sharding, key = NamedSharding(mesh, PartitionSpec("device")), (array.dtype, shape)
+        sharding = NamedSharding(mesh, PartitionSpec("device"))
+        key = (array.dtype, shape)
         here = [device for device in devices if device.process_index == jax.process_index()]
         # Placed once: all devices but one send zeros with every piece.
         if key not in self._zeros:
@@ -302,7 +299,8 @@ class _Gather:
         if part is not None:
             rows[here.index(owner)] = jax.device_put(np.asarray(part)[None], owner)
         stacked = jax.make_array_from_single_device_arrays((len(devices), *shape), sharding, rows)
-        return np.asarray(_sum_bits(mesh)(stacked).addressable_data(0)).view(array.dtype)
+        sums = _sum_bits(mesh)(stacked)
+        return np.asarray(sums.addressable_data(0)).view(array.dtype)
 
 
 @functools.cache
@@ -324,9 +322,8 @@ def _pieces(box: Box, most: int) -> list[Box]:
     dim = max(range(len(sizes)), key=lambda dim: sizes[dim])
     step = max(1, sizes[dim] * most // math.prod(sizes))
     begin, end = box[dim]
-    return [
-        (*box[:dim], (at, min(at + step, end)), *box[dim + 1 :]) for at in range(begin, end, step)
-    ]
+    before, after = box[:dim], box[dim + 1 :]
+    return [(*before, (at, min(at + step, end)), *after) for at in range(begin, end, step)]
 
 
 def _part_of(shard: jax.Array, starts: Sequence[int], sizes: tuple[int, ...]) -> Any:
