@@ -4,6 +4,7 @@ threads with a deadline.
 
 import dataclasses
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -149,19 +150,27 @@ class Ensemble:
             raise OptionError(
                 f"members is {type_name(members)}.", fix="a list of members, or a dict by name."
             )
-        named = members if isinstance(members, Mapping) else dict(enumerate(members))
+        named: Mapping[Any, Any]
+        if isinstance(members, Mapping):
+            named = members
+        else:
+            named = dict(enumerate(members))
         if not named:
             raise OptionError("an ensemble without members.", fix="at least one.")
         self.combine = combine
         self.temperature = 1.0
-        self._members = {str(name): _member(str(name), member) for name, member in named.items()}
+        self._members = {}
+        for key, member in named.items():
+            name = str(key)
+            self._members[name] = _member(name, member)
         self._nets = [member for member in self._members.values() if isinstance(member, Net)]
         self._batch: int | None = None
         self._groups: list[Group] = []
         if self._nets:
             self._batch = common_batch(self._nets)
             self._groups = group_members(self._nets, self._batch or ROWS)
-        self._mesh = _mesh(mesh, max((len(group.nets) for group in self._groups), default=1))
+        sizes = [len(group.nets) for group in self._groups]
+        self._mesh = _mesh(mesh, max(sizes, default=1))
         self._workers: Workers | None = None
         self._starting = threading.Lock()
 
@@ -174,18 +183,20 @@ class Ensemble:
         return len(self._members)
 
     def __repr__(self) -> str:
-        parts = [
-            f"{len(group.nets)} members stacked over net={self._mesh.size}"
-            for group in self._groups
-            if len(group.nets) > 1
-        ]
-        single = sum(len(group.nets) == 1 for group in self._groups)
+        parts = []
+        sizes = [len(group.nets) for group in self._groups]
+        for size in sizes:
+            if size > 1:
+                parts.append(f"{size} members stacked over net={self._mesh.size}")
+        single = sizes.count(1)
         if single:
             parts.append(f"{single} run separately")
         functions = len(self) - len(self._nets)
         if functions:
             parts.append(f"{functions} only for ask()")
-        temperature = "" if self.temperature == 1.0 else f" at temperature {self.temperature:.3g}"
+        temperature = ""
+        if self.temperature != 1.0:
+            temperature = f" at temperature {self.temperature:.3g}"
         return f"Ensemble of {len(self)}: {self.combine}{temperature}; {', '.join(parts)}"
 
     @functools.cached_property
@@ -212,7 +223,8 @@ class Ensemble:
         if self.temperature == 1.0:
             return self._in_chunks(inputs, batch_size, lambda probabilities, _: probabilities)
         # float32 would underflow before
-        return np.exp(self._log_probabilities(self._logits(inputs, batch_size))).astype(np.float32)
+        logits = self._logits(inputs, batch_size)
+        return np.exp(self._log_probabilities(logits)).astype(np.float32)
 
     @outside_of_mesh()
     def members(self, inputs: Tree, *, batch_size: int = 256) -> np.ndarray:
@@ -226,7 +238,8 @@ class Ensemble:
         Returns:
           Probabilities, which sum to 1 over classes.
         """
-        return np.exp(uncertainty.log_softmax(self._logits(inputs, batch_size))).astype(np.float32)
+        logits = self._logits(inputs, batch_size)
+        return np.exp(uncertainty.log_softmax(logits)).astype(np.float32)
 
     @outside_of_mesh()
     def uncertainty(self, inputs: Tree, *, batch_size: int = 256) -> dict[str, np.ndarray]:
@@ -244,7 +257,8 @@ class Ensemble:
           The two arrays, by name.
         """
         logits = self._logits(inputs, batch_size)
-        entropy = uncertainty.entropy(np.exp(self._log_probabilities(logits)))
+        probabilities = np.exp(self._log_probabilities(logits))
+        entropy = uncertainty.entropy(probabilities)
         return {"entropy": entropy, "disagreement": uncertainty.disagreement(logits)}
 
     @outside_of_mesh()
@@ -273,7 +287,8 @@ class Ensemble:
         labels = np.concatenate(batches_of_labels)
         _check_labels(labels, logits)
         ensemble = _metrics(self._log_probabilities(logits), labels)
-        ensemble["disagreement"] = float(uncertainty.disagreement(logits).mean())
+        disagreement = uncertainty.disagreement(logits)
+        ensemble["disagreement"] = float(disagreement.mean())
         members = {}
         for name, logs in zip(self.names, uncertainty.log_softmax(logits), strict=True):
             members[name] = _metrics(logs, labels)
@@ -344,9 +359,8 @@ class Ensemble:
           EnsembleError: no member answered in time (the error lists late members and exceptions),
             or the ensemble was closed meanwhile.
         """
-        if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline > 0
-        ):
+        is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+        if deadline is not None and not (is_number and deadline > 0):
             raise OptionError(
                 f"deadline={deadline!r}.", fix="a positive number of seconds, or None."
             )
@@ -362,14 +376,14 @@ class Ensemble:
         # Two threads may ask at the same time, and must not both start workers.
         with self._starting:
             if self._workers is None:
-                functions = {
-                    name: self._worker_function(at, member)
-                    for at, (name, member) in enumerate(self._members.items())
-                }
+                functions = {}
+                for at, (name, member) in enumerate(self._members.items()):
+                    functions[name] = self._worker_function(at, member)
                 self._workers = Workers(functions)
             workers = self._workers
         logits, late, failed, seconds = workers.ask(inputs, rows, deadline)
-        probabilities = np.exp(self._log_probabilities(np.stack(list(logits.values()))))
+        stacked = np.stack(list(logits.values()))
+        probabilities = np.exp(self._log_probabilities(stacked))
         return Answer(probabilities, tuple(logits), late, failed, seconds)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -388,14 +402,15 @@ class Ensemble:
         self.close()
 
     def _log_probabilities(self, logits: np.ndarray) -> np.ndarray:
-        return uncertainty.with_temperature(
-            uncertainty.log_combined(logits, self.combine), self.temperature
-        )
+        uncalibrated = uncertainty.log_combined(logits, self.combine)
+        return uncertainty.with_temperature(uncalibrated, self.temperature)
 
     def _logits(self, inputs: Tree, batch_size: int) -> np.ndarray:
-        return self._in_chunks(
-            inputs, batch_size, lambda _, logits: logits.swapaxes(0, 1)
-        ).swapaxes(0, 1)
+        def by_row(probabilities: jax.Array, logits: jax.Array) -> jax.Array:
+            del probabilities
+            return logits.swapaxes(0, 1)
+
+        return self._in_chunks(inputs, batch_size, by_row).swapaxes(0, 1)
 
     def _in_chunks(
         self, inputs: Tree, batch_size: int, output: Callable[[jax.Array, jax.Array], jax.Array]
@@ -405,9 +420,10 @@ class Ensemble:
         """
         check_integer(batch_size, "batch_size")
         if len(self._nets) < len(self):
-            functions = [
-                name for name, member in self._members.items() if not isinstance(member, Net)
-            ]
+            functions = []
+            for name, member in self._members.items():
+                if not isinstance(member, Net):
+                    functions.append(name)
             raise EnsembleError(
                 f"members that are functions cannot be compiled: {', '.join(functions)}.",
                 fix="ensemble.ask(x).",
@@ -419,9 +435,8 @@ class Ensemble:
 
         # jit refuses a jax array that lies on other devices than the members
         arrays = jax.tree.map(np.asarray, inputs)
-        return concatenated(
-            call_in_chunks(predict_chunk, arrays, rows, batch=self._batch, most=batch_size)
-        )
+        chunks = call_in_chunks(predict_chunk, arrays, rows, batch=self._batch, most=batch_size)
+        return concatenated(chunks)
 
     def _worker_function(self, at: int, member: Any) -> Callable[[Tree], Any]:
         """The member as a function for a thread, with its weights on a device of its own."""
@@ -439,9 +454,8 @@ class Ensemble:
             # jit refuses a jax array on another device than the member's weights.
             inputs = jax.tree.map(np.asarray, inputs)
             rows = len(jax.tree.leaves(inputs)[0])
-            chunks = call_in_chunks(
-                lambda chunk: compiled(arrays(), chunk), inputs, rows, batch=member.batch, most=rows
-            )
+            function = functools.partial(compiled, arrays())
+            chunks = call_in_chunks(function, inputs, rows, batch=member.batch, most=rows)
             return concatenated(np.asarray(logits).astype(np.float32) for logits in chunks)
 
         return answer
@@ -511,8 +525,10 @@ def _pairs(data: Any) -> Iterator[tuple[Tree, Any]]:
         yield _split(data)
         return
     for batch in as_source(data, batch_size=None, shuffle=None, seed=0, short_ok=True).epoch(0):
-        real_rows = slice(None) if batch.weights is None else batch.weights > 0
-        yield _split(jax.tree.map(lambda x: np.asarray(x)[real_rows], batch.leaves))
+        leaves = jax.tree.map(np.asarray, batch.leaves)
+        if batch.weights is not None:
+            leaves = jax.tree.map(operator.itemgetter(batch.weights > 0), leaves)
+        yield _split(leaves)
 
 
 def _split(batch: Any) -> tuple[Tree, Any]:
@@ -525,13 +541,10 @@ def _split(batch: Any) -> tuple[Tree, Any]:
 
 
 def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:
-    classes = logits.shape[-1]
-    if (
-        labels.shape != logits.shape[1:-1]
-        or labels.dtype.kind not in "iu"
-        or not ((labels >= 0) & (labels < classes)).all()
-    ):
-        expected = f"integers {list(logits.shape[1:-1])} from 0 to {classes - 1}"
+    _, *shape, classes = logits.shape
+    are_classes = list(labels.shape) == shape and labels.dtype.kind in "iu"
+    if not are_classes or not ((labels >= 0) & (labels < classes)).all():
+        expected = f"integers {shape} from 0 to {classes - 1}"
         raise DataError(
             f"the labels are {describe(labels)}; the members' logits have {classes} classes.",
             fix=f"{expected}.",
@@ -540,9 +553,10 @@ def _check_labels(labels: np.ndarray, logits: np.ndarray) -> None:
 
 def _metrics(log_probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     probabilities = np.exp(log_probabilities)
+    entropies = uncertainty.entropy(probabilities)
     return {
         "log loss": uncertainty.log_loss(log_probabilities, labels),
         "accuracy": uncertainty.accuracy(log_probabilities, labels),
         "calibration error": uncertainty.calibration_error(probabilities, labels),
-        "entropy": float(uncertainty.entropy(probabilities).mean()),
+        "entropy": float(entropies.mean()),
     }

@@ -17,9 +17,10 @@ import jax.export
 from spmd.base.output_files import open_output, publish
 from spmd.base.tree import Tree, describe, flatten, format_bytes, map_paths
 from spmd.base.user_paths import as_path, check_free, make_folder
+from spmd.data.batches import with_rows
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import ExportError, OptionError, SpmdError, did_you_mean, first_line, import_extra
-from spmd.inference.forward import Forward, forward_of, to_host, traced, with_rows
+from spmd.inference.forward import Forward, forward_of, to_host, traced
 from spmd.inference.weights import (
     Stored,
     Writer,
@@ -74,10 +75,8 @@ class ExportReport:
         else:
             lines = [f"{text}with {exact} of weights and a header for each array"]
         width = max(map(len, self.before), default=0)
-        lines += [
-            f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}"
-            for name, value in self.before.items()
-        ]
+        for name, value in self.before.items():
+            lines.append(f"  {name:{width}}  {value:.6g} -> {self.after[name]:.6g}")
         return "\n".join(lines)
 
 
@@ -143,7 +142,8 @@ def export(
             'check=... with weights="exact": exact weights have no error to measure.',
             fix='omit it, or weights="int8".',
         )
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+    is_count = isinstance(batch, int) and not isinstance(batch, bool) and batch > 0
+    if batch is not None and not is_count:
         raise OptionError(
             f"batch={batch!r}.", fix="a positive number of rows, or None for any number."
         )
@@ -164,12 +164,13 @@ def export(
             if should_quantize(path, leaf, stacked=path in forward.stacked):
                 int8.add(path)
     exported = _exported(forward, int8, chosen, batch)
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     about = {
         "format": FORMAT,
         "platforms": list(chosen),
         "batch": batch,
         "inputs": _shapes(forward.inputs),
-        "outputs": _shapes(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
+        "outputs": _shapes(outputs),
         "weights": weights,
         "step": int(state.step),
         "precision": trainer.placed.config.precision,
@@ -182,7 +183,8 @@ def export(
         before = trainer.evaluate(state, check)
     arrays, size = _write(target, forward, int8, exported, about)
     if check is not None:
-        after = trainer.evaluate(_state_as_written(trainer, state, forward, int8), check)
+        written = _state_as_written(trainer, state, forward, int8)
+        after = trainer.evaluate(written, check)
     exact = sum(leaf.size * leaf.dtype.itemsize for leaf in forward.arrays)
     return ExportReport(target, tuple(arrays), size, exact, before, after)
 
@@ -192,7 +194,9 @@ def _platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
         raise OptionError(f"platforms={platforms!r}.", fix=f"of {', '.join(PLATFORMS)}.")
     if platforms is None:
         platforms = jax.export.default_export_platform()
-    chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    if isinstance(platforms, str):
+        platforms = (platforms,)
+    chosen = tuple(platforms)
     for name in chosen:
         if name not in PLATFORMS:
             raise OptionError(f"platforms: {name!r}.", fix=f"of {', '.join(PLATFORMS)}.")
@@ -210,10 +214,10 @@ def _exported(
       ExportError: jax cannot export it; if it can with a fixed number of rows, the fix names one
         that works.
     """
-    stored = [
-        stored_shape(leaf, int8=path in int8, stacked=path in forward.stacked)
-        for path, leaf in forward.named
-    ]
+    stored = []
+    for path, leaf in forward.named:
+        stacked = path in forward.stacked
+        stored.append(stored_shape(leaf, int8=path in int8, stacked=stacked))
 
     def function(arrays: list, inputs: Tree) -> Tree:
         dequantized = []
@@ -224,7 +228,8 @@ def _exported(
             dequantized.append(array)
         return forward.function(dequantized, inputs)
 
-    rows = batch or jax.tree.leaves(forward.inputs)[0].shape[0]
+    first_input = jax.tree.leaves(forward.inputs)[0]
+    rows = batch or first_input.shape[0]
     fixed = traced(forward.function, forward.arrays, with_rows(forward.inputs, rows))
     bad = [describe(out) for out in fixed.out_avals if out.shape[:1] != (rows,)]
     if bad:
@@ -232,11 +237,12 @@ def _exported(
             f"for {rows} rows the model returns {', '.join(bad)}: not one value or array per row.",
             fix="a model whose outputs have the rows as their dim 0.",
         )
-    symbol = jax.export.symbolic_shape("rows")[0] if batch is None else batch
+    exported_rows: Any = batch
+    if batch is None:
+        (exported_rows,) = jax.export.symbolic_shape("rows")
     try:
-        exported = jax.export.export(jax.jit(function), platforms=platforms)(
-            stored, with_rows(forward.inputs, symbol)
-        )
+        export_function = jax.export.export(jax.jit(function), platforms=platforms)
+        exported = export_function(stored, with_rows(forward.inputs, exported_rows))
         # here already: some programs can be exported but not serialized
         exported.serialize()
     except SpmdError:
@@ -264,10 +270,11 @@ def _exported(
 
 def _shapes(tree: Tree) -> dict[str, list]:
     """Dtype and dims of every leaf; dim 0, the rows, is null."""
-    return {
-        path: [str(leaf.dtype), None, *map(int, leaf.shape[1:])]
-        for path, leaf in flatten(tree).items()
-    }
+    shapes = {}
+    for path, leaf in flatten(tree).items():
+        sizes = map(int, leaf.shape[1:])
+        shapes[path] = [str(leaf.dtype), None, *sizes]
+    return shapes
 
 
 def _versions() -> dict[str, str]:
@@ -311,11 +318,10 @@ def _write(
         for path, leaf in forward.named:
             # in all processes, even after one has failed, since this is collective
             values = to_host(leaf)
+            stacked = path in forward.stacked
             try:
                 if not failed:
-                    arrays.append(
-                        writer.add(path, values, int8=path in int8, stacked=path in forward.stacked)
-                    )
+                    arrays.append(writer.add(path, values, int8=path in int8, stacked=stacked))
             except (OSError, SpmdError) as error:
                 failed.append(error)
         try:
@@ -366,7 +372,9 @@ def _state_as_written(
         return dequantize(*quantize(exact, stacked=name in forward.stacked), exact.dtype)
 
     def place(new: Any, old: Any) -> Any:
-        return old if new is old else place_copy(to_host(new), old.sharding)
+        if new is old:
+            return old
+        return place_copy(to_host(new), old.sharding)
 
     variables = placed.states.variables(state)
     unpacked = map_paths(as_written, {"params": variables.params, "frozen": variables.frozen})
@@ -376,8 +384,6 @@ def _state_as_written(
         params = placed.packing.pack(params)
     if placed.order is not None:
         frozen = placed.order.pack(frozen)
-    return dataclasses.replace(
-        state,
-        params=jax.tree.map(place, params, state.params),
-        frozen=jax.tree.map(place, frozen, state.frozen),
-    )
+    placed_params = jax.tree.map(place, params, state.params)
+    placed_frozen = jax.tree.map(place, frozen, state.frozen)
+    return dataclasses.replace(state, params=placed_params, frozen=placed_frozen)

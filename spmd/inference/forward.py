@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.base.tree import Tree, abstract, describe, flatten
 from spmd.base.xla import replicate
-from spmd.data.batches import check_leaves
+from spmd.data.batches import check_leaves, with_rows
 from spmd.errors import DataError, ExportError, OptionError, SpmdError, first_line
 from spmd.models.base import Call, Variables
 from spmd.nn.parallel_context import UNSHARDED, parallel_scope
@@ -93,7 +93,10 @@ class _CallRecorder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         has_only_modes = all(name in ("train", "training", "deterministic") for name in kwargs)
-        self._calls.append(abstract(args[0]) if len(args) == 1 and has_only_modes else None)
+        inputs = None
+        if len(args) == 1 and has_only_modes:
+            inputs = abstract(args[0])
+        self._calls.append(inputs)
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +129,8 @@ def _model_inputs(placed: PlacedModel, variables: Variables) -> Tree:
     how = ""
     if not calls:
         how = "never as model(x)"
-    rows = jax.tree.leaves(placed.spec.sample)[0].shape[0]
+    first_leaf = jax.tree.leaves(placed.spec.sample)[0]
+    rows = first_leaf.shape[0]
     for call in calls:
         # an empty tree, or None, has no leaf, so none with rows
         firsts = {leaf.shape[:1] for leaf in jax.tree.leaves(call)}
@@ -187,7 +191,10 @@ def check_inputs(inputs: Tree, shapes: Tree) -> int:
 
 def describe_tree(tree: Tree) -> str:
     """Path, dtype and shape of every leaf."""
-    return ", ".join(f"{path} {describe(leaf)}".strip() for path, leaf in flatten(tree).items())
+    leaves = []
+    for path, leaf in flatten(tree).items():
+        leaves.append(f"{path} {describe(leaf)}".strip())
+    return ", ".join(leaves)
 
 
 def call_in_chunks(
@@ -238,8 +245,3 @@ def traced(function: Callable[..., Any], arrays: Iterable[Any], inputs: Tree) ->
     except Exception as error:
         why = f"the model fails on {describe_tree(inputs)}: {first_line(error)}"
         raise ExportError(why, fix="inputs=, an example of the model's inputs.") from error
-
-
-def with_rows(inputs: Tree, rows: Any) -> Tree:
-    """Shapes of inputs with another number of rows, which may be a symbol."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), inputs)

@@ -106,14 +106,17 @@ class Sampling:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
         if self.top_k is not None:
-            least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
+            count = min(self.top_k, logits.shape[-1])
+            likeliest_logits, _ = jax.lax.top_k(logits, count)
+            least = likeliest_logits[:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
         if self.top_p is not None:
             ordered = jnp.sort(logits, axis=-1, descending=True)
             probabilities = jax.nn.softmax(ordered, axis=-1)
             # less its own probability, so that the most likely token is always among them
-            likeliest = jnp.cumsum(probabilities, axis=-1) - probabilities < self.top_p
-            least = jnp.where(likeliest, ordered, jnp.inf).min(axis=-1, keepdims=True)
+            likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+            likeliest = jnp.where(likelier < self.top_p, ordered, jnp.inf)
+            least = likeliest.min(axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
@@ -165,13 +168,7 @@ class Generator:
             abstract = self._variables
             used_mesh = _mesh_of(abstract)
         else:
-            trainer = getattr(model, "trainer", model)
-            placed = getattr(trainer, "placed", trainer)
-            if not isinstance(placed, PlacedModel):
-                raise OptionError(
-                    f"model={short_repr(model)} is {type_name(model)}.",
-                    fix=f"a result of fit, {MODEL_FIX}",
-                )
+            placed = _placed_model_of(model)
             self._placed_model = placed
             self._given = placed.given
             abstract = placed.abstract_variables
@@ -185,14 +182,20 @@ class Generator:
             raise OptionError(
                 f"{type(module).__name__} has no cache of keys and values.", fix=MODEL_FIX
             )
-        self._mesh: Mesh | None = used_mesh if mesh is None else make_mesh(mesh)
-        self._layout = used_layout if layout is None else Layout.load(layout)
+        self._mesh: Mesh | None = used_mesh
+        if mesh is not None:
+            self._mesh = make_mesh(mesh)
+        self._layout = used_layout
+        if layout is not None:
+            self._layout = Layout.load(layout)
         config = getattr(module, "config", None)
         self._vocab = getattr(config, "vocab", None)
         self._longest = getattr(config, "learned_positions", None)
         self._made_for = getattr(config, "max_positions", None)
         origin = getattr(module, ORIGIN, None)
-        self._asked = None if origin is None else asked_sampling(origin.folder)
+        self._asked = None
+        if origin is not None:
+            self._asked = asked_sampling(origin.folder)
         self._said: set[str] = set()
         self._program = jax.jit(self._write, static_argnames=("sampling", "new", "length"))
 
@@ -234,7 +237,9 @@ class Generator:
         ways = math.prod(mesh.shape[axis] for axis in heads)
 
         def shard(leaf: jax.Array) -> jax.Array:
-            by_head = heads if heads and leaf.shape[3] % ways == 0 else None
+            by_head = None
+            if heads and leaf.shape[3] % ways == 0:
+                by_head = heads
             spec = PartitionSpec(None, parallel.data or None, None, by_head, None)
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
@@ -268,7 +273,8 @@ class Generator:
 
         def write(state: tuple) -> tuple:
             number, token, done, counts, written, repeated, cache = state
-            logits, cache = step(token[:, None], (lengths - 1 + number)[:, None], cache)
+            position = lengths - 1 + number
+            logits, cache = step(token[:, None], position[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
             chosen = sampling.choose(logits[:, 0].astype(jnp.float32), keys, repeated)
             # XLA's loop has no end for a single row: one that has ended runs along, and writes 0.
@@ -277,13 +283,11 @@ class Generator:
                 repeated = repeated.at[jnp.arange(rows), token].set(True)
             written = jax.lax.dynamic_update_index_in_dim(written, token, number, 1)
             counts = counts + ~done
-            done = done | (token[:, None] == stop).any(axis=1)
+            is_end = token[:, None] == stop
+            done = done | is_end.any(axis=1)
             return number + 1, token, done, counts, written, repeated, self._sharded(cache)
 
-        trees = (variables.params, variables.frozen)
-        leaves = jax.tree.leaves(trees, is_leaf=is_quantized)
-        dtypes = [leaf.dtype for leaf in leaves if not is_quantized(leaf)]
-        dtype = self._dtype or jnp.result_type(*dtypes)
+        dtype = self._dtype or _common_dtype(variables)
         positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
         cache = self._sharded(self._bind(variables).init_cache(rows, length, dtype))
         # only the shape of the logits is used, so XLA does not compute their values
@@ -324,7 +328,9 @@ class Generator:
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         check_integer(max_new_tokens, "max_new_tokens")
         check_integer(seed, "seed", 0)
-        variables = self._variables if state is None else self._of_state(state)
+        variables = self._variables
+        if state is not None:
+            variables = self._of_state(state)
         if variables is None:
             raise OptionError(
                 "a generator of a trainer has no state.",
@@ -350,19 +356,22 @@ class Generator:
         length = -(-(longest + max_new_tokens) // UNIT) * UNIT
         if self._longest is not None:
             length = min(length, self._longest)
-        prompt = np.zeros((len(rows), min(-(-longest // UNIT) * UNIT, length)), np.int32)
+        width = min(-(-longest // UNIT) * UNIT, length)
+        prompt = np.zeros((len(rows), width), np.int32)
         for number, row in enumerate(rows):
             prompt[number, : len(row)] = row
         lengths = np.array([len(row) for row in rows], np.int32)
         # placed as numbers: the callback slices a numpy array, which cannot have keys
         # The kind is fixed, so that jax_default_prng_impl does not change what is drawn.
         key = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+        data = self._parallel.data
+        key_on_mesh = jax.random.wrap_key_data(self._placed(key, ()), impl="threefry2x32")
         written, counts = self._program(
             variables,
-            self._placed(prompt, self._parallel.data),
-            self._placed(lengths, self._parallel.data),
+            self._placed(prompt, data),
+            self._placed(lengths, data),
             self._placed(ends, ()),
-            jax.random.wrap_key_data(self._placed(key, ()), impl="threefry2x32"),
+            key_on_mesh,
             sampling=sampling,
             new=max_new_tokens,
             length=length,
@@ -477,6 +486,30 @@ def generate(
     )
 
 
+def _placed_model_of(model: Any) -> PlacedModel:
+    """Return the placed model of a result of `fit`, of a trainer, or itself.
+
+    Raises:
+      OptionError: it is none of these.
+    """
+    trainer = getattr(model, "trainer", model)
+    placed = getattr(trainer, "placed", trainer)
+    if not isinstance(placed, PlacedModel):
+        raise OptionError(
+            f"model={short_repr(model)} is {type_name(model)}.",
+            fix=f"a result of fit, {MODEL_FIX}",
+        )
+    return placed
+
+
+def _common_dtype(variables: Variables) -> Any:
+    """Return the dtype to which JAX promotes the parameters that are not quantized."""
+    trees = (variables.params, variables.frozen)
+    leaves = jax.tree.leaves(trees, is_leaf=is_quantized)
+    dtypes = [leaf.dtype for leaf in leaves if not is_quantized(leaf)]
+    return jnp.result_type(*dtypes)
+
+
 def _abstract_module(model: Model, variables: Variables) -> Any:
     """The model's module without values in its arrays, to read its attributes."""
     modules = []
@@ -513,14 +546,16 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
         # numpy refuses rows of several lengths.
         except ValueError:
             ids = np.zeros((0, 0))
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        are_integers = ids.size == 0 or np.issubdtype(ids.dtype, np.integer)
+        if ids.ndim != 1 or not are_integers:
             raise DataError(f"tokens[{number}]={short_repr(row)} is no list of token ids.", fix=fix)
         if ids.size == 0:
             raise DataError(
                 f"tokens[{number}] is empty.",
                 fix="one token at least, such as the one that begins a text.",
             )
-        bad = ids[(ids < 0) | (ids >= (vocab or 2**31))]
+        limit = vocab or 2**31
+        bad = ids[(ids < 0) | (ids >= limit)]
         if bad.size:
             raise DataError(
                 f"tokens[{number}] has id {bad[0]}; the model has {vocab} tokens, from 0.",

@@ -15,6 +15,7 @@ from spmd.base.output_files import read_bytes
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.base.tree import Tree, describe
 from spmd.base.user_paths import as_path
+from spmd.data.batches import with_rows
 from spmd.errors import ExportError, OptionError, check_integer, import_extra, short_repr, type_name
 from spmd.inference.exporter import ABOUT, FORMAT, PROGRAM, WEIGHTS
 from spmd.inference.forward import (
@@ -22,7 +23,6 @@ from spmd.inference.forward import (
     check_inputs,
     concatenated,
     describe_tree,
-    with_rows,
 )
 from spmd.inference.weights import Stored, read_arrays
 from spmd.run.manifest import find_damage, read_json
@@ -33,24 +33,32 @@ def _texts(value: Any) -> bool:
 
 
 def _shapes(value: Any) -> bool:
-    def is_shape(shape: Any) -> bool:
-        return (
-            isinstance(shape, list)
-            and len(shape) > 1
-            and isinstance(shape[0], str)
-            and all(type(size) is int for size in shape[2:])
-        )
+    return isinstance(value, dict) and all(map(_is_shape, value.values()))
 
-    return isinstance(value, dict) and all(map(is_shape, value.values()))
+
+def _is_shape(shape: Any) -> bool:
+    """Return True for a dtype, the place of the rows, and sizes."""
+    if not isinstance(shape, list) or len(shape) < 2:
+        return False
+    dtype, _, *sizes = shape
+    return isinstance(dtype, str) and all(type(size) is int for size in sizes)
+
+
+def _is_batch(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("jax"), str)
 
 
 REQUIRED: dict[str, Callable[[Any], bool]] = {  # keys of model.json, with checks of their values
     "platforms": _texts,
-    "batch": lambda value: value is None or (type(value) is int and value > 0),
+    "batch": _is_batch,
     "inputs": _shapes,
     "outputs": _shapes,
     "weights": lambda value: isinstance(value, str),
-    "versions": lambda value: isinstance(value, dict) and isinstance(value.get("jax"), str),
+    "versions": _are_versions,
     "arrays": lambda value: isinstance(value, list),
 }
 
@@ -99,11 +107,12 @@ class ExportedModel:
         inputs = describe_tree(with_rows(self.inputs, "rows"))
         outputs = jax.tree.unflatten(self.program.out_tree, self.program.out_avals)
         outputs = describe_tree(with_rows(outputs, "rows"))
-        rows = "" if self.batch is None else f", rows in chunks of {self.batch}"
-        return (
-            f"ExportedModel({inputs} -> {outputs}{rows}; weights {self.about['weights']}, for "
-            f"{', '.join(self.about['platforms'])})"
-        )
+        rows = ""
+        if self.batch is not None:
+            rows = f", rows in chunks of {self.batch}"
+        platforms = ", ".join(self.about["platforms"])
+        weights = f"weights {self.about['weights']}, for {platforms}"
+        return f"ExportedModel({inputs} -> {outputs}{rows}; {weights})"
 
     @property
     def batch(self) -> int | None:
@@ -195,9 +204,10 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
         # devices say "gpu", and jax.export "cuda"
         platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     if platform not in about["platforms"]:
+        exported_for = ", ".join(about["platforms"])
         names = ", ".join(map(repr, [*about["platforms"], platform]))
         raise ExportError(
-            f"{folder} was exported for {', '.join(about['platforms'])}; this is {platform}.",
+            f"{folder} was exported for {exported_for}; this is {platform}.",
             fix=f"export(..., platforms=({names})).",
         )
     try:
@@ -211,7 +221,8 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
     try:
         # JSON keeps a tuple as a list.
         stored = [Stored(**{**entry, "shape": tuple(entry["shape"])}) for entry in about["arrays"]]
-        arrays = read_arrays(place / WEIGHTS, stored, lambda values: _placed(values, device))
+        place_values = functools.partial(_placed, device=device)
+        arrays = read_arrays(place / WEIGHTS, stored, place_values)
         inputs = _inputs(program, arrays, about["batch"])
     except Exception as error:
         raise _damaged(
@@ -232,11 +243,14 @@ def _inputs(program: jax.export.Exported, arrays: list[Any], batch: int | None) 
     rows = set()
     for leaf in jax.tree.leaves(inputs):
         # where the program takes any number, dim 0 is a symbol of jax.export
-        rows.add(leaf.shape[0] if isinstance(leaf.shape[0], int) else None)
+        size = leaf.shape[0]
+        if not isinstance(size, int):
+            size = None
+        rows.add(size)
     if rows != {batch}:
         raise ValueError(f"the program takes another number of rows than {batch}")
     # 1 stands for any number
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch or 1, *x.shape[1:]), x.dtype), inputs)
+    return with_rows(inputs, batch or 1)
 
 
 def _placed(values: np.ndarray, device: Any) -> jax.Array:

@@ -35,7 +35,9 @@ class Sample:
     text: str | None
 
     def __str__(self) -> str:
-        written = self.tokens if self.text is None else self.text
+        written: Any = self.tokens
+        if self.text is not None:
+            written = self.text
         text = f"{self.prompt} -> {written}".replace("\n", "\\n")
         return f"step {self.step}: {text}"
 
@@ -92,17 +94,16 @@ class Samples(Callback):
         check_integer(max_new_tokens, "Samples: max_new_tokens")
         check_integer(seed, "Samples: seed", 0)
         Sampling(temperature, top_k, top_p, repetition_penalty)
-        if (
-            isinstance(prompts, str | bytes)
-            or not isinstance(prompts, Sequence | np.ndarray)
-            or not len(prompts)
-        ):
+        is_list = isinstance(prompts, Sequence | np.ndarray)
+        if isinstance(prompts, str | bytes) or not is_list or not len(prompts):
             raise OptionError(
                 f"Samples: prompts={short_repr(prompts)} is {type_name(prompts)}.", fix=PROMPTS_FIX
             )
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if tokenizer is None and (texts or chat is not None):
-            option = short_repr(texts[0]) if texts else "chat"
+            option = "chat"
+            if texts:
+                option = short_repr(texts[0])
             raise OptionError(f"Samples: {option} without a tokenizer.", fix=PROMPTS_FIX)
         self.every = every
         self.exact = True
@@ -114,15 +115,17 @@ class Samples(Callback):
         self._tokens = list(prompts)
         if tokenizer is not None:
             self._coder = coder = Prompts(tokenizer, chat)
-            self._tokens = [
-                coder.encode(prompt) if isinstance(prompt, str) else prompt
-                for prompt in self.prompts
-            ]
+            for at, prompt in enumerate(self.prompts):
+                if isinstance(prompt, str):
+                    self._tokens[at] = coder.encode(prompt)
             if stop is None:
                 stop = coder.stop
+        stop_tokens: list[int] = []
+        if stop is not None:
+            stop_tokens = list(stop)
         self._options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
-            "stop": [] if stop is None else list(stop),
+            "stop": stop_tokens,
             "seed": seed,
             "temperature": temperature,
             "top_k": top_k,
@@ -142,13 +145,18 @@ class Samples(Callback):
 
     def _write(self, info: Info) -> None:
         watch = watchdog.current()
-        phase = "compile" if self._generator is None else "eval"
+        phase = "eval"
+        if self._generator is None:
+            phase = "compile"
         with watch.in_phase(phase), watch.local_work(False):
             if self._generator is None:
                 self._generator = Generator(info.placed)
             written = self._generator(self._tokens, state=info.state, **self._options)
         for prompt, tokens in zip(self.prompts, written, strict=True):
-            text = None if self._coder is None else self._coder.decode(tokens)
-            self.written.append(sample := Sample(info.step, prompt, tokens, text))
+            text = None
+            if self._coder is not None:
+                text = self._coder.decode(tokens)
+            sample = Sample(info.step, prompt, tokens, text)
+            self.written.append(sample)
             if jax.process_index() == 0:
                 self.show(sample)

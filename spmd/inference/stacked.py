@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.base.tree import Tree, abstract, describe, flatten
 from spmd.base.xla import shard_map
+from spmd.data.batches import with_rows
 from spmd.errors import EnsembleError, Problem, raise_problems
-from spmd.inference.forward import describe_tree, to_host, traced, with_rows
+from spmd.inference.forward import describe_tree, to_host, traced
 from spmd.jaxpr.programs import equations, has_convolution
 
 NET = "net"
@@ -63,7 +64,8 @@ def common_batch(nets: Sequence[Net]) -> int | None:
     fixed = {net.batch for net in nets if net.batch is not None}
     trees = {jax.tree.structure(net.inputs) for net in nets}
     shapes = [_shapes_of_rows(net.inputs) for net in nets]
-    if len(fixed) > 1 or len(trees) > 1 or any(other != shapes[0] for other in shapes):
+    differ = any(other != shapes[0] for other in shapes)
+    if len(fixed) > 1 or len(trees) > 1 or differ:
         problems = [Problem(net.name, [f"takes {describe_tree(net.inputs)}"]) for net in nets]
         raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
     return next(iter(fixed), None)
@@ -88,11 +90,10 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
         inputs = with_rows(net.inputs, rows)
         jaxpr = traced(net.function, net.arrays, inputs)
         outputs.append([describe(out) for out in jaxpr.out_avals])
-        plain = (
-            len(jaxpr.out_avals) == 1
-            and jaxpr.out_avals[0].ndim >= 2
-            and jnp.issubdtype(jaxpr.out_avals[0].dtype, jnp.floating)
-        )
+        plain = False
+        if len(jaxpr.out_avals) == 1:
+            (logits,) = jaxpr.out_avals
+            plain = logits.ndim >= 2 and jnp.issubdtype(logits.dtype, jnp.floating)
         # JAX has no vmap rule for the call of an exported program
         is_exported = net.program is not None
         vectorised.append(not is_exported and not has_convolution(equations(jaxpr.jaxpr)))
@@ -100,8 +101,9 @@ def group_members(nets: Sequence[Net], rows: int) -> list[Group]:
             expected = "expected one array of logits [rows, ..., classes]"
             if plain:
                 expected = f"the first returns {outputs[0][0]}"
+            returned = ", ".join(outputs[-1])
             raise EnsembleError(
-                f"member {net.name} returns {', '.join(outputs[-1])} for {rows} rows; {expected}.",
+                f"member {net.name} returns {returned} for {rows} rows; {expected}.",
                 fix="a model with one row of outputs for each of inputs.",
             )
         # By the text of the program: models with arrays of equal shapes may differ in their code.
@@ -197,7 +199,8 @@ def combined(logits: jax.Array, combine: str) -> jax.Array:
     if combine == "logits":
         return jax.nn.softmax(logits.mean(axis=0))
     if combine == "vote":
-        votes = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1], dtype=jnp.float32)
+        choices = logits.argmax(axis=-1)
+        votes = jax.nn.one_hot(choices, logits.shape[-1], dtype=jnp.float32)
         return votes.mean(axis=0)
     return jax.nn.softmax(logits).mean(axis=0)
 
@@ -211,6 +214,9 @@ def table(columns: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> st
     for name, row in rows.items():
         cells = [f"{name:{name_width}}"]
         for column, width in widths.items():
-            cells.append(f"{row[column]:>{width}.4f}" if column in row else " " * width)
+            cell = " " * width
+            if column in row:
+                cell = f"{row[column]:>{width}.4f}"
+            cells.append(cell)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

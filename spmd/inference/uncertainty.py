@@ -33,8 +33,9 @@ def log_combined(logits: np.ndarray, combine: str) -> np.ndarray:
         # probabilities may underflow
         return np.logaddexp.reduce(log_softmax(logits), axis=0) - np.log(len(logits))
     # A class without votes has probability 0, of whose log numpy warns.
+    votes = np.eye(logits.shape[-1])[logits.argmax(axis=-1)]
     with np.errstate(divide="ignore"):
-        return np.log(np.eye(logits.shape[-1])[logits.argmax(axis=-1)].mean(axis=0))
+        return np.log(votes.mean(axis=0))
 
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:
@@ -52,20 +53,22 @@ def disagreement(logits: np.ndarray) -> np.ndarray:
     equation 2.
     """
     probabilities = np.exp(log_softmax(logits))
+    of_mean = entropy(probabilities.mean(axis=0))
+    mean = entropy(probabilities).mean(axis=0)
     # Rounding may leave a difference a little below 0.
-    return np.maximum(
-        entropy(probabilities.mean(axis=0)) - entropy(probabilities).mean(axis=0), 0.0
-    )
+    return np.maximum(of_mean - mean, 0.0)
 
 
 def log_loss(logs: np.ndarray, labels: np.ndarray) -> float:
     """Mean negative log probability of the true class; infinite if that has probability 0."""
-    return float(-np.take_along_axis(logs, labels[..., None], axis=-1).mean())
+    of_labels = np.take_along_axis(logs, labels[..., None], axis=-1)
+    return float(-of_labels.mean())
 
 
 def accuracy(logs: np.ndarray, labels: np.ndarray) -> float:
     """Share of rows whose most probable class is the true one."""
-    return float((logs.argmax(axis=-1) == labels).mean())
+    correct = logs.argmax(axis=-1) == labels
+    return float(correct.mean())
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
@@ -77,7 +80,8 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     confidence = probabilities.max(axis=-1).ravel()
     correct = (probabilities.argmax(axis=-1) == labels).ravel()
     # Bins are open below (Guo et al.), so a confidence of 0.2 belongs to that which ends there.
-    at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    upper_edges = np.ceil(confidence * BINS).astype(int)
+    at = np.clip(upper_edges - 1, 0, BINS - 1)
     gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
     return float(np.abs(gaps).sum() / len(confidence))
 
@@ -97,7 +101,8 @@ def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
     def slope(inverse: float) -> float:
         weights = np.exp(log_softmax(logs * inverse))
         # probability 0 adds nothing
-        expected = (weights * np.where(weights > 0, logs, 0.0)).sum(axis=-1)
+        possible_logs = np.where(weights > 0, logs, 0.0)
+        expected = (weights * possible_logs).sum(axis=-1)
         of_labels = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
         return float((expected - of_labels).mean())
 

@@ -55,10 +55,12 @@ def quantize(values: np.ndarray, *, stacked: bool = False) -> tuple[np.ndarray, 
       ([[127, 0], [-64, 0]], (1, 2))
     """
     exact = values.astype(np.float32)
-    largest = np.abs(exact).max(axis=tuple(range(int(stacked), values.ndim - 1)), keepdims=True)
+    dims = tuple(range(int(stacked), values.ndim - 1))
+    largest = np.abs(exact).max(axis=dims, keepdims=True)
     # A channel of zeros has scale 1, against 0 / 0.
     scales = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
-    return np.clip(np.round(exact / scales), -LARGEST, LARGEST).astype(np.int8), scales
+    rounded = np.round(exact / scales)
+    return np.clip(rounded, -LARGEST, LARGEST).astype(np.int8), scales
 
 
 def dequantize(numbers: Any, scales: Any, dtype: Any) -> Any:
@@ -72,12 +74,9 @@ def should_quantize(path: str, leaf: Any, *, stacked: bool = False) -> bool:
     """
     # in 8 or 4 bits already
     of_codes = path.startswith("frozen/") and path.endswith(("/codes", "/scales"))
-    return (
-        path.startswith(("params/", "frozen/"))
-        and not of_codes
-        and leaf.ndim >= 2 + stacked
-        and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
-    )
+    if of_codes or not path.startswith(("params/", "frozen/")):
+        return False
+    return leaf.ndim >= 2 + stacked and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 class Writer:
@@ -123,12 +122,14 @@ class Writer:
         self._put(path, numbers)
         self._put(SCALES + path, scales)
         exact = values.astype(np.float64)
-        error = np.abs(dequantize(numbers, scales, values.dtype).astype(np.float64) - exact)
+        written = dequantize(numbers, scales, values.dtype).astype(np.float64)
+        error = np.abs(written - exact)
         norm = float(np.linalg.norm(exact))
-        relative = float(np.linalg.norm(error)) / norm if norm else 0.0
-        return dataclasses.replace(
-            stored, max_error=float(error.max(initial=0.0)), relative_error=relative
-        )
+        relative = 0.0
+        if norm:
+            relative = float(np.linalg.norm(error)) / norm
+        max_error = float(error.max(initial=0.0))
+        return dataclasses.replace(stored, max_error=max_error, relative_error=relative)
 
     def _put(self, name: str, values: np.ndarray) -> None:
         """Write an array in numpy's .npz format; dtypes that numpy does not know (bfloat16) as
@@ -176,6 +177,8 @@ def stored_shape(leaf: Any, *, int8: bool, stacked: bool = False) -> Any:
     """The shape of an array as an exported function takes it; a pair for int8 and scales."""
     if not int8:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    layers = leaf.shape[:1] if stacked else ()
-    scales = (*layers, *(1,) * (leaf.ndim - 1 - len(layers)), leaf.shape[-1])
-    return jax.ShapeDtypeStruct(leaf.shape, np.int8), jax.ShapeDtypeStruct(scales, np.float32)
+    layers = leaf.shape[: int(stacked)]
+    ones = (1,) * (leaf.ndim - 1 - len(layers))
+    scales_shape = (*layers, *ones, leaf.shape[-1])
+    numbers = jax.ShapeDtypeStruct(leaf.shape, np.int8)
+    return numbers, jax.ShapeDtypeStruct(scales_shape, np.float32)

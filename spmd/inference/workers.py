@@ -109,7 +109,9 @@ class Workers:
         """
         began = time.monotonic()
         names = tuple(worker.name for worker in self._workers)
-        seconds = -1 if deadline is None else deadline  # -1: no limit
+        seconds: float = -1  # no limit
+        if deadline is not None:
+            seconds = deadline
         if not self._busy.acquire(timeout=seconds):
             raise EnsembleError(
                 f"another request was still running after {deadline:g} s.", fix="a longer deadline."
@@ -126,7 +128,8 @@ class Workers:
                     worker.requests.put(request)
             remaining = None
             if deadline is not None:
-                remaining = max(0.0, deadline - (time.monotonic() - began))
+                waited = time.monotonic() - began
+                remaining = max(0.0, deadline - waited)
             results = request.wait(remaining)
         finally:
             self._busy.release()
@@ -136,7 +139,9 @@ class Workers:
             reasons = [f"\n    {name} {why}" for name, why in failed.items()]
             if late:
                 reasons.append(f"\n    {', '.join(late)}: late")
-            limit = "" if deadline is None else f" in {deadline:g} s"
+            limit = ""
+            if deadline is not None:
+                limit = f" in {deadline:g} s"
             raise EnsembleError(
                 f"none of the {len(names)} members answered{limit}:{''.join(reasons)}",
                 fix="what each member's error says, or a longer deadline.",
@@ -168,20 +173,19 @@ def _split_answers(
     """The logits of the members whose answers can be combined, in the order of `names`, and the
     errors of the others that have answered.
     """
-    failed = {
-        name: f"{type(result).__name__}: {result}"
-        for name, result in results.items()
-        if isinstance(result, BaseException)
-    }
-    logits = {name: results[name] for name in names if name in results and name not in failed}
+    failed = {}
+    for name, result in results.items():
+        if isinstance(result, BaseException):
+            failed[name] = f"{type(result).__name__}: {result}"
+    answered = [name for name in names if name in results]
+    logits = {name: results[name] for name in answered if name not in failed}
     for name, array in list(logits.items()):
         if _fits(array, rows) and (invalid := _invalid_rows(array)):
-            failed[name] = (
-                f"it returned {describe(array)}, {invalid} of {math.prod(array.shape[:-1])} "
-                "rows without finite numbers"
-            )
+            of_all = f"{invalid} of {math.prod(array.shape[:-1])} rows"
+            failed[name] = f"it returned {describe(array)}, {of_all} without finite numbers"
             del logits[name]
-    shapes = Counter(array.shape for array in logits.values() if _fits(array, rows))
+    fitting = [array for array in logits.values() if _fits(array, rows)]
+    shapes = Counter(array.shape for array in fitting)
     shape = max(shapes, key=shapes.__getitem__, default=None)
     expected = f"expected logits [{rows}, ..., classes]"
     if shape is not None:
