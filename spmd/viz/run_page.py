@@ -95,16 +95,6 @@ def report(
                 why, fix="the folder that was passed to fit; None if there was none."
             )
     resolved = result.trainer.resolved
-    layout = resolved.layout
-    stopped = ""
-    if result.stop_reason:
-        stopped = f", stopped because {result.stop_reason},"
-    steps = int(result.state.step)
-    devices = f"{resolved.mesh.size} devices, {resolved.workers} workers"
-    reduction = f"gradients are reduced by {layout.gradients.reduction}."
-    lead = (
-        f"{layout.source}: {layout.description} {steps:,} steps{stopped} on {devices}; {reduction}"
-    )
     goodput, profile = "", ""
     if result.goodput is not None:
         goodput = f"<h2>Time</h2>\n{result.goodput._repr_html_()}"
@@ -113,9 +103,9 @@ def report(
     heading = f"<h1>{html.escape(title)}</h1>"
     curves_lead = "<p>Lines are training steps, dots are evaluations.</p>"
     placement = table(COLUMNS, rows(resolved))
-    toml = html.escape(layout.to_toml())
+    toml = html.escape(resolved.layout.to_toml())
     sections = [
-        f"{heading}\n{_headline(result)}\n<p>{code_spans(lead)}</p>",
+        f"{heading}\n{_headline(result)}\n<p>{code_spans(_lead(result))}</p>",
         f"<h2>Curves</h2>\n{curves_lead}\n{_curves(result)}",
         f"<h2>Metrics</h2>\n{_metrics(result)}",
         goodput,
@@ -130,6 +120,21 @@ def report(
     sections.append(f"<h2>Run with</h2>\n{_environment()}")
     body = framed("\n".join(sections))
     return write_text(path, document(title, body, style=STYLE))
+
+
+def _lead(result: Result) -> str:
+    """Return the layout of a run, its steps, devices and workers, in a sentence."""
+    resolved = result.trainer.resolved
+    layout = resolved.layout
+    stopped = ""
+    if result.stop_reason:
+        stopped = f", stopped because {result.stop_reason},"
+    steps = int(result.state.step)
+    devices = f"{resolved.mesh.size} devices, {resolved.workers} workers"
+    reduction = f"gradients are reduced by {layout.gradients.reduction}."
+    return (
+        f"{layout.source}: {layout.description} {steps:,} steps{stopped} on {devices}; {reduction}"
+    )
 
 
 def _headline(result: Result) -> str:
